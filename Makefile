@@ -1,0 +1,44 @@
+# `make test` and `make demo` need nothing but Python 3.10 or newer; they set up .venv themselves.
+
+PYTHON ?= python3
+# What `make test` leaves out; `make test MARKERS=slow` runs only the slow ones.
+MARKERS ?= not slow and not gpu
+
+BIN := .venv/bin
+FOLDERS := $(wildcard lowdiff compressors persistence recovery tuner benches examples tests)
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c constraints.txt
+# A stamp is older than these once what must be installed has changed.
+REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
+
+.PHONY: test demo check format clean
+
+test: check
+	$(BIN)/pytest -q -m "$(MARKERS)"
+
+demo: .venv/installed-plot
+	$(BIN)/lowdiff demo
+
+check: .venv/installed-dev
+	$(BIN)/ruff check $(FOLDERS)
+	$(BIN)/ruff format --check $(FOLDERS)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix $(FOLDERS)
+	$(BIN)/ruff format $(FOLDERS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .*_cache
+
+.venv/installed-%: $(REQUIREMENTS) | $(BIN)/python
+	@echo "Installing lowdiff and its requirements into .venv (minutes at first: PyTorch is large) ..."
+	@$(INSTALL) -e '.[$*]'
+	@touch $@
+
+# A half-made environment is removed, else the next run would take it for a whole one.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "lowdiff needs Python 3.10 or newer, but $(PYTHON) is: $$($(PYTHON) --version 2>&1)." \
+	    "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }

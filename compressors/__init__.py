@@ -1,0 +1,26 @@
+"""Compressors: what a payload is. Select, aggregate across ranks, decode by block."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowdiff.compressors.topk import TopK
+from lowdiff.errors import ConfigError
+from lowdiff.protocols import Compressor
+
+__all__ = ["TopK", "from_settings"]
+
+_BY_NAME = {"topk": TopK}
+
+
+def from_settings(name: str, settings: Mapping[str, Any]) -> Compressor:
+    """Rebuild the compressor that a run recorded.
+
+    Raises:
+        ConfigError: If this version of lowdiff has no compressor of that name.
+    """
+    if name not in _BY_NAME:
+        raise ConfigError(
+            f"the run was compressed with {name!r}, which this lowdiff does not have; "
+            f"known are {', '.join(sorted(_BY_NAME))}"
+        )
+    return _BY_NAME[name](**settings)

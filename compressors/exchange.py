@@ -1,0 +1,102 @@
+"""One all-gather of sparse entries per bucket, summed in rank order.
+
+The sum runs over ranks, element by element, in rank order: its bits do not depend on which
+parameters share a bucket. DDP rebuilds its buckets after the first iteration and starts from the
+initial ones after a restart, so anything else would make a resumed run differ.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lowdiff.errors import UsageError
+
+_HEADER_WORDS = 4
+_HEADER_BYTES = 8 * _HEADER_WORDS
+
+
+def exchange(
+    buffer: torch.Tensor,
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    stamp: int,
+    group: dist.ProcessGroup | None,
+) -> torch.futures.Future[torch.Tensor]:
+    """Replace ``buffer`` by the sum over ranks of everyone's entries.
+
+    Args:
+        buffer: Flat bucket; overwritten.
+        positions: int64 ``[k]``, strictly ascending positions in ``buffer``.
+        values: ``[k]``, dtype of ``buffer``; already divided by the world size.
+        stamp: Must be equal on all ranks; names incarnation and step.
+        group: Process group, or None for a single process.
+
+    Returns:
+        Future of ``buffer``. It fails with UsageError if a rank is at another step.
+    """
+    world_size = 1 if group is None else group.size()
+    if world_size == 1:
+        buffer.zero_().index_copy_(0, positions, values)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    wire = _pack(buffer, positions, values, stamp, dist.get_rank(group))
+    gathered = torch.empty(world_size * wire.numel(), dtype=torch.uint8, device=wire.device)
+    shares = list(gathered.chunk(world_size))
+    work = dist.all_gather(shares, wire, group=group, async_op=True)
+
+    def add_in_rank_order(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        buffer.zero_()
+        for rank, share in enumerate(shares):
+            _check_header(share, rank, stamp, buffer)
+            theirs = _unpack(share, buffer.dtype, positions.numel())
+            buffer.index_add_(0, *theirs)
+        return buffer
+
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(add_in_rank_order)
+    return future
+
+
+def _pack(
+    buffer: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, stamp: int, rank: int
+) -> torch.Tensor:
+    """``[header int64 x 4 | positions int32 padded to 8 | values]`` as bytes."""
+    index_bytes = _index_bytes(positions.numel())
+    total = _HEADER_BYTES + index_bytes + values.numel() * values.element_size()
+    total += -total % 8  # every rank's share stays aligned inside the gathered tensor
+    wire = torch.zeros(total, dtype=torch.uint8, device=buffer.device)
+    header = torch.tensor([rank, stamp, buffer.numel(), positions.numel()])
+    wire[:_HEADER_BYTES].view(torch.int64).copy_(header, non_blocking=True)
+    indices, entries = _unpack(wire, values.dtype, positions.numel())
+    indices.copy_(positions)
+    entries.copy_(values)
+    return wire
+
+
+def _unpack(share: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, ...]:
+    start = _HEADER_BYTES + _index_bytes(count)
+    indices = share[_HEADER_BYTES : _HEADER_BYTES + 4 * count].view(torch.int32)
+    values = share[start : start + count * dtype.itemsize].view(dtype)
+    return indices, values
+
+
+def _index_bytes(count: int) -> int:
+    return 4 * count + (4 * count) % 8
+
+
+def _check_header(share: torch.Tensor, rank: int, stamp: int, buffer: torch.Tensor) -> None:
+    if share.is_cuda:
+        return  # reading it would stop the host; the session checks CUDA exchanges at commit
+    found = share[:_HEADER_BYTES].view(torch.int64).tolist()
+    if found[:3] != [rank, stamp, buffer.numel()]:
+        raise UsageError(
+            f"rank {rank} sent gradients of {_where(found[1])} while this rank is in "
+            f"{_where(stamp)}; every rank must attach to the same run and commit the same steps"
+        )
+
+
+def _where(stamp: int) -> str:
+    return f"step {stamp & 0xFFFFFFFFFF} of incarnation {stamp >> 40}"

@@ -1,0 +1,39 @@
+"""Differential checkpointing for PyTorch: every step saved, any step back.
+
+Names load on first use, so that the command line and the writer process, which both import this
+package, start without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowdiff.checkpointer import Checkpointer
+    from lowdiff.errors import LowDiffError
+    from lowdiff.hook import comm_hook
+    from lowdiff.recovery import RecoveredState, recover
+
+__all__ = ["Checkpointer", "LowDiffError", "RecoveredState", "comm_hook", "recover"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpointer": "lowdiff.checkpointer",
+    "LowDiffError": "lowdiff.errors",
+    "RecoveredState": "lowdiff.recovery",
+    "comm_hook": "lowdiff.hook",
+    "recover": "lowdiff.recovery",
+}
+
+# Hidden from type checkers, which would otherwise accept any name at all.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

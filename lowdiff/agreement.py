@@ -1,0 +1,104 @@
+"""What ranks tell each other at attach, over a process group of lowdiff's own.
+
+Background collectives on the training group would deadlock with DDP's, so every exchange here uses
+a Gloo group made for it. Nothing is pickled: values travel in the run's own encoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lowdiff.errors import LowDiffError
+from lowdiff.persistence.values import decode, encode
+
+
+class Ranks:
+    """The ranks of one run. A single process is a group of one without a process group."""
+
+    def __init__(self, training_group: dist.ProcessGroup | None) -> None:
+        self.training_group = training_group
+        self._group: dist.ProcessGroup | None = None
+        self.rank, self.world_size = 0, 1
+        if training_group is not None:
+            members = dist.get_process_group_ranks(training_group)
+            self._group = dist.new_group(
+                members, backend="gloo", use_local_synchronization=True
+            )
+            self.rank, self.world_size = dist.get_rank(training_group), len(members)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, in rank order."""
+        if self._group is None:
+            return [value]
+        mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()]), group=self._group)
+        longest = max(int(size) for size in sizes)
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        dist.all_gather(parts, padded, group=self._group)
+        return [
+            decode(part[: int(size)].numpy().tobytes())
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        """Wait for everybody."""
+        self.gather(None)
+
+    def raise_together(self, error: LowDiffError | None) -> None:
+        """If any rank failed, fail on all, so that none waits for a rank that gave up.
+
+        Raises:
+            LowDiffError: The rank's own error, or one naming the ranks that failed.
+        """
+        told = self.gather(None if error is None else str(error))
+        if error is not None:
+            raise error
+        failed = {rank: text for rank, text in enumerate(told) if text is not None}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            raise LowDiffError(f"rank {rank} failed: {text}")
+
+    def share_files(self, visible: Sequence[tuple[str, Path]], imported: Path) -> None:
+        """Bring files that only other ranks can see into a folder of this rank's own.
+
+        Args:
+            visible: ``(name, path)`` of files this rank sees; equal names are the same file.
+            imported: Where missing ones are written, under their names.
+        """
+        mine = dict(visible)
+        tables = self.gather(sorted(mine))
+        for name in sorted(set().union(*tables)):
+            owner = next(rank for rank, names in enumerate(tables) if name in names)
+            if all(name in names for names in tables):
+                continue
+            data = self._broadcast_file(mine.get(name), owner)
+            target = imported / name
+            # On a shared folder it may only have appeared since this rank looked.
+            if name not in mine and not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data)
+
+    def _broadcast_file(self, path: Path | None, owner: int) -> bytes:
+        assert self._group is not None
+        source = dist.get_global_rank(self._group, owner)
+        content = path.read_bytes() if path is not None and self.rank == owner else b""
+        size = torch.tensor([len(content)])
+        dist.broadcast(size, source, group=self._group)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == owner and content:
+            buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        if len(buffer):
+            dist.broadcast(buffer, source, group=self._group)
+        return buffer.numpy().tobytes()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group = None

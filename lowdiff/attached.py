@@ -1,0 +1,195 @@
+"""What a trainer attached: the model's layout and how its optimizers divide it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
+from lowdiff.layout import canonical_name, dtype_name, flat, flat_like, layout_of
+from lowdiff.recovery.optimizers import class_name
+from lowdiff.recovery.state import BUFFER_ITEM, FROZEN_ITEM
+from lowdiff.types import Layout, OptimizerSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attached:
+    """The attached model and optimizers, described.
+
+    Attributes:
+        model: As given, perhaps wrapped in DDP.
+        module: The model inside the wrappers.
+        optimizers: As given.
+        layout: Trainable parameters that an optimizer owns.
+        parameters: In layout order.
+        owner: Per parameter: index of its optimizer.
+        specs: One per optimizer.
+        constants: Item name -> tensor that training does not update: buffers, frozen parameters.
+        names: Keys of the model's state dict -> parameter or item name.
+    """
+
+    model: torch.nn.Module
+    module: torch.nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    layout: Layout
+    parameters: tuple[torch.nn.Parameter, ...]
+    owner: tuple[int, ...]
+    specs: tuple[OptimizerSpec, ...]
+    constants: Mapping[str, torch.Tensor]
+    names: Mapping[str, str]
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DDP wrapper, if there is one."""
+        return self.model if isinstance(self.model, DistributedDataParallel) else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.parameters[0].device
+
+    def flat_parameters(self) -> list[torch.Tensor]:
+        """Flat views of all parameters, in layout order."""
+        return [flat(parameter) for parameter in self.parameters]
+
+    def gradients(self, optimizer: int) -> list[torch.Tensor | None]:
+        """Flat gradients in layout order; None where absent or owned by another optimizer."""
+        return [
+            None
+            if owner != optimizer or parameter.grad is None
+            else flat_like(parameter.grad, spec)
+            for parameter, owner, spec in zip(
+                self.parameters, self.owner, self.layout.parameters, strict=True
+            )
+        ]
+
+    def absent(self, optimizer: int) -> list[int]:
+        """Parameters of an optimizer whose gradient is None."""
+        return [
+            i
+            for i, parameter in enumerate(self.parameters)
+            if self.owner[i] == optimizer and parameter.grad is None
+        ]
+
+
+def describe(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> Attached:
+    """Check a model and its optimizers, and lay the model out.
+
+    Raises:
+        UnsupportedModel: For sharded modules and unusual parameters.
+        UnsupportedOptimizer: If replay cannot reproduce an optimizer.
+        ConfigError: If optimizers overlap, hold foreign parameters or miss trainable ones.
+    """
+    if not optimizers:
+        raise ConfigError("attach needs the optimizer that trains the model")
+    module = _unwrapped(model)
+    named = {canonical_name(n): p for n, p in module.named_parameters()}
+    name_of = {id(p): n for n, p in named.items()}
+    owner_of: dict[str, int] = {}
+    specs = []
+    for index, optimizer in enumerate(optimizers):
+        groups = []
+        for group in optimizer.param_groups:
+            names = [_owned_name(p, name_of) for p in group["params"]]
+            for name in names:
+                if name in owner_of:
+                    raise ConfigError(f"parameter {name!r} is in two optimizers; give it to one")
+                owner_of[name] = index
+            groups.append(tuple(names))
+        specs.append(OptimizerSpec(class_name(optimizer), tuple(groups)))
+        _refuse_master_copies(optimizer, name_of)
+    trained = {n: p for n, p in named.items() if n in owner_of and p.requires_grad}
+    forgotten = [n for n, p in named.items() if p.requires_grad and n not in owner_of]
+    if forgotten:
+        raise ConfigError(
+            f"{len(forgotten)} trainable parameters belong to no attached optimizer, among them "
+            f"{forgotten[0]!r}; attach all optimizers, or freeze them with requires_grad_(False)"
+        )
+    layout = layout_of(trained.items())
+    constants = {
+        BUFFER_ITEM + canonical_name(n): b for n, b in module.named_buffers() if b is not None
+    } | {FROZEN_ITEM + n: p.detach() for n, p in named.items() if n not in trained}
+    specs = [
+        OptimizerSpec(s.class_name, tuple(tuple(n for n in g if n in trained) for g in s.groups))
+        for s in specs
+    ]
+    return Attached(
+        model=model,
+        module=module,
+        optimizers=tuple(optimizers),
+        layout=layout,
+        parameters=tuple(trained.values()),
+        owner=tuple(owner_of[spec.name] for spec in layout.parameters),
+        specs=tuple(specs),
+        constants=constants,
+        names=_state_dict_names(module, trained, constants),
+    )
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """Every group without its parameters."""
+    return tuple(
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    )
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    for part in model.modules():
+        if "FullyShardedDataParallel" in type(part).__name__ or "FSDP" in type(part).__name__:
+            raise UnsupportedModel(
+                f"{type(part).__name__} shards its parameters; lowdiff checkpoints replicated "
+                "models: wrap the model in DistributedDataParallel instead"
+            )
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def _owned_name(parameter: torch.Tensor, name_of: Mapping[int, str]) -> str:
+    if id(parameter) in name_of:
+        return name_of[id(parameter)]
+    twin = dtype_name(parameter.dtype)
+    raise UnsupportedOptimizer(
+        f"the optimizer holds a {twin} tensor of shape {tuple(parameter.shape)} that is no "
+        "parameter of the model; if these are fp32 master copies, train fp32 parameters under "
+        "torch.autocast instead: then the logged gradient is all that changes them"
+    )
+
+
+def _refuse_master_copies(
+    optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]
+) -> None:
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if "master" in str(key) and isinstance(value, torch.Tensor):
+                raise UnsupportedOptimizer(
+                    f"the optimizer keeps master copies of {name_of.get(id(parameter), '?')!r}; "
+                    "train fp32 parameters under torch.autocast instead"
+                )
+
+
+def _state_dict_names(
+    module: torch.nn.Module,
+    trained: Mapping[str, torch.nn.Parameter],
+    constants: Mapping[str, torch.Tensor],
+) -> dict[str, str]:
+    source_of = {id(p): n for n, p in trained.items()}
+    by_place = {(t.data_ptr(), t.shape): n for n, t in constants.items()}
+    names = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            source = source_of.get(id(value)) or by_place.get((value.data_ptr(), value.shape))
+            if source is not None:
+                names[canonical_name(key)] = source
+    return names

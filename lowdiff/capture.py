@@ -1,0 +1,126 @@
+"""Items: everything of a step that is no parameter, gradient or hyper-parameter.
+
+Buffers and frozen parameters, the random generators, and the user's stateful objects. An item is
+logged only in steps that changed its bytes; recovery takes its newest value at or before a step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from crc32c import crc32c
+
+from lowdiff.errors import ConfigError
+from lowdiff.layout import byte_view
+from lowdiff.persistence.values import decode, encode, same
+from lowdiff.recovery.state import RNG_ITEM, STATEFUL_ITEM
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """PyTorch's own protocol for objects that checkpoint themselves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State as plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take a state back."""
+        ...
+
+
+def random_states(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Item name -> reader of each global random generator."""
+    readers: dict[str, Callable[[], Any]] = {
+        "python": random.getstate,
+        "numpy": lambda: np.random.get_state(legacy=True),  # noqa: NPY002
+        "torch": torch.get_rng_state,
+    }
+    if device.type == "cuda":
+        readers["cuda"] = lambda: torch.cuda.get_rng_state(device)
+    return {RNG_ITEM + name: reader for name, reader in readers.items()}
+
+
+def restore_random_states(items: Mapping[str, bytes], device: torch.device) -> None:
+    """Set every global random generator that the items hold."""
+    writers: dict[str, Callable[[Any], object]] = {
+        "python": random.setstate,
+        "numpy": np.random.set_state,
+        "torch": torch.set_rng_state,
+        "cuda": lambda state: torch.cuda.set_rng_state(state, device),
+    }
+    for name, writer in writers.items():
+        if RNG_ITEM + name in items and (name != "cuda" or device.type == "cuda"):
+            writer(decode(items[RNG_ITEM + name]))
+
+
+class ItemTracker:
+    """Finds which items changed since they were last asked for."""
+
+    def __init__(
+        self,
+        constants: Mapping[str, torch.Tensor],
+        stateful: Mapping[str, Stateful],
+        device: torch.device,
+    ) -> None:
+        self._constants = dict(constants)
+        self._readers = random_states(device)
+        for name, thing in stateful.items():
+            if not isinstance(thing, Stateful):
+                raise ConfigError(
+                    f"{name}={type(thing).__name__} has no state_dict and load_state_dict; wrap "
+                    "it in an object that has both, or leave it out"
+                )
+            self._readers[STATEFUL_ITEM + name] = thing.state_dict
+            check_round_trip(name, thing.state_dict())
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._checksums: dict[str, int] = {}
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Buffers and frozen parameters by item name."""
+        return self._constants
+
+    def all(self) -> dict[str, bytes]:
+        """Every item except the tensors."""
+        return {name: encode(read(), name=name) for name, read in self._readers.items()}
+
+    def changed(self) -> dict[str, bytes]:
+        """Items whose bytes differ from the last call's."""
+        found = {}
+        for name, tensor in self._constants.items():
+            # torch counts in-place writes; an untouched causal mask costs nothing here.
+            version = (tensor._version, tensor.data_ptr())
+            if self._versions.get(name) != version:
+                self._versions[name] = version
+                host = tensor.detach().cpu().contiguous()
+                if self._is_new(name, byte_view(host) if host.numel() else b""):
+                    found[name] = encode(host, name=name)
+        for name, read in self._readers.items():
+            data = encode(read(), name=name)
+            if self._is_new(name, data):
+                found[name] = data
+        return found
+
+    def _is_new(self, name: str, data: bytes | memoryview) -> bool:
+        checksum = crc32c(data)
+        if self._checksums.get(name) == checksum:
+            return False
+        self._checksums[name] = checksum
+        return True
+
+
+def check_round_trip(name: str, value: Any) -> None:
+    """Prove that a value survives encoding (design rule R9).
+
+    Raises:
+        ConfigError: Naming the part that does not.
+    """
+    if not same(decode(encode(value, name=name)), value):
+        raise ConfigError(
+            f"{name} does not survive encoding; return plain values and tensors from state_dict()"
+        )

@@ -1,0 +1,272 @@
+"""The face of lowdiff: what a training script holds."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lowdiff.attached import describe
+from lowdiff.capture import Stateful
+from lowdiff.errors import ConfigError, UsageError
+from lowdiff.hook import HookState, comm_hook
+from lowdiff.opening import Opened, open_session
+from lowdiff.persistence.paths import default_staging_root
+from lowdiff.protocols import Compressor
+from lowdiff.session import Session
+from lowdiff.settings import Settings
+
+_logger = logging.getLogger(__name__)
+
+_RESTORE = ("all", "model", "none")
+_FINISH_SECONDS = 600.0
+
+
+class Checkpointer:
+    """Checkpoints every step of a training run.
+
+    ::
+
+        checkpointer = lowdiff.Checkpointer("runs/gpt", compressor=TopK(density=0.01))
+        step = checkpointer.attach(ddp_model, optimizer, scheduler=scheduler)
+        for step in checkpointer.steps(until=10_000):
+            ...  # forward, backward, optimizer.step(), scheduler.step()
+        checkpointer.close()
+
+    Args:
+        run: Folder of the run; created if it is not there. All ranks give the same path, which
+            may be a shared folder or each node's own.
+        compressor: How gradients are compressed, e.g. ``TopK(density=0.01)``. Lossy compression
+            changes training, so it is always asked for by name.
+        snapshot: ``"atomic"``: a full snapshot is of one step.
+        snapshot_every: Steps between full snapshots.
+        batch_size: Differentials per durable write. A crash of processes loses no committed
+            step whatever it is; the loss of the machine's power at most ``2 * batch_size``.
+        staging: Folder in memory (tmpfs) for logs that survive the process; by default
+            ``/dev/shm/lowdiff-UID``.
+        retention: How many of the newest snapshots to keep, with their differentials; None keeps
+            every step of the run.
+        on_error: ``"warn"``: storage trouble is a warning, training goes on. ``"raise"``: it is
+            an error at the next commit.
+
+    Raises:
+        ConfigError: If a value cannot work.
+    """
+
+    def __init__(
+        self,
+        run: str | Path,
+        *,
+        compressor: Compressor | None = None,
+        snapshot: str = "atomic",
+        snapshot_every: int = 100,
+        batch_size: int = 16,
+        staging: str | Path | None = None,
+        retention: int | None = 2,
+        on_error: str = "warn",
+    ) -> None:
+        if compressor is None:
+            raise ConfigError(
+                "Checkpointer needs compressor=TopK(density=...) from lowdiff.compressors; "
+                "training without compression (LowDiff+) is not built yet"
+            )
+        if snapshot != "atomic":
+            raise ConfigError(f'snapshot must be "atomic", got {snapshot!r}')
+        self._settings = Settings(
+            run=Path(run).absolute(),
+            compressor=compressor,
+            snapshot_every=snapshot_every,
+            batch_size=batch_size,
+            staging=default_staging_root() if staging is None else Path(staging).absolute(),
+            retention=retention,
+            on_error=on_error,
+        )
+        #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
+        self.hook_state = HookState()
+        self._opened: Opened | None = None
+        self._pending_random: Mapping[str, bytes] | None = None
+        self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
+        self._attach_seconds = 0.0
+        self._final_stats: dict[str, Any] = {}
+
+    def attach(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        restore: str = "all",
+        step: int | None = None,
+        **stateful: Stateful,
+    ) -> int:
+        """Take charge of a model and its optimizers; restore them if the run has history.
+
+        Call it on every rank, after wrapping the model in DDP and building optimizer and
+        scheduler, before the first backward pass. Registers DDP's communication hook and hooks
+        around ``optimizer.step``. On return the base of the run is durable.
+
+        Args:
+            model: The model, in ``DistributedDataParallel`` if there are several processes.
+            optimizer: The optimizer, or all of them.
+            restore: ``"all"``; ``"model"`` takes only weights and buffers and starts at step 0;
+                ``"none"`` starts afresh and leaves the history behind.
+            step: Restore this step instead of the newest; later ones become void.
+            stateful: Further objects with ``state_dict`` and ``load_state_dict``: schedulers,
+                samplers, scalers. The same names on every start.
+
+        Returns:
+            Number of completed steps: 0 for a new run.
+
+        Raises:
+            ConfigError: If something attached cannot be checkpointed.
+            RunInUse: If another live trainer holds the run.
+            RunMismatch: If the run's history belongs to another model or optimizer.
+            StepNotFound: If ``step`` cannot be recovered.
+        """
+        if self._opened is not None:
+            raise UsageError("this Checkpointer is attached already; close() it first")
+        if restore not in _RESTORE:
+            raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
+        started = time.perf_counter()
+        optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        attached = describe(model, optimizers)
+        self._opened = open_session(
+            self._settings, attached, stateful, restore=restore, step=step
+        )
+        self.hook_state.open(self._opened.session.reducer, attached.parameters)
+        if attached.ddp is not None and not _has_hook(attached.ddp, self.hook_state):
+            attached.ddp.register_comm_hook(self.hook_state, comm_hook)
+        # Building a DataLoader's iterator draws from the global generator, so the generators are
+        # set when the first step begins, not now.
+        self._pending_random = self._opened.random_states
+        self._forward_hook = model.register_forward_pre_hook(self._first_forward)
+        self._attach_seconds = time.perf_counter() - started
+        return self._session.step
+
+    def steps(self, until: int) -> Iterator[int]:
+        """Yield ``completed, ..., until - 1``; each body makes one step, committed when it ends.
+
+        Args:
+            until: Number of completed steps to stop at.
+
+        Yields:
+            The number of completed steps: the body with ``step`` makes step ``step + 1``.
+        """
+        session = self._session
+        while session.step < until:
+            self._restore_random_states()
+            yield session.step
+            if self._opened is None:
+                raise UsageError("the Checkpointer was closed inside its own loop")
+            self.commit()
+
+    def commit(self) -> None:
+        """End a step by hand, in loops that do not use ``steps()``.
+
+        Call it once after ``optimizer.step()`` and ``scheduler.step()``, also when a gradient
+        scaler skipped the optimizer.
+
+        Raises:
+            WriterFailed: If ``on_error="raise"`` and durable writing is in trouble.
+        """
+        self._restore_random_states()
+        self._session.commit()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank since ``attach``; still there after ``close()``.
+
+        Keys: ``steps``, ``snapshots``, ``staged_bytes``, ``durable_bytes`` (differentials),
+        ``snapshot_bytes``, ``durable_step``, ``training_thread_seconds`` (differentials, without
+        snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for storage), ``attach_seconds``,
+        ``writer_error``.
+        """
+        if self._opened is None:
+            return dict(self._final_stats)
+        session = self._session
+        status = session.writer_status()
+        counters = session.counters
+        return {
+            "steps": counters.steps,
+            "snapshots": counters.snapshots,
+            "staged_bytes": counters.staged_bytes,
+            "durable_bytes": status.segment_bytes,
+            "snapshot_bytes": status.snapshot_bytes,
+            "durable_step": status.durable_step,
+            "training_thread_seconds": counters.differential_seconds,
+            "snapshot_seconds": counters.snapshot_seconds,
+            "waiting_seconds": counters.waiting_seconds,
+            "attach_seconds": self._attach_seconds,
+            "writer_error": status.error,
+        }
+
+    def close(self) -> None:
+        """Commit a finished step, make everything durable and let go of the run.
+
+        While an exception is being handled nothing is committed: the next ``attach`` resumes
+        from the last committed step. Calling it again does nothing.
+        """
+        self._close(failed=sys.exc_info()[0] is not None)
+
+    def __enter__(self) -> Checkpointer:
+        """Return itself; ``attach`` does the work."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close; commits nothing when leaving with an exception."""
+        self._close(failed=kind is not None)
+
+    def _close(self, *, failed: bool) -> None:
+        if self._opened is None:
+            return
+        opened, session = self._opened, self._session
+        try:
+            if not failed:
+                if session.has_finished_step:
+                    self.commit()
+                # Whoever resumes later finds the residual in it, without the staging memory.
+                session.snapshot()
+            session.finish(_FINISH_SECONDS)
+            self._final_stats = self.stats()
+            if not failed:
+                opened.ranks.barrier()  # a snapshot exists only with every rank's shard
+                opened.staging.remove()
+        finally:
+            self.hook_state.close()
+            session.detach()
+            if self._forward_hook is not None:
+                self._forward_hook.remove()
+            opened.ranks.close()
+            opened.lock.release()
+            self._opened = None
+
+    @property
+    def _session(self) -> Session:
+        if self._opened is None:
+            raise UsageError("call attach(model, optimizer) first")
+        return self._opened.session
+
+    def _first_forward(self, module: torch.nn.Module, _: object) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._restore_random_states()
+
+    def _restore_random_states(self) -> None:
+        if self._pending_random is not None:
+            self._session.restore_random_states(self._pending_random)
+            self._pending_random = None
+            if self._forward_hook is not None:
+                self._forward_hook.remove()
+
+
+def _has_hook(ddp: torch.nn.parallel.DistributedDataParallel, state: HookState) -> bool:
+    """Whether the user registered our hook by hand."""
+    return any(registered is state for _, registered in getattr(ddp, "_comm_hooks", []))

@@ -1,0 +1,132 @@
+"""Every error lowdiff raises, in one tree.
+
+::
+
+    LowDiffError
+    ├── ConfigError            a value or object the user gave cannot work    (also a ValueError)
+    │   ├── UnsupportedModel       sharded, sparse or complex parameters
+    │   └── UnsupportedOptimizer   replay cannot reproduce this optimizer
+    ├── UsageError             a call at the wrong moment                      (also a RuntimeError)
+    ├── RunError               the run folder does not fit the request
+    │   ├── NotARun                no run lives there
+    │   ├── RunInUse               another live trainer holds it
+    │   └── RunMismatch            its history belongs to another model or optimizer
+    ├── StorageError           bytes could not be written or read
+    │   ├── DamagedFile            bytes were read but are not what was written
+    │   ├── NewerFormat            written by a later version of lowdiff
+    │   └── WriterFailed           the background writer reported a failure
+    └── RecoveryError          no consistent state can be rebuilt
+        ├── StepNotFound           that step is not in the run
+        └── ReplayMismatch         the replayed bits differ from the recorded ones
+
+Messages say what is wrong, where, and what to do; the facts are attributes as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class LowDiffError(Exception):
+    """Base of every error raised on purpose by lowdiff."""
+
+
+class ConfigError(LowDiffError, ValueError):
+    """A value or object given by the user cannot work."""
+
+
+class UnsupportedModel(ConfigError):
+    """The model holds parameters that cannot be checkpointed differentially."""
+
+
+class UnsupportedOptimizer(ConfigError):
+    """The optimizer's update cannot be replayed bit for bit."""
+
+
+class UsageError(LowDiffError, RuntimeError):
+    """A call came at the wrong moment; the message says what to call first."""
+
+
+class RunError(LowDiffError):
+    """The run folder does not fit what was asked of it."""
+
+
+class NotARun(RunError):
+    """The folder holds no lowdiff run."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
+        super().__init__(
+            f"{path} is not a lowdiff run: {reason}; give the folder that was passed to "
+            "lowdiff.Checkpointer(...)"
+        )
+
+
+class RunInUse(RunError):
+    """Another live trainer holds the run."""
+
+    def __init__(self, path: Path, holder: str, waited_seconds: float) -> None:
+        self.path = path
+        self.holder = holder
+        super().__init__(
+            f"run {path} is in use by {holder} (waited {waited_seconds:.0f} s); stop that "
+            "trainer, or give this one another run folder"
+        )
+
+
+class RunMismatch(RunError):
+    """The run's history belongs to another model or optimizer."""
+
+
+class StorageError(LowDiffError):
+    """Bytes could not be written or read."""
+
+
+class DamagedFile(StorageError):
+    """Bytes were read, but they are not the bytes that were written."""
+
+    def __init__(self, path: Path | str, what: str, *, offset: int | None = None) -> None:
+        self.path = Path(path)
+        self.offset = offset
+        where = "" if offset is None else f" at byte {offset}"
+        super().__init__(f"{path} is damaged{where}: {what}; `lowdiff verify` lists what is good")
+
+
+class NewerFormat(StorageError):
+    """The file was written by a later version of lowdiff."""
+
+    def __init__(self, path: Path | str, found: int, supported: int) -> None:
+        self.found = found
+        super().__init__(
+            f"{path} has format version {found}, this lowdiff reads up to {supported}; "
+            "upgrade lowdiff to read it"
+        )
+
+
+class WriterFailed(StorageError):
+    """The background writer process reported a failure."""
+
+
+class RecoveryError(LowDiffError):
+    """No consistent state can be rebuilt from what is stored."""
+
+
+class StepNotFound(RecoveryError):
+    """The requested step cannot be rebuilt; says which steps can."""
+
+    def __init__(self, path: Path, step: int | None, ranges: Sequence[tuple[int, int]], why: str):
+        self.path = path
+        self.step = step
+        self.recoverable = tuple(ranges)
+        spans = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in ranges) or "none"
+        wanted = "no step" if step is None else f"step {step}"
+        super().__init__(
+            f"{wanted} of {path} can be recovered: {why}; recoverable steps: {spans}"
+            if step is None
+            else f"{wanted} of {path} cannot be recovered: {why}; recoverable steps: {spans}"
+        )
+
+
+class ReplayMismatch(RecoveryError):
+    """Replayed bits differ from those the live run recorded."""

@@ -1,0 +1,63 @@
+"""The DDP communication hook: from a bucket to the run's reducer and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lowdiff.errors import UsageError
+from lowdiff.layout import flat
+from lowdiff.protocols import Reducer
+
+
+class HookState:
+    """What `comm_hook` needs; a `Checkpointer` owns one and fills it at ``attach``."""
+
+    def __init__(self) -> None:
+        self._reducer: Reducer | None = None
+        self._index_of: dict[int, int] = {}
+
+    def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
+        """Start to reduce for these parameters, in layout order."""
+        self._reducer = reducer
+        self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
+
+    def close(self) -> None:
+        """Stop: a hook call after this is an error."""
+        self._reducer = None
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Compress, exchange and average one bucket."""
+        if self._reducer is None:
+            raise UsageError(
+                "a backward pass ran outside the life of its Checkpointer; call attach(...) "
+                "before training, and close() after it"
+            )
+        return self._reducer.reduce(
+            [self._index_of[id(parameter)] for parameter in bucket.parameters()],
+            [flat(gradient) for gradient in bucket.gradients()],
+            bucket.buffer(),
+        )
+
+
+def comm_hook(
+    state: HookState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook that compresses gradients and remembers what this rank sent.
+
+    ``Checkpointer.attach`` registers it. By hand:
+    ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
+
+    Args:
+        state: ``checkpointer.hook_state``.
+        bucket: DDP's bucket of gradients; overwritten with the average over ranks.
+
+    Returns:
+        Future of the bucket's flat buffer, shape ``[n]``, same dtype and device.
+
+    Raises:
+        UsageError: If the checkpointer is not attached.
+    """
+    return state.reduce(bucket)

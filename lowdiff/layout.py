@@ -1,0 +1,131 @@
+"""Torch's side of the layout: names, flat memory-order views, bit patterns.
+
+Offsets count in *memory* order, because that is the order in which torch's kernels walk a tensor;
+so a channels-last weight is one contiguous range here as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lowdiff.errors import ConfigError, UnsupportedModel
+from lowdiff.types import ITEM_BYTES, Layout, ParameterSpec
+
+if TYPE_CHECKING:
+    from lowdiff.types import Bits
+
+_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+#: Signed integers, because torch has full kernels for these only.
+INT_OF_BYTES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what DDP and ``torch.compile`` put into it."""
+    parts = name.split(".")
+    while parts and parts[0] == "module":
+        parts.pop(0)
+    return ".".join(part for part in parts if part != "_orig_mod")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a layout's dtype name."""
+    return _DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor covers its memory range without holes or overlap."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda s: s[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """One-dimensional view of a dense tensor in memory order; shares its memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def shaped(values: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    """View of flat ``values`` (memory order) with the parameter's shape and strides."""
+    return values.as_strided(spec.shape, spec.strides, values.storage_offset())
+
+
+def flat_like(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    """``tensor`` as a flat view in the memory order of ``spec``, copied only where it differs."""
+    if tuple(tensor.stride()) != spec.strides and tensor.numel() > 1:
+        copy = torch.empty(spec.numel, dtype=tensor.dtype, device=tensor.device)
+        shaped(copy, spec).copy_(tensor)
+        return copy
+    return flat(tensor)
+
+
+def bits(values: torch.Tensor) -> Bits:
+    """Bit patterns of a flat CPU tensor as unsigned integers; shares its memory."""
+    width = values.element_size()
+    array: Bits = values.view(INT_OF_BYTES[width]).numpy().view(np.dtype(f"u{width}"))
+    return array
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a dense CPU tensor, in memory order, without a copy."""
+    return memoryview(flat(tensor).view(torch.uint8).numpy())
+
+
+def layout_of(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Layout:
+    """Lay the given trainable parameters out one after the other.
+
+    Raises:
+        UnsupportedModel: For sharded, sparse, complex or overlapping parameters.
+    """
+    specs: list[ParameterSpec] = []
+    offset = 0
+    for raw_name, parameter in named_parameters:
+        name = canonical_name(raw_name)
+        _refuse_unsupported(name, parameter)
+        spec = ParameterSpec(
+            name=name,
+            shape=tuple(parameter.shape),
+            strides=tuple(parameter.stride()),
+            dtype=dtype_name(parameter.dtype),
+            offset=offset,
+        )
+        offset += math.prod(spec.shape)
+        specs.append(spec)
+    if not specs:
+        raise ConfigError(
+            "the model has no trainable parameter that an attached optimizer owns; attach the "
+            "model after building its optimizer, with requires_grad set"
+        )
+    return Layout(tuple(specs))
+
+
+def _refuse_unsupported(name: str, parameter: torch.nn.Parameter) -> None:
+    if type(parameter).__name__ == "DTensor" or hasattr(parameter, "_local_tensor"):
+        raise UnsupportedModel(
+            f"parameter {name!r} is sharded (FSDP or DTensor); lowdiff checkpoints replicated "
+            "models: wrap the model in DistributedDataParallel instead"
+        )
+    if dtype_name(parameter.dtype) not in ITEM_BYTES:
+        raise UnsupportedModel(
+            f"parameter {name!r} has dtype {parameter.dtype}; supported are "
+            + ", ".join(ITEM_BYTES)
+        )
+    if parameter.layout != torch.strided or not is_dense(parameter):
+        raise UnsupportedModel(
+            f"parameter {name!r} does not cover its memory densely (layout {parameter.layout}, "
+            f"strides {tuple(parameter.stride())}); make it contiguous before attach"
+        )

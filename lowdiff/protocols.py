@@ -1,0 +1,96 @@
+"""The seams between folders: small protocols that frozen dataclasses can satisfy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from lowdiff.types import Block, Layout, Payload
+
+
+class ResidualStore(Protocol):
+    """Where a reducer keeps what it did not send (error feedback), parameter by parameter."""
+
+    def pair(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(source, target)``: flat residual to add, and where the new one goes.
+
+        Both have the parameter's number of elements, dtype and device; they are the same tensor
+        when this parameter was already reduced in the step at hand (a second backward pass).
+        """
+        ...
+
+    def written(self, parameter: int) -> None:
+        """Tell that ``target`` of this parameter is complete."""
+        ...
+
+
+class Reducer(Protocol):
+    """A compressor bound to one run: makes the averaged gradient and its payload."""
+
+    def begin(self, stamp: int) -> None:
+        """Start a step. ``stamp`` travels with every exchange and must agree on all ranks."""
+        ...
+
+    def reduce(
+        self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Compress, exchange and average one bucket in place.
+
+        Args:
+            parameters: Layout indices of the parameters in the bucket.
+            gradients: Their gradients, flat views into ``buffer`` in the same order.
+            buffer: The bucket, one-dimensional; overwritten with the average.
+
+        Returns:
+            Future of ``buffer``, complete once every rank's share has been added.
+        """
+        ...
+
+    def consume(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Read this rank's share of what an optimizer is about to consume.
+
+        Args:
+            gradients: Flat gradient of every parameter of the layout; None where it is absent or
+                belongs to another optimizer, which has a call of its own.
+        """
+        ...
+
+    def payload(self) -> Payload:
+        """This rank's share of everything consumed since ``begin``."""
+        ...
+
+
+class Compressor(Protocol):
+    """Settings of a compression method; immutable, comparable, and knows no files."""
+
+    @property
+    def name(self) -> str:
+        """Short name that recovery looks the compressor up by."""
+        ...
+
+    def settings(self) -> Mapping[str, Any]:
+        """Plain values that rebuild this compressor."""
+        ...
+
+    def bind(
+        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+    ) -> Reducer:
+        """Make the reducer of one run; ``group`` None means a single process."""
+        ...
+
+    def decode(
+        self, payloads: Sequence[Payload], layout: Layout, block: Block, out: torch.Tensor
+    ) -> None:
+        """Write one block of the gradient that the optimizer consumed, bit for bit.
+
+        Args:
+            payloads: The payloads of all ranks for one step, in rank order.
+            layout: The layout they were made for.
+            block: Which block.
+            out: CPU tensor of the block's length and the parameter's dtype, holding zeros.
+        """
+        ...

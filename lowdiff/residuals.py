@@ -1,0 +1,72 @@
+"""The residual in staging: written where it survives the process, at no extra copy (rule R3)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from crc32c import crc32c
+
+from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
+from lowdiff.layout import byte_view, torch_dtype
+from lowdiff.persistence.residual import create_slots, read_slot
+from lowdiff.types import Layout, ResidualMark
+
+
+class StagedResidual(RotatingResidual):
+    """A CPU residual whose slots lie in staging; records name the slot and its checksum."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        slots = create_slots(path, layout, NUM_SLOTS)
+        super().__init__([_tensors(views, layout) for views in slots])
+        self._checksums = [_checksum(tensor) for tensor in self._slots[self.slot]]
+        self._fresh: dict[int, int] = {}
+
+    def written(self, parameter: int) -> None:
+        """See ``ResidualStore.written``; checksums the residual while it is in the cache."""
+        super().written(parameter)
+        self._fresh[parameter] = _checksum(self._slots[self._next][parameter])
+
+    def advance(self, *, stepped: bool) -> None:
+        """See ``RotatingResidual.advance``."""
+        super().advance(stepped=stepped)
+        if stepped:
+            for parameter, checksum in self._fresh.items():
+                self._checksums[parameter] = checksum
+        self._fresh.clear()
+
+    def load(self, residuals: Sequence[torch.Tensor | None]) -> None:
+        """See ``RotatingResidual.load``."""
+        super().load(residuals)
+        self._checksums = [_checksum(tensor) for tensor in self._slots[self.slot]]
+
+    def mark(self) -> ResidualMark:
+        """Names the current slot in a record."""
+        return ResidualMark(self.slot, combined(self._checksums))
+
+
+def read_residual(path: Path, layout: Layout, mark: ResidualMark) -> list[torch.Tensor] | None:
+    """The residual a record names, or None if its slot no longer holds it."""
+    views = read_slot(path, layout, NUM_SLOTS, mark.slot)
+    if views is None or combined([crc32c(view) for view in views]) != mark.checksum:
+        return None
+    return _tensors([memoryview(bytearray(view)) for view in views], layout)
+
+
+def combined(checksums: Sequence[int]) -> int:
+    """CRC-32C over per-parameter CRC-32Cs."""
+    return int(crc32c(struct.pack(f"<{len(checksums)}I", *checksums)))
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return int(crc32c(byte_view(tensor))) if tensor.numel() else 0
+
+
+def _tensors(views: Sequence[memoryview], layout: Layout) -> list[torch.Tensor]:
+    return [
+        torch.from_numpy(np.frombuffer(view, np.uint8)).view(torch_dtype(spec.dtype))
+        for view, spec in zip(views, layout.parameters, strict=True)
+    ]

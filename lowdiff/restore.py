@@ -1,0 +1,114 @@
+"""Putting a recovered state into the live model, optimizers and stateful objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from lowdiff.attached import Attached
+from lowdiff.capture import Stateful
+from lowdiff.errors import RunMismatch
+from lowdiff.layout import shaped
+from lowdiff.recovery.state import STATEFUL_ITEM, RecoveredState, decode_item, is_aligned
+from lowdiff.types import Fence, Layout
+
+
+def check_match(attached: Attached, fence: Fence) -> None:
+    """Compare a run's description with what is attached.
+
+    Raises:
+        RunMismatch: Saying what differs, and how to get the old weights out.
+    """
+    difference = _layout_difference(fence.layout, attached.layout) or _optimizer_difference(
+        attached, fence
+    )
+    if difference:
+        raise RunMismatch(
+            f"the run was trained with another {difference}; start a new run folder, or take the "
+            "old weights along with `lowdiff recover RUN --out weights.safetensors`"
+        )
+
+
+def load_parameters(state: RecoveredState, attached: Attached) -> None:
+    """Copy parameters, bit for bit."""
+    tensors = state.tensors()
+    with torch.no_grad():
+        for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
+            parameter.copy_(tensors[spec.name])
+
+
+def load_optimizers(state: RecoveredState, attached: Attached) -> None:
+    """Copy hyper-parameters and optimizer state, bit for bit."""
+    for index, optimizer in enumerate(attached.optimizers):
+        recovered = state.optimizers[index]
+        for group, hyper in zip(optimizer.param_groups, recovered.groups, strict=True):
+            kept = group["params"]
+            group.clear()
+            group.update(hyper, params=kept)
+        optimizer.state.clear()
+        for i, parameter in enumerate(attached.parameters):
+            spec = attached.layout.parameters[i]
+            entries = recovered.state.get(spec.name)
+            if attached.owner[i] == index and entries:
+                optimizer.state[parameter] = {
+                    key: shaped(value.to(parameter.device, copy=True), spec)
+                    if is_aligned(key, value, spec.numel)
+                    else value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in entries.items()
+                }
+
+
+def load_items(
+    items: Mapping[str, bytes],
+    constants: Mapping[str, torch.Tensor],
+    stateful: Mapping[str, Stateful],
+) -> None:
+    """Restore buffers, frozen parameters and stateful objects of one rank.
+
+    Raises:
+        RunMismatch: If a buffer is new or has another shape.
+    """
+    with torch.no_grad():
+        for name, tensor in constants.items():
+            if name not in items:
+                raise RunMismatch(f"{name} is not in the run; its model had no such tensor")
+            value = decode_item(name, items[name])
+            if value.shape != tensor.shape or value.dtype != tensor.dtype:
+                raise RunMismatch(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but the run holds "
+                    f"{value.dtype} {tuple(value.shape)}"
+                )
+            tensor.copy_(value)
+    for name, thing in stateful.items():
+        if STATEFUL_ITEM + name in items:
+            thing.load_state_dict(decode_item(name, items[STATEFUL_ITEM + name]))
+
+
+def _layout_difference(old: Layout, new: Layout) -> str | None:
+    before = {spec.name: spec for spec in old.parameters}
+    after = {spec.name: spec for spec in new.parameters}
+    for name in [*before, *after]:
+        if name not in after:
+            return f"model: parameter {name!r} is gone"
+        if name not in before:
+            return f"model: parameter {name!r} is new"
+        left, right = before[name], after[name]
+        if (left.shape, left.dtype) != (right.shape, right.dtype):
+            return (
+                f"model: {name!r} was {left.dtype} {left.shape}, now {right.dtype} {right.shape}"
+            )
+        if left.strides != right.strides:
+            return f"memory format: {name!r} had strides {left.strides}, now {right.strides}"
+    return None if old == new else "model: its parameters come in another order"
+
+
+def _optimizer_difference(attached: Attached, fence: Fence) -> str | None:
+    if len(attached.specs) != len(fence.optimizers):
+        return f"number of optimizers: {len(fence.optimizers)}, now {len(attached.specs)}"
+    for old, new in zip(fence.optimizers, attached.specs, strict=True):
+        if old.class_name != new.class_name:
+            return f"optimizer: {old.class_name}, now {new.class_name}"
+        if old.groups != new.groups:
+            return "division of the parameters into optimizer groups"
+    return None

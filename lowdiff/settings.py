@@ -1,0 +1,56 @@
+"""What a user chose for a run, checked where it is born."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lowdiff.errors import ConfigError
+from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.protocols import Compressor
+
+ON_ERROR = ("warn", "raise")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A run's settings.
+
+    Attributes:
+        run: Run folder.
+        compressor: How gradients are compressed.
+        snapshot_every: Steps between full snapshots (``f``).
+        batch_size: Differentials per durable write (``b``).
+        staging: Folder on tmpfs for the staging logs of all runs.
+        retention: Newest snapshots to keep, with their differentials; None keeps everything.
+        on_error: Whether the writer's trouble is a warning or an error at the next commit.
+        flush_seconds: A batch is written after so long even if it is not full.
+        lock_seconds: How long ``attach`` waits for another trainer to let go of the run.
+    """
+
+    run: Path
+    compressor: Compressor
+    snapshot_every: int
+    batch_size: int
+    staging: Path = field(default_factory=default_staging_root)
+    retention: int | None = 2
+    on_error: str = "warn"
+    flush_seconds: float = 5.0
+    lock_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.snapshot_every < 1:
+            raise ConfigError(f"snapshot_every counts steps, at least 1, got {self.snapshot_every}")
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size counts steps, at least 1, got {self.batch_size}")
+        if self.retention is not None and self.retention < 1:
+            raise ConfigError(
+                f"retention keeps at least 1 snapshot, got {self.retention}; None keeps all"
+            )
+        if self.on_error not in ON_ERROR:
+            raise ConfigError(f"on_error is one of {ON_ERROR}, got {self.on_error!r}")
+
+    @property
+    def folder(self) -> RunFolder:
+        """Names inside the run folder."""
+        return RunFolder(self.run)

@@ -1,0 +1,104 @@
+"""Which tensors a rank's shard of a full snapshot holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowdiff.attached import Attached, hyper_parameters
+from lowdiff.capture import ItemTracker
+from lowdiff.layout import byte_view, dtype_name
+from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
+from lowdiff.persistence.values import encode
+from lowdiff.recovery.optimizers import SCALAR_STATE
+from lowdiff.types import ITEM_BYTES, Layout
+
+_CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+def shard_owners(layout: Layout, world_size: int) -> list[int]:
+    """Which rank stores each parameter and its optimizer state: balanced by bytes."""
+    load = [0] * world_size
+    owners = [0] * len(layout.parameters)
+    sizes = [spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.parameters]
+    for parameter in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owners[parameter] = load.index(min(load))
+        load[owners[parameter]] += sizes[parameter]
+    return owners
+
+
+def shard_tensors(
+    attached: Attached,
+    tracker: ItemTracker,
+    residual: Mapping[int, torch.Tensor],
+    *,
+    rank: int,
+    world_size: int,
+) -> list[ImageTensor]:
+    """Everything this rank stores of the current state.
+
+    Args:
+        attached: Model and optimizers.
+        tracker: Their items.
+        residual: Flat residual by layout index; every rank stores its own whole.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+    tensors: list[ImageTensor] = []
+    state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
+    owners = shard_owners(attached.layout, world_size)
+    for i, spec in enumerate(attached.layout.parameters):
+        if owners[i] != rank:
+            continue
+        parameter = attached.parameters[i]
+        tensors.append(_image(PARAMETER + spec.name, parameter))
+        entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
+        for key, value in entries.items():
+            full = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if full and key not in SCALAR_STATE:
+                name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
+                tensors.append(_image(name, value))
+            else:
+                state[attached.owner[i]].setdefault(spec.name, {})[key] = value
+    # Tensor names hold the item's own prefix: "buffer/..." or "frozen/...".
+    tensors += [_image(name, value) for name, value in tracker.tensors.items()]
+    specs = attached.layout.parameters
+    tensors += [
+        _image(RESIDUAL + specs[i].name, values, specs[i].shape, specs[i].strides)
+        for i, values in residual.items()
+    ]
+    scalars = {
+        "groups": [list(hyper_parameters(o)) for o in attached.optimizers],
+        "state": state,
+        "items": tracker.all(),
+    }
+    data = torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)
+    tensors.append(_image(SCALARS, data))
+    return tensors
+
+
+def _image(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> ImageTensor:
+    host = tensor.detach()
+    if shape is not None and strides is not None:
+        host = host.as_strided(tuple(shape), tuple(strides))
+    host = host.cpu().contiguous()
+    data = byte_view(host) if host.numel() else memoryview(b"")
+    return ImageTensor(name, _CODES[dtype_name(host.dtype)], tuple(host.shape), data)

@@ -1,0 +1,257 @@
+"""The values that cross folder boundaries. No torch here: the writer process imports this."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: Name of a torch dtype ("float32") -> bytes per element.
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+Bits = npt.NDArray[np.unsignedinteger[Any]] | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One trainable parameter's place in the layout.
+
+    Attributes:
+        name: Name in the model, without wrapper prefixes such as ``module.``.
+        shape: Logical shape.
+        strides: Strides in elements. Offsets inside the parameter count in memory order,
+            which for a channels-last weight is not the logical order.
+        dtype: torch dtype name, e.g. ``"float32"``.
+        offset: First element in the layout's flat address space.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """First element after this parameter in the layout (exclusive)."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The flat address space: every trainable parameter, in a fixed order.
+
+    Attributes:
+        parameters: In the order of ``model.named_parameters()``; tied weights once.
+    """
+
+    parameters: tuple[ParameterSpec, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements over all parameters."""
+        return self.parameters[-1].stop if self.parameters else 0
+
+    def of_dtype(self, dtype: str) -> Iterator[tuple[int, ParameterSpec]]:
+        """Index and spec of every parameter of one dtype, in layout order."""
+        return ((i, p) for i, p in enumerate(self.parameters) if p.dtype == dtype)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes that occur, sorted."""
+        return tuple(sorted({p.dtype for p in self.parameters}))
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """What must be known to rebuild an optimizer without the training code.
+
+    Attributes:
+        class_name: Qualified name, e.g. ``"torch.optim.adamw.AdamW"``.
+        groups: Names of the parameters of each parameter group, in the optimizer's order.
+    """
+
+    class_name: str
+    groups: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A contiguous range inside one parameter: the unit of parallel replay.
+
+    Attributes:
+        parameter: Index of the parameter in the layout.
+        start: First element, counted from the parameter's own start, inclusive.
+        stop: Last element, exclusive.
+    """
+
+    parameter: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Section:
+    """One array of a payload.
+
+    Attributes:
+        name: Meaning, chosen by the compressor, e.g. ``"values/float32"``.
+        coding: How the writer may shrink it without loss: ``"ascending"`` (int64, strictly
+            ascending), ``"planes"`` (float bit patterns) or ``"raw"``.
+        data: One-dimensional array of bit patterns; floats are stored as unsigned integers of
+            their width, because NumPy knows no bfloat16.
+    """
+
+    name: str
+    coding: str
+    data: Bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payload:
+    """The compressed gradient of one step as one rank persists it."""
+
+    sections: tuple[Section, ...]
+
+    def section(self, name: str) -> Section | None:
+        """The section of that name, or None."""
+        return next((s for s in self.sections if s.name == name), None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes before any coding."""
+        return sum(s.data.nbytes for s in self.sections)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """What one optimizer did in one step.
+
+    Attributes:
+        stepped: False when the optimizer was not called, as after a scaler's overflow.
+        consumed: Hyper-parameters of each group as ``step()`` saw them, without ``params``.
+        committed: The same at commit (a scheduler has moved them since); None if equal.
+        grad_scale: ``GradScaler`` scale that a fused optimizer divides by; None without one.
+        found_inf: 1.0 when a fused optimizer skipped inside its kernel; None without a scaler.
+    """
+
+    stepped: bool
+    consumed: tuple[dict[str, Any], ...]
+    committed: tuple[dict[str, Any], ...] | None = None
+    grad_scale: float | None = None
+    found_inf: float | None = None
+
+    @property
+    def after(self) -> tuple[dict[str, Any], ...]:
+        """Hyper-parameters of each group after the step."""
+        return self.consumed if self.committed is None else self.committed
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualMark:
+    """Names the staging slot that holds a rank's error-feedback residual of one step.
+
+    Attributes:
+        slot: Index of the slot.
+        checksum: CRC-32C over the per-parameter CRC-32Cs, in layout order, each little-endian.
+        scale: Loss scale the residual is expressed in.
+    """
+
+    slot: int
+    checksum: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Position-weighted checksum of one slice of the parameters after a step.
+
+    Attributes:
+        start: First element of the slice in the layout, inclusive.
+        stop: Last element, exclusive.
+        value: Sum over the slice of bit pattern times weight, modulo 2**64. A sum, so that
+            blocks can be checked apart and added; weighted, so that two opposite one-bit
+            differences do not cancel.
+    """
+
+    start: int
+    stop: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Differential:
+    """What turns the state of ``step - 1`` into the state of ``step``, as one rank stores it.
+
+    Attributes:
+        step: The step it leads to.
+        incarnation: The life of the run that made it.
+        rank: Rank that stored this shard.
+        world_size: Number of shards of this step.
+        optimizers: One entry per attached optimizer.
+        absent: Layout indices of parameters whose gradient was None (not zero).
+        payload: This rank's share of the gradient.
+        items: Encoded buffers, RNG and stateful objects whose bytes changed, by name.
+        residual: Where this rank's residual lies, if it lies in a staging slot.
+        digest: Checksum of one rotating slice of the parameters after the step.
+    """
+
+    step: int
+    incarnation: int
+    rank: int
+    world_size: int
+    optimizers: tuple[OptimizerStep, ...]
+    absent: tuple[int, ...]
+    payload: Payload
+    items: Mapping[str, bytes] = field(default_factory=dict)
+    residual: ResidualMark | None = None
+    digest: Digest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Facts on which the last bits of the arithmetic can depend (design rule R1)."""
+
+    device: str
+    torch_version: str
+    processor: str
+    cpu_capability: str
+    num_threads: int
+    flush_denormal: bool
+    mkl: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """One rank's durable statement that an incarnation begins (design rule R4).
+
+    Records of the parent beyond ``base_step`` are void once every rank's fence exists.
+
+    Attributes:
+        incarnation: Number of this life of the run, from 0.
+        parent: Incarnation it continues, None for the first.
+        base_step: Step it starts from.
+        compressor: Name and settings of the compressor; ``"none"`` never occurs yet.
+        names: Keys of ``model.state_dict()`` -> name of the parameter or item behind each.
+    """
+
+    run_id: str
+    incarnation: int
+    parent: int | None
+    base_step: int
+    rank: int
+    world_size: int
+    environment: Environment
+    layout: Layout
+    optimizers: tuple[OptimizerSpec, ...]
+    compressor: Mapping[str, Any]
+    names: Mapping[str, str]

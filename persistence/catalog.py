@@ -1,0 +1,240 @@
+"""What exists of a run, derived from the files themselves.
+
+Nothing here decides anything: the catalog lists fences, complete snapshots and checked records
+over all tiers, and `recovery` plans with that value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.fences import read_fence, read_run_id
+from lowdiff.persistence.framing import FileHeader, RecordKind, RecordRef, read_records
+from lowdiff.persistence.memory import read_view
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file
+from lowdiff.persistence.staging import staged_records
+from lowdiff.types import Fence
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One life of the run, all of whose ranks wrote their fence.
+
+    Attributes:
+        fence: Rank 0's; the ranks' fences agree but for the rank.
+    """
+
+    fence: Fence
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+        return self.fence.incarnation
+
+    @property
+    def world_size(self) -> int:
+        """Its number of ranks."""
+        return self.fence.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSet:
+    """A snapshot that exists: all shard manifests of one incarnation do (design rule R17)."""
+
+    incarnation: int
+    step: int
+    folder: Path
+    manifests: tuple[Manifest, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes over all shards."""
+        return sum(manifest.bytes for manifest in self.manifests)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRecord:
+    """A checked differential and where it was found."""
+
+    record: RecordRef
+    path: Path
+    staged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """Everything of a run that passed its checks.
+
+    Attributes:
+        incarnations: By number; only those with every rank's fence.
+        snapshots: Complete ones, by step, then incarnation.
+        records: ``(incarnation, rank)`` -> step -> record; the BASE record of an incarnation
+            under its base step.
+        staging: Staging folders seen.
+        damage: What failed a check; none of it is listed above.
+    """
+
+    run_id: str
+    root: Path
+    incarnations: Mapping[int, Incarnation]
+    snapshots: tuple[SnapshotSet, ...]
+    records: Mapping[tuple[int, int], Mapping[int, StoredRecord]]
+    staging: tuple[StagingFolder, ...]
+    damage: tuple[DamagedFile, ...]
+    num_incarnations: int
+
+    def last_staged(self, incarnation: int, rank: int, base_step: int) -> int:
+        """Last step of an unbroken sequence of one rank's records after ``base_step``."""
+        records = self.records.get((incarnation, rank), {})
+        step = base_step
+        while step + 1 in records:
+            step += 1
+        return step
+
+
+def scan(
+    folder: RunFolder, staging_roots: Sequence[Path] = (), *, check_snapshots: bool = False
+) -> Catalog:
+    """List a run over its tiers; staging first, because records move from there to segments.
+
+    Args:
+        folder: The run folder.
+        staging_roots: Where staging folders of runs live; none to look at durable files only.
+        check_snapshots: Also read every snapshot and compare its checksum.
+
+    Raises:
+        NotARun: If the folder holds no run.
+    """
+    run_id = read_run_id(folder)
+    damage: list[DamagedFile] = []
+    records: dict[tuple[int, int], dict[int, StoredRecord]] = {}
+    staging = [s for root in staging_roots for s in StagingFolder.all_of_run(root, run_id)]
+    for stage in staging:
+        for path, record in staged_records(stage):
+            _add(records, StoredRecord(record, path, staged=True))
+    fences, numbers = _fences(folder, run_id, damage)
+    for record in _segment_records(folder, run_id, damage):
+        _add(records, record)
+    return Catalog(
+        run_id=run_id,
+        root=folder.root,
+        incarnations=fences,
+        snapshots=tuple(_snapshots(folder, run_id, damage, check_snapshots)),
+        records=records,
+        staging=tuple(staging),
+        damage=tuple(damage),
+        num_incarnations=max(numbers, default=-1) + 1,
+    )
+
+
+def complete_snapshots(folder: RunFolder, run_id: str) -> tuple[SnapshotSet, ...]:
+    """Snapshots whose manifests are all there, by step, then incarnation."""
+    return tuple(_snapshots(folder, run_id, [], check=False))
+
+
+def complete_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
+    """Rank 0's fence of every incarnation whose ranks have all written theirs."""
+    found, _ = _fences(folder, run_id, [])
+    return {number: incarnation.fence for number, incarnation in found.items()}
+
+
+def segment_steps(folder: RunFolder, incarnation: int, rank: int) -> Iterator[int]:
+    """Steps of one rank's valid records in segments of one incarnation."""
+    for number, owner, _, path in folder.segments():
+        if (number, owner) == (incarnation, rank):
+            view = read_view(path)
+            try:
+                header = FileHeader.unpack(view, path)
+            except DamagedFile:
+                continue  # a dead writer's first, torn record
+            yield from (record.header.step for record in read_records(view, header))
+
+
+def _add(records: dict[tuple[int, int], dict[int, StoredRecord]], found: StoredRecord) -> None:
+    header = found.record.header
+    # A BASE record stands at its incarnation's base step, where no differential of it can be.
+    if header.kind is not RecordKind.SNAPSHOT:
+        key = (header.incarnation, header.rank)
+        records.setdefault(key, {}).setdefault(header.step, found)
+
+
+def _fences(
+    folder: RunFolder, run_id: str, damage: list[DamagedFile]
+) -> tuple[dict[int, Incarnation], set[int]]:
+    by_number: dict[int, dict[int, Fence]] = {}
+    numbers = set()
+    for number, rank, path in folder.fences():
+        numbers.add(number)
+        try:
+            fence = read_fence(path)
+            if (fence.run_id, fence.incarnation, fence.rank) != (run_id, number, rank):
+                raise DamagedFile(path, "it belongs to another run, incarnation or rank")
+        except DamagedFile as error:
+            damage.append(error)
+        else:
+            by_number.setdefault(number, {})[rank] = fence
+    complete = {
+        number: Incarnation(fences[0])
+        for number, fences in by_number.items()
+        if 0 in fences and len(fences) == fences[0].world_size
+    }
+    return complete, numbers
+
+
+def _segment_records(
+    folder: RunFolder, run_id: str, damage: list[DamagedFile]
+) -> Iterator[StoredRecord]:
+    for incarnation, rank, _, path in folder.segments():
+        view = read_view(path)
+        try:
+            header = FileHeader.unpack(view, path)
+            if (header.run_id, header.incarnation, header.rank) != (run_id, incarnation, rank):
+                raise DamagedFile(path, "it belongs to another run, incarnation or rank")
+        except DamagedFile as error:
+            damage.append(error)
+            continue
+        end = len(header.pack())
+        for record in read_records(view, header):
+            end = record.end
+            yield StoredRecord(record, path, staged=False)
+        if end < len(view):
+            damage.append(DamagedFile(path, f"{len(view) - end} bytes are no record", offset=end))
+
+
+def _snapshots(
+    folder: RunFolder, run_id: str, damage: list[DamagedFile], check: bool
+) -> Iterator[SnapshotSet]:
+    found = []
+    for incarnation, step, path in folder.snapshots():
+        try:
+            manifests = _manifests(path, run_id, incarnation, step)
+            for manifest in manifests if check else ():
+                check_shard(path, manifest)
+        except DamagedFile as error:
+            damage.append(error)
+        else:
+            if manifests:
+                found.append(SnapshotSet(incarnation, step, path, manifests))
+    yield from sorted(found, key=lambda s: (s.step, s.incarnation))
+
+
+def _manifests(folder: Path, run_id: str, incarnation: int, step: int) -> tuple[Manifest, ...]:
+    """All manifests of a snapshot, or none if one is missing."""
+    first = manifest_file(folder, 0)
+    if not first.is_file():
+        return ()
+    manifests = [Manifest.read(first)]
+    for rank in range(1, manifests[0].world_size):
+        path = manifest_file(folder, rank)
+        if not path.is_file():
+            return ()
+        manifests.append(Manifest.read(path))
+    expected = (run_id, incarnation, step, manifests[0].world_size)
+    for rank, m in enumerate(manifests):
+        if (m.run_id, m.incarnation, m.step, m.world_size) != expected or m.rank != rank:
+            raise DamagedFile(manifest_file(folder, rank), "it belongs to another snapshot")
+    return tuple(manifests)

@@ -1,0 +1,73 @@
+"""Writing so that a final name means complete bytes, also after a power failure."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from crc32c import crc32c
+
+from lowdiff.errors import DamagedFile, NewerFormat
+from lowdiff.persistence.framing import FORMAT_VERSION
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames and creations inside ``path`` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Create ``path`` and its parents, each durably named in its parent."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    fsync_directory(path.parent)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace ``path`` atomically and durably."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    fsync_directory(path.parent)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a small checked JSON document: format version first, checksum last."""
+    document = {"format": FORMAT_VERSION, **content}
+    checksum = crc32c(_canonical(document))
+    write_file(path, json.dumps({**document, "crc32c": checksum}, indent=1).encode() + b"\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what ``write_json`` wrote.
+
+    Raises:
+        DamagedFile: If it is not JSON of ours or fails its checksum.
+        NewerFormat: If a later lowdiff wrote it.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+        version, checksum = int(document["format"]), document.pop("crc32c")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedFile(path, f"not a lowdiff JSON document ({error})") from error
+    if version > FORMAT_VERSION:
+        raise NewerFormat(path, version, FORMAT_VERSION)
+    if checksum != crc32c(_canonical(document)):
+        raise DamagedFile(path, "the document fails its checksum")
+    del document["format"]
+    return dict(document)
+
+
+def _canonical(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()

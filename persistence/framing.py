@@ -1,0 +1,212 @@
+"""How bytes lie in staging chunks and in segments: one file header, one record framing.
+
+``docs/format.md`` specifies every field. A record counts only if both of its checksums hold and
+its identity (incarnation, rank, lap) is that of the file; so a torn tail, or a stale record of a
+reused chunk, is the end of the file and nothing worse.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from crc32c import crc32c
+
+from lowdiff.errors import DamagedFile, NewerFormat
+
+FORMAT_VERSION = 1
+HEADER_BYTES = 64
+
+_FILE = struct.Struct("<8sHHIIIQ16s12xI")
+_FILE_MAGIC = b"LOWDIFF\n"
+_RECORD = struct.Struct("<4sIHHIQIIQIIQ8x")
+_RECORD_MAGIC = b"LDRC"
+assert _FILE.size == _RECORD.size == HEADER_BYTES
+
+
+class FileKind(IntEnum):
+    """What a framed file is."""
+
+    CHUNK = 1
+    SEGMENT = 2
+
+
+class RecordKind(IntEnum):
+    """What a record's body holds."""
+
+    DIFFERENTIAL = 1
+    #: A snapshot's image is whole in staging.
+    SNAPSHOT = 2
+    #: First record of an incarnation: names the slot of the residual it starts from.
+    BASE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """The first 64 bytes of a chunk or segment.
+
+    Attributes:
+        sequence: Lap of a staging chunk; first step of a segment.
+    """
+
+    kind: FileKind
+    run_id: str
+    incarnation: int
+    rank: int
+    world_size: int
+    sequence: int
+
+    def pack(self) -> bytes:
+        """64 bytes, the last four a CRC-32C over the others."""
+        head = _FILE.pack(
+            _FILE_MAGIC,
+            FORMAT_VERSION,
+            self.kind,
+            self.incarnation,
+            self.rank,
+            self.world_size,
+            self.sequence,
+            bytes.fromhex(self.run_id),
+            0,
+        )
+        return head[:-4] + struct.pack("<I", crc32c(head[:-4]))
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview, path: Path) -> FileHeader:
+        """Parse and check.
+
+        Raises:
+            DamagedFile: If it is not a header of ours.
+            NewerFormat: If a later lowdiff wrote it.
+        """
+        if len(data) < HEADER_BYTES:
+            raise DamagedFile(path, f"{len(data)} bytes are too few for a header", offset=0)
+        head = bytes(data[:HEADER_BYTES])
+        magic, version, kind, incarnation, rank, world_size, sequence, run_id, crc = _FILE.unpack(
+            head
+        )
+        if magic != _FILE_MAGIC or crc != crc32c(head[:-4]):
+            raise DamagedFile(path, "the file header fails its checksum", offset=0)
+        if version > FORMAT_VERSION:
+            raise NewerFormat(path, version, FORMAT_VERSION)
+        if kind not in (FileKind.CHUNK, FileKind.SEGMENT):
+            raise DamagedFile(path, f"unknown file kind {kind}", offset=0)
+        return cls(FileKind(kind), run_id.hex(), incarnation, rank, world_size, sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """The 64 bytes before a record's body.
+
+    Attributes:
+        coded: True when the sections are compressed, as in segments.
+        meta_bytes: Length of the body's first part, the differential's scalars.
+        body_bytes: Length of the whole body, without padding.
+        lap: Sequence of the staging chunk it was written to.
+    """
+
+    kind: RecordKind
+    coded: bool
+    meta_bytes: int
+    body_bytes: int
+    body_checksum: int
+    step: int
+    incarnation: int
+    rank: int
+    world_size: int
+    lap: int
+
+    def pack(self) -> bytes:
+        """64 bytes; the CRC-32C covers everything after itself."""
+        head = _RECORD.pack(
+            _RECORD_MAGIC,
+            0,
+            self.kind,
+            self.coded,
+            self.meta_bytes,
+            self.body_bytes,
+            self.body_checksum,
+            self.world_size,
+            self.step,
+            self.incarnation,
+            self.rank,
+            self.lap,
+        )
+        return head[:4] + struct.pack("<I", crc32c(head[8:])) + head[8:]
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> RecordHeader | None:
+        """Parse 64 bytes; None if they are no record header."""
+        head = bytes(data)
+        if len(head) < HEADER_BYTES:
+            return None
+        magic, crc, kind, coded, meta, body, body_crc, world, step, incarnation, rank, lap = (
+            _RECORD.unpack(head)
+        )
+        if magic != _RECORD_MAGIC or crc != crc32c(head[8:]) or kind not in (1, 2, 3):
+            return None
+        return cls(
+            RecordKind(kind), bool(coded), meta, body, body_crc, step, incarnation, rank, world, lap
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRef:
+    """A checked record inside a mapped file.
+
+    Attributes:
+        offset: Where its header starts in the file.
+        body: View of the body; valid while the mapping it came from is.
+    """
+
+    header: RecordHeader
+    offset: int
+    body: memoryview
+
+    @property
+    def meta(self) -> memoryview:
+        """The encoded scalars."""
+        return self.body[: self.header.meta_bytes]
+
+    @property
+    def sections(self) -> memoryview:
+        """The encoded payload sections."""
+        return self.body[padded(self.header.meta_bytes) :]
+
+    @property
+    def end(self) -> int:
+        """Where the next record starts in the file."""
+        return self.offset + HEADER_BYTES + padded(self.header.body_bytes)
+
+
+def padded(size: int) -> int:
+    """``size`` rounded up to 8, the alignment of records and sections."""
+    return size + (-size % 8)
+
+
+def read_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef | None:
+    """The record at ``offset``, or None where no valid record of this file starts."""
+    header = RecordHeader.unpack(view[offset : offset + HEADER_BYTES])
+    if header is None or header.meta_bytes > header.body_bytes:
+        return None
+    identity = (header.incarnation, header.rank, header.world_size)
+    if identity != (file.incarnation, file.rank, file.world_size):
+        return None
+    if file.kind is FileKind.CHUNK and header.lap != file.sequence:
+        return None
+    start = offset + HEADER_BYTES
+    body = view[start : start + header.body_bytes]
+    if len(body) < header.body_bytes or crc32c(body) != header.body_checksum:
+        return None
+    return RecordRef(header, offset, body)
+
+
+def read_records(view: memoryview, file: FileHeader) -> Iterator[RecordRef]:
+    """Every valid record from the start of a file up to the first place that holds none."""
+    offset = HEADER_BYTES
+    while (record := read_record(view, offset, file)) is not None:
+        yield record
+        offset = record.end

@@ -1,0 +1,62 @@
+"""Locks that end with the process that holds them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import weakref
+from pathlib import Path
+
+class FileLock:
+    """An exclusive ``flock`` with the holder's description inside the file.
+
+    The descriptor is closed in forked children, because a DataLoader worker that outlives its
+    killed trainer would go on holding the lock (design rule R13).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def acquire(self, description: str, *, timeout_seconds: float = 0.0) -> bool:
+        """Take the lock, waiting at most so long; False if somebody else holds it."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + timeout_seconds
+        while not _try_lock(descriptor):
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                return False
+            time.sleep(0.02)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, description.encode(), 0)
+        self._descriptor = descriptor
+        itself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _release(itself()))
+        return True
+
+    def holder(self) -> str:
+        """Who wrote its description last."""
+        try:
+            return self.path.read_text(errors="replace")[:200] or "an unknown process"
+        except OSError:
+            return "an unknown process"
+
+    def release(self) -> None:
+        """Give the lock back; does nothing when not held."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _release(lock: FileLock | None) -> None:
+    if lock is not None:
+        lock.release()

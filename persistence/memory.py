@@ -1,0 +1,55 @@
+"""Memory-mapped files on tmpfs: they outlive every process that maps them."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+from lowdiff.errors import StorageError
+
+
+class MappedFile:
+    """A file of fixed size, mapped for reading and writing.
+
+    Its pages are allocated when it is created: a store into a hole of a full tmpfs would be a
+    SIGBUS, which kills training.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        """Open or create ``path`` with exactly ``size`` bytes.
+
+        Raises:
+            StorageError: If the memory is not there.
+        """
+        self.path = path
+        self.size = size
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, size)
+            os.posix_fallocate(descriptor, 0, size)
+            self._map = mmap.mmap(descriptor, size)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise StorageError(
+                    f"staging needs {size / 2**20:.1f} MiB at {path}, and that file system is "
+                    "full; free it, enlarge it, or pass Checkpointer(..., staging=OTHER_FOLDER)"
+                ) from error
+            raise
+        finally:
+            os.close(descriptor)
+        self.view = memoryview(self._map)
+
+    def renamed(self, path: Path) -> None:
+        """Give the file another name; the mapping stays."""
+        self.path.rename(path)
+        self.path = path
+
+
+def read_view(path: Path) -> memoryview:
+    """A read-only view of a whole file, mapped; empty for an empty file."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -1,0 +1,158 @@
+"""Names of everything on disk and in staging, in one place.
+
+::
+
+    RUN/run.json                                         identity of the run
+    RUN/incarnations/i000002/rank-0000.json              fences
+    RUN/snapshots/i000002-s0000000200/rank-0000.*        .safetensors, .json (manifest)
+    RUN/segments/rank-0000/i000002-s0000000201.seg       differentials 201, 202, ...
+    RUN/locks/rank-0000.lock
+
+    STAGING/RUN_ID/i000002-r0000/log-00000000.chunk      staging log
+    STAGING/RUN_ID/i000002-r0000/residual                error-feedback slots
+    STAGING/RUN_ID/i000002-r0000/snapshot                image of the snapshot being persisted
+    STAGING/RUN_ID/i000002-r0000/status                  the writer's status page
+    STAGING/RUN_ID/i000002-r0000/writer.lock, writer.log
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_STAGING_NAME = re.compile(r"i(\d{6})-r(\d{4})")
+_SNAPSHOT_NAME = re.compile(r"i(\d{6})-s(\d{10})")
+_SEGMENT_NAME = re.compile(r"i(\d{6})-s(\d{10})\.seg")
+_RANK_NAME = re.compile(r"rank-(\d{4})(?:\.json)?")
+_INCARNATION_NAME = re.compile(r"i(\d{6})")
+_CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
+
+
+def default_staging_root() -> Path:
+    """``/dev/shm/lowdiff-UID``: memory that survives every process."""
+    return Path("/dev/shm") / f"lowdiff-{os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Names inside one run folder."""
+
+    root: Path
+
+    @property
+    def run_file(self) -> Path:
+        """Identity of the run."""
+        return self.root / "run.json"
+
+    def fence(self, incarnation: int, rank: int) -> Path:
+        """Fence of one rank."""
+        return self.root / "incarnations" / f"i{incarnation:06d}" / f"rank-{rank:04d}.json"
+
+    def fences(self) -> Iterator[tuple[int, int, Path]]:
+        """``(incarnation, rank, path)`` of every fence."""
+        for folder, (incarnation,) in _matching(self.root / "incarnations", _INCARNATION_NAME):
+            for path, (rank,) in _matching(folder, _RANK_NAME):
+                yield incarnation, rank, path
+
+    def snapshot(self, incarnation: int, step: int) -> Path:
+        """Folder of one snapshot."""
+        return self.root / "snapshots" / f"i{incarnation:06d}-s{step:010d}"
+
+    def snapshots(self) -> Iterator[tuple[int, int, Path]]:
+        """``(incarnation, step, folder)`` of every snapshot folder, complete or not."""
+        for path, (incarnation, step) in _matching(self.root / "snapshots", _SNAPSHOT_NAME):
+            yield incarnation, step, path
+
+    def segments_of(self, rank: int) -> Path:
+        """Folder of one rank's segments."""
+        return self.root / "segments" / f"rank-{rank:04d}"
+
+    def segments(self) -> Iterator[tuple[int, int, int, Path]]:
+        """``(incarnation, rank, first step, path)`` of every segment."""
+        for folder, (rank,) in _matching(self.root / "segments", _RANK_NAME):
+            for path, (incarnation, first) in _matching(folder, _SEGMENT_NAME):
+                yield incarnation, rank, first, path
+
+    def segment(self, incarnation: int, rank: int, first: int) -> Path:
+        """One segment, by the step of its first record."""
+        return self.segments_of(rank) / f"i{incarnation:06d}-s{first:010d}.seg"
+
+    def lock(self, rank: int) -> Path:
+        """Lock held by the trainer of this rank."""
+        return self.root / "locks" / f"rank-{rank:04d}.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class StagingFolder:
+    """Names inside one rank's staging folder of one incarnation."""
+
+    root: Path
+    incarnation: int
+    rank: int
+
+    @classmethod
+    def of(cls, staging_root: Path, run_id: str, incarnation: int, rank: int) -> StagingFolder:
+        """The folder's name; nothing is created."""
+        name = f"i{incarnation:06d}-r{rank:04d}"
+        return cls(staging_root / run_id / name, incarnation, rank)
+
+    @classmethod
+    def all_of_run(cls, staging_root: Path, run_id: str) -> list[StagingFolder]:
+        """Every staging folder of a run on this machine, oldest incarnation first."""
+        found = _matching(staging_root / run_id, _STAGING_NAME)
+        return [cls(path, incarnation, rank) for path, (incarnation, rank) in found]
+
+    def chunk(self, sequence: int) -> Path:
+        """One chunk of the log."""
+        return self.root / f"log-{sequence:08d}.chunk"
+
+    def chunks(self) -> list[tuple[int, Path]]:
+        """``(sequence, path)`` of every chunk, oldest first."""
+        return [(sequence, path) for path, (sequence,) in _matching(self.root, _CHUNK_NAME)]
+
+    @property
+    def residual(self) -> Path:
+        """Residual slots."""
+        return self.root / "residual"
+
+    @property
+    def snapshot(self) -> Path:
+        """Image of the snapshot that the writer is persisting."""
+        return self.root / "snapshot"
+
+    @property
+    def status(self) -> Path:
+        """The writer's status page."""
+        return self.root / "status"
+
+    @property
+    def writer_lock(self) -> Path:
+        """Lock held by the writer."""
+        return self.root / "writer.lock"
+
+    def remove(self) -> None:
+        """Delete the folder and all that is in it."""
+        shutil.rmtree(self.root)
+
+    @property
+    def writer_log(self) -> Path:
+        """The writer's output."""
+        return self.root / "writer.log"
+
+
+def _matching(
+    folder: Path, pattern: re.Pattern[str]
+) -> Iterator[tuple[Path, tuple[int, ...]]]:
+    """Entries whose whole name matches, sorted, with the numbers in it. Never follows links."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_symlink())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match:
+            yield folder / name, tuple(int(group) for group in match.groups())

@@ -1,0 +1,97 @@
+"""A payload's sections as bytes inside a record's body: raw in staging, coded in segments."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from lowdiff.persistence.codec import CODINGS, Codec
+from lowdiff.persistence.framing import padded
+from lowdiff.persistence.values import BadEncoding
+from lowdiff.types import Section
+
+#: name length, coding, item bytes, reserved, number of items, stored bytes
+_HEAD = struct.Struct("<HBBIQQ")
+_SIGNED = {"ascending"}
+
+
+def sections_bytes(sections: Sequence[Section]) -> int:
+    """Bytes that ``write_sections`` needs."""
+    return sum(_size(section, section.data.nbytes) for section in sections)
+
+
+def write_sections(target: memoryview, sections: Sequence[Section]) -> None:
+    """Copy sections, uncoded, into ``target``."""
+    offset = 0
+    for section in sections:
+        head = _head(section, section.data.nbytes)
+        target[offset : offset + len(head)] = head
+        data = np.frombuffer(target, section.data.dtype, section.data.size, offset + len(head))
+        np.copyto(data, section.data)
+        end = offset + len(head) + section.data.nbytes
+        offset += _size(section, section.data.nbytes)
+        target[end:offset] = bytes(offset - end)
+
+
+def encode_sections(sections: Sequence[Section], codec: Codec) -> bytes:
+    """Sections, each shrunk as its coding says."""
+    parts = []
+    for section in sections:
+        data = codec.encode(section.coding, section.data)
+        parts += [_head(section, len(data)), data, bytes(-len(data) % 8)]
+    return b"".join(parts)
+
+
+def read_sections(source: memoryview, codec: Codec, *, coded: bool) -> tuple[Section, ...]:
+    """Parse what ``write_sections`` (``coded`` False) or ``encode_sections`` wrote.
+
+    Uncoded data stays a view of ``source``.
+
+    Raises:
+        BadEncoding: If the bytes are not sections.
+    """
+    sections = []
+    offset = 0
+    while offset < len(source):
+        if len(source) - offset < _HEAD.size:
+            raise BadEncoding(f"{len(source) - offset} bytes are too few for a section")
+        name_bytes, code, item_bytes, _, count, stored = _HEAD.unpack_from(source, offset)
+        start = offset + padded(_HEAD.size + name_bytes)
+        data = source[start : start + stored]
+        if code >= len(CODINGS) or item_bytes not in (1, 2, 4, 8) or len(data) != stored:
+            raise BadEncoding(f"a section of coding {code}, item size {item_bytes} is cut short")
+        coding = CODINGS[code]
+        name_at = offset + _HEAD.size
+        try:
+            name = bytes(source[name_at : name_at + name_bytes]).decode()
+        except UnicodeDecodeError as error:
+            raise BadEncoding("a section's name is not text") from error
+        dtype = np.dtype(f"{'i' if coding in _SIGNED else 'u'}{item_bytes}")
+        if coded:
+            array = codec.decode(coding, dtype, count, data)
+        elif count * item_bytes == stored:
+            array = np.frombuffer(data, dtype)
+        else:
+            raise BadEncoding(f"section {name!r} holds {stored} bytes for {count} items")
+        sections.append(Section(name, coding, array))
+        offset = start + padded(stored)
+    return tuple(sections)
+
+
+def _head(section: Section, stored: int) -> bytes:
+    name = section.name.encode()
+    head = _HEAD.pack(
+        len(name),
+        CODINGS.index(section.coding),
+        section.data.dtype.itemsize,
+        0,
+        section.data.size,
+        stored,
+    )
+    return (head + name).ljust(padded(len(head) + len(name)), b"\0")
+
+
+def _size(section: Section, stored: int) -> int:
+    return padded(_HEAD.size + len(section.name.encode())) + padded(stored)

@@ -1,0 +1,160 @@
+"""Full snapshots: safetensors images, sharded over ranks, complete when all manifests are there.
+
+The trainer copies tensors straight into an image in staging; the writer copies that image to its
+durable place. The image is a valid safetensors file from its first byte, so anyone can load it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from crc32c import crc32c
+
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.durable import read_json
+from lowdiff.persistence.memory import MappedFile, read_view
+
+#: Names of tensors in an image start with one of these, or with an item's prefix.
+PARAMETER, OPTIMIZER, RESIDUAL = "model/", "optimizer/", "residual/"
+#: The tensor that holds everything that is not a tensor, encoded by ``values.encode``.
+SCALARS = "lowdiff/scalars"
+
+_HEADER_ALIGNMENT = 64
+_MARK = struct.Struct("<QI")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageTensor:
+    """One tensor to be copied into an image.
+
+    Attributes:
+        name: Prefix and name, e.g. ``"model/wte.weight"``.
+        dtype: safetensors dtype code, e.g. ``"F32"``.
+        shape: Logical shape, row-major.
+        data: Its bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Says that one rank's shard of a snapshot is durable.
+
+    Attributes:
+        bytes: Length of the shard's file.
+        checksum: CRC-32C of the whole file.
+    """
+
+    run_id: str
+    incarnation: int
+    step: int
+    rank: int
+    world_size: int
+    bytes: int
+    checksum: int
+
+    def document(self) -> dict[str, Any]:
+        """As JSON content."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Parse and check one manifest.
+
+        Raises:
+            DamagedFile: If it is not whole.
+        """
+        document = read_json(path)
+        try:
+            return cls(**document)
+        except TypeError as error:
+            raise DamagedFile(path, f"not a manifest ({error})") from error
+
+
+def shard_file(folder: Path, rank: int) -> Path:
+    """The safetensors file of one rank."""
+    return folder / f"rank-{rank:04d}.safetensors"
+
+
+def manifest_file(folder: Path, rank: int) -> Path:
+    """The manifest of one rank."""
+    return folder / f"rank-{rank:04d}.json"
+
+
+def image_header(tensors: Sequence[ImageTensor]) -> bytes:
+    """Safetensors header for tensors that follow each other without holes."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "writer": "lowdiff"}}
+    offset = 0
+    for tensor in tensors:
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.data.nbytes],
+        }
+        offset += tensor.data.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def stage_image(path: Path, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
+    """Copy tensors into a staged image.
+
+    Returns:
+        Its length in bytes and its CRC-32C. The image is whole when this returns.
+    """
+    # Widest items first keeps every tensor aligned to its own size.
+    ordered = sorted(tensors, key=lambda t: (-_item_bytes(t), t.name))
+    header = image_header(ordered)
+    file = MappedFile(path, len(header) + sum(t.data.nbytes for t in ordered))
+    file.view[: len(header)] = header
+    checksum, offset = crc32c(header), len(header)
+    for tensor in ordered:
+        target = file.view[offset : offset + tensor.data.nbytes]
+        target[:] = tensor.data
+        checksum = crc32c(target, checksum)
+        offset += tensor.data.nbytes
+    return offset, checksum
+
+
+def encode_mark(size: int, checksum: int) -> bytes:
+    """Body of the record that says an image is whole."""
+    return _MARK.pack(size, checksum)
+
+
+def decode_mark(data: bytes) -> tuple[int, int]:
+    """Length and checksum of the image."""
+    size, checksum = _MARK.unpack(data)
+    return size, checksum
+
+
+def check_shard(folder: Path, manifest: Manifest) -> Path:
+    """Compare a shard's bytes with its manifest.
+
+    Raises:
+        DamagedFile: If they differ or the file is missing.
+    """
+    path = shard_file(folder, manifest.rank)
+    try:
+        view = read_view(path)
+    except FileNotFoundError as error:
+        raise DamagedFile(path, "the file is missing although its manifest exists") from error
+    if len(view) != manifest.bytes:
+        raise DamagedFile(path, f"{len(view)} bytes found, {manifest.bytes} expected")
+    if crc32c(view) != manifest.checksum:
+        raise DamagedFile(path, "the file fails its checksum")
+    return path
+
+
+def _item_bytes(tensor: ImageTensor) -> int:
+    digits = "".join(c for c in tensor.dtype if c.isdigit())
+    return int(digits) // 8 if digits else 1

@@ -1,0 +1,222 @@
+"""The staging log: one copy per step on the training thread, and it outlives every process.
+
+A log is a sequence of preallocated chunk files. A record is written body first, header last, so a
+reader that finds a valid header and body has a whole record whenever the writer of it died. Chunks
+whose records are durable are reused under the next number; their stale records carry an older lap
+and therefore do not count (design rule R14).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crc32c import crc32c
+
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.framing import (
+    HEADER_BYTES,
+    FileHeader,
+    FileKind,
+    RecordHeader,
+    RecordKind,
+    RecordRef,
+    padded,
+    read_record,
+    read_records,
+)
+from lowdiff.persistence.memory import MappedFile, read_view
+from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.sections import sections_bytes, write_sections
+from lowdiff.types import Section
+
+
+@dataclass(slots=True)
+class _Chunk:
+    sequence: int
+    file: MappedFile
+    last_step: int
+
+
+class StagingLog:
+    """The trainer's end of one rank's log. Not thread-safe: one thread appends."""
+
+    def __init__(
+        self,
+        folder: StagingFolder,
+        *,
+        run_id: str,
+        world_size: int,
+        chunk_bytes: int,
+        cap_bytes: int,
+    ) -> None:
+        self.folder = folder
+        self._run_id = run_id
+        self._world_size = world_size
+        self._chunk_bytes = chunk_bytes
+        self._cap_bytes = cap_bytes
+        self._chunks: deque[_Chunk] = deque()
+        self._offset = 0
+        self._open_chunk(0, chunk_bytes, last_step=-1)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all chunks."""
+        return sum(chunk.file.size for chunk in self._chunks)
+
+    def append(
+        self,
+        kind: RecordKind,
+        step: int,
+        meta: bytes,
+        sections: Sequence[Section],
+        *,
+        durable_step: int,
+    ) -> int | None:
+        """Stage one record.
+
+        Args:
+            kind: What it is.
+            step: Its step; never decreases.
+            meta: Encoded scalars.
+            sections: Payload, copied.
+            durable_step: Records up to here may be overwritten.
+
+        Returns:
+            Bytes written, or None if the log is at its cap: wait until more is durable.
+        """
+        meta_bytes = padded(len(meta))
+        body_bytes = meta_bytes + sections_bytes(sections)
+        if not self._reserve(HEADER_BYTES + body_bytes, step, durable_step):
+            return None
+        chunk = self._chunks[-1]
+        start = self._offset + HEADER_BYTES
+        body = chunk.file.view[start : start + body_bytes]
+        body[: len(meta)] = meta
+        body[len(meta) : meta_bytes] = bytes(meta_bytes - len(meta))
+        write_sections(body[meta_bytes:], sections)
+        header = RecordHeader(
+            kind=kind,
+            coded=False,
+            meta_bytes=len(meta),
+            body_bytes=body_bytes,
+            body_checksum=crc32c(body),
+            step=step,
+            incarnation=self.folder.incarnation,
+            rank=self.folder.rank,
+            world_size=self._world_size,
+            lap=chunk.sequence,
+        )
+        chunk.file.view[self._offset : start] = header.pack()
+        chunk.last_step = step
+        self._offset = start + body_bytes
+        return HEADER_BYTES + body_bytes
+
+    def _reserve(self, size: int, step: int, durable_step: int) -> bool:
+        chunk = self._chunks[-1]
+        if self._offset + size <= chunk.file.size:
+            return True
+        return self._next_chunk(max(self._chunk_bytes, HEADER_BYTES + size), durable_step)
+
+    def _next_chunk(self, size: int, durable_step: int) -> bool:
+        sequence = self._chunks[-1].sequence + 1
+        oldest = self._chunks[0]
+        if len(self._chunks) > 1 and oldest.last_step <= durable_step:
+            if oldest.file.size >= size:
+                self._chunks.popleft()
+                oldest.file.renamed(self.folder.chunk(sequence))
+                self._install(_Chunk(sequence, oldest.file, last_step=-1))
+                return True
+            self._chunks.popleft()
+            oldest.file.path.unlink()
+        if self.bytes_held + size > max(self._cap_bytes, self._chunks[-1].file.size + size):
+            return False
+        self._open_chunk(sequence, size, last_step=-1)
+        return True
+
+    def _open_chunk(self, sequence: int, size: int, last_step: int) -> None:
+        file = MappedFile(self.folder.chunk(sequence), size)
+        self._install(_Chunk(sequence, file, last_step))
+
+    def _install(self, chunk: _Chunk) -> None:
+        # No record may follow the new header by accident: stale ones carry another lap.
+        header = FileHeader(
+            FileKind.CHUNK,
+            self._run_id,
+            self.folder.incarnation,
+            self.folder.rank,
+            self._world_size,
+            chunk.sequence,
+        )
+        chunk.file.view[:HEADER_BYTES] = header.pack()
+        self._chunks.append(chunk)
+        self._offset = HEADER_BYTES
+
+
+class LogTail:
+    """Reads a staging log while it grows, or after its trainer died."""
+
+    def __init__(self, folder: StagingFolder) -> None:
+        self._folder = folder
+        self._sequence = -1
+        self._view = memoryview(b"")
+        self._header: FileHeader | None = None
+        self._offset = 0
+
+    def next(self) -> RecordRef | None:
+        """The next record, or None if it is not there yet."""
+        if self._header is None:
+            chunks = self._folder.chunks()
+            if not chunks or not self._enter(chunks[0][0]):
+                return None
+        record = self._read()
+        if record is None and self._folder.chunk(self._sequence + 1).exists():
+            # The trainer moves on only after its last record here was complete: look once more.
+            record = self._read()
+            if record is None and self._enter(self._sequence + 1):
+                record = self._read()
+        return record
+
+    def _read(self) -> RecordRef | None:
+        assert self._header is not None
+        record = read_record(self._view, self._offset, self._header)
+        if record is not None:
+            self._offset = record.end
+        return record
+
+    def _enter(self, sequence: int) -> bool:
+        opened = open_chunk(self._folder, sequence)
+        if opened is None:
+            return False
+        self._view, self._header = opened
+        self._sequence, self._offset = sequence, HEADER_BYTES
+        return True
+
+
+def open_chunk(folder: StagingFolder, sequence: int) -> tuple[memoryview, FileHeader] | None:
+    """Map a chunk; None while its header is not that of this lap."""
+    path = folder.chunk(sequence)
+    try:
+        view = read_view(path)
+        header = FileHeader.unpack(view, path)
+    except (FileNotFoundError, DamagedFile):
+        return None
+    if (header.sequence, header.incarnation, header.rank) != (
+        sequence,
+        folder.incarnation,
+        folder.rank,
+    ):
+        return None
+    return view, header
+
+
+def staged_records(folder: StagingFolder) -> Iterator[tuple[Path, RecordRef]]:
+    """Every record of a log that is no longer written to, with the chunk it lies in."""
+    for sequence, path in folder.chunks():
+        opened = open_chunk(folder, sequence)
+        if opened is not None:
+            view, header = opened
+            for record in read_records(view, header):
+                yield path, record

@@ -1,0 +1,81 @@
+"""The page through which the writer process tells the trainer how far it is."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import msgpack
+from crc32c import crc32c
+
+from lowdiff.persistence.memory import MappedFile, read_view
+
+_SLOT_BYTES = 2048
+_HEAD = struct.Struct("<QII")
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStatus:
+    """What the writer has done.
+
+    Attributes:
+        durable_step: Differentials up to here are fsynced; the base step at the start.
+        durable_snapshot: Step of the newest fsynced snapshot of this incarnation, -1 for none.
+        segment_bytes: Bytes of differentials written, framing included.
+        snapshot_bytes: Bytes of snapshots written.
+        batches: Durable writes of differentials.
+        error: What went wrong last, empty when all is well.
+        closed: True once everything staged before the trainer's end is durable.
+    """
+
+    durable_step: int
+    durable_snapshot: int = -1
+    segment_bytes: int = 0
+    snapshot_bytes: int = 0
+    batches: int = 0
+    error: str = ""
+    closed: bool = False
+
+
+class StatusPage:
+    """Two alternating checksummed slots: a reader always finds one whole."""
+
+    def __init__(self, path: Path, status: WriterStatus) -> None:
+        self._file = MappedFile(path, 2 * _SLOT_BYTES)
+        self._sequence = _newest(self._file.view)[0]
+        self.status = status
+        self.update()
+
+    def update(self, **changes: object) -> None:
+        """Change some fields and publish."""
+        self.status = replace(self.status, **changes)  # type: ignore[arg-type]
+        content = asdict(self.status)
+        content["error"] = self.status.error[:1000]
+        body = msgpack.packb(content)
+        self._sequence += 1
+        start = (self._sequence % 2) * _SLOT_BYTES
+        head = _HEAD.pack(self._sequence, len(body), crc32c(body))
+        self._file.view[start + _HEAD.size : start + _HEAD.size + len(body)] = body
+        self._file.view[start : start + _HEAD.size] = head
+
+
+class StatusReader:
+    """The trainer's end; keeps the page mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._view = read_view(path)
+
+    def read(self) -> WriterStatus:
+        """The newest whole status."""
+        return WriterStatus(**_newest(self._view)[1])
+
+
+def _newest(view: memoryview) -> tuple[int, dict[str, object]]:
+    found: tuple[int, dict[str, object]] = (0, {"durable_step": -1})
+    for start in (0, _SLOT_BYTES):
+        sequence, size, checksum = _HEAD.unpack_from(view, start)
+        body = bytes(view[start + _HEAD.size : start + _HEAD.size + min(size, _SLOT_BYTES)])
+        if sequence > found[0] and len(body) == size and crc32c(body) == checksum:
+            found = (sequence, msgpack.unpackb(body))
+    return found

@@ -1,0 +1,388 @@
+"""The writer process: tails one rank's staging log and makes it durable.
+
+Started by the trainer with ``python -m lowdiff.persistence.writer SETTINGS``, in a session of its
+own so that a launcher's kill does not reach it. It imports neither torch nor the user's script.
+When its trainer is gone it drains what is staged and exits; a later incarnation's writer adopts
+whatever a dead writer left (design rule R13).
+
+Encoding and writing overlap: one task turns records into encoded batches, another writes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import aiofiles
+from crc32c import crc32c
+
+from lowdiff.errors import StorageError
+from lowdiff.persistence.catalog import segment_steps
+from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.durable import fsync_directory, make_directory, write_json
+from lowdiff.persistence.framing import (
+    HEADER_BYTES,
+    FileHeader,
+    FileKind,
+    RecordHeader,
+    RecordKind,
+    RecordRef,
+    padded,
+)
+from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.memory import read_view
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.retention import collect
+from lowdiff.persistence.sections import encode_sections, read_sections
+from lowdiff.persistence.snapshots import Manifest, decode_mark, manifest_file, shard_file
+from lowdiff.persistence.staging import LogTail, staged_records
+from lowdiff.persistence.status import StatusPage, WriterStatus
+from lowdiff.persistence.writer_settings import WriterSettings
+
+_logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.005
+_RETRY_SECONDS = 1.0
+_COPY_BYTES = 4 << 20
+_SEGMENT_BYTES = 256 << 20
+
+_Work = TypeVar("_Work")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """Encoded records that are written and fsynced together."""
+
+    data: bytes
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SnapshotMark:
+    """A staged image waits to be persisted."""
+
+    step: int
+    bytes: int
+    checksum: int
+
+
+class SegmentWriter:
+    """Appends batches to segments of one rank; never to a file another process has written."""
+
+    def __init__(self, folder: RunFolder, header: FileHeader) -> None:
+        self._folder = folder
+        self._header = header
+        self._path: Path | None = None
+        self._size = 0
+        make_directory(folder.segments_of(header.rank))
+
+    async def append(self, batch: _Batch) -> int:
+        """Write and fsync one batch; after a failure the same batch can be given again."""
+        if self._path is None:
+            path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
+            header = replace(self._header, sequence=batch.first).pack()
+            # A file of that name can only hold a torn first record of a dead writer.
+            async with aiofiles.open(path, "wb") as file:
+                await file.write(header + batch.data)
+                await file.flush()
+                await asyncio.to_thread(os.fsync, file.fileno())
+            await asyncio.to_thread(fsync_directory, path.parent)
+            self._path, self._size = path, len(header) + len(batch.data)
+            return self._size
+        async with aiofiles.open(self._path, "r+b") as file:
+            await file.truncate(self._size)  # what an earlier, failed attempt may have left
+            await file.seek(self._size)
+            await file.write(batch.data)
+            await file.flush()
+            await asyncio.to_thread(os.fdatasync, file.fileno())
+        self._size += len(batch.data)
+        if self._size > _SEGMENT_BYTES:
+            self.roll()
+        return len(batch.data)
+
+    def roll(self) -> None:
+        """The next batch starts a new segment."""
+        self._path = None
+
+
+def coded_record(record: RecordRef, codec: Codec) -> bytes:
+    """A staged record as it stands in a segment."""
+    header = record.header
+    sections = encode_sections(read_sections(record.sections, codec, coded=False), codec)
+    meta = bytes(record.meta).ljust(padded(header.meta_bytes), b"\0")
+    body = meta + sections
+    coded = RecordHeader(
+        kind=header.kind,
+        coded=True,
+        meta_bytes=header.meta_bytes,
+        body_bytes=len(body),
+        body_checksum=crc32c(body),
+        step=header.step,
+        incarnation=header.incarnation,
+        rank=header.rank,
+        world_size=header.world_size,
+        lap=0,
+    )
+    return coded.pack() + body + bytes(-len(body) % 8)
+
+
+class Writer:
+    """Makes one staging folder durable."""
+
+    def __init__(self, settings: WriterSettings) -> None:
+        self._settings = settings
+        self._tail = LogTail(settings.staging)
+        self._codec = Codec()
+        self._queue: asyncio.Queue[_Batch | _SnapshotMark | None] = asyncio.Queue(maxsize=2)
+        # A restarted writer goes on after what its predecessor made durable.
+        durable = durable_step(
+            settings.folder, settings.incarnation, settings.rank, settings.base_step
+        )
+        snapshot = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
+        self._status = StatusPage(settings.staging.status, WriterStatus(durable, snapshot))
+        header = FileHeader(
+            FileKind.SEGMENT,
+            settings.run_id,
+            settings.incarnation,
+            settings.rank,
+            settings.world_size,
+            sequence=0,
+        )
+        self._segments = SegmentWriter(settings.folder, header)
+        self._trainer_gone = threading.Event()
+        os.set_blocking(sys.stdin.fileno(), False)
+
+    async def run(self) -> None:
+        """Work until the trainer is gone and everything staged is durable."""
+        adoption = asyncio.create_task(
+            asyncio.to_thread(adopt_predecessors, self._settings, self._trainer_gone)
+        )
+        # Whatever fails unexpectedly ends the process; the trainer notices and starts another.
+        await asyncio.gather(self._encode(), self._persist())
+        await adoption
+        self._status.update(closed=True)
+
+    async def _encode(self) -> None:
+        """Turn records into batches: ``b`` of them, or fewer after ``flush_seconds``."""
+        pending: list[RecordRef] = []
+        oldest = 0.0
+        while True:
+            gone = self._is_trainer_gone()
+            record = self._tail.next()
+            if record is not None and record.header.kind is RecordKind.SNAPSHOT:
+                await self._flush(pending)
+                # A later image may already lie where that of a durable snapshot was.
+                if record.header.step > self._status.status.durable_snapshot:
+                    await self._queue.put(_mark(record))
+            elif record is not None and record.header.step > self._status.status.durable_step:
+                oldest = oldest if pending else time.monotonic()
+                pending.append(record)
+            full = len(pending) >= self._settings.batch_size
+            late = bool(pending) and time.monotonic() - oldest > self._settings.flush_seconds
+            if full or late or (record is None and gone):
+                await self._flush(pending)
+            if record is None:
+                if gone:
+                    break
+                await asyncio.sleep(_POLL_SECONDS)
+        await self._queue.put(None)
+
+    def _is_trainer_gone(self) -> bool:
+        """Whether nothing more will be staged: the trainer said so, or it died."""
+        if not self._trainer_gone.is_set():
+            try:
+                said = os.read(sys.stdin.fileno(), 1) is not None
+            except BlockingIOError:
+                said = False
+            # Forked DataLoader workers may hold the pipe open after the trainer's death.
+            if said or os.getppid() != self._settings.trainer_pid:
+                self._trainer_gone.set()
+        return self._trainer_gone.is_set()
+
+    async def _flush(self, pending: list[RecordRef]) -> None:
+        if pending:
+            data = await asyncio.to_thread(self._join, list(pending))
+            await self._queue.put(_Batch(data, pending[0].header.step, pending[-1].header.step))
+            pending.clear()
+
+    def _join(self, records: Sequence[RecordRef]) -> bytes:
+        return b"".join(coded_record(record, self._codec) for record in records)
+
+    async def _persist(self) -> None:
+        """Write batches in order; a snapshot is copied beside them."""
+        copying: asyncio.Task[None] | None = None
+        while (work := await self._queue.get()) is not None:
+            if isinstance(work, _SnapshotMark):
+                if copying is not None:
+                    await copying
+                self._segments.roll()
+                copying = asyncio.create_task(self._snapshot(work))
+            else:
+                await self._retrying(self._persist_batch, work)
+        if copying is not None:
+            await copying
+
+    async def _retrying(self, action: Callable[[_Work], Awaitable[None]], work: _Work) -> None:
+        """Storage trouble is reported and waited out; training decides what it costs."""
+        while True:
+            try:
+                await action(work)
+            except (OSError, StorageError) as error:
+                self._status.update(error=f"{type(error).__name__}: {error}")
+                _logger.warning("rank %d: %s", self._settings.rank, error)
+                await asyncio.sleep(_RETRY_SECONDS)
+            else:
+                if self._status.status.error:
+                    self._status.update(error="")
+                return
+
+    async def _persist_batch(self, batch: _Batch) -> None:
+        written = await self._segments.append(batch)
+        status = self._status.status
+        self._status.update(
+            durable_step=batch.last,
+            segment_bytes=status.segment_bytes + written,
+            batches=status.batches + 1,
+        )
+
+    async def _snapshot(self, mark: _SnapshotMark) -> None:
+        await self._retrying(self._persist_snapshot, mark)
+        settings = self._settings
+        if settings.keep_snapshots is not None:
+            try:
+                await asyncio.to_thread(
+                    collect, settings.folder, settings.run_id, settings.keep_snapshots
+                )
+            except OSError as error:
+                _logger.warning("rank %d: old files stay: %s", settings.rank, error)
+
+    async def _persist_snapshot(self, mark: _SnapshotMark) -> None:
+        settings = self._settings
+        folder = settings.folder.snapshot(settings.incarnation, mark.step)
+        await asyncio.to_thread(make_directory, folder)
+        target = shard_file(folder, settings.rank)
+        partial = target.with_name(target.name + ".partial")
+        source = read_view(settings.staging.snapshot)[: mark.bytes]
+        checksum = 0
+        async with aiofiles.open(partial, "wb") as file:
+            for start in range(0, mark.bytes, _COPY_BYTES):
+                piece = source[start : start + _COPY_BYTES]
+                checksum = crc32c(piece, checksum)
+                await file.write(piece)
+            await file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
+        if checksum != mark.checksum:
+            raise StorageError(
+                f"the staged snapshot of step {mark.step} changed before it was durable"
+            )
+        partial.replace(target)
+        await asyncio.to_thread(fsync_directory, folder)
+        manifest = Manifest(
+            run_id=settings.run_id,
+            incarnation=settings.incarnation,
+            step=mark.step,
+            rank=settings.rank,
+            world_size=settings.world_size,
+            bytes=mark.bytes,
+            checksum=checksum,
+        )
+        await asyncio.to_thread(
+            write_json, manifest_file(folder, settings.rank), manifest.document()
+        )
+        status = self._status.status
+        self._status.update(
+            durable_snapshot=mark.step, snapshot_bytes=status.snapshot_bytes + mark.bytes
+        )
+
+
+def durable_step(folder: RunFolder, incarnation: int, rank: int, base_step: int) -> int:
+    """Last step of one rank's records in segments, or ``base_step``."""
+    return max(segment_steps(folder, incarnation, rank), default=base_step)
+
+
+def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
+    """Step of one rank's newest durable shard of a snapshot of an incarnation, or -1."""
+    return max(
+        (
+            step
+            for number, step, path in folder.snapshots()
+            if number == incarnation and manifest_file(path, rank).is_file()
+        ),
+        default=-1,
+    )
+
+
+def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) -> None:
+    """Make durable, then remove, what earlier incarnations left in staging for this rank.
+
+    A folder whose own writer still works is waited for. Ranks that no longer exist are shared
+    out over those that do.
+    """
+    root = Path(settings.staging_root)
+    for stage in StagingFolder.all_of_run(root, settings.run_id):
+        mine = stage.rank == settings.rank or (
+            stage.rank >= settings.world_size and stage.rank % settings.world_size == settings.rank
+        )
+        if stage.incarnation >= settings.incarnation or not mine:
+            continue
+        lock = FileLock(stage.writer_lock)
+        while not lock.acquire(f"adopting writer {os.getpid()}", timeout_seconds=1.0):
+            if trainer_gone.is_set():
+                return  # the next incarnation's writer will adopt it
+        try:
+            asyncio.run(_adopt(settings, stage))
+            stage.remove()
+        except (OSError, StorageError) as error:
+            _logger.warning("cannot adopt %s: %s; it stays in staging", stage.root, error)
+        finally:
+            lock.release()
+
+
+async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
+    codec = Codec()
+    segments: SegmentWriter | None = None
+    durable = durable_step(settings.folder, stage.incarnation, stage.rank, -1)
+    for _, record in staged_records(stage):
+        header = record.header
+        if header.kind is not RecordKind.DIFFERENTIAL or header.step <= durable:
+            continue
+        if segments is None:
+            file_header = FileHeader(
+                FileKind.SEGMENT,
+                settings.run_id,
+                stage.incarnation,
+                stage.rank,
+                header.world_size,
+                sequence=0,
+            )
+            segments = SegmentWriter(settings.folder, file_header)
+        await segments.append(_Batch(coded_record(record, codec), header.step, header.step))
+
+
+def _mark(record: RecordRef) -> _SnapshotMark:
+    return _SnapshotMark(record.header.step, *decode_mark(bytes(record.meta)))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point of the process."""
+    settings = WriterSettings.from_json(arguments[0])
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    lock = FileLock(settings.staging.writer_lock)
+    if not lock.acquire(f"writer {os.getpid()}", timeout_seconds=30.0):
+        _logger.error("another writer holds %s", lock.path)
+        return 1
+    asyncio.run(Writer(settings).run())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

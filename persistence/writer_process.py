@@ -1,0 +1,109 @@
+"""The trainer's handle on its writer process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from lowdiff.errors import WriterFailed
+from lowdiff.persistence.status import StatusReader, WriterStatus
+from lowdiff.persistence.writer_settings import WriterSettings
+
+_logger = logging.getLogger(__name__)
+
+_START_SECONDS = 30.0
+_CHECK_SECONDS = 0.5
+
+
+class WriterProcess:
+    """Starts the writer, restarts it when it dies, and reads its status."""
+
+    def __init__(self, settings: WriterSettings) -> None:
+        self._settings = replace(settings, trainer_pid=os.getpid())
+        self._process = self._start()
+        self._checked = time.monotonic()
+        self._status = self._wait_for_status()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the writer."""
+        return self._process.pid
+
+    def status(self) -> WriterStatus:
+        """What the writer has done; restarts it if it is no longer there."""
+        now = time.monotonic()
+        if now - self._checked > _CHECK_SECONDS:
+            self._checked = now
+            if self._process.poll() is not None:
+                _logger.warning(
+                    "the writer of rank %d ended with %s (its log: %s); starting another",
+                    self._settings.rank,
+                    self._process.returncode,
+                    self._settings.staging.writer_log,
+                )
+                self._process = self._start()
+        return self._status.read()
+
+    def finish(self, timeout_seconds: float) -> WriterStatus:
+        """Tell the writer that nothing more comes, and wait until all is durable.
+
+        Raises:
+            WriterFailed: If it does not get there in time; what is staged stays in staging.
+        """
+        assert self._process.stdin is not None
+        try:
+            # A byte, not only the pipe's end: forked DataLoader workers may hold it open.
+            self._process.stdin.write(b".")
+            self._process.stdin.close()
+        except BrokenPipeError:
+            _logger.warning("the writer of rank %d had ended before", self._settings.rank)
+        try:
+            self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            _logger.warning("rank %d: the writer is still busy", self._settings.rank)
+        status = self._status.read()
+        if not status.closed:
+            raise WriterFailed(
+                f"the writer of rank {self._settings.rank} did not finish within "
+                f"{timeout_seconds:.0f} s ({status.error or 'no error reported'}); nothing is "
+                f"lost: it goes on, and the next attach adopts {self._settings.staging.root}"
+            )
+        return status
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # In its own session, so that a launcher's kill of our process group does not reach it.
+        with self._settings.staging.writer_log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "lowdiff.persistence.writer", self._settings.to_json()],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": _import_path()},
+            )
+
+    def _wait_for_status(self) -> StatusReader:
+        path = self._settings.staging.status
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            if path.exists():
+                reader = StatusReader(path)
+                if reader.read().durable_step >= 0:
+                    return reader
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.01)
+        log = self._settings.staging.writer_log.read_text(errors="replace")[-2000:]
+        raise WriterFailed(f"the writer process did not start; its log says:\n{log}")
+
+
+def _import_path() -> str:
+    """Where this very lowdiff is found, ahead of whatever the environment says."""
+    here = str(Path(__file__).parent.parent.parent)
+    package = Path(sys.modules["lowdiff"].__file__ or here).parent.parent
+    return os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))

@@ -1,0 +1,54 @@
+"""What a writer process is told on its command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+
+
+@dataclass(frozen=True, slots=True)
+class WriterSettings:
+    """All a writer needs to know, as it travels on its command line.
+
+    Attributes:
+        trainer_pid: The process whose end it watches for.
+        batch_size: Differentials per durable write (``b``).
+        flush_seconds: A shorter batch is written after so long.
+        keep_snapshots: Retention: newest complete snapshots to keep; None keeps all.
+    """
+
+    run: str
+    staging_root: str
+    run_id: str
+    incarnation: int
+    rank: int
+    world_size: int
+    base_step: int
+    trainer_pid: int
+    batch_size: int
+    flush_seconds: float
+    keep_snapshots: int | None
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run folder."""
+        return RunFolder(Path(self.run))
+
+    @property
+    def staging(self) -> StagingFolder:
+        """This incarnation's staging folder."""
+        return StagingFolder.of(
+            Path(self.staging_root), self.run_id, self.incarnation, self.rank
+        )
+
+    def to_json(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WriterSettings:
+        """What ``to_json`` made."""
+        return cls(**json.loads(text))

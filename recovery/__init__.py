@@ -1,0 +1,6 @@
+"""Recovery: plan, replay, verify, export."""
+
+from lowdiff.recovery.engine import recover
+from lowdiff.recovery.state import RecoveredState
+
+__all__ = ["RecoveredState", "recover"]

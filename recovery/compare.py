@@ -1,0 +1,46 @@
+"""Bitwise comparison of two recovered states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lowdiff.persistence.values import same
+from lowdiff.recovery.state import RecoveredState
+
+
+def differences(left: RecoveredState, right: RecoveredState) -> Iterator[str]:
+    """Name everything in which two states differ by at least one bit, parameters first."""
+    yield from _mapping("parameter", left.parameters, right.parameters)
+    for index, (mine, theirs) in enumerate(zip(left.optimizers, right.optimizers, strict=True)):
+        if not same(mine.groups, theirs.groups):
+            yield f"optimizer {index}: hyper-parameters"
+        for name in sorted(set(mine.state) | set(theirs.state)):
+            yield from _mapping(
+                f"optimizer {index}, {name}:", mine.state.get(name, {}), theirs.state.get(name, {})
+            )
+    for rank, (ours, others) in enumerate(zip(left.items, right.items, strict=True)):
+        yield from _mapping(f"rank {rank}: item", ours, others)
+
+
+def _mapping(what: str, left: dict[str, Any], right: dict[str, Any]) -> Iterator[str]:
+    for key in sorted(set(left) | set(right)):
+        if key not in left or key not in right:
+            yield f"{what} {key} (only on one side)"
+        elif not same(left[key], right[key]):
+            yield f"{what} {key}{_first_difference(left[key], right[key])}"
+
+
+def _first_difference(left: Any, right: Any) -> str:
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+        return ""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return f" ({left.dtype} {tuple(left.shape)} against {right.dtype} {tuple(right.shape)})"
+    unequal = (left != right).reshape(-1).nonzero()
+    if not len(unequal):
+        return " (differs in the bits of NaN or of a zero's sign)"
+    at = int(unequal[0])
+    mine, theirs = left.reshape(-1)[at].item(), right.reshape(-1)[at].item()
+    return f" ({len(unequal)} elements; the first, {at}: {mine!r} against {theirs!r})"

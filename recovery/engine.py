@@ -1,0 +1,89 @@
+"""From files to a state: scan, plan, load, replay; and what to do when one of them fails."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from lowdiff.errors import DamagedFile, ReplayMismatch, RunMismatch
+from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.recovery.load import load_snapshot
+from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
+from lowdiff.recovery.replay import ReplayOptions, replay
+from lowdiff.recovery.state import RecoveredState
+from lowdiff.types import Fence
+
+_logger = logging.getLogger(__name__)
+
+
+def recover(
+    run: str | Path,
+    step: int | None = None,
+    *,
+    staging: str | Path | None = None,
+    options: ReplayOptions | None = None,
+) -> RecoveredState:
+    """Rebuild the state of a run at any committed step; the training code is not needed.
+
+    Args:
+        run: The run folder.
+        step: Which step; None for the newest.
+        staging: Where the run's staging memory lives, if it was set by hand.
+        options: Workers and block size.
+
+    Raises:
+        NotARun: If the folder holds no run.
+        StepNotFound: If the step cannot be rebuilt; says which can.
+        DamagedFile: If the bytes needed are damaged.
+        ReplayMismatch: If replay does not reproduce what the live run recorded.
+    """
+    root = default_staging_root() if staging is None else Path(staging)
+    catalog = scan(RunFolder(Path(run)), [root])
+    return recover_from(catalog, step, options or ReplayOptions())
+
+
+def recover_from(
+    catalog: Catalog, step: int | None, options: ReplayOptions
+) -> RecoveredState:
+    """`recover` with a catalog at hand. A damaged snapshot is passed over for an older one."""
+    while True:
+        plan = plan_recovery(catalog, step)
+        try:
+            return carry_out(catalog, plan, options)
+        except DamagedFile as error:
+            others = tuple(s for s in catalog.snapshots if s is not plan.base)
+            if not others or plan.base.folder not in error.path.parents:
+                raise
+            _logger.warning("%s; going back to an older snapshot", error)
+            catalog = replace(catalog, snapshots=others, damage=(*catalog.damage, error))
+
+
+def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
+    """Load the plan's snapshot and replay its differentials.
+
+    Replay is checked against the digests the live run recorded. Where blocks do not reproduce
+    them (an unusual kernel or thread count), parameters are replayed whole once more.
+    """
+
+    def fence_of(incarnation: int) -> Fence:
+        return catalog.incarnations[incarnation].fence
+
+    _same_layout(fence_of(plan.base.incarnation), plan, fence_of(plan.incarnation))
+    state = load_snapshot(plan.base, fence_of(plan.base.incarnation))
+    try:
+        return replay(state, plan.steps, fence_of, options)
+    except ReplayMismatch as error:
+        if options.whole:
+            raise
+        _logger.warning("%s; replaying whole tensors instead of blocks", error)
+        return carry_out(catalog, plan, replace(options, whole=True))
+
+
+def _same_layout(base: Fence, plan: RecoveryPlan, target: Fence) -> None:
+    if base.layout != target.layout:
+        raise RunMismatch(
+            f"the model of snapshot {plan.base.step} differs from that of step {plan.step}; "
+            "recover a step before the change"
+        )

@@ -1,0 +1,93 @@
+"""Reading a snapshot into a state, and writing a state's tensors as a snapshot's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from lowdiff.errors import DamagedFile
+from lowdiff.layout import flat_like
+from lowdiff.persistence.catalog import SnapshotSet
+from lowdiff.persistence.snapshots import (
+    OPTIMIZER,
+    PARAMETER,
+    RESIDUAL,
+    SCALARS,
+    check_shard,
+)
+from lowdiff.persistence.values import BadEncoding, decode, encode
+from lowdiff.recovery.state import BUFFER_ITEM, FROZEN_ITEM, OptimizerState, RecoveredState
+from lowdiff.types import Fence, ParameterSpec
+
+
+def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
+    """Read and check every shard of a snapshot.
+
+    Args:
+        snapshot: Which one.
+        fence: Fence of the incarnation that took it.
+
+    Raises:
+        DamagedFile: If a shard is not what was written.
+    """
+    state = RecoveredState(
+        step=snapshot.step,
+        fence=fence,
+        parameters={},
+        optimizers=[],
+        items=[],
+        residual_marks=[None] * fence.world_size,
+        residuals=[],
+        base_step=snapshot.step,
+    )
+    specs = {spec.name: spec for spec in fence.layout.parameters}
+    for manifest in snapshot.manifests:
+        path = check_shard(snapshot.folder, manifest)
+        try:
+            tensors = load_file(path)
+            scalars = decode(tensors.pop(SCALARS).numpy().tobytes())
+            _add_shard(state, tensors, scalars, specs)
+        except (SafetensorError, BadEncoding, KeyError, TypeError, ValueError) as error:
+            raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
+    missing = sorted(set(specs) - set(state.parameters))
+    if missing:
+        raise DamagedFile(snapshot.folder, f"parameters {missing[:3]} are in no shard")
+    return state
+
+
+def _add_shard(
+    state: RecoveredState,
+    tensors: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, Any],
+    specs: Mapping[str, ParameterSpec],
+) -> None:
+    """Add one rank's shard. Tensors are copied: replay works in place."""
+    if not state.optimizers:
+        state.optimizers = [OptimizerState(list(groups), {}) for groups in scalars["groups"]]
+    for optimizer, entries in zip(state.optimizers, scalars["state"], strict=True):
+        for name, values in entries.items():
+            optimizer.state.setdefault(name, {}).update(values)
+    items = dict(scalars["items"])
+    residual = {}
+    for full_name, tensor in tensors.items():
+        prefix, _, name = full_name.partition("/")
+        if prefix + "/" == PARAMETER:
+            state.parameters[name] = _own(tensor, specs[name])
+        elif prefix + "/" == OPTIMIZER:
+            index, parameter, key = name.split("/", 2)
+            owner = state.optimizers[int(index)].state.setdefault(parameter, {})
+            owner[key] = _own(tensor, specs[parameter])
+        elif full_name.startswith((BUFFER_ITEM, FROZEN_ITEM)):
+            items[full_name] = encode(tensor.clone())
+        elif prefix + "/" == RESIDUAL:
+            residual[name] = _own(tensor, specs[name])
+    state.items.append(items)
+    state.residuals.append(residual)
+
+
+def _own(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    return flat_like(tensor, spec).clone()

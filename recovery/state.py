@@ -1,0 +1,136 @@
+"""The state of a run at one step, as recovery holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowdiff.errors import DamagedFile
+from lowdiff.layout import shaped
+from lowdiff.persistence.values import BadEncoding, decode
+from lowdiff.recovery.optimizers import SCALAR_STATE
+from lowdiff.types import Fence, ResidualMark
+
+#: Prefixes of item names; the rest of the name is the buffer's or the object's.
+BUFFER_ITEM, STATEFUL_ITEM, RNG_ITEM, FROZEN_ITEM = "buffer/", "stateful/", "rng/", "frozen/"
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerState:
+    """One optimizer's state.
+
+    Attributes:
+        groups: Hyper-parameters of each group, without ``params``.
+        state: Parameter name -> key -> value. Tensors shaped like the parameter are flat, in
+            memory order; everything else is as the optimizer keeps it.
+    """
+
+    groups: list[dict[str, Any]]
+    state: dict[str, dict[str, Any]]
+
+
+@dataclass(slots=True, eq=False)
+class RecoveredState:
+    """Everything a run knew at a step.
+
+    Attributes:
+        step: Number of completed optimizer steps.
+        fence: Describes the model and optimizers of the incarnation it belongs to.
+        parameters: Name -> flat tensor in memory order.
+        optimizers: One per attached optimizer.
+        items: Per rank: encoded buffers, RNG states and stateful objects by item name.
+        residual_marks: Per rank: where the residual of this step lies in staging, if it does.
+        residuals: Per rank: parameter name -> flat residual, as the base snapshot holds it; only
+            right for this step when the step is the snapshot's.
+        base_step: Step of the snapshot it was rebuilt from.
+    """
+
+    step: int
+    fence: Fence
+    parameters: dict[str, torch.Tensor]
+    optimizers: list[OptimizerState]
+    items: list[dict[str, bytes]]
+    residual_marks: list[ResidualMark | None]
+    residuals: list[dict[str, torch.Tensor]]
+    base_step: int
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameter name -> tensor of its logical shape, sharing memory."""
+        return {
+            spec.name: shaped(self.parameters[spec.name], spec)
+            for spec in self.fence.layout.parameters
+        }
+
+    def item(self, name: str, rank: int = 0) -> Any:
+        """One decoded item of one rank.
+
+        Raises:
+            DamagedFile: If it does not decode.
+        """
+        return decode_item(name, self.items[rank][name])
+
+    def model_state_dict(self, rank: int = 0) -> dict[str, torch.Tensor]:
+        """What ``model.state_dict()`` was, with the buffers of ``rank``."""
+        parameters = self.tensors()
+        result = {}
+        for key, source in self.fence.names.items():
+            if source.startswith((BUFFER_ITEM, FROZEN_ITEM)):
+                result[key] = self.item(source, rank)
+            else:
+                result[key] = parameters[source]
+        return result
+
+    def optimizer_state_dict(self, index: int = 0) -> dict[str, Any]:
+        """What ``optimizer.state_dict()`` was, for the ``index``-th attached optimizer."""
+        spec = self.fence.optimizers[index]
+        recovered = self.optimizers[index]
+        shapes = {p.name: p for p in self.fence.layout.parameters}
+        state: dict[int, dict[str, Any]] = {}
+        groups = []
+        number = 0
+        for names, hyper in zip(spec.groups, recovered.groups, strict=True):
+            groups.append({**hyper, "params": list(range(number, number + len(names)))})
+            for name in names:
+                if recovered.state.get(name):
+                    state[number] = {
+                        key: shaped(value, shapes[name])
+                        if is_aligned(key, value, shapes[name].numel)
+                        else value
+                        for key, value in recovered.state[name].items()
+                    }
+                number += 1
+        return {"state": state, "param_groups": groups}
+
+    @property
+    def stateful(self) -> dict[str, Any]:
+        """Name -> ``state_dict()`` of every stateful object, of rank 0."""
+        return {
+            name.removeprefix(STATEFUL_ITEM): self.item(name)
+            for name in self.items[0]
+            if name.startswith(STATEFUL_ITEM)
+        }
+
+
+def is_aligned(key: str, value: Any, numel: int) -> bool:
+    """Whether an optimizer's state entry has one element per element of its parameter."""
+    return isinstance(value, torch.Tensor) and value.numel() == numel and key not in SCALAR_STATE
+
+
+def decode_item(name: str, data: bytes) -> Any:
+    """Decode an item.
+
+    Raises:
+        DamagedFile: If the checksummed bytes still do not decode.
+    """
+    try:
+        return decode(data)
+    except BadEncoding as error:
+        raise DamagedFile(name, f"the item does not decode ({error})") from error
+
+
+def inherit(items: list[dict[str, bytes]], world_size: int) -> list[dict[str, bytes]]:
+    """Items of a new world: rank ``r`` starts from those of old rank ``r`` modulo the old size."""
+    return [dict(items[rank % len(items)]) for rank in range(world_size)]
+

@@ -1,0 +1,133 @@
+"""The repository's shape: folders, links, import directions and the public names."""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+
+import lowdiff
+
+ROOT = Path(__file__).parents[1]
+
+GROUND = ("lowdiff.errors", "lowdiff.layout", "lowdiff.protocols", "lowdiff.types")
+MAY_IMPORT = {
+    "lowdiff.compressors": GROUND,
+    "lowdiff.persistence": GROUND,
+    "lowdiff.recovery": (*GROUND, "lowdiff.compressors", "lowdiff.persistence"),
+    "lowdiff.tuner": GROUND,
+    **dict.fromkeys(GROUND, GROUND),
+}
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+def packages() -> list[str]:
+    return setup_cfg()["options"]["packages"].split()
+
+
+def package_dir() -> dict[str, str]:
+    lines = setup_cfg()["options"]["package_dir"].strip().splitlines()
+    pairs = (line.split("=") for line in lines)
+    return {name.strip(): folder.strip() for name, folder in pairs}
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def test_every_link_leads_to_the_folder_that_is_installed_under_its_name() -> None:
+    links = {f"lowdiff.{p.name}": p for p in (ROOT / "lowdiff").iterdir() if p.is_symlink()}
+    folders = {name: f for name, f in package_dir().items() if name != "lowdiff"}
+    assert links.keys() == folders.keys()
+    for name, folder in folders.items():
+        assert links[name].resolve() == (ROOT / folder).resolve(), name
+        assert not links[name].readlink().is_absolute(), f"{name} breaks in another clone"
+
+
+def test_every_package_on_disk_is_listed_and_every_listed_one_exists() -> None:
+    on_disk = {
+        ".".join(Path(folder).relative_to(ROOT).parts)
+        for folder, _, files in os.walk(ROOT / "lowdiff", followlinks=True)
+        if any(file.endswith(".py") for file in files)
+    }
+    assert on_disk == set(packages())
+    for name in on_disk:
+        assert ROOT.joinpath(*name.split("."), "__init__.py").exists(), name
+
+
+def test_every_folder_with_python_files_is_type_checked_once() -> None:
+    checked = [name.strip() for name in setup_cfg()["mypy"]["files"].split(",")]
+    others = ("benches", "docs", "examples", "tests")
+    present = [name for name in others if any(ROOT.joinpath(name).rglob("*.py"))]
+    assert sorted(checked) == sorted(["lowdiff", *present])
+
+
+def test_no_folder_is_imported_by_its_bare_name() -> None:
+    for name in packages():
+        importlib.import_module(name)
+    bare = {Path(folder).name for folder in package_dir().values()} - {"lowdiff"}
+    assert bare == {"compressors", "persistence", "recovery", "tuner"}
+    assert not bare & sys.modules.keys()
+
+
+def test_imports_go_down_only() -> None:
+    command = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run(
+        [command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_folder_imports_only_what_the_design_allows() -> None:
+    graph = grimp.build_graph("lowdiff", cache_dir=None)
+    wrong = [
+        f"{module} imports {imported}"
+        for owner, allowed in MAY_IMPORT.items()
+        for module in graph.modules
+        if within(module, owner)
+        for imported in graph.find_modules_directly_imported_by(module)
+        if not any(within(imported, package) for package in (owner, *allowed))
+    ]
+    assert not wrong
+
+
+def test_public_names_are_sorted_and_real() -> None:
+    assert lowdiff.__all__ == sorted(lowdiff.__all__)
+    for name in lowdiff.__all__:
+        assert getattr(lowdiff, name).__name__ == name
+    assert set(lowdiff.__all__) <= set(dir(lowdiff))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'lowdiff' has no attribute 'Chekpointer'"):
+        _ = lowdiff.Chekpointer  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["-c", "import lowdiff"], "lowdiff"), (["-m", "lowdiff", "--help"], "lowdiff.cli")],
+    ids=["import", "help"],
+)
+def test_torch_is_not_loaded_before_it_is_needed(arguments: list[str], expected: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert expected in imported
+    assert "torch" not in imported
