@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from lowdiff.layout import torch_dtype
-from lowdiff.types import Layout
+from lowdiff.types import Layout, ResidualMark
 
 NUM_SLOTS = 3
 
@@ -68,6 +68,10 @@ class RotatingResidual:
             if residual is not None:
                 self._slots[self.slot][parameter].copy_(residual)
                 self._used.add(parameter)
+
+    def mark(self) -> ResidualMark | None:
+        """Where the current residual survives the process; None if it does not."""
+        return None
 
     @property
     def _next(self) -> int:

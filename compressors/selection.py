@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lowdiff.layout import INT_OF_BYTES
@@ -12,6 +14,9 @@ from lowdiff.layout import INT_OF_BYTES
 #: Below this, one exact partition is cheaper than sampling first.
 _SAMPLE_FROM = 1 << 15
 _SAMPLES = 1 << 15
+
+
+_Keys: TypeAlias = "npt.NDArray[np.signedinteger[Any]]"
 
 
 class MagnitudeSelector:
@@ -49,7 +54,7 @@ class MagnitudeSelector:
         return torch.from_numpy(_largest(keys.numpy(), k))
 
 
-def _largest(keys: np.ndarray[tuple[int], np.dtype[np.signedinteger]], k: int) -> np.ndarray:  # type: ignore[type-arg]
+def _largest(keys: _Keys, k: int) -> npt.NDArray[np.int64]:
     """Indices of the ``k`` largest non-negative keys, ascending, ties to the lowest index."""
     n = keys.size
     if k == n:
@@ -70,4 +75,5 @@ def _largest(keys: np.ndarray[tuple[int], np.dtype[np.signedinteger]], k: int) -
     keep = among > smallest
     ties = np.flatnonzero(among == smallest)
     keep[ties[: k - int(keep.sum())]] = True
-    return candidates[keep]
+    chosen: npt.NDArray[np.int64] = candidates[keep]
+    return chosen

@@ -118,18 +118,18 @@ class TopKReducer:
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
         """See ``Reducer.reduce``."""
-        positions, values = [], []
+        positions: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             chosen, kept = self._compress(parameter, gradient)
             self._selected[parameter] = chosen
-            positions.append(chosen + (gradient.storage_offset() - buffer.storage_offset()))
+            offset = int(gradient.storage_offset()) - int(buffer.storage_offset())
+            positions.append(chosen + offset)
             values.append(kept)
         entries = torch.cat(values)
         if self._world_size > 1:
             entries.div_(self._world_size)  # before the sum, as DDP itself averages
-        return exchange(
-            buffer, torch.cat(positions), entries, stamp=self._stamp, group=self._group
-        )
+        return exchange(buffer, torch.cat(positions), entries, stamp=self._stamp, group=self._group)
 
     def _compress(
         self, parameter: int, gradient: torch.Tensor
@@ -158,9 +158,7 @@ class TopKReducer:
         sections: list[Section] = []
         for dtype in self._layout.dtypes:
             parts = [
-                self._consumed[i]
-                for i, _ in self._layout.of_dtype(dtype)
-                if i in self._consumed
+                self._consumed[i] for i, _ in self._layout.of_dtype(dtype) if i in self._consumed
             ]
             if parts:
                 indices = torch.cat([indices for indices, _ in parts]).cpu()
@@ -182,4 +180,3 @@ class TopKReducer:
             # Clipping by a NaN norm turns every entry NaN, also those that nobody selected.
             return torch.arange(spec.numel)
         return selected
-

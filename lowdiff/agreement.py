@@ -26,9 +26,7 @@ class Ranks:
         self.rank, self.world_size = 0, 1
         if training_group is not None:
             members = dist.get_process_group_ranks(training_group)
-            self._group = dist.new_group(
-                members, backend="gloo", use_local_synchronization=True
-            )
+            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
             self.rank, self.world_size = dist.get_rank(training_group), len(members)
 
     def gather(self, value: Any) -> list[Any]:

@@ -76,9 +76,7 @@ class Attached:
         ]
 
 
-def describe(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> Attached:
+def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Attached:
     """Check a model and its optimizers, and lay the model out.
 
     Raises:
@@ -150,8 +148,8 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = compiled
         else:
             return model
 
@@ -167,9 +165,7 @@ def _owned_name(parameter: torch.Tensor, name_of: Mapping[int, str]) -> str:
     )
 
 
-def _refuse_master_copies(
-    optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]
-) -> None:
+def _refuse_master_copies(optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> None:
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if "master" in str(key) and isinstance(value, torch.Tensor):

@@ -17,7 +17,7 @@ from crc32c import crc32c
 from lowdiff.errors import ConfigError
 from lowdiff.layout import byte_view
 from lowdiff.persistence.values import decode, encode, same
-from lowdiff.recovery.state import RNG_ITEM, STATEFUL_ITEM
+from lowdiff.recovery.state import FROZEN_ITEM, RNG_ITEM, STATEFUL_ITEM
 
 
 @runtime_checkable
@@ -37,7 +37,7 @@ def random_states(device: torch.device) -> dict[str, Callable[[], Any]]:
     """Item name -> reader of each global random generator."""
     readers: dict[str, Callable[[], Any]] = {
         "python": random.getstate,
-        "numpy": lambda: np.random.get_state(legacy=True),  # noqa: NPY002
+        "numpy": lambda: np.random.get_state(legacy=True),
         "torch": torch.get_rng_state,
     }
     if device.type == "cuda":
@@ -93,13 +93,15 @@ class ItemTracker:
         """Items whose bytes differ from the last call's."""
         found = {}
         for name, tensor in self._constants.items():
-            # torch counts in-place writes; an untouched causal mask costs nothing here.
+            # Version counters are right for frozen parameters, which only in-place operations
+            # write, but not for buffers: batch norm updates its statistics behind their back.
             version = (tensor._version, tensor.data_ptr())
-            if self._versions.get(name) != version:
-                self._versions[name] = version
-                host = tensor.detach().cpu().contiguous()
-                if self._is_new(name, byte_view(host) if host.numel() else b""):
-                    found[name] = encode(host, name=name)
+            if name.startswith(FROZEN_ITEM) and self._versions.get(name) == version:
+                continue
+            self._versions[name] = version
+            host = tensor.detach().cpu().contiguous()
+            if self._is_new(name, byte_view(host) if host.numel() else b""):
+                found[name] = encode(host, name=name)
         for name, read in self._readers.items():
             data = encode(read(), name=name)
             if self._is_new(name, data):

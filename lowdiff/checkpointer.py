@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from lowdiff.attached import describe
 from lowdiff.capture import Stateful
@@ -135,9 +136,7 @@ class Checkpointer:
         started = time.perf_counter()
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         attached = describe(model, optimizers)
-        self._opened = open_session(
-            self._settings, attached, stateful, restore=restore, step=step
-        )
+        self._opened = open_session(self._settings, attached, stateful, restore=restore, step=step)
         self.hook_state.open(self._opened.session.reducer, attached.parameters)
         if attached.ddp is not None and not _has_hook(attached.ddp, self.hook_state):
             attached.ddp.register_comm_hook(self.hook_state, comm_hook)
@@ -212,7 +211,7 @@ class Checkpointer:
         """
         self._close(failed=sys.exc_info()[0] is not None)
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> Self:
         """Return itself; ``attach`` does the work."""
         return self
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from lowdiff.errors import UsageError
 from lowdiff.layout import flat
 from lowdiff.protocols import Reducer
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
 
 
 class HookState:
@@ -28,7 +31,7 @@ class HookState:
         """Stop: a hook call after this is an error."""
         self._reducer = None
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Compress, exchange and average one bucket."""
         if self._reducer is None:
             raise UsageError(
@@ -42,9 +45,7 @@ class HookState:
         )
 
 
-def comm_hook(
-    state: HookState, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook that compresses gradients and remembers what this rank sent.
 
     ``Checkpointer.attach`` registers it. By hand:

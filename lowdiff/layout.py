@@ -19,7 +19,7 @@ from lowdiff.types import ITEM_BYTES, Layout, ParameterSpec
 if TYPE_CHECKING:
     from lowdiff.types import Bits
 
-_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 #: Signed integers, because torch has full kernels for these only.
 INT_OF_BYTES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -82,7 +82,7 @@ def bits(values: torch.Tensor) -> Bits:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a dense CPU tensor, in memory order, without a copy."""
-    return memoryview(flat(tensor).view(torch.uint8).numpy())
+    return flat(tensor).view(torch.uint8).numpy().data
 
 
 def layout_of(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Layout:

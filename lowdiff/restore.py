@@ -54,7 +54,9 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> None:
                 optimizer.state[parameter] = {
                     key: shaped(value.to(parameter.device, copy=True), spec)
                     if is_aligned(key, value, spec.numel)
-                    else value.clone() if isinstance(value, torch.Tensor) else value
+                    else value.clone()
+                    if isinstance(value, torch.Tensor)
+                    else value
                     for key, value in entries.items()
                 }
 
@@ -95,9 +97,7 @@ def _layout_difference(old: Layout, new: Layout) -> str | None:
             return f"model: parameter {name!r} is new"
         left, right = before[name], after[name]
         if (left.shape, left.dtype) != (right.shape, right.dtype):
-            return (
-                f"model: {name!r} was {left.dtype} {left.shape}, now {right.dtype} {right.shape}"
-            )
+            return f"model: {name!r} was {left.dtype} {left.shape}, now {right.dtype} {right.shape}"
         if left.strides != right.strides:
             return f"memory format: {name!r} had strides {left.strides}, now {right.strides}"
     return None if old == new else "model: its parameters come in another order"

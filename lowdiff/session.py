@@ -24,10 +24,9 @@ from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.values import same
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.protocols import Reducer
-from lowdiff.residuals import StagedResidual
 from lowdiff.settings import Settings
 from lowdiff.snapshot import shard_tensors
-from lowdiff.types import Differential, OptimizerStep, Payload
+from lowdiff.types import Differential, Digest, OptimizerStep, Payload
 
 _logger = logging.getLogger(__name__)
 
@@ -184,7 +183,6 @@ class Session:
             else:
                 steps.append(replace(done, committed=_copied(groups)))
         self._residual.advance(stepped=any(s.stepped and not s.found_inf for s in steps))
-        staged = isinstance(self._residual, StagedResidual)
         step = self.step + 1
         return Differential(
             step=step,
@@ -195,12 +193,15 @@ class Session:
             absent=tuple(sorted(self._absent)),
             payload=self.reducer.payload(),
             items=self._tracker.changed(),
-            residual=self._residual.mark() if staged else None,
-            digest=self._digester.digest(
-                self._attached.flat_parameters(), step, self._rank, self._world_size
-            )
-            if staged
-            else None,
+            residual=self._residual.mark(),
+            digest=self._digest(step),
+        )
+
+    def _digest(self, step: int) -> Digest | None:
+        if self._attached.device.type != "cpu":
+            return None  # reading parameters back would stop the GPU at every step
+        return self._digester.digest(
+            self._attached.flat_parameters(), step, self._rank, self._world_size
         )
 
     def _begin(self) -> None:
@@ -264,7 +265,6 @@ class Session:
 
     def _stage_base(self) -> None:
         """Name the residual this incarnation starts from, should it die in its first step."""
-        staged = isinstance(self._residual, StagedResidual)
         base = Differential(
             step=self.step,
             incarnation=self._incarnation,
@@ -273,7 +273,7 @@ class Session:
             optimizers=(),
             absent=(),
             payload=Payload(()),
-            residual=self._residual.mark() if staged else None,
+            residual=self._residual.mark(),
         )
         self._append(RecordKind.BASE, self.step, encode_scalars(base), base.payload)
 

@@ -117,8 +117,8 @@ def scan(
         for path, record in staged_records(stage):
             _add(records, StoredRecord(record, path, staged=True))
     fences, numbers = _fences(folder, run_id, damage)
-    for record in _segment_records(folder, run_id, damage):
-        _add(records, record)
+    for found in _segment_records(folder, run_id, damage):
+        _add(records, found)
     return Catalog(
         run_id=run_id,
         root=folder.root,

@@ -17,11 +17,7 @@ def encode_scalars(differential: Differential) -> bytes:
     residual, digest = differential.residual, differential.digest
     return encode(
         {
-            "optimizers": [
-                [o.stepped, list(o.consumed), o.committed and list(o.committed)]
-                + [o.grad_scale, o.found_inf]
-                for o in differential.optimizers
-            ],
+            "optimizers": [_optimizer_part(o) for o in differential.optimizers],
             "absent": list(differential.absent),
             "items": dict(differential.items),
             "residual": residual and [residual.slot, residual.checksum, residual.scale],
@@ -56,6 +52,11 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
         raise DamagedFile(
             stored.path, f"step {header.step} is no differential ({error})"
         ) from error
+
+
+def _optimizer_part(step: OptimizerStep) -> list[Any]:
+    committed = None if step.committed is None else list(step.committed)
+    return [step.stepped, list(step.consumed), committed, step.grad_scale, step.found_inf]
 
 
 def _optimizer_step(

@@ -8,6 +8,7 @@ import time
 import weakref
 from pathlib import Path
 
+
 class FileLock:
     """An exclusive ``flock`` with the holder's description inside the file.
 

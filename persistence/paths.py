@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -135,8 +136,10 @@ class StagingFolder:
         return self.root / "writer.lock"
 
     def remove(self) -> None:
-        """Delete the folder and all that is in it."""
+        """Delete the folder and all that is in it, and its parent with the last of a run."""
         shutil.rmtree(self.root)
+        with contextlib.suppress(OSError):  # other ranks' folders are still there
+            self.root.parent.rmdir()
 
     @property
     def writer_log(self) -> Path:
@@ -144,9 +147,7 @@ class StagingFolder:
         return self.root / "writer.log"
 
 
-def _matching(
-    folder: Path, pattern: re.Pattern[str]
-) -> Iterator[tuple[Path, tuple[int, ...]]]:
+def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, tuple[int, ...]]]:
     """Entries whose whole name matches, sorted, with the numbers in it. Never follows links."""
     try:
         names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_symlink())

@@ -35,9 +35,7 @@ def create_slots(path: Path, layout: Layout, num_slots: int) -> list[list[memory
     return [_views(file.view, ranges, slot) for slot in range(num_slots)]
 
 
-def read_slot(
-    path: Path, layout: Layout, num_slots: int, slot: int
-) -> list[memoryview] | None:
+def read_slot(path: Path, layout: Layout, num_slots: int, slot: int) -> list[memoryview] | None:
     """Views of one slot left behind by a dead trainer, or None if the file does not fit."""
     ranges = ResidualLayout(layout)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgpack
 from crc32c import crc32c
@@ -71,8 +72,8 @@ class StatusReader:
         return WriterStatus(**_newest(self._view)[1])
 
 
-def _newest(view: memoryview) -> tuple[int, dict[str, object]]:
-    found: tuple[int, dict[str, object]] = (0, {"durable_step": -1})
+def _newest(view: memoryview) -> tuple[int, dict[str, Any]]:
+    found: tuple[int, dict[str, Any]] = (0, {"durable_step": -1})
     for start in (0, _SLOT_BYTES):
         sequence, size, checksum = _HEAD.unpack_from(view, start)
         body = bytes(view[start + _HEAD.size : start + _HEAD.size + min(size, _SLOT_BYTES)])

@@ -29,7 +29,6 @@ from lowdiff.persistence.catalog import segment_steps
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.durable import fsync_directory, make_directory, write_json
 from lowdiff.persistence.framing import (
-    HEADER_BYTES,
     FileHeader,
     FileKind,
     RecordHeader,

@@ -26,6 +26,7 @@ class WriterProcess:
     def __init__(self, settings: WriterSettings) -> None:
         self._settings = replace(settings, trainer_pid=os.getpid())
         self._process = self._start()
+        self._finishing = False
         self._checked = time.monotonic()
         self._status = self._wait_for_status()
 
@@ -37,7 +38,7 @@ class WriterProcess:
     def status(self) -> WriterStatus:
         """What the writer has done; restarts it if it is no longer there."""
         now = time.monotonic()
-        if now - self._checked > _CHECK_SECONDS:
+        if not self._finishing and now - self._checked > _CHECK_SECONDS:
             self._checked = now
             if self._process.poll() is not None:
                 _logger.warning(
@@ -55,6 +56,7 @@ class WriterProcess:
         Raises:
             WriterFailed: If it does not get there in time; what is staged stays in staging.
         """
+        self._finishing = True
         assert self._process.stdin is not None
         try:
             # A byte, not only the pipe's end: forked DataLoader workers may hold it open.

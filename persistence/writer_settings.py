@@ -40,9 +40,7 @@ class WriterSettings:
     @property
     def staging(self) -> StagingFolder:
         """This incarnation's staging folder."""
-        return StagingFolder.of(
-            Path(self.staging_root), self.run_id, self.incarnation, self.rank
-        )
+        return StagingFolder.of(Path(self.staging_root), self.run_id, self.incarnation, self.rank)
 
     def to_json(self) -> str:
         """For the command line."""

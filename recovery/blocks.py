@@ -89,6 +89,5 @@ def element_units(
 def tensor_units(layout: Layout, owners: Sequence[tuple[int, bool]]) -> list[Unit]:
     """One unit per parameter, for optimizers that couple a tensor's elements."""
     return [
-        Unit(owners[i][0], (Block(i, 0, spec.numel),))
-        for i, spec in enumerate(layout.parameters)
+        Unit(owners[i][0], (Block(i, 0, spec.numel),)) for i, spec in enumerate(layout.parameters)
     ]

@@ -44,9 +44,7 @@ def recover(
     return recover_from(catalog, step, options or ReplayOptions())
 
 
-def recover_from(
-    catalog: Catalog, step: int | None, options: ReplayOptions
-) -> RecoveredState:
+def recover_from(catalog: Catalog, step: int | None, options: ReplayOptions) -> RecoveredState:
     """`recover` with a catalog at hand. A damaged snapshot is passed over for an older one."""
     while True:
         plan = plan_recovery(catalog, step)

@@ -111,9 +111,7 @@ def _planned(catalog: Catalog, spans: Sequence[Span], step: int) -> PlannedStep 
     return None
 
 
-def _why(
-    catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], target: int
-) -> str:
+def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], target: int) -> str:
     if not bases:
         return "no snapshot lies at or before it"
     for step in range(bases[-1].step + 1, target + 1):

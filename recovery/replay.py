@@ -15,11 +15,11 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from lowdiff.compressors import from_settings
 from lowdiff.digests import Digester
 from lowdiff.errors import ReplayMismatch
-from lowdiff.layout import torch_dtype
 from lowdiff.layout import flat, shaped
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
@@ -27,7 +27,7 @@ from lowdiff.protocols import Compressor
 from lowdiff.recovery.blocks import Unit, element_units, tensor_units
 from lowdiff.recovery.optimizers import build, granularity
 from lowdiff.recovery.plan import PlannedStep
-from lowdiff.recovery.state import OptimizerState, RecoveredState, inherit, is_aligned
+from lowdiff.recovery.state import RecoveredState, inherit, is_aligned
 from lowdiff.types import Block, Differential, Fence, Layout
 
 #: Measured: at 2**17 float32 elements a unit's tensors stay in the cache and its temporaries come
@@ -127,19 +127,15 @@ class _Replay:
     def __init__(self, state: RecoveredState, fence: Fence, options: ReplayOptions) -> None:
         self._state = state
         self._layout = fence.layout
-        self._compressor = from_settings(
-            fence.compressor["name"], fence.compressor["settings"]
-        )
+        self._compressor = from_settings(fence.compressor["name"], fence.compressor["settings"])
         self._digester = Digester(fence.layout)
         self._options = options
         self._threads = fence.environment.num_threads if options.whole else 1
-        self._units = [
-            _UnitState(unit, state, fence) for unit in plan_units(state, fence, options)
-        ]
+        self._units = [_UnitState(unit, state, fence) for unit in plan_units(state, fence, options)]
         self._pool = ThreadPoolExecutor(options.workers, thread_name_prefix="lowdiff-replay")
         self._scratch = _Scratch(max((u.unit.elements for u in self._units), default=0))
 
-    def __enter__(self) -> _Replay:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -215,9 +211,7 @@ class _UnitState:
         self.unit = unit
         self._layout = fence.layout
         self._spec = fence.optimizers[unit.optimizer]
-        self._group_of = {
-            name: g for g, names in enumerate(self._spec.groups) for name in names
-        }
+        self._group_of = {name: g for g, names in enumerate(self._spec.groups) for name in names}
         # Optimizers that couple a tensor's elements need its true shape; others take it flat.
         self._shaped = granularity(self._spec) != "element"
         self._parameters = [
@@ -228,9 +222,7 @@ class _UnitState:
         self._groups: list[int] = sorted({self._group(b.parameter) for b in unit.blocks})
         self._restored = state.optimizers[unit.optimizer]
 
-    def step(
-        self, shards: Step, compressor: Compressor, layout: Layout, scratch: _Scratch
-    ) -> None:
+    def step(self, shards: Step, compressor: Compressor, layout: Layout, scratch: _Scratch) -> None:
         """Apply one differential."""
         done = shards[0].optimizers[self.unit.optimizer]
         if not done.stepped:
@@ -350,9 +342,7 @@ def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> l
         block_elements=options.block_elements,
     )
     by_element = {
-        index
-        for index, spec in enumerate(fence.optimizers)
-        if granularity(spec) == "element"
+        index for index, spec in enumerate(fence.optimizers) if granularity(spec) == "element"
     }
     return [u for u in cut if u.optimizer in by_element] + [
         u for u in whole if u.optimizer not in by_element

@@ -133,4 +133,3 @@ def decode_item(name: str, data: bytes) -> Any:
 def inherit(items: list[dict[str, bytes]], world_size: int) -> list[dict[str, bytes]]:
     """Items of a new world: rank ``r`` starts from those of old rank ``r`` modulo the old size."""
     return [dict(items[rank % len(items)]) for rank in range(world_size)]
-
