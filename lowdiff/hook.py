@@ -1,18 +1,15 @@
 """The DDP communication hook: from a bucket to the run's reducer and back."""
 
-from __future__ import annotations
+# No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, known to type checkers
 
 from lowdiff.errors import UsageError
 from lowdiff.layout import flat
 from lowdiff.protocols import Reducer
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
 
 
 class HookState:

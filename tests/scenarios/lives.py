@@ -1,0 +1,201 @@
+"""Lives of a training: begun by ``attach``, ended by ``close`` or by a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.persistence.values import encode
+from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import TRAININGS
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where a life ends.
+
+    Attributes:
+        step: Step whose optimizer has run on all ranks when the processes die.
+        staged_by: Ranks that had also committed it; the others died just before.
+        writers: Whether the writer processes die as well, with batches in their memory.
+    """
+
+    step: int
+    staged_by: frozenset[int] = frozenset()
+    writers: bool = True
+
+
+@dataclass(frozen=True)
+class Life:
+    """What one rank saw in one life.
+
+    Attributes:
+        resumed: What ``attach`` returned.
+        losses: Step -> loss as hexadecimal float.
+        state: Name -> SHA-256 of every tensor and object, at the life's end.
+    """
+
+    resumed: int
+    losses: dict[int, str]
+    state: dict[str, str]
+
+
+def live(
+    rank: int,
+    world_size: int,
+    name: str,
+    run: str,
+    staging: str,
+    until: int,
+    kill: Kill | None,
+    settings: dict[str, Any],
+) -> Life:
+    """One life of a training; runs in a pool's process."""
+    seed = 17 if kill is None else 17  # a resumed process starts like the first one did
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    made = TRAININGS[name](rank, world_size)
+    checkpointer = lowdiff.Checkpointer(
+        run.format(rank=rank),
+        staging=staging.format(rank=rank),
+        **{
+            "compressor": TopK(0.05, dense_below=64),
+            "snapshot_every": 7,
+            "batch_size": 3,
+            **made.checkpointer,
+            **settings,
+        },
+    )
+    resumed = checkpointer.attach(made.model, made.optimizer, **made.stateful)
+    losses: dict[int, str] = {}
+    for step in _bodies(checkpointer, resumed, until, manual=made.manual_commit):
+        loss = made.step(step)
+        losses[step + 1] = float(loss.detach()).hex()
+        if made.manual_commit and not (kill and step + 1 == kill.step):
+            checkpointer.commit()
+        if kill is not None and step + 1 == kill.step:
+            if rank in kill.staged_by:
+                checkpointer.commit()
+            abandon(checkpointer, kill)
+            return Life(resumed, losses, {})
+    state = digests(made)
+    checkpointer.close()
+    return Life(resumed, losses, state)
+
+
+def _bodies(checkpointer: Any, resumed: int, until: int, *, manual: bool) -> Any:
+    return range(resumed, until) if manual else checkpointer.steps(until)
+
+
+def abandon(checkpointer: lowdiff.Checkpointer, kill: Kill) -> None:
+    """Leave a checkpointer as SIGKILL would: nothing flushed, nothing closed in order."""
+    opened = checkpointer._opened
+    assert opened is not None
+    process = opened.session._writer._process
+    if kill.writers:
+        os.kill(process.pid, signal.SIGKILL)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()  # what the kernel does when the trainer dies
+    if kill.writers:
+        process.wait()
+    opened.session.detach()
+    opened.lock.release()
+    checkpointer.hook_state.close()
+    checkpointer._opened = None
+
+
+def digests(made: Any) -> dict[str, str]:
+    """SHA-256 of everything that must be bit-identical."""
+    model = getattr(made.model, "module", made.model)
+    found: dict[str, Any] = {f"model/{k}": v for k, v in model.state_dict().items()}
+    optimizers = made.optimizer if isinstance(made.optimizer, Sequence) else [made.optimizer]
+    for index, optimizer in enumerate(optimizers):
+        content = optimizer.state_dict()
+        for number, entries in content["state"].items():
+            for key, value in entries.items():
+                found[f"optimizer/{index}/{number}/{key}"] = value
+        found[f"optimizer/{index}/groups"] = content["param_groups"]
+    for name, thing in made.stateful.items():
+        found[f"stateful/{name}"] = thing.state_dict()
+    found["rng/torch"] = torch.get_rng_state()
+    found["rng/python"] = random.getstate()
+    found["rng/numpy"] = np.random.get_state()
+    return {name: hashlib.sha256(encode(value)).hexdigest() for name, value in found.items()}
+
+
+@dataclass(frozen=True)
+class History:
+    """All lives of a run, and what the last of them ended with, per rank."""
+
+    lives: tuple[tuple[Life, ...], ...]
+
+    @property
+    def resumed(self) -> list[int]:
+        """Where each life after the first resumed."""
+        return [life[0].resumed for life in self.lives[1:]]
+
+    def losses(self, rank: int) -> dict[int, str]:
+        """Losses of one rank; a later life's replace an earlier's."""
+        merged: dict[int, str] = {}
+        for life in self.lives:
+            merged |= life[rank].losses
+        return merged
+
+    def ends(self) -> list[dict[str, str]]:
+        """State of every rank at the end."""
+        return [life.state for life in self.lives[-1]]
+
+
+def history(
+    pool: Pool,
+    name: str,
+    folder: Path,
+    *,
+    world_size: int,
+    until: int,
+    kills: Sequence[Kill] = (),
+    settings: dict[str, Any] | None = None,
+    run: str = "run",
+    staging: str = "staging",
+) -> History:
+    """Train to ``until``, dying as told on the way. Folders may hold ``{rank}``."""
+    lives = [
+        tuple(
+            pool.run(
+                live,
+                world_size,
+                name,
+                str(folder / run),
+                str(folder / staging),
+                until,
+                kill,
+                settings or {},
+            )
+        )
+        for kill in [*kills, None]
+    ]
+    return History(tuple(lives))
+
+
+def assert_identical(interrupted: History, uninterrupted: History) -> None:
+    """Every loss, tensor and generator of every rank has the same bits."""
+    for rank, (ours, theirs) in enumerate(
+        zip(interrupted.ends(), uninterrupted.ends(), strict=True)
+    ):
+        assert interrupted.losses(rank) == uninterrupted.losses(rank)
+        different = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+        assert not different, f"rank {rank}: {different}"

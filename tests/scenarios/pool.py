@@ -1,0 +1,85 @@
+"""Worker processes that have imported torch already and run one life of a training after another.
+
+A launch of real processes costs seconds; here a "kill" drops everything a process holds in memory
+and kills its writer, and the next life starts from files alone, as after SIGKILL.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+#: ``job(rank, world_size, *arguments)``, importable by name.
+Job = Callable[..., Any]
+
+
+class JobFailed(Exception):
+    """A job raised on some rank; the message holds its traceback."""
+
+
+class Pool:
+    """Processes that run the same job as the ranks of one world."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, job: Job, world_size: int, *arguments: Any) -> list[Any]:
+        """Run a job on ranks ``0 .. world_size - 1``; results in rank order.
+
+        Raises:
+            JobFailed: With the traceback of every rank that raised.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            for rank, pipe in enumerate(self._pipes[:world_size]):
+                pipe.send((job, rank, world_size, store, arguments))
+            answers = [pipe.recv() for pipe in self._pipes[:world_size]]
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            raise JobFailed("\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while (work := pipe.recv()) is not None:
+        job, rank, world_size, store, arguments = work
+        try:
+            pipe.send((True, _run(job, rank, world_size, store, arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _run(job: Job, rank: int, world_size: int, store: str, arguments: Sequence[Any]) -> Any:
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+    )
+    try:
+        return job(rank, world_size, *arguments)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,49 @@
+"""The main job: train, die, resume; every bit is that of the uninterrupted run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.lives import Kill, assert_identical, history
+from tests.scenarios.pool import Pool
+
+STEPS = 20
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", ["gpt_adamw", "cnn_sgd"])
+def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
+    pool: Pool, tmp_path: Path, name: str, world_size: int
+) -> None:
+    whole = history(pool, name, tmp_path / "whole", world_size=world_size, until=STEPS)
+    everyone = frozenset(range(world_size))
+    kills = [
+        Kill(5, staged_by=everyone),
+        Kill(6, staged_by=everyone),
+        Kill(13, staged_by=frozenset({0}), writers=False),
+        Kill(16),
+    ]
+    killed = history(
+        pool, name, tmp_path / "killed", world_size=world_size, until=STEPS, kills=kills
+    )
+    one_apart = 13 if world_size == 1 else 12
+    assert killed.resumed == [5, 6, one_apart, 15]
+    assert_identical(killed, whole)
+
+
+def test_no_rank_needs_to_see_the_files_of_another(pool: Pool, tmp_path: Path) -> None:
+    whole = history(pool, "gpt_adamw", tmp_path / "whole", world_size=2, until=STEPS)
+    killed = history(
+        pool,
+        "gpt_adamw",
+        tmp_path / "killed",
+        world_size=2,
+        until=STEPS,
+        kills=[Kill(11, staged_by=frozenset({0, 1})), Kill(17)],
+        run="node{rank}/run",
+        staging="node{rank}/staging",
+    )
+    assert killed.resumed == [11, 16]
+    assert_identical(killed, whole)
