@@ -50,12 +50,22 @@ class RotatingResidual:
         self._written.add(parameter)
         self._used.add(parameter)
 
-    def advance(self, *, stepped: bool) -> None:
-        """Commit the step: its residual becomes current, unless the step was skipped."""
-        if stepped and self._written:
-            for parameter in self._used - self._written:
+    def advance(self, *, stepped: bool, scale_ratio: float = 1.0) -> None:
+        """Commit the step: its residual becomes current, unless the step was skipped.
+
+        Args:
+            stepped: False leaves the residual as it was before the step.
+            scale_ratio: New loss scale over the old one; the residual is in scaled units.
+        """
+        fresh = self._written if stepped else set()
+        if fresh or scale_ratio != 1.0:
+            for parameter in self._used - fresh:
                 self._slots[self._next][parameter].copy_(self._slots[self.slot][parameter])
             self.slot = self._next
+        if scale_ratio != 1.0:
+            # Not in place of the old one, which the record before this still names.
+            for parameter in self._used:
+                self._slots[self.slot][parameter].mul_(scale_ratio)
         self._written.clear()
 
     def current(self) -> dict[int, torch.Tensor]:

@@ -141,7 +141,12 @@ class TopKReducer:
         torch.add(gradient, source, out=target)
         chosen = self._selector.select(target, k)
         kept = target[chosen]
-        target.index_fill_(0, chosen, 0.0)
+        if _is_used(gradient):
+            target.index_fill_(0, chosen, 0.0)
+        else:
+            # DDP drops the average of a parameter that no rank used: what would be sent now
+            # would be lost, so the residual waits for the next real gradient.
+            kept.zero_()
         self._residual.written(parameter)
         return chosen, kept
 
@@ -180,3 +185,10 @@ class TopKReducer:
             # Clipping by a NaN norm turns every entry NaN, also those that nobody selected.
             return torch.arange(spec.numel)
         return selected
+
+
+def _is_used(gradient: torch.Tensor) -> bool:
+    """Whether any entry is not zero; on CUDA assumed, because looking would stop the host."""
+    if gradient.is_cuda:
+        return True
+    return bool(gradient[:256].any()) or bool(gradient.any())

@@ -67,6 +67,10 @@ class Attached:
             )
         ]
 
+    def held(self) -> list[int]:
+        """Parameters that hold a gradient tensor now."""
+        return [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
+
     def absent(self, optimizer: int) -> list[int]:
         """Parameters of an optimizer whose gradient is None."""
         return [

@@ -88,6 +88,7 @@ class DamagedFile(StorageError):
 
     def __init__(self, path: Path | str, what: str, *, offset: int | None = None) -> None:
         self.path = Path(path)
+        self.what = what
         self.offset = offset
         where = "" if offset is None else f" at byte {offset}"
         super().__init__(f"{path} is damaged{where}: {what}; `lowdiff verify` lists what is good")

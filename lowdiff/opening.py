@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
@@ -34,7 +35,13 @@ from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.state import RecoveredState, inherit
 from lowdiff.residuals import StagedResidual, read_residual
-from lowdiff.restore import check_match, load_items, load_optimizers, load_parameters
+from lowdiff.restore import (
+    check_match,
+    load_gradients,
+    load_items,
+    load_optimizers,
+    load_parameters,
+)
 from lowdiff.session import Session
 from lowdiff.settings import Settings
 from lowdiff.types import ITEM_BYTES, Fence, Layout
@@ -236,7 +243,7 @@ def open_session(
             if restore != "none":
                 state = _recover(settings, attached, catalog, ranks, step)
             start = _start(settings, attached, stateful, tracker, catalog, ranks, state, restore)
-        return _begin(settings, attached, tracker, catalog, ranks, lock, start)
+        return _begin(settings, attached, stateful, tracker, catalog, ranks, lock, start)
     except BaseException:
         lock.release()
         raise
@@ -277,6 +284,7 @@ def _start(
     residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
     load_parameters(state, attached)
     load_optimizers(state, attached)
+    load_gradients(state, attached)
     load_items(items, attached.constants, stateful)
     return _Start(state.step, True, residual, items)
 
@@ -284,6 +292,7 @@ def _start(
 def _begin(
     settings: Settings,
     attached: Attached,
+    stateful: Mapping[str, Stateful],
     tracker: ItemTracker,
     catalog: Catalog,
     ranks: Ranks,
@@ -354,6 +363,7 @@ def _begin(
         tracker=tracker,
         log=log,
         writer=writer,
+        scaler=next((s for s in stateful.values() if isinstance(s, GradScaler)), None),
     )
     if not start.continues:
         session.snapshot()

@@ -30,10 +30,12 @@ class StagedResidual(RotatingResidual):
         super().written(parameter)
         self._fresh[parameter] = _checksum(self._slots[self._next][parameter])
 
-    def advance(self, *, stepped: bool) -> None:
+    def advance(self, *, stepped: bool, scale_ratio: float = 1.0) -> None:
         """See ``RotatingResidual.advance``."""
-        super().advance(stepped=stepped)
-        if stepped:
+        super().advance(stepped=stepped, scale_ratio=scale_ratio)
+        if scale_ratio != 1.0:
+            self._checksums = [_checksum(tensor) for tensor in self._slots[self.slot]]
+        elif stepped:
             for parameter, checksum in self._fresh.items():
                 self._checksums[parameter] = checksum
         self._fresh.clear()

@@ -38,6 +38,13 @@ def load_parameters(state: RecoveredState, attached: Attached) -> None:
             parameter.copy_(tensors[spec.name])
 
 
+def load_gradients(state: RecoveredState, attached: Attached) -> None:
+    """Give zeros to parameters that held a gradient: absent and zero are not the same (R10)."""
+    held = set(state.held)
+    for i, parameter in enumerate(attached.parameters):
+        parameter.grad = torch.zeros_like(parameter) if i in held else None
+
+
 def load_optimizers(state: RecoveredState, attached: Attached) -> None:
     """Copy hyper-parameters and optimizer state, bit for bit."""
     for index, optimizer in enumerate(attached.optimizers):

@@ -63,6 +63,7 @@ class Session:
         tracker: ItemTracker,
         log: StagingLog,
         writer: WriterProcess,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.step = step
         self.counters = Counters()
@@ -76,7 +77,8 @@ class Session:
         self._log = log
         self._writer = writer
         self._digester = Digester(attached.layout)
-        self._base_step = step
+        self._scaler = scaler
+        self._scale = self._loss_scale()
         self._snapshot_step = -1
         self._warned = ""
         self._stepped: dict[int, OptimizerStep] = {}
@@ -182,7 +184,11 @@ class Session:
                 steps.append(done)
             else:
                 steps.append(replace(done, committed=_copied(groups)))
-        self._residual.advance(stepped=any(s.stepped and not s.found_inf for s in steps))
+        old_scale, self._scale = self._scale, self._loss_scale()
+        self._residual.advance(
+            stepped=any(s.stepped and not s.found_inf for s in steps),
+            scale_ratio=self._scale / old_scale,
+        )
         step = self.step + 1
         return Differential(
             step=step,
@@ -191,11 +197,16 @@ class Session:
             world_size=self._world_size,
             optimizers=tuple(steps),
             absent=tuple(sorted(self._absent)),
+            held=tuple(self._attached.held()),
             payload=self.reducer.payload(),
             items=self._tracker.changed(),
             residual=self._residual.mark(),
             digest=self._digest(step),
         )
+
+    def _loss_scale(self) -> float:
+        """Scale of the gradients that the hook will see; the residual is in its units."""
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def _digest(self, step: int) -> Digest | None:
         if self._attached.device.type != "cpu":
@@ -272,6 +283,7 @@ class Session:
             world_size=self._world_size,
             optimizers=(),
             absent=(),
+            held=(),
             payload=Payload(()),
             residual=self._residual.mark(),
         )

@@ -83,6 +83,7 @@ def shard_tensors(
     scalars = {
         "groups": [list(hyper_parameters(o)) for o in attached.optimizers],
         "state": state,
+        "held": attached.held(),
         "items": tracker.all(),
     }
     data = torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)

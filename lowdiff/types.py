@@ -199,6 +199,8 @@ class Differential:
         world_size: Number of shards of this step.
         optimizers: One entry per attached optimizer.
         absent: Layout indices of parameters whose gradient was None (not zero).
+        held: Layout indices of parameters that hold a gradient tensor at commit: with
+            ``zero_grad(set_to_none=False)`` a later step that does not use them finds zeros.
         payload: This rank's share of the gradient.
         items: Encoded buffers, RNG and stateful objects whose bytes changed, by name.
         residual: Where this rank's residual lies, if it lies in a staging slot.
@@ -211,6 +213,7 @@ class Differential:
     world_size: int
     optimizers: tuple[OptimizerStep, ...]
     absent: tuple[int, ...]
+    held: tuple[int, ...]
     payload: Payload
     items: Mapping[str, bytes] = field(default_factory=dict)
     residual: ResidualMark | None = None

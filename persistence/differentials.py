@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.catalog import StoredRecord
 from lowdiff.persistence.codec import Codec
@@ -18,7 +20,8 @@ def encode_scalars(differential: Differential) -> bytes:
     return encode(
         {
             "optimizers": [_optimizer_part(o) for o in differential.optimizers],
-            "absent": list(differential.absent),
+            "absent": _bitmap(differential.absent),
+            "held": _bitmap(differential.held),
             "items": dict(differential.items),
             "residual": residual and [residual.slot, residual.checksum, residual.scale],
             "digest": digest and [digest.start, digest.stop, digest.value],
@@ -30,19 +33,26 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
     """Decode a stored record.
 
     Raises:
-        DamagedFile: If the checksummed bytes are still not a differential.
+        DamagedFile: If the checksummed bytes are still not a differential, or if a live trainer
+            has reused the staging memory they were in.
     """
     header = stored.record.header
+    record = stored.record
+    if stored.staged:
+        record = replace(record, body=memoryview(bytes(record.body)))
+        if crc32c(record.body) != header.body_checksum:
+            raise DamagedFile(stored.path, f"step {header.step} was overwritten by its trainer")
     try:
-        scalars = decode(bytes(stored.record.meta))
-        sections = read_sections(stored.record.sections, codec, coded=header.coded)
+        scalars = decode(bytes(record.meta))
+        sections = read_sections(record.sections, codec, coded=header.coded)
         return Differential(
             step=header.step,
             incarnation=header.incarnation,
             rank=header.rank,
             world_size=header.world_size,
             optimizers=tuple(_optimizer_step(*o) for o in scalars["optimizers"]),
-            absent=tuple(scalars["absent"]),
+            absent=_indices(scalars["absent"]),
+            held=_indices(scalars["held"]),
             payload=Payload(sections),
             items=scalars["items"],
             residual=scalars["residual"] and ResidualMark(*scalars["residual"]),
@@ -52,6 +62,18 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
         raise DamagedFile(
             stored.path, f"step {header.step} is no differential ({error})"
         ) from error
+
+
+def _bitmap(indices: tuple[int, ...]) -> bytes:
+    """Bit ``i % 8`` of byte ``i // 8`` is set for every index ``i``."""
+    flags = np.zeros(max(indices, default=-1) + 1, np.uint8)
+    flags[list(indices)] = 1
+    return np.packbits(flags, bitorder="little").tobytes()
+
+
+def _indices(bitmap: bytes) -> tuple[int, ...]:
+    flags = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
+    return tuple(int(i) for i in np.flatnonzero(flags))
 
 
 def _optimizer_part(step: OptimizerStep) -> list[Any]:

@@ -61,10 +61,11 @@ def read_json(path: Path) -> dict[str, Any]:
         version, checksum = int(document["format"]), document.pop("crc32c")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(path, f"not a lowdiff JSON document ({error})") from error
-    if version > FORMAT_VERSION:
-        raise NewerFormat(path, version, FORMAT_VERSION)
+    # First, because a flipped bit in the version must not pass for a later lowdiff's work.
     if checksum != crc32c(_canonical(document)):
         raise DamagedFile(path, "the document fails its checksum")
+    if version > FORMAT_VERSION:
+        raise NewerFormat(path, version, FORMAT_VERSION)
     del document["format"]
     return dict(document)
 

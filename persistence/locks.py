@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -29,9 +30,10 @@ class FileLock:
                 os.close(descriptor)
                 return False
             time.sleep(0.02)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, description.encode(), 0)
         self._descriptor = descriptor
+        with contextlib.suppress(OSError):  # a full disk keeps nobody from locking
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, description.encode(), 0)
         itself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _release(itself()))
         return True

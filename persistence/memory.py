@@ -27,8 +27,9 @@ class MappedFile:
         self.size = size
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, size)
+            # Pages before length: another process that maps the file never meets a hole either.
             os.posix_fallocate(descriptor, 0, size)
+            os.ftruncate(descriptor, size)
             self._map = mmap.mmap(descriptor, size)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):

@@ -107,6 +107,11 @@ class StagingFolder:
         found = _matching(staging_root / run_id, _STAGING_NAME)
         return [cls(path, incarnation, rank) for path, (incarnation, rank) in found]
 
+    @property
+    def run_id(self) -> str:
+        """The run it belongs to."""
+        return self.root.parent.name
+
     def chunk(self, sequence: int) -> Path:
         """One chunk of the log."""
         return self.root / f"log-{sequence:08d}.chunk"

@@ -59,7 +59,8 @@ class StagingLog:
         self._cap_bytes = cap_bytes
         self._chunks: deque[_Chunk] = deque()
         self._offset = 0
-        self._open_chunk(0, chunk_bytes, last_step=-1)
+        self._mark: tuple[int, bytes] | None = None
+        self._open_chunk(0, chunk_bytes)
 
     @property
     def bytes_held(self) -> int:
@@ -87,10 +88,17 @@ class StagingLog:
         Returns:
             Bytes written, or None if the log is at its cap: wait until more is durable.
         """
+        size = HEADER_BYTES + padded(len(meta)) + sections_bytes(sections)
+        if not self._reserve(size, durable_step):
+            return None
+        if kind is RecordKind.SNAPSHOT:
+            self._mark = step, meta
+        self._write(kind, step, meta, sections)
+        return size
+
+    def _write(self, kind: RecordKind, step: int, meta: bytes, sections: Sequence[Section]) -> None:
         meta_bytes = padded(len(meta))
         body_bytes = meta_bytes + sections_bytes(sections)
-        if not self._reserve(HEADER_BYTES + body_bytes, step, durable_step):
-            return None
         chunk = self._chunks[-1]
         start = self._offset + HEADER_BYTES
         body = chunk.file.view[start : start + body_bytes]
@@ -112,13 +120,13 @@ class StagingLog:
         chunk.file.view[self._offset : start] = header.pack()
         chunk.last_step = step
         self._offset = start + body_bytes
-        return HEADER_BYTES + body_bytes
 
-    def _reserve(self, size: int, step: int, durable_step: int) -> bool:
+    def _reserve(self, size: int, durable_step: int) -> bool:
         chunk = self._chunks[-1]
         if self._offset + size <= chunk.file.size:
             return True
-        return self._next_chunk(max(self._chunk_bytes, HEADER_BYTES + size), durable_step)
+        mark = HEADER_BYTES + padded(len(self._mark[1])) if self._mark else 0
+        return self._next_chunk(max(self._chunk_bytes, HEADER_BYTES + mark + size), durable_step)
 
     def _next_chunk(self, size: int, durable_step: int) -> bool:
         sequence = self._chunks[-1].sequence + 1
@@ -133,12 +141,12 @@ class StagingLog:
             oldest.file.path.unlink()
         if self.bytes_held + size > max(self._cap_bytes, self._chunks[-1].file.size + size):
             return False
-        self._open_chunk(sequence, size, last_step=-1)
+        self._open_chunk(sequence, size)
         return True
 
-    def _open_chunk(self, sequence: int, size: int, last_step: int) -> None:
+    def _open_chunk(self, sequence: int, size: int) -> None:
         file = MappedFile(self.folder.chunk(sequence), size)
-        self._install(_Chunk(sequence, file, last_step))
+        self._install(_Chunk(sequence, file, last_step=-1))
 
     def _install(self, chunk: _Chunk) -> None:
         # No record may follow the new header by accident: stale ones carry another lap.
@@ -153,6 +161,10 @@ class StagingLog:
         chunk.file.view[:HEADER_BYTES] = header.pack()
         self._chunks.append(chunk)
         self._offset = HEADER_BYTES
+        if self._mark is not None:
+            # Chunks are reused by what differentials are durable; a writer that is restarted while
+            # it persists an image must still find the image's mark.
+            self._write(RecordKind.SNAPSHOT, *self._mark, ())
 
 
 class LogTail:
@@ -172,12 +184,22 @@ class LogTail:
             if not chunks or not self._enter(chunks[0][0]):
                 return None
         record = self._read()
-        if record is None and self._folder.chunk(self._sequence + 1).exists():
+        if record is None and (following := self._following()) is not None:
             # The trainer moves on only after its last record here was complete: look once more.
             record = self._read()
-            if record is None and self._enter(self._sequence + 1):
+            if record is None and self._enter(following):
                 record = self._read()
         return record
+
+    def _following(self) -> int | None:
+        """Number of the chunk after the current one, if there is one."""
+        if self._folder.chunk(self._sequence + 1).exists():
+            return self._sequence + 1
+        if self._folder.chunk(self._sequence).exists():
+            return None
+        # Both were reused, so all in them was durable before this reader came.
+        later = (n for n, _ in self._folder.chunks() if n > self._sequence)
+        return next(later, None)
 
     def _read(self) -> RecordRef | None:
         assert self._header is not None
@@ -203,11 +225,8 @@ def open_chunk(folder: StagingFolder, sequence: int) -> tuple[memoryview, FileHe
         header = FileHeader.unpack(view, path)
     except (FileNotFoundError, DamagedFile):
         return None
-    if (header.sequence, header.incarnation, header.rank) != (
-        sequence,
-        folder.incarnation,
-        folder.rank,
-    ):
+    found = (header.run_id, header.incarnation, header.rank, header.sequence)
+    if found != (folder.run_id, folder.incarnation, folder.rank, sequence):
         return None
     return view, header
 

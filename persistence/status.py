@@ -52,7 +52,7 @@ class StatusPage:
         """Change some fields and publish."""
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
         content = asdict(self.status)
-        content["error"] = self.status.error[:1000]
+        content["error"] = _fitting(self.status.error)
         body = msgpack.packb(content)
         self._sequence += 1
         start = (self._sequence % 2) * _SLOT_BYTES
@@ -66,17 +66,26 @@ class StatusReader:
 
     def __init__(self, path: Path) -> None:
         self._view = read_view(path)
+        self._last: tuple[int, dict[str, Any]] = (0, {"durable_step": -1})
 
     def read(self) -> WriterStatus:
-        """The newest whole status."""
-        return WriterStatus(**_newest(self._view)[1])
+        """The newest whole status; ``durable_step`` is -1 while there is none."""
+        # A reader that was held up between the slots may find both in the middle of an update.
+        self._last = max(_newest(self._view), self._last, key=lambda found: found[0])
+        return WriterStatus(**self._last[1])
 
 
 def _newest(view: memoryview) -> tuple[int, dict[str, Any]]:
     found: tuple[int, dict[str, Any]] = (0, {"durable_step": -1})
-    for start in (0, _SLOT_BYTES):
+    # Whoever opens the page while it is being created finds a file of no length.
+    for start in range(0, len(view), _SLOT_BYTES):
         sequence, size, checksum = _HEAD.unpack_from(view, start)
         body = bytes(view[start + _HEAD.size : start + _HEAD.size + min(size, _SLOT_BYTES)])
         if sequence > found[0] and len(body) == size and crc32c(body) == checksum:
             found = (sequence, msgpack.unpackb(body))
     return found
+
+
+def _fitting(error: str) -> str:
+    """The beginning of a message, so that it fits a slot whatever its alphabet."""
+    return error.encode(errors="replace")[:1000].decode(errors="ignore")

@@ -82,13 +82,13 @@ class SegmentWriter:
         self._header = header
         self._path: Path | None = None
         self._size = 0
-        make_directory(folder.segments_of(header.rank))
 
     async def append(self, batch: _Batch) -> int:
         """Write and fsync one batch; after a failure the same batch can be given again."""
         if self._path is None:
             path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
             header = replace(self._header, sequence=batch.first).pack()
+            await asyncio.to_thread(_make_run_directory, self._folder, path.parent)
             # A file of that name can only hold a torn first record of a dead writer.
             async with aiofiles.open(path, "wb") as file:
                 await file.write(header + batch.data)
@@ -157,6 +157,7 @@ class Writer:
             sequence=0,
         )
         self._segments = SegmentWriter(settings.folder, header)
+        self._errors: dict[str, str] = {}
         self._trainer_gone = threading.Event()
         os.set_blocking(sys.stdin.fileno(), False)
 
@@ -174,13 +175,15 @@ class Writer:
         """Turn records into batches: ``b`` of them, or fewer after ``flush_seconds``."""
         pending: list[RecordRef] = []
         oldest = 0.0
+        # A later image may already lie where that of a durable snapshot was.
+        marked = self._status.status.durable_snapshot
         while True:
             gone = self._is_trainer_gone()
             record = self._tail.next()
             if record is not None and record.header.kind is RecordKind.SNAPSHOT:
-                await self._flush(pending)
-                # A later image may already lie where that of a durable snapshot was.
-                if record.header.step > self._status.status.durable_snapshot:
+                if record.header.step > marked:
+                    marked = record.header.step
+                    await self._flush(pending)
                     await self._queue.put(_mark(record))
             elif record is not None and record.header.step > self._status.status.durable_step:
                 oldest = oldest if pending else time.monotonic()
@@ -236,13 +239,19 @@ class Writer:
             try:
                 await action(work)
             except (OSError, StorageError) as error:
-                self._status.update(error=f"{type(error).__name__}: {error}")
+                self._report(action.__name__, f"{type(error).__name__}: {error}")
                 _logger.warning("rank %d: %s", self._settings.rank, error)
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
-                if self._status.status.error:
-                    self._status.update(error="")
+                self._report(action.__name__, "")
                 return
+
+    def _report(self, task: str, error: str) -> None:
+        """Publish the errors of both tasks: the success of one says nothing about the other."""
+        self._errors[task] = error
+        text = "; ".join(filter(None, self._errors.values()))
+        if text != self._status.status.error:
+            self._status.update(error=text)
 
     async def _persist_batch(self, batch: _Batch) -> None:
         written = await self._segments.append(batch)
@@ -261,16 +270,41 @@ class Writer:
                 await asyncio.to_thread(
                     collect, settings.folder, settings.run_id, settings.keep_snapshots
                 )
-            except OSError as error:
+            except (OSError, StorageError) as error:
                 _logger.warning("rank %d: old files stay: %s", settings.rank, error)
 
     async def _persist_snapshot(self, mark: _SnapshotMark) -> None:
         settings = self._settings
         folder = settings.folder.snapshot(settings.incarnation, mark.step)
-        await asyncio.to_thread(make_directory, folder)
+        await asyncio.to_thread(_make_run_directory, settings.folder, folder)
         target = shard_file(folder, settings.rank)
         partial = target.with_name(target.name + ".partial")
-        source = read_view(settings.staging.snapshot)[: mark.bytes]
+        try:
+            await self._copy_image(mark, partial)
+        except OSError:
+            partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
+            raise
+        partial.replace(target)
+        await asyncio.to_thread(fsync_directory, folder)
+        manifest = Manifest(
+            run_id=settings.run_id,
+            incarnation=settings.incarnation,
+            step=mark.step,
+            rank=settings.rank,
+            world_size=settings.world_size,
+            bytes=mark.bytes,
+            checksum=mark.checksum,
+        )
+        await asyncio.to_thread(
+            write_json, manifest_file(folder, settings.rank), manifest.document()
+        )
+        status = self._status.status
+        self._status.update(
+            durable_snapshot=mark.step, snapshot_bytes=status.snapshot_bytes + mark.bytes
+        )
+
+    async def _copy_image(self, mark: _SnapshotMark, partial: Path) -> None:
+        source = read_view(self._settings.staging.snapshot)[: mark.bytes]
         checksum = 0
         async with aiofiles.open(partial, "wb") as file:
             for start in range(0, mark.bytes, _COPY_BYTES):
@@ -283,24 +317,17 @@ class Writer:
             raise StorageError(
                 f"the staged snapshot of step {mark.step} changed before it was durable"
             )
-        partial.replace(target)
-        await asyncio.to_thread(fsync_directory, folder)
-        manifest = Manifest(
-            run_id=settings.run_id,
-            incarnation=settings.incarnation,
-            step=mark.step,
-            rank=settings.rank,
-            world_size=settings.world_size,
-            bytes=mark.bytes,
-            checksum=checksum,
-        )
-        await asyncio.to_thread(
-            write_json, manifest_file(folder, settings.rank), manifest.document()
-        )
-        status = self._status.status
-        self._status.update(
-            durable_snapshot=mark.step, snapshot_bytes=status.snapshot_bytes + mark.bytes
-        )
+
+
+def _make_run_directory(run: RunFolder, path: Path) -> None:
+    """Make a folder inside a run, never the run: it may only be unmounted.
+
+    Raises:
+        StorageError: If the run is not there.
+    """
+    if not run.run_file.is_file():
+        raise StorageError(f"{run.run_file} is gone; bring the run folder back, or mount it")
+    make_directory(path)
 
 
 def durable_step(folder: RunFolder, incarnation: int, rank: int, base_step: int) -> int:

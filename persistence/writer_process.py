@@ -93,7 +93,8 @@ class WriterProcess:
         path = self._settings.staging.status
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
-            if path.exists():
+            # The file gets its size before its content, and content before its first status.
+            if path.exists() and path.stat().st_size:
                 reader = StatusReader(path)
                 if reader.read().durable_step >= 0:
                     return reader

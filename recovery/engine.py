@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, ReplayMismatch, RunMismatch
 from lowdiff.persistence.catalog import Catalog, scan
@@ -16,6 +18,9 @@ from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
+
+_LOOKS = 3
+_Result = TypeVar("_Result")
 
 
 def recover(
@@ -39,9 +44,34 @@ def recover(
         DamagedFile: If the bytes needed are damaged.
         ReplayMismatch: If replay does not reproduce what the live run recorded.
     """
+    folder = RunFolder(Path(run))
     root = default_staging_root() if staging is None else Path(staging)
-    catalog = scan(RunFolder(Path(run)), [root])
-    return recover_from(catalog, step, options or ReplayOptions())
+    how = options or ReplayOptions()
+    catalog = scan(folder, [root])
+    for error in catalog.damage:
+        _logger.warning("%s", error)
+    return look_again(folder, root, catalog, lambda seen: recover_from(seen, step, how))
+
+
+def look_again(
+    folder: RunFolder, staging: Path, catalog: Catalog, act: Callable[[Catalog], _Result]
+) -> _Result:
+    """Act on a run that may be alive: its trainer reuses staging memory once that is durable.
+
+    Args:
+        folder: The run's folder.
+        staging: Root of its staging folders.
+        catalog: What was seen of it.
+        act: Called with the catalog, and again with a newer one if staged records are gone.
+    """
+    for _ in range(_LOOKS):
+        try:
+            return act(catalog)
+        except DamagedFile as error:
+            if staging not in error.path.parents:
+                raise
+            catalog = scan(folder, [staging])
+    return act(catalog)
 
 
 def recover_from(catalog: Catalog, step: int | None, options: ReplayOptions) -> RecoveredState:

@@ -40,6 +40,7 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
         parameters={},
         optimizers=[],
         items=[],
+        held=(),
         residual_marks=[None] * fence.world_size,
         residuals=[],
         base_step=snapshot.step,
@@ -66,6 +67,7 @@ def _add_shard(
     specs: Mapping[str, ParameterSpec],
 ) -> None:
     """Add one rank's shard. Tensors are copied: replay works in place."""
+    state.held = tuple(scalars["held"])
     if not state.optimizers:
         state.optimizers = [OptimizerState(list(groups), {}) for groups in scalars["groups"]]
     for optimizer, entries in zip(state.optimizers, scalars["state"], strict=True):

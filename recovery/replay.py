@@ -185,6 +185,7 @@ class _Replay:
             optimizer.groups = [dict(group) for group in step.after]
         for shard in shards:
             state.items[shard.rank].update(shard.items)
+        state.held = first.held
         state.residual_marks = [shard.residual for shard in shards]
 
 
@@ -242,8 +243,10 @@ class _UnitState:
             position += count + (-count % 16)
         for group, index in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(done.consumed[index])
-        if done.grad_scale is not None:
-            optimizer.grad_scale = torch.tensor(done.grad_scale)  # type: ignore[attr-defined]
+        if done.found_inf is not None:
+            # After an explicit unscale_ the scaler hands over found_inf without a scale (R2).
+            scale = None if done.grad_scale is None else torch.tensor(done.grad_scale)
+            optimizer.grad_scale = scale  # type: ignore[attr-defined]
             optimizer.found_inf = torch.tensor(done.found_inf)  # type: ignore[attr-defined]
         optimizer.step()
 

@@ -41,6 +41,7 @@ class RecoveredState:
         parameters: Name -> flat tensor in memory order.
         optimizers: One per attached optimizer.
         items: Per rank: encoded buffers, RNG states and stateful objects by item name.
+        held: Layout indices of parameters that held a gradient tensor at commit.
         residual_marks: Per rank: where the residual of this step lies in staging, if it does.
         residuals: Per rank: parameter name -> flat residual, as the base snapshot holds it; only
             right for this step when the step is the snapshot's.
@@ -52,6 +53,7 @@ class RecoveredState:
     parameters: dict[str, torch.Tensor]
     optimizers: list[OptimizerState]
     items: list[dict[str, bytes]]
+    held: tuple[int, ...]
     residual_marks: list[ResidualMark | None]
     residuals: list[dict[str, torch.Tensor]]
     base_step: int

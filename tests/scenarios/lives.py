@@ -19,7 +19,7 @@ import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.persistence.values import encode
 from tests.scenarios.pool import Pool
-from tests.scenarios.trainings import TRAININGS
+from tests.scenarios.trainings import Builder, Training
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Life:
 def live(
     rank: int,
     world_size: int,
-    name: str,
+    build: Builder,
     run: str,
     staging: str,
     until: int,
@@ -63,11 +63,11 @@ def live(
     settings: dict[str, Any],
 ) -> Life:
     """One life of a training; runs in a pool's process."""
-    seed = 17 if kill is None else 17  # a resumed process starts like the first one did
+    seed = 17  # a resumed process starts like the first one did
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-    made = TRAININGS[name](rank, world_size)
+    made = build(rank, world_size)
     checkpointer = lowdiff.Checkpointer(
         run.format(rank=rank),
         staging=staging.format(rank=rank),
@@ -118,7 +118,7 @@ def abandon(checkpointer: lowdiff.Checkpointer, kill: Kill) -> None:
     checkpointer._opened = None
 
 
-def digests(made: Any) -> dict[str, str]:
+def digests(made: Training) -> dict[str, str]:
     """SHA-256 of everything that must be bit-identical."""
     model = getattr(made.model, "module", made.model)
     found: dict[str, Any] = {f"model/{k}": v for k, v in model.state_dict().items()}
@@ -162,7 +162,7 @@ class History:
 
 def history(
     pool: Pool,
-    name: str,
+    build: Builder,
     folder: Path,
     *,
     world_size: int,
@@ -178,7 +178,7 @@ def history(
             pool.run(
                 live,
                 world_size,
-                name,
+                build,
                 str(folder / run),
                 str(folder / staging),
                 until,

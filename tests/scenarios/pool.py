@@ -71,7 +71,7 @@ def _serve(pipe: Connection) -> None:
         job, rank, world_size, store, arguments = work
         try:
             pipe.send((True, _run(job, rank, world_size, store, arguments)))
-        except BaseException:
+        except Exception:
             pipe.send((False, traceback.format_exc()))
 
 

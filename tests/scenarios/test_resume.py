@@ -8,6 +8,7 @@ import pytest
 
 from tests.scenarios.lives import Kill, assert_identical, history
 from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import TRAININGS
 
 STEPS = 20
 
@@ -17,7 +18,7 @@ STEPS = 20
 def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
     pool: Pool, tmp_path: Path, name: str, world_size: int
 ) -> None:
-    whole = history(pool, name, tmp_path / "whole", world_size=world_size, until=STEPS)
+    whole = history(pool, TRAININGS[name], tmp_path / "whole", world_size=world_size, until=STEPS)
     everyone = frozenset(range(world_size))
     kills = [
         Kill(5, staged_by=everyone),
@@ -26,7 +27,7 @@ def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
         Kill(16),
     ]
     killed = history(
-        pool, name, tmp_path / "killed", world_size=world_size, until=STEPS, kills=kills
+        pool, TRAININGS[name], tmp_path / "killed", world_size=world_size, until=STEPS, kills=kills
     )
     one_apart = 13 if world_size == 1 else 12
     assert killed.resumed == [5, 6, one_apart, 15]
@@ -34,10 +35,10 @@ def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
 
 
 def test_no_rank_needs_to_see_the_files_of_another(pool: Pool, tmp_path: Path) -> None:
-    whole = history(pool, "gpt_adamw", tmp_path / "whole", world_size=2, until=STEPS)
+    whole = history(pool, TRAININGS["gpt_adamw"], tmp_path / "whole", world_size=2, until=STEPS)
     killed = history(
         pool,
-        "gpt_adamw",
+        TRAININGS["gpt_adamw"],
         tmp_path / "killed",
         world_size=2,
         until=STEPS,

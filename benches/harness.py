@@ -1,0 +1,194 @@
+"""What the benches share: arguments, facts, cores, paired timing, and the files they leave.
+
+A bench is a script with ``main(argv)``. It asserts that what it timed is right, and writes
+``<name>.json`` with every raw sample and ``<name>.png`` drawn from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+import lowdiff
+from lowdiff.environment import environment_of
+
+INK, MUTED, PALE, BLUE, GREEN, RED = (
+    "#1f2933", "#7b8794", "#c3cdd8", "#1f77b4", "#2a9d5c", "#d64545",
+)  # fmt: skip
+
+_RESAMPLES = 10_000
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser with what every bench takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON and the PNG")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: tests the bench itself")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a bench found.
+
+    Attributes:
+        name: Of the bench, and of its files.
+        settings: What was chosen.
+        seed: Of everything random.
+        machine: ``machine()`` from before the measurement.
+        samples: Every raw measurement.
+        summary: The named figures that others read.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    seed: int
+    machine: Mapping[str, Any]
+    samples: Mapping[str, Any]
+    summary: Mapping[str, Any]
+
+
+def write(result: Result, out: Path, draw: Callable[[Axes, Result], None]) -> None:
+    """Write both files, and print the summary."""
+    out.mkdir(parents=True, exist_ok=True)
+    record = {
+        **asdict(result),
+        "machine": {**result.machine, "load_average_after": os.getloadavg()},
+        "versions": versions(),
+    }
+    path = out / f"{result.name}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    figure = Figure(figsize=(9.0, 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)  # drawn without pyplot, which would keep global state
+    axes = figure.subplots()
+    draw(axes, result)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(PALE)
+    axes.tick_params(colors=MUTED, labelcolor=INK)
+    axes.set_axisbelow(True)
+    figure.savefig(path.with_suffix(".png"))
+    for key, value in result.summary.items():
+        print(f"{key:<40} {f'{value:.6g}' if isinstance(value, float) else value}")
+    print(path)
+
+
+def machine() -> dict[str, Any]:
+    """Facts about the machine, and how busy it is now."""
+    environment = environment_of(torch.device("cpu"))
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return {
+        "processor": environment.processor,
+        "cpu_capability": environment.cpu_capability,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else "unknown",
+        "system": f"{platform.system()} {platform.release()}",
+        "load_average_before": os.getloadavg(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "python": platform.python_version(),
+        "libc": " ".join(platform.libc_ver()),
+        "mkl": environment_of(torch.device("cpu")).mkl,
+        "lowdiff": lowdiff.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+        **{name: version(name) for name in ("torch", "numpy", "zstandard", "crc32c")},
+    }
+
+
+def pin(cores: Iterable[int], pid: int | None = None) -> None:
+    """Keep a process and all its threads on some cores; the calling process by default.
+
+    For the calling process, first of all: threads that are started later inherit it, torch's too.
+    """
+    tasks = os.listdir(f"/proc/{os.getpid() if pid is None else pid}/task")
+    for task in tasks:
+        os.sched_setaffinity(int(task), cores)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that one call takes; the garbage collector runs before it, not in it."""
+    gc.collect()
+    gc.disable()
+    try:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+    finally:
+        gc.enable()
+
+
+#: Seconds of the arm in question and of its baseline.
+Pair = tuple[float, float]
+
+
+def abba(arm: Callable[[], float], baseline: Callable[[], float]) -> Iterator[Pair]:
+    """Two pairs, baseline-arm then arm-baseline, so that a steady drift cancels."""
+    first = baseline()
+    yield arm(), first
+    second = arm()
+    yield second, baseline()
+
+
+def excess(pairs: Sequence[Pair]) -> list[float]:
+    """``(arm - baseline) / baseline`` of every pair."""
+    return [(arm - baseline) / baseline for arm, baseline in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """An arm's overhead, less what the same method finds between two equal arms (A/A).
+
+    Attributes:
+        median: Median excess of the pairs minus that of the A/A pairs.
+        upper95: Bootstrap 95th percentile of it: the one-sided upper bound.
+        null_median: Median excess of the A/A pairs.
+    """
+
+    median: float
+    upper95: float
+    null_median: float
+
+
+def overhead(pairs: Sequence[Pair], null_pairs: Sequence[Pair], *, seed: int) -> Overhead:
+    """Estimate an overhead; pairs are resampled whole, both kinds independently."""
+    rng = np.random.default_rng(seed)
+    values, null = np.array(excess(pairs)), np.array(excess(null_pairs))
+
+    def medians(of: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        drawn = rng.integers(of.size, size=(_RESAMPLES, of.size))
+        return np.asarray(np.median(of[drawn], axis=1))
+
+    return Overhead(
+        median=float(np.median(values) - np.median(null)),
+        upper95=float(np.percentile(medians(values) - medians(null), 95)),
+        null_median=statistics.median(null.tolist()),
+    )

@@ -1,0 +1,250 @@
+"""Which of a run's broken bytes cost steps, and which are only where a process died.
+
+A writer that dies leaves a torn record at the end of its file, and that costs nothing: whoever
+takes over writes the same steps again, or no rank had them committed on disk. A broken record with
+good ones after it, or one that is whole in length and wrong in content, was once good.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.catalog import Catalog
+from lowdiff.persistence.fences import read_fence
+from lowdiff.persistence.framing import (
+    HEADER_BYTES,
+    FileHeader,
+    RecordHeader,
+    read_record,
+    read_records,
+)
+from lowdiff.persistence.lineage import Span, lineage
+from lowdiff.persistence.memory import read_view
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.snapshots import manifest_file
+from lowdiff.recovery.plan import recoverable
+
+_RECORD_START = re.compile(rb"LDRC")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something wrong with a run.
+
+    Attributes:
+        message: One line.
+        path: The file, if it is one file.
+        offset: Byte in it where the trouble starts.
+    """
+
+    message: str
+    path: str | None = None
+    offset: int | None = None
+
+    @classmethod
+    def of(cls, error: DamagedFile, what: str | None = None) -> Finding:
+        """An error as a finding, in other words if there are any."""
+        where = "" if error.offset is None else f" at byte {error.offset}"
+        return cls(
+            f"{error.path} is damaged{where}: {what or error.what}", str(error.path), error.offset
+        )
+
+
+def judge(folder: RunFolder, catalog: Catalog) -> tuple[list[Finding], list[Finding]]:
+    """What is damaged, and what only looks unfinished.
+
+    Args:
+        folder: The run's folder.
+        catalog: All its tiers, with snapshots checked.
+
+    Returns:
+        Failures and notes.
+    """
+    failures: list[Finding] = []
+    notes: list[Finding] = []
+    segments = {path: (number, rank, at) for number, rank, at, path in folder.segments()}
+    for error in catalog.damage:
+        if error.path in segments:
+            number, rank, first = segments[error.path]
+            reason = _excuse(error, catalog, number, rank, first)
+            if reason is not None:
+                notes.append(Finding.of(error, f"it is cut short; no step is lost ({reason})"))
+                continue
+        elif _was_removed(error.path):
+            continue
+        failures.append(Finding.of(error))
+    failures += _staging_damage(catalog)
+    for number, path in _missing_fences(folder, catalog):
+        if _left_something(catalog, number):
+            failures.append(Finding(f"{path} is missing: incarnation {number} is lost", str(path)))
+        else:
+            notes.append(Finding(f"incarnation {number} died before it began: no {path}"))
+    notes += _unfinished_snapshots(folder, catalog)
+    return failures, notes
+
+
+def spans_of(catalog: Catalog) -> tuple[Span, ...]:
+    """Which incarnation owns which steps of the run's history."""
+    return lineage({number: life.fence for number, life in catalog.incarnations.items()})
+
+
+def first_gap(catalog: Catalog, base: int, last: int) -> Finding | None:
+    """The first differential after ``base``, up to ``last``, that some rank lacks."""
+    spans = spans_of(catalog)
+    for step in range(base + 1, last + 1):
+        owner = next((span for span in spans if span.owns(step)), None)
+        if owner is None:
+            return Finding(f"step {step} belongs to no incarnation that can be read")
+        for rank in range(owner.world_size):
+            if step not in catalog.records.get((owner.incarnation, rank), {}):
+                path, reason = _place_of(catalog, owner.incarnation, rank, step)
+                return Finding(f"step {step} of rank {rank} is lost: {path} {reason}", str(path))
+    return None
+
+
+def lost_after(catalog: Catalog, last: int) -> list[Finding]:
+    """The step after the newest recoverable one, if a rank that lacks it has later ones."""
+    for span in spans_of(catalog):
+        if span.owns(last + 1):
+            for rank in range(span.world_size):
+                steps = catalog.records.get((span.incarnation, rank), {})
+                if last + 1 not in steps and max(steps, default=0) > last + 1:
+                    gap = first_gap(catalog, last, last + 1)
+                    return [] if gap is None else [gap]
+    return []
+
+
+def _excuse(error: DamagedFile, catalog: Catalog, number: int, rank: int, first: int) -> str | None:
+    """Why a broken segment costs no step; None if it does."""
+    view = read_view(error.path)
+    offset = error.offset or 0
+    step = first
+    if offset:
+        header = FileHeader.unpack(view, error.path)
+        step = max((r.header.step for r in read_records(view, header)), default=first - 1) + 1
+        if next(_records_after(view, offset, header), None) is not None:
+            return None
+    if not _is_cut_short(view[offset:]):
+        return None
+    own = catalog.records.get((number, rank), {})
+    if step in own:
+        return f"step {step} is stored elsewhere too"
+    spans = spans_of(catalog)
+    if not any(span.incarnation == number and span.owns(step) for span in spans):
+        return f"step {step} of incarnation {number} is void: a later one went on before it"
+    newest = max((last for _, last in recoverable(catalog)), default=-1)
+    if step <= newest or max(own, default=0) > step:
+        return None
+    return f"its writer died; the newest recoverable step is {newest}"
+
+
+def _records_after(view: memoryview, offset: int, file: FileHeader) -> Iterator[int]:
+    """Places beyond ``offset`` where a valid record of the file starts."""
+    for match in _RECORD_START.finditer(view, offset + 1):
+        if read_record(view, match.start(), file) is not None:
+            yield match.start()
+
+
+def _is_cut_short(rest: memoryview) -> bool:
+    """Whether bytes look like an interrupted write: too few of them, or zeros towards the end."""
+    data = bytes(rest)
+    header = RecordHeader.unpack(data[:HEADER_BYTES])
+    return (
+        len(data) < HEADER_BYTES
+        or not any(data[-HEADER_BYTES:])
+        or (header is not None and HEADER_BYTES + header.body_bytes > len(data))
+    )
+
+
+def _was_removed(path: Path) -> bool:
+    """Whether a snapshot vanished while it was read: retention takes manifests first."""
+    folder = path if path.is_dir() else path.parent
+    return folder.parent.name == "snapshots" and not manifest_file(folder, 0).exists()
+
+
+def _staging_damage(catalog: Catalog) -> Iterator[Finding]:
+    """Staged records that fail their checksum and have good ones behind them."""
+    for stage in catalog.staging:
+        for _, path in stage.chunks():
+            try:
+                view = read_view(path)
+                header = FileHeader.unpack(view, path)
+            except FileNotFoundError:
+                continue  # adopted by a new writer, or reused by a live trainer
+            except DamagedFile as error:
+                if any(view[:HEADER_BYTES]):
+                    yield Finding.of(error)
+                continue
+            end = _end_of_records(view, header)
+            # A live trainer may have gone on between the two looks.
+            if (
+                next(_records_after(view, end, header), None) is not None
+                and _end_of_records(view, header) == end
+            ):
+                error = DamagedFile(path, "no valid record, but valid ones follow", offset=end)
+                yield Finding.of(error)
+
+
+def _end_of_records(view: memoryview, header: FileHeader) -> int:
+    return max((record.end for record in read_records(view, header)), default=HEADER_BYTES)
+
+
+def _missing_fences(folder: RunFolder, catalog: Catalog) -> Iterator[tuple[int, Path]]:
+    """Incarnations that do not count, because the fence of some rank is not there."""
+    present = {(number, rank) for number, rank, _ in folder.fences()}
+    parents = {life.fence.parent for life in catalog.incarnations.values()} - {None}
+    for number in sorted({n for n, _ in present} | {n for n, _ in catalog.records} | parents):
+        if number not in catalog.incarnations:
+            for rank in range(_world_size(folder, catalog, number)):
+                if (number, rank) not in present:
+                    yield number, folder.fence(number, rank)
+                    break
+
+
+def _world_size(folder: RunFolder, catalog: Catalog, number: int) -> int:
+    """Number of ranks of an incarnation, from whatever of it can be read; at least 1."""
+    for incarnation, _, path in folder.fences():
+        if incarnation == number:
+            with suppress(DamagedFile):
+                return read_fence(path).world_size
+    for (incarnation, _), records in catalog.records.items():
+        if incarnation == number:
+            return next(iter(records.values())).record.header.world_size
+    return 1
+
+
+def _left_something(catalog: Catalog, number: int) -> bool:
+    """Whether an incarnation staged anything or was continued: its fences were once complete."""
+    return (
+        any(incarnation == number for incarnation, _ in catalog.records)
+        or any(snapshot.incarnation == number for snapshot in catalog.snapshots)
+        or any(life.fence.parent == number for life in catalog.incarnations.values())
+    )
+
+
+def _unfinished_snapshots(folder: RunFolder, catalog: Catalog) -> Iterator[Finding]:
+    seen = {snapshot.folder for snapshot in catalog.snapshots}
+    seen |= {error.path.parent for error in catalog.damage}
+    for _, step, path in folder.snapshots():
+        if path not in seen:
+            yield Finding(f"{path} is not complete: it does not count as a snapshot of step {step}")
+
+
+def _place_of(catalog: Catalog, number: int, rank: int, step: int) -> tuple[Path, str]:
+    """Where a missing differential belongs, and what is wrong there."""
+    folder = RunFolder(catalog.root)
+    broken = [
+        (first, path)
+        for incarnation, owner, first, path in folder.segments()
+        if (incarnation, owner) == (number, rank)
+        and first <= step
+        and any(error.path == path for error in catalog.damage)
+    ]
+    if broken:
+        return max(broken)[1], "is damaged before it"
+    return folder.segment(number, rank, step), "is missing"

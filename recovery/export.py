@@ -1,0 +1,163 @@
+"""A recovered state as one file that anyone can load, with or without lowdiff."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from lowdiff.errors import ConfigError, StorageError
+from lowdiff.persistence.durable import fsync_directory, make_directory
+from lowdiff.recovery.state import RecoveredState
+
+#: What ``torch.load(weights_only=True)`` takes as it is.
+_LEAVES = (
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(torch.Tensor, torch.Size, torch.dtype, torch.device),
+)
+
+
+def export(state: RecoveredState, path: str | Path, *, overwrite: bool = False) -> Path:
+    """Write a state to one file; the name appears only once the bytes are complete.
+
+    Args:
+        state: What to write.
+        path: Its ending says what is written. ``.pt``: a dict with ``model``, ``optimizer`` (a
+            list when the run has several), ``stateful`` and ``step``, for
+            ``torch.load(path, weights_only=True)``. NumPy values in it become tensors and plain
+            numbers, and other containers the plain ones closest to them. ``.safetensors``: the
+            model's weights and buffers only; tied weights are written under each of their names.
+            Missing folders are created.
+        overwrite: Replace a file of that name.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: If the ending is another one, the file exists, or something in the state has
+            no form that the file's loader takes.
+        StorageError: If it cannot be written.
+    """
+    target = check_output(path, overwrite=overwrite)
+    content = _document(state) if target.suffix == ".pt" else _weights(state)
+    try:
+        make_directory(target.parent)
+        with _replaced(target) as partial:
+            if target.suffix == ".pt":
+                torch.save(content, partial)
+            else:
+                save_file(content, partial, {"format": "pt", "lowdiff_step": str(state.step)})
+    except SafetensorError as error:
+        raise ConfigError(
+            f"the model cannot be written as {target.name}: {error}; give a name ending in .pt"
+        ) from error
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise StorageError(f"{target} could not be written: {error}") from error
+    return target
+
+
+def check_output(path: str | Path, *, overwrite: bool) -> Path:
+    """Refuse a file name that `export` would refuse, before any work is done.
+
+    Raises:
+        ConfigError: Saying what to give instead.
+    """
+    target = Path(path)
+    if target.suffix not in (".pt", ".safetensors"):
+        raise ConfigError(
+            f"{target} ends neither in .pt (model, optimizer, stateful objects and step, for "
+            "torch.load) nor in .safetensors (model weights only)"
+        )
+    if target.is_dir():
+        raise ConfigError(f"{target} is a folder; give the name of a file")
+    if target.exists() and not overwrite:
+        raise ConfigError(f"{target} exists; allow overwriting (--force), or give another name")
+    return target
+
+
+def _document(state: RecoveredState) -> dict[str, Any]:
+    optimizers = [
+        _plain(state.optimizer_state_dict(index), f"optimizer {index}")
+        for index in range(len(state.optimizers))
+    ]
+    return {
+        "model": state.model_state_dict(),
+        "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
+        "stateful": {name: _plain(value, name) for name, value in state.stateful.items()},
+        "step": state.step,
+    }
+
+
+def _weights(state: RecoveredState) -> dict[str, torch.Tensor]:
+    """Every tensor in memory of its own: safetensors refuses shared and strided ones."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in state.model_state_dict().items():
+        whole = tensor.contiguous()
+        tensors[name] = whole.clone() if whole.data_ptr() in seen else whole
+        seen.add(whole.data_ptr())
+    return tensors
+
+
+def _plain(value: Any, where: str) -> Any:
+    """``value`` of nothing but types that ``torch.load(weights_only=True)`` takes.
+
+    Raises:
+        ConfigError: Naming the part that has no such form.
+    """
+    kind = type(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if kind in _LEAVES:
+        return value
+    if kind is np.ndarray:
+        return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), copy=True))
+    if kind in (list, tuple, deque):
+        parts = [_plain(part, f"{where}[{i}]") for i, part in enumerate(value)]
+        return tuple(parts) if kind is tuple else parts
+    if kind in (set, frozenset):
+        return {_key(part, where) for part in value}
+    if kind in (dict, OrderedDict, Counter, defaultdict):
+        entries = {_key(k, where): _plain(v, f"{where}[{k!r}]") for k, v in value.items()}
+        return entries if kind in (dict, defaultdict) else kind(entries)
+    raise _refusal(value, where)
+
+
+def _key(value: Any, where: str) -> Any:
+    """``value`` as a key or a member of a set; a frozenset has no hashable form left."""
+    key = _plain(value, f"{where}[{value!r}]")
+    try:
+        hash(key)
+    except TypeError:
+        raise _refusal(value, where) from None
+    return key
+
+
+def _refusal(value: Any, where: str) -> ConfigError:
+    return ConfigError(
+        f"{where} holds a {type(value).__name__}, which torch.load(weights_only=True) refuses; "
+        "export the weights alone to a name ending in .safetensors, or take the object from "
+        "lowdiff.recover(...).stateful"
+    )
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Gives a name to write to, whose file then takes the place of ``path``, durably."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    fsync_directory(path.parent)

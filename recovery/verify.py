@@ -1,0 +1,238 @@
+"""Proof that a run can be rebuilt: every checksum, then replay from snapshot to snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowdiff.errors import DamagedFile, LowDiffError, StepNotFound
+from lowdiff.persistence.catalog import Catalog, SnapshotSet, scan
+from lowdiff.persistence.framing import RecordKind
+from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.recovery.compare import differences
+from lowdiff.recovery.damage import Finding, first_gap, judge, lost_after
+from lowdiff.recovery.engine import carry_out, look_again
+from lowdiff.recovery.load import load_snapshot
+from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
+from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.state import inherit
+
+#: Called with the number of steps replayed so far, and the number there are.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How much was read and checksummed.
+
+    Attributes:
+        fences: Files that say which incarnation owns which steps.
+        shards: Snapshot files.
+        segments: Files of differentials.
+        chunks: Staging files.
+        records: Differentials, each once, counted per rank.
+    """
+
+    fences: int
+    shards: int
+    segments: int
+    chunks: int
+    records: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One replay.
+
+    Attributes:
+        first: Step of the snapshot it started from.
+        last: Step it led to.
+        compared: Whether a snapshot of ``last`` was there to compare with, bit for bit. Otherwise
+            only the digests that the live run recorded were compared.
+    """
+
+    first: int
+    last: int
+    compared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` checked and found.
+
+    Attributes:
+        snapshots: Steps of complete snapshots on the run's history.
+        replays: In order of steps.
+        recoverable: Ranges of steps, both ends inclusive.
+        failures: What is damaged, lost or different; the first difference comes first.
+        notes: What looks unfinished but costs no step.
+    """
+
+    run: str
+    run_id: str
+    checked: Checked
+    snapshots: tuple[int, ...]
+    replays: tuple[Replayed, ...]
+    recoverable: tuple[tuple[int, int], ...]
+    failures: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+    @property
+    def steps_replayed(self) -> int:
+        """Number of differentials replayed."""
+        return sum(replayed.last - replayed.first for replayed in self.replays)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON content."""
+        return {"ok": self.ok, **asdict(self), "steps_replayed": self.steps_replayed}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leg:
+    """One replay to do: from a snapshot to the next one, or to the newest step (None)."""
+
+    base: SnapshotSet
+    target: SnapshotSet | None
+    last: int
+
+
+def verify(
+    run: str | Path,
+    staging: str | Path | None = None,
+    *,
+    options: ReplayOptions | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check every checksum of a run, then replay it and compare bit for bit.
+
+    From each snapshot the differentials are replayed up to the next one, and parameters,
+    optimizer state, hyper-parameters and items are compared; from the last one, up to the newest
+    step. Error-feedback residuals are not compared: a replay does not rebuild them. Damage is
+    reported, never raised.
+
+    Args:
+        run: The run folder; nothing in it is changed.
+        staging: Where the run's staging memory lives, if it was set by hand.
+        options: Workers and block size.
+        progress: Told about each window of steps.
+
+    Raises:
+        NotARun: If the folder holds no run.
+        DamagedFile: If ``run.json`` is damaged, so that nothing else can be read.
+        NewerFormat: If a later lowdiff wrote a file.
+    """
+    folder = RunFolder(Path(run))
+    root = default_staging_root() if staging is None else Path(staging)
+    catalog = scan(folder, [root], check_snapshots=True)
+    failures, notes = judge(folder, catalog)
+    legs = _legs(catalog)
+    replays: list[Replayed] = []
+    total = sum(leg.last - leg.base.step for leg in legs)
+    done = 0
+    for leg in legs:
+        own = replace(options or ReplayOptions(), progress=_shifted(progress, done, total))
+        failure = _carry_out(folder, root, catalog, leg, own)
+        if failure is None:
+            replays.append(Replayed(leg.base.step, leg.last, leg.target is not None))
+        else:
+            failures.append(failure)
+        done += leg.last - leg.base.step
+    failures += lost_after(catalog, legs[-1].last) if legs else _nothing_recoverable(catalog)
+    return VerifyReport(
+        run=str(run),
+        run_id=catalog.run_id,
+        checked=_checked(folder, catalog),
+        snapshots=tuple(sorted({s.step for s in usable_snapshots(catalog)})),
+        replays=tuple(replays),
+        recoverable=tuple(recoverable(catalog)),
+        failures=tuple(failures),
+        notes=tuple([*notes, *_elsewhere(catalog)]),
+    )
+
+
+def _legs(catalog: Catalog) -> list[_Leg]:
+    snapshots = usable_snapshots(catalog)
+    legs = [_Leg(base, target, target.step) for base, target in pairwise(snapshots)]
+    if snapshots:
+        legs.append(_Leg(snapshots[-1], None, recoverable(catalog)[-1][1]))
+    return legs
+
+
+def _carry_out(
+    folder: RunFolder, root: Path, catalog: Catalog, leg: _Leg, options: ReplayOptions
+) -> Finding | None:
+    """Replay one leg; None if all bits agree."""
+    gap = first_gap(catalog, leg.base.step, leg.last)
+    if gap is not None:
+        return gap
+    try:
+        return look_again(folder, root, catalog, lambda seen: _compare(seen, leg, options))
+    except DamagedFile as error:
+        return Finding.of(error)
+    except LowDiffError as error:
+        return Finding(str(error))
+
+
+def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> Finding | None:
+    alone = replace(catalog, snapshots=(leg.base,))
+    state = carry_out(alone, plan_recovery(alone, leg.last), options)
+    if leg.target is None:
+        return None
+    expected = load_snapshot(leg.target, catalog.incarnations[leg.target.incarnation].fence)
+    if len(state.items) != len(expected.items):
+        state.items = inherit(state.items, len(expected.items))
+    found = list(differences(state, expected))
+    if not found:
+        return None
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    return Finding(
+        f"snapshot {leg.target.step} differs from the replay of snapshot {leg.base.step}: "
+        f"{found[0]}{more}",
+        str(leg.target.folder),
+    )
+
+
+def _checked(folder: RunFolder, catalog: Catalog) -> Checked:
+    records = (stored.record.header for r in catalog.records.values() for stored in r.values())
+    return Checked(
+        fences=len(list(folder.fences())),
+        shards=sum(len(list(path.glob("rank-*.json"))) for _, _, path in folder.snapshots()),
+        segments=len(list(folder.segments())),
+        chunks=sum(len(stage.chunks()) for stage in catalog.staging),
+        records=sum(header.kind is RecordKind.DIFFERENTIAL for header in records),
+    )
+
+
+def _nothing_recoverable(catalog: Catalog) -> list[Finding]:
+    try:
+        plan_recovery(catalog)
+    except StepNotFound as error:
+        return [Finding(str(error))]
+    return []
+
+
+def _elsewhere(catalog: Catalog) -> list[Finding]:
+    """What of this machine may round differently."""
+    recorded = {
+        f"torch {life.fence.environment.torch_version} on {life.fence.environment.device}"
+        for life in catalog.incarnations.values()
+    }
+    here = f"torch {torch.__version__} on cpu"
+    return [
+        Finding(f"trained with {other}, replayed with {here}: last bits may differ")
+        for other in sorted(recorded - {here})
+    ]
+
+
+def _shifted(progress: Progress | None, done: int, total: int) -> Callable[[int], None] | None:
+    return None if progress is None else lambda steps: progress(done + steps, total)

@@ -1,0 +1,40 @@
+"""Guarantee G1 for what people really do: each training is killed twice and compared bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios import more_trainings
+from tests.scenarios.lives import Kill, assert_identical, history
+from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import TRAININGS
+
+STEPS = 16
+NAMES = sorted(n for n, b in TRAININGS.items() if b.__module__ == more_trainings.__name__)
+
+
+def world_sizes(name: str) -> list[int]:
+    """A plain module is a world of its own; the rest alternate between 2 and 3 ranks."""
+    if name in more_trainings.PLAIN:
+        return [1]
+    return [2 + NAMES.index(name) % 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"), [(name, size) for name in NAMES for size in world_sizes(name)]
+)
+def test_this_training_resumes_bit_for_bit(
+    pool: Pool, tmp_path: Path, name: str, world_size: int
+) -> None:
+    whole = history(pool, TRAININGS[name], tmp_path / "whole", world_size=world_size, until=STEPS)
+    kills = [
+        Kill(6, staged_by=frozenset(range(world_size))),
+        Kill(12, staged_by=frozenset({0})),
+    ]
+    killed = history(
+        pool, TRAININGS[name], tmp_path / "killed", world_size=world_size, until=STEPS, kills=kills
+    )
+    assert killed.resumed == [6, 12 if world_size == 1 else 11]
+    assert_identical(killed, whole)
