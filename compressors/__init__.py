@@ -16,11 +16,14 @@ def from_settings(name: str, settings: Mapping[str, Any]) -> Compressor:
     """Rebuild the compressor that a run recorded.
 
     Raises:
-        ConfigError: If this version of lowdiff has no compressor of that name.
+        ConfigError: If this version of lowdiff has no such compressor.
     """
     if name not in _BY_NAME:
         raise ConfigError(
             f"the run was compressed with {name!r}, which this lowdiff does not have; "
             f"known are {', '.join(sorted(_BY_NAME))}"
         )
-    return _BY_NAME[name](**settings)
+    try:
+        return _BY_NAME[name](**settings)
+    except TypeError as error:
+        raise ConfigError(f"compressor {name!r} cannot be rebuilt from the run: {error}") from error

@@ -34,7 +34,8 @@ def exchange(
         group: Process group, or None for a single process.
 
     Returns:
-        Future of ``buffer``. It fails with UsageError if a rank is at another step.
+        Future of ``buffer``. It fails if a rank is at another step; torch wraps that UsageError
+        in a RuntimeError which quotes it.
     """
     world_size = 1 if group is None else group.size()
     if world_size == 1:
@@ -51,7 +52,7 @@ def exchange(
     def add_in_rank_order(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         buffer.zero_()
         for rank, share in enumerate(shares):
-            _check_header(share, rank, stamp, buffer)
+            _check_header(share, [rank, stamp, buffer.numel(), positions.numel()])
             theirs = _unpack(share, buffer.dtype, positions.numel())
             buffer.index_add_(0, *theirs)
         return buffer
@@ -87,14 +88,20 @@ def _index_bytes(count: int) -> int:
     return 4 * count + (4 * count) % 8
 
 
-def _check_header(share: torch.Tensor, rank: int, stamp: int, buffer: torch.Tensor) -> None:
+def _check_header(share: torch.Tensor, expected: list[int]) -> None:
     if share.is_cuda:
         return  # reading it would stop the host; the session checks CUDA exchanges at commit
     found = share[:_HEADER_BYTES].view(torch.int64).tolist()
-    if found[:3] != [rank, stamp, buffer.numel()]:
+    rank, stamp, *counts = expected
+    if found[:2] != [rank, stamp]:
         raise UsageError(
             f"rank {rank} sent gradients of {_where(found[1])} while this rank is in "
             f"{_where(stamp)}; every rank must attach to the same run and commit the same steps"
+        )
+    if found[2:] != counts:
+        raise UsageError(
+            f"rank {rank} sent {found[3]} entries of {found[2]} elements where this rank has "
+            f"{counts[1]} of {counts[0]}; give every rank the same model and compressor"
         )
 
 

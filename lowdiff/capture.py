@@ -79,18 +79,39 @@ class ItemTracker:
             check_round_trip(name, thing.state_dict())
         self._versions: dict[str, tuple[int, int]] = {}
         self._checksums: dict[str, int] = {}
+        self._committed: dict[str, bytes] = {}
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Buffers and frozen parameters by item name."""
         return self._constants
 
-    def all(self) -> dict[str, bytes]:
-        """Every item except the tensors."""
+    @property
+    def committed(self) -> Mapping[str, bytes]:
+        """Every item but the tensors, as of the last ``start`` or ``changed``."""
+        return self._committed
+
+    def read(self) -> dict[str, bytes]:
+        """Every item but the tensors, as it is now."""
         return {name: encode(read(), name=name) for name, read in self._readers.items()}
 
+    def start(self, items: Mapping[str, bytes]) -> None:
+        """Begin with what recovery knows, whatever the generators hold at the moment."""
+        self._committed = {name: items[name] for name in self._readers if name in items}
+        self.changed_tensors()
+
     def changed(self) -> dict[str, bytes]:
-        """Items whose bytes differ from the last call's."""
+        """Items whose bytes differ from those of the last call, which they replace."""
+        found = {
+            name: data for name, data in self.read().items() if self._committed.get(name) != data
+        }
+        self._committed.update(found)
+        return found | {
+            name: encode(tensor, name=name) for name, tensor in self.changed_tensors().items()
+        }
+
+    def changed_tensors(self) -> dict[str, torch.Tensor]:
+        """Buffers and frozen parameters that differ from those of the last call, on the CPU."""
         found = {}
         for name, tensor in self._constants.items():
             # Version counters are right for frozen parameters, which only in-place operations
@@ -100,20 +121,11 @@ class ItemTracker:
                 continue
             self._versions[name] = version
             host = tensor.detach().cpu().contiguous()
-            if self._is_new(name, byte_view(host) if host.numel() else b""):
-                found[name] = encode(host, name=name)
-        for name, read in self._readers.items():
-            data = encode(read(), name=name)
-            if self._is_new(name, data):
-                found[name] = data
+            checksum = crc32c(byte_view(host)) if host.numel() else 0
+            if self._checksums.get(name) != checksum:
+                self._checksums[name] = checksum
+                found[name] = host
         return found
-
-    def _is_new(self, name: str, data: bytes | memoryview) -> bool:
-        checksum = crc32c(data)
-        if self._checksums.get(name) == checksum:
-            return False
-        self._checksums[name] = checksum
-        return True
 
 
 def check_round_trip(name: str, value: Any) -> None:

@@ -229,15 +229,13 @@ class Checkpointer:
             return
         opened, session = self._opened, self._session
         try:
-            if not failed:
-                if session.has_finished_step:
-                    self.commit()
-                # Whoever resumes later finds the residual in it, without the staging memory.
-                session.snapshot()
+            if not failed and session.has_finished_step:
+                self.commit()
+            is_last_snapshot = not failed and self._take_last_snapshot(opened)
             session.finish(_FINISH_SECONDS)
             self._final_stats = self.stats()
-            if not failed:
-                opened.ranks.barrier()  # a snapshot exists only with every rank's shard
+            if is_last_snapshot:
+                opened.ranks.barrier()  # it exists only with every rank's shard
                 opened.staging.remove()
         finally:
             self.hook_state.close()
@@ -247,6 +245,19 @@ class Checkpointer:
             opened.ranks.close()
             opened.lock.release()
             self._opened = None
+
+    def _take_last_snapshot(self, opened: Opened) -> bool:
+        """Make staging memory, which alone holds the newest residual, unnecessary."""
+        if all(opened.ranks.gather(opened.session.is_as_committed())):
+            opened.session.snapshot()
+            return True
+        _logger.warning(
+            "the model changed after its last commit (step %d), so no last snapshot is taken; "
+            "the next attach resumes from that commit, with the help of %s",
+            opened.session.step,
+            opened.staging.root,
+        )
+        return False
 
     @property
     def _session(self) -> Session:

@@ -275,12 +275,12 @@ def _start(
 ) -> _Start:
     """Load what is to be restored into the live objects."""
     if state is None:
-        return _Start(0, False, [], tracker.all())
+        return _Start(0, False, [], tracker.read())
     items = inherit(state.items, ranks.world_size)[ranks.rank]
     if restore == "model":
         load_parameters(state, attached)
         load_items(items, attached.constants, {})
-        return _Start(0, False, [], tracker.all())
+        return _Start(0, False, [], tracker.read())
     residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
     load_parameters(state, attached)
     load_optimizers(state, attached)
@@ -361,6 +361,7 @@ def _begin(
         reducer=compressor.bind(attached.layout, residual, ranks.training_group),
         residual=residual,
         tracker=tracker,
+        items=start.items,
         log=log,
         writer=writer,
         scaler=next((s for s in stateful.values() if isinstance(s, GradScaler)), None),

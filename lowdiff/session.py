@@ -61,6 +61,7 @@ class Session:
         reducer: Reducer,
         residual: RotatingResidual,
         tracker: ItemTracker,
+        items: Mapping[str, bytes],
         log: StagingLog,
         writer: WriterProcess,
         scaler: torch.amp.GradScaler | None,
@@ -80,10 +81,11 @@ class Session:
         self._scaler = scaler
         self._scale = self._loss_scale()
         self._snapshot_step = -1
+        self._committed_versions = self._versions()
         self._warned = ""
         self._stepped: dict[int, OptimizerStep] = {}
         self._absent: set[int] = set()
-        tracker.changed()  # what is logged from here on is what changes from here on
+        tracker.start(items)
         self._stage_base()
         self._begin()
         self._handles = [
@@ -169,6 +171,7 @@ class Session:
             )
             self.step += 1
             self.counters.steps += 1
+            self._committed_versions = self._versions()
             self._begin()
         if self.step % self._settings.snapshot_every == 0:
             self.snapshot()
@@ -241,6 +244,17 @@ class Session:
             self._append(RecordKind.SNAPSHOT, self.step, encode_mark(size, checksum), Payload(()))
             self._snapshot_step = self.step
             self.counters.snapshots += 1
+
+    def is_as_committed(self) -> bool:
+        """Whether the live state is still that of the last commit."""
+        return (
+            not self._stepped
+            and self._versions() == self._committed_versions
+            and not self._tracker.changed_tensors()
+        )
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self._attached.parameters]
 
     def wait_for_snapshot(self) -> None:
         """Wait until the last staged snapshot is durable."""

@@ -84,7 +84,7 @@ def shard_tensors(
         "groups": [list(hyper_parameters(o)) for o in attached.optimizers],
         "state": state,
         "held": attached.held(),
-        "items": tracker.all(),
+        "items": dict(tracker.committed),
     }
     data = torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)
     tensors.append(_image(SCALARS, data))

@@ -142,16 +142,19 @@ def complete_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
     return {number: incarnation.fence for number, incarnation in found.items()}
 
 
-def segment_steps(folder: RunFolder, incarnation: int, rank: int) -> Iterator[int]:
-    """Steps of one rank's valid records in segments of one incarnation."""
-    for number, owner, _, path in folder.segments():
-        if (number, owner) == (incarnation, rank):
-            view = read_view(path)
-            try:
-                header = FileHeader.unpack(view, path)
-            except DamagedFile:
-                continue  # a dead writer's first, torn record
-            yield from (record.header.step for record in read_records(view, header))
+def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, int] | None:
+    """One rank's newest segment of an incarnation that holds a record, and its last step."""
+    own = [path for n, owner, _, path in folder.segments() if (n, owner) == (incarnation, rank)]
+    for path in reversed(own):
+        view = read_view(path)
+        try:
+            header = FileHeader.unpack(view, path)
+        except DamagedFile:
+            continue  # a dead writer's first, torn record
+        steps = [record.header.step for record in read_records(view, header)]
+        if steps:
+            return path, steps[-1]
+    return None
 
 
 def _add(records: dict[tuple[int, int], dict[int, StoredRecord]], found: StoredRecord) -> None:
@@ -189,11 +192,13 @@ def _segment_records(
     folder: RunFolder, run_id: str, damage: list[DamagedFile]
 ) -> Iterator[StoredRecord]:
     for incarnation, rank, _, path in folder.segments():
-        view = read_view(path)
         try:
+            view = read_view(path)
             header = FileHeader.unpack(view, path)
             if (header.run_id, header.incarnation, header.rank) != (run_id, incarnation, rank):
                 raise DamagedFile(path, "it belongs to another run, incarnation or rank")
+        except FileNotFoundError:
+            continue  # a live run's retention was faster
         except DamagedFile as error:
             damage.append(error)
             continue
@@ -214,6 +219,8 @@ def _snapshots(
             manifests = _manifests(path, run_id, incarnation, step)
             for manifest in manifests if check else ():
                 check_shard(path, manifest)
+        except FileNotFoundError:
+            continue  # a live run's retention was faster
         except DamagedFile as error:
             damage.append(error)
         else:

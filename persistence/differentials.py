@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.catalog import StoredRecord

@@ -40,6 +40,8 @@ def plan_collection(
     snapshots: Sequence[SnapshotSet],
     segments: Sequence[StoredSegment],
     keep_snapshots: int,
+    *,
+    folders: Sequence[tuple[int, Path]] = (),
 ) -> Collection:
     """Decide what may go. Snapshots off the lineage never count as kept.
 
@@ -48,6 +50,8 @@ def plan_collection(
         snapshots: Complete snapshots, any order.
         segments: One rank's segments.
         keep_snapshots: How many of the newest snapshots on the lineage stay, at least 1.
+        folders: Step and folder of every snapshot, complete or not: what a crash left half
+            written or half removed goes as well.
     """
     owners = {span.incarnation: span for span in spans}
     valid = sorted(
@@ -56,7 +60,8 @@ def plan_collection(
     if len(valid) < keep_snapshots:
         return Collection((), ())
     oldest_kept = valid[-keep_snapshots]
-    old = tuple(s.folder for s in snapshots if s.step < oldest_kept)
+    # Ranks take snapshots in step order, so nothing this old is still being written.
+    old = tuple(path for step, path in folders if step < oldest_kept)
     spent = []
     ordered = sorted(segments, key=lambda s: (s.incarnation, s.first))
     for segment, after in zip_longest(ordered, ordered[1:]):
@@ -83,7 +88,9 @@ def collect(folder: RunFolder, run_id: str, keep_snapshots: int) -> None:
     for segments in by_rank.values():
         for path in plan_collection(spans, snapshots, segments, keep_snapshots).segments:
             path.unlink(missing_ok=True)
-    for snapshot in plan_collection(spans, snapshots, [], keep_snapshots).snapshots:
+    folders = [(step, path) for _, step, path in folder.snapshots()]
+    old = plan_collection(spans, snapshots, (), keep_snapshots, folders=folders).snapshots
+    for snapshot in old:
         for manifest in sorted(snapshot.glob("rank-*.json")):
             manifest.unlink(missing_ok=True)
         shutil.rmtree(snapshot, ignore_errors=True)

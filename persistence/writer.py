@@ -25,7 +25,7 @@ import aiofiles
 from crc32c import crc32c
 
 from lowdiff.errors import StorageError
-from lowdiff.persistence.catalog import segment_steps
+from lowdiff.persistence.catalog import last_segment
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.durable import fsync_directory, make_directory, write_json
 from lowdiff.persistence.framing import (
@@ -166,8 +166,11 @@ class Writer:
         adoption = asyncio.create_task(
             asyncio.to_thread(adopt_predecessors, self._settings, self._trainer_gone)
         )
-        # Whatever fails unexpectedly ends the process; the trainer notices and starts another.
-        await asyncio.gather(self._encode(), self._persist())
+        try:
+            # Whatever fails unexpectedly ends the process; the trainer notices and starts another.
+            await asyncio.gather(self._encode(), self._persist())
+        finally:
+            self._trainer_gone.set()  # or the process would wait for the adopting thread
         await adoption
         self._status.update(closed=True)
 
@@ -319,32 +322,45 @@ class Writer:
             )
 
 
-def _make_run_directory(run: RunFolder, path: Path) -> None:
-    """Make a folder inside a run, never the run: it may only be unmounted.
+def _require_run(folder: RunFolder) -> None:
+    """Nothing is written where the run is not: it may only be unmounted."""
+    if not folder.run_file.is_file():
+        raise StorageError(f"{folder.run_file} is gone; bring the run folder back, or mount it")
 
-    Raises:
-        StorageError: If the run is not there.
-    """
-    if not run.run_file.is_file():
-        raise StorageError(f"{run.run_file} is gone; bring the run folder back, or mount it")
+
+def _make_run_directory(run: RunFolder, path: Path) -> None:
+    _require_run(run)
     make_directory(path)
 
 
 def durable_step(folder: RunFolder, incarnation: int, rank: int, base_step: int) -> int:
-    """Last step of one rank's records in segments, or ``base_step``."""
-    return max(segment_steps(folder, incarnation, rank), default=base_step)
+    """Last step of one rank's records in segments, or ``base_step``.
+
+    The segment is fsynced first: a writer that was killed may have left its last batch in the
+    page cache only.
+
+    Raises:
+        StorageError: If the run is not there.
+    """
+    _require_run(folder)
+    found = last_segment(folder, incarnation, rank)
+    if found is None:
+        return base_step
+    path, step = found
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    fsync_directory(path.parent)
+    return step
 
 
 def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
     """Step of one rank's newest durable shard of a snapshot of an incarnation, or -1."""
-    return max(
-        (
-            step
-            for number, step, path in folder.snapshots()
-            if number == incarnation and manifest_file(path, rank).is_file()
-        ),
-        default=-1,
-    )
+    steps = [-1]
+    for number, step, path in folder.snapshots():
+        if number == incarnation and manifest_file(path, rank).is_file():
+            fsync_directory(path)  # its writer may have been killed before it could
+            steps.append(step)
+    return max(steps)
 
 
 def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) -> None:
@@ -361,14 +377,15 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
         if stage.incarnation >= settings.incarnation or not mine:
             continue
         lock = FileLock(stage.writer_lock)
-        while not lock.acquire(f"adopting writer {os.getpid()}", timeout_seconds=1.0):
-            if trainer_gone.is_set():
-                return  # the next incarnation's writer will adopt it
         try:
+            while not lock.acquire(f"adopting writer {os.getpid()}", timeout_seconds=1.0):
+                if trainer_gone.is_set():
+                    return  # the next incarnation's writer will adopt it
             asyncio.run(_adopt(settings, stage))
             stage.remove()
         except (OSError, StorageError) as error:
-            _logger.warning("cannot adopt %s: %s; it stays in staging", stage.root, error)
+            if stage.root.exists():  # else another incarnation's writer was faster
+                _logger.warning("cannot adopt %s: %s; it stays in staging", stage.root, error)
         finally:
             lock.release()
 

@@ -24,7 +24,12 @@ class WriterProcess:
     """Starts the writer, restarts it when it dies, and reads its status."""
 
     def __init__(self, settings: WriterSettings) -> None:
-        self._settings = replace(settings, trainer_pid=os.getpid())
+        self._settings = replace(
+            settings,
+            run=os.path.abspath(settings.run),
+            staging_root=os.path.abspath(settings.staging_root),
+            trainer_pid=os.getpid(),
+        )
         self._process = self._start()
         self._finishing = False
         self._checked = time.monotonic()
@@ -47,6 +52,8 @@ class WriterProcess:
                     self._process.returncode,
                     self._settings.staging.writer_log,
                 )
+                assert self._process.stdin is not None
+                self._process.stdin.close()
                 self._process = self._start()
         return self._status.read()
 
@@ -86,6 +93,7 @@ class WriterProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                cwd="/",  # `-m` looks there first: no module of the user's may shadow ours
                 env={**os.environ, "PYTHONPATH": _import_path()},
             )
 
@@ -109,4 +117,5 @@ def _import_path() -> str:
     """Where this very lowdiff is found, ahead of whatever the environment says."""
     here = str(Path(__file__).parent.parent.parent)
     package = Path(sys.modules["lowdiff"].__file__ or here).parent.parent
-    return os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))
+    others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return os.pathsep.join([str(package), *map(os.path.abspath, others)])

@@ -186,8 +186,8 @@ def _staging_damage(catalog: Catalog) -> Iterator[Finding]:
                 next(_records_after(view, end, header), None) is not None
                 and _end_of_records(view, header) == end
             ):
-                error = DamagedFile(path, "no valid record, but valid ones follow", offset=end)
-                yield Finding.of(error)
+                what = "no valid record, but valid ones follow"
+                yield Finding.of(DamagedFile(path, what, offset=end))
 
 
 def _end_of_records(view: memoryview, header: FileHeader) -> int:
@@ -197,8 +197,9 @@ def _end_of_records(view: memoryview, header: FileHeader) -> int:
 def _missing_fences(folder: RunFolder, catalog: Catalog) -> Iterator[tuple[int, Path]]:
     """Incarnations that do not count, because the fence of some rank is not there."""
     present = {(number, rank) for number, rank, _ in folder.fences()}
-    parents = {life.fence.parent for life in catalog.incarnations.values()} - {None}
-    for number in sorted({n for n, _ in present} | {n for n, _ in catalog.records} | parents):
+    parents = (life.fence.parent for life in catalog.incarnations.values())
+    numbers = {number for number, _ in [*present, *catalog.records]}
+    for number in sorted(numbers.union(parent for parent in parents if parent is not None)):
         if number not in catalog.incarnations:
             for rank in range(_world_size(folder, catalog, number)):
                 if (number, rank) not in present:

@@ -19,6 +19,9 @@ from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
 
+#: Called with the number of steps replayed so far, and the number there are.
+Progress = Callable[[int, int], None]
+
 _LOOKS = 3
 _Result = TypeVar("_Result")
 
@@ -29,6 +32,7 @@ def recover(
     *,
     staging: str | Path | None = None,
     options: ReplayOptions | None = None,
+    progress: Progress | None = None,
 ) -> RecoveredState:
     """Rebuild the state of a run at any committed step; the training code is not needed.
 
@@ -37,6 +41,7 @@ def recover(
         step: Which step; None for the newest.
         staging: Where the run's staging memory lives, if it was set by hand.
         options: Workers and block size.
+        progress: Told about each window of steps.
 
     Raises:
         NotARun: If the folder holds no run.
@@ -46,11 +51,26 @@ def recover(
     """
     folder = RunFolder(Path(run))
     root = default_staging_root() if staging is None else Path(staging)
-    how = options or ReplayOptions()
     catalog = scan(folder, [root])
     for error in catalog.damage:
         _logger.warning("%s", error)
-    return look_again(folder, root, catalog, lambda seen: recover_from(seen, step, how))
+
+    def act(seen: Catalog) -> RecoveredState:
+        plan = plan_recovery(seen, step)
+        how = reporting(options, progress, 0, len(plan.steps))
+        return recover_from(seen, plan.step, how)
+
+    return look_again(folder, root, catalog, act)
+
+
+def reporting(
+    options: ReplayOptions | None, progress: Progress | None, done: int, total: int
+) -> ReplayOptions:
+    """Options of one replay of several, the first of whose steps is number ``done`` of all."""
+    own = options or ReplayOptions()
+    if progress is None:
+        return own
+    return replace(own, progress=lambda steps: progress(done + steps, total))
 
 
 def look_again(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.persistence.durable import fsync_directory, make_directory
@@ -47,19 +47,12 @@ def export(state: RecoveredState, path: str | Path, *, overwrite: bool = False) 
         StorageError: If it cannot be written.
     """
     target = check_output(path, overwrite=overwrite)
-    content = _document(state) if target.suffix == ".pt" else _weights(state)
+    write = _write_all(state) if target.suffix == ".pt" else _write_weights(state)
     try:
         make_directory(target.parent)
-        with _replaced(target) as partial:
-            if target.suffix == ".pt":
-                torch.save(content, partial)
-            else:
-                save_file(content, partial, {"format": "pt", "lowdiff_step": str(state.step)})
-    except SafetensorError as error:
-        raise ConfigError(
-            f"the model cannot be written as {target.name}: {error}; give a name ending in .pt"
-        ) from error
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        with _replaced(target) as file:
+            write(file)
+    except (OSError, RuntimeError) as error:  # torch may report a full disk as RuntimeError
         raise StorageError(f"{target} could not be written: {error}") from error
     return target
 
@@ -83,28 +76,36 @@ def check_output(path: str | Path, *, overwrite: bool) -> Path:
     return target
 
 
-def _document(state: RecoveredState) -> dict[str, Any]:
+def _write_all(state: RecoveredState) -> Callable[[IO[bytes]], object]:
     optimizers = [
         _plain(state.optimizer_state_dict(index), f"optimizer {index}")
         for index in range(len(state.optimizers))
     ]
-    return {
+    document = {
         "model": state.model_state_dict(),
         "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
         "stateful": {name: _plain(value, name) for name, value in state.stateful.items()},
         "step": state.step,
     }
+    return lambda file: torch.save(document, file)
 
 
-def _weights(state: RecoveredState) -> dict[str, torch.Tensor]:
-    """Every tensor in memory of its own: safetensors refuses shared and strided ones."""
+def _write_weights(state: RecoveredState) -> Callable[[IO[bytes]], object]:
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in state.model_state_dict().items():
+        # safetensors refuses strided tensors, and those that share memory.
         whole = tensor.contiguous()
         tensors[name] = whole.clone() if whole.data_ptr() in seen else whole
         seen.add(whole.data_ptr())
-    return tensors
+    try:
+        # Its save_file would give the file a mode and a temporary name of its own.
+        data = save(tensors, {"format": "pt", "lowdiff_step": str(state.step)})
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"the model has no safetensors form ({error}); give a name ending in .pt"
+        ) from error
+    return lambda file: file.write(data)
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -127,7 +128,7 @@ def _plain(value: Any, where: str) -> Any:
         return {_key(part, where) for part in value}
     if kind in (dict, OrderedDict, Counter, defaultdict):
         entries = {_key(k, where): _plain(v, f"{where}[{k!r}]") for k, v in value.items()}
-        return entries if kind in (dict, defaultdict) else kind(entries)
+        return {OrderedDict: OrderedDict, Counter: Counter}.get(kind, dict)(entries)
     raise _refusal(value, where)
 
 
@@ -150,12 +151,13 @@ def _refusal(value: Any, where: str) -> ConfigError:
 
 
 @contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """Gives a name to write to, whose file then takes the place of ``path``, durably."""
+def _replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, which then takes the place of ``path``, durably."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        yield partial
-        with partial.open("rb") as file:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     finally:

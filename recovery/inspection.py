@@ -113,7 +113,7 @@ def _summary(catalog: Catalog, durable: Catalog) -> Inspection:
         differentials=differentials,
         recoverable=ranges[-1] if ranges else None,
         recoverable_ranges=ranges,
-        bytes_per_step=differentials and differentials.bytes / differentials.count,
+        bytes_per_step=None if differentials is None else differentials.bytes / differentials.count,
         compressor=None if fence is None else dict(fence.compressor),
         optimizer=None if not names else names[0] if len(names) == 1 else names,
         incarnations=len(catalog.incarnations),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,14 +15,11 @@ from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.recovery.compare import differences
 from lowdiff.recovery.damage import Finding, first_gap, judge, lost_after
-from lowdiff.recovery.engine import carry_out, look_again
+from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.state import inherit
-
-#: Called with the number of steps replayed so far, and the number there are.
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +136,7 @@ def verify(
     total = sum(leg.last - leg.base.step for leg in legs)
     done = 0
     for leg in legs:
-        own = replace(options or ReplayOptions(), progress=_shifted(progress, done, total))
+        own = reporting(options, progress, done, total)
         failure = _carry_out(folder, root, catalog, leg, own)
         if failure is None:
             replays.append(Replayed(leg.base.step, leg.last, leg.target is not None))
@@ -156,15 +152,16 @@ def verify(
         replays=tuple(replays),
         recoverable=tuple(recoverable(catalog)),
         failures=tuple(failures),
-        notes=tuple([*notes, *_elsewhere(catalog)]),
+        notes=(*notes, *_elsewhere(catalog)),
     )
 
 
 def _legs(catalog: Catalog) -> list[_Leg]:
     snapshots = usable_snapshots(catalog)
     legs = [_Leg(base, target, target.step) for base, target in pairwise(snapshots)]
-    if snapshots:
-        legs.append(_Leg(snapshots[-1], None, recoverable(catalog)[-1][1]))
+    newest = max((last for _, last in recoverable(catalog)), default=-1)
+    if snapshots and (newest > snapshots[-1].step or not legs):
+        legs.append(_Leg(snapshots[-1], None, newest))
     return legs
 
 
@@ -232,7 +229,3 @@ def _elsewhere(catalog: Catalog) -> list[Finding]:
         Finding(f"trained with {other}, replayed with {here}: last bits may differ")
         for other in sorted(recorded - {here})
     ]
-
-
-def _shifted(progress: Progress | None, done: int, total: int) -> Callable[[int], None] | None:
-    return None if progress is None else lambda steps: progress(done + steps, total)

@@ -1,0 +1,121 @@
+"""Real processes, real SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowdiff.demo.launch import child_processes
+
+pytestmark = pytest.mark.launch
+
+WORKER = Path(__file__).parent / "worker.py"
+ROOT = Path(__file__).parent.parent.parent
+
+
+def command(
+    builder: str, folder: Path, until: int, *options: str, ranks: int | None = None
+) -> list[str]:
+    """What starts the worker: alone, or ``ranks`` of it under torchrun."""
+    launcher = [sys.executable]
+    if ranks is not None:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--max-restarts=2"]
+        launcher += [f"--nproc-per-node={ranks}"]
+    arguments = [builder, folder / "run", folder / "staging", until, folder / "report", *options]
+    return [*launcher, str(WORKER), *map(str, arguments)]
+
+
+def start(words: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    """Start it in the repository's root."""
+    folder.mkdir(exist_ok=True, parents=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (folder / "output.txt").open("ab") as output:
+        return subprocess.Popen(words, env=environment, stdout=output, stderr=output)
+
+
+def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait for a clean end."""
+    code = process.wait(90)
+    assert code == 0, (folder / "output.txt").read_text()[-3000:]
+
+
+def lines(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """What a rank reported, in all its lives; a torn last line of a killed one is left out."""
+    path = folder / f"report.{rank}"
+    found = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        if text.endswith("}"):
+            found.append(json.loads(text))
+    return found
+
+
+def losses(folder: Path, rank: int = 0) -> dict[int, str]:
+    """Loss of every step; a later life's replaces an earlier's."""
+    return {line["step"]: line["loss"] for line in lines(folder, rank) if "step" in line}
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    """Wait until rank 0 has reported a step."""
+    deadline = time.monotonic() + 60
+    while step not in losses(folder):
+        assert time.monotonic() < deadline, (folder / "output.txt").read_text()[-3000:]
+        time.sleep(0.002)
+
+
+def test_a_process_killed_at_random_instants_loses_no_committed_step(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(command("plain_module", whole, 400), whole), whole)
+    chance = random.Random(5)
+    for target in (90, 210, 330):
+        process = start(command("plain_module", killed, 400), killed)
+        wait_for_step(killed, target)
+        time.sleep(chance.random() * 0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        reported = lines(killed)[-1]["step"]
+        process = start(command("plain_module", killed, reported + 1), killed)
+        finish(process, killed)
+        resumed = [line["resumed"] for line in lines(killed) if "resumed" in line][-1]
+        # A line is written before its body commits, so it proves only the steps before it.
+        assert resumed >= reported
+    finish(start(command("plain_module", killed, 400), killed), killed)
+    assert losses(killed) == losses(whole)
+    assert lines(killed)[-1]["state"] == lines(whole)[-1]["state"]
+
+
+def test_all_ranks_killed_at_once_resume_bit_for_bit(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(command("cnn_sgd", whole, 120, ranks=2), whole), whole)
+    agent = start(command("cnn_sgd", killed, 120, ranks=2), killed)
+    wait_for_step(killed, 55)
+    workers = child_processes(agent.pid)
+    agent.kill()
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    agent.wait()
+    finish(start(command("cnn_sgd", killed, 120, ranks=2), killed), killed)
+    for rank in range(2):
+        assert losses(killed, rank) == losses(whole, rank)
+        assert lines(killed, rank)[-1]["state"] == lines(whole, rank)[-1]["state"]
+
+
+def test_one_rank_killed_under_torchrun_is_restarted_and_resumes_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(command("gpt_adamw", whole, 40, ranks=2), whole), whole)
+    words = command("gpt_adamw", killed, 40, "--die-at", "23", ranks=2)
+    finish(start(words, killed), killed)
+    assert [line["resumed"] for line in lines(killed) if "resumed" in line] == [0, 23]
+    for rank in range(2):
+        assert losses(killed, rank) == losses(whole, rank)
+        assert lines(killed, rank)[-1]["state"] == lines(whole, rank)[-1]["state"]
