@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.exchange import exchange
 from lowdiff.compressors.selection import MagnitudeSelector
-from lowdiff.errors import ConfigError
+from lowdiff.errors import ConfigError, GradientChanged
 from lowdiff.layout import bits
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Block, Layout, ParameterSpec, Payload, Section
@@ -106,13 +106,17 @@ class TopKReducer:
         self._selector = MagnitudeSelector()
         self._selected: dict[int, torch.Tensor] = {}
         self._consumed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._exchanged: dict[int, int] = {}
         self._stamp = 0
+        self._audit = False
 
-    def begin(self, stamp: int) -> None:
-        """Start a step: forget the last one's selection."""
+    def begin(self, stamp: int, *, audit: bool = False) -> None:
+        """See ``Reducer.begin``: forget the last step's selection."""
         self._selected.clear()
         self._consumed.clear()
+        self._exchanged.clear()
         self._stamp = stamp
+        self._audit = audit
 
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -129,7 +133,18 @@ class TopKReducer:
         entries = torch.cat(values)
         if self._world_size > 1:
             entries.div_(self._world_size)  # before the sum, as DDP itself averages
-        return exchange(buffer, torch.cat(positions), entries, stamp=self._stamp, group=self._group)
+        done = exchange(buffer, torch.cat(positions), entries, stamp=self._stamp, group=self._group)
+        if not self._audit:
+            return done
+
+        def count(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            averaged = future.value()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                self._exchanged[parameter] = int(gradient.count_nonzero())
+            return averaged
+
+        counted: torch.futures.Future[torch.Tensor] = done.then(count)
+        return counted
 
     def _compress(
         self, parameter: int, gradient: torch.Tensor
@@ -155,6 +170,11 @@ class TopKReducer:
         for i, gradient in enumerate(gradients):
             if gradient is not None:
                 spec = self._layout.parameters[i]
+                if self._audit and i in self._exchanged:
+                    found = int(gradient.count_nonzero())
+                    # A NaN norm makes every entry NaN; such a gradient is stored whole.
+                    if found > self._exchanged[i] and bool(gradient.isfinite().all()):
+                        raise GradientChanged(spec.name, self._exchanged[i], found)
                 own = self._own(i, spec, gradient)
                 self._consumed[i] = (own + spec.offset, gradient[own])
 

@@ -91,6 +91,7 @@ class Checkpointer:
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
         self.hook_state = HookState()
         self._opened: Opened | None = None
+        self._commits = "unknown"
         self._pending_random: Mapping[str, bytes] | None = None
         self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
         self._attach_seconds = 0.0
@@ -143,7 +144,8 @@ class Checkpointer:
         # Building a DataLoader's iterator draws from the global generator, so the generators are
         # set when the first step begins, not now.
         self._pending_random = self._opened.random_states
-        self._forward_hook = model.register_forward_pre_hook(self._first_forward)
+        self._commits = "unknown"
+        self._forward_hook = model.register_forward_pre_hook(self._before_forward)
         self._attach_seconds = time.perf_counter() - started
         return self._session.step
 
@@ -157,12 +159,13 @@ class Checkpointer:
             The number of completed steps: the body with ``step`` makes step ``step + 1``.
         """
         session = self._session
+        self._commits = "steps"
         while session.step < until:
             self._restore_random_states()
             yield session.step
             if self._opened is None:
                 raise UsageError("the Checkpointer was closed inside its own loop")
-            self.commit()
+            session.commit()
 
     def commit(self) -> None:
         """End a step by hand, in loops that do not use ``steps()``.
@@ -173,6 +176,7 @@ class Checkpointer:
         Raises:
             WriterFailed: If ``on_error="raise"`` and durable writing is in trouble.
         """
+        self._commits = "by hand"
         self._restore_random_states()
         self._session.commit()
 
@@ -180,21 +184,23 @@ class Checkpointer:
         """Counters of this rank since ``attach``; still there after ``close()``.
 
         Keys: ``steps``, ``snapshots``, ``staged_bytes``, ``durable_bytes`` (differentials),
-        ``snapshot_bytes``, ``durable_step``, ``training_thread_seconds`` (differentials, without
+        ``snapshot_bytes``, ``committed_step`` (staged on all ranks, as far as this rank
+        knows), ``durable_step`` (of this rank), ``training_thread_seconds`` (differentials, without
         snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for storage), ``attach_seconds``,
         ``writer_error``.
         """
         if self._opened is None:
             return dict(self._final_stats)
         session = self._session
-        status = session.writer_status()
-        counters = session.counters
+        status = session.stager.writer.status()
+        counters = session.stager.counters
         return {
             "steps": counters.steps,
             "snapshots": counters.snapshots,
             "staged_bytes": counters.staged_bytes,
             "durable_bytes": status.segment_bytes,
             "snapshot_bytes": status.snapshot_bytes,
+            "committed_step": session.committed_step,
             "durable_step": status.durable_step,
             "training_thread_seconds": counters.differential_seconds,
             "snapshot_seconds": counters.snapshot_seconds,
@@ -230,13 +236,14 @@ class Checkpointer:
         opened, session = self._opened, self._session
         try:
             if not failed and session.has_finished_step:
-                self.commit()
+                session.commit()
             is_last_snapshot = not failed and self._take_last_snapshot(opened)
-            session.finish(_FINISH_SECONDS)
-            self._final_stats = self.stats()
+            session.stager.writer.finish(_FINISH_SECONDS)
             if is_last_snapshot:
                 opened.ranks.barrier()  # it exists only with every rank's shard
+                session.committed_step = session.step
                 opened.staging.remove()
+            self._final_stats = self.stats()
         finally:
             self.hook_state.close()
             session.detach()
@@ -265,16 +272,25 @@ class Checkpointer:
             raise UsageError("call attach(model, optimizer) first")
         return self._opened.session
 
-    def _first_forward(self, module: torch.nn.Module, _: object) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._restore_random_states()
+    def _before_forward(self, module: torch.nn.Module, _: object) -> None:
+        """Begin the first step; in loops that never commit, end the last one as well (R11)."""
+        if not (module.training and torch.is_grad_enabled()) or self._opened is None:
+            return
+        self._restore_random_states()
+        if self._session.has_finished_step and self._commits in ("unknown", "by forward"):
+            if self._commits == "unknown":
+                _logger.warning(
+                    "no commit() after optimizer.step(): lowdiff commits each step when the next "
+                    "forward pass begins. The state is exact, the position in the data is not "
+                    "recorded; call checkpointer.commit(), or loop over checkpointer.steps(...)"
+                )
+            self._commits = "by forward"
+            self._session.commit()
 
     def _restore_random_states(self) -> None:
         if self._pending_random is not None:
             self._session.restore_random_states(self._pending_random)
             self._pending_random = None
-            if self._forward_hook is not None:
-                self._forward_hook.remove()
 
 
 def _has_hook(ddp: torch.nn.parallel.DistributedDataParallel, state: HookState) -> bool:

@@ -265,7 +265,8 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
     ranges = [f"{r.first} to {r.last}" for r in found.recoverable_ranges]
     yield "recoverable", f"steps {', '.join(ranges)}" if ranges else "no step"
     if found.damaged:
-        yield "damaged", f"{found.damaged} files; `lowdiff verify` names them"
+        names = "names it" if found.damaged == 1 else "names them"
+        yield "damaged", f"{_count(found.damaged, 'file')}; `lowdiff verify` {names}"
 
 
 def _print_report(report: VerifyReport) -> None:

@@ -7,6 +7,7 @@
     │   ├── UnsupportedModel       sharded, sparse or complex parameters
     │   └── UnsupportedOptimizer   replay cannot reproduce this optimizer
     ├── UsageError             a call at the wrong moment                      (also a RuntimeError)
+    │   └── GradientChanged        between its exchange and the optimizer's step
     ├── RunError               the run folder does not fit the request
     │   ├── NotARun                no run lives there
     │   ├── RunInUse               another live trainer holds it
@@ -46,6 +47,19 @@ class UnsupportedOptimizer(ConfigError):
 
 class UsageError(LowDiffError, RuntimeError):
     """A call came at the wrong moment; the message says what to call first."""
+
+
+class GradientChanged(UsageError):
+    """A gradient was changed after its exchange in a way that cannot be replayed."""
+
+    def __init__(self, parameter: str, exchanged: int, found: int) -> None:
+        self.parameter = parameter
+        super().__init__(
+            f"the gradient of {parameter!r} has {found} entries that are not zero, but only "
+            f"{exchanged} were exchanged: something added to it after backward() (noise, weight "
+            "decay by hand?), which cannot be replayed; scaling and clipping can. Put the term "
+            "into the loss or into the optimizer"
+        )
 
 
 class RunError(LowDiffError):

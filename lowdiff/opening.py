@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
@@ -21,8 +20,6 @@ from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, LowDiffError, RunInUse, RunMismatch
 from lowdiff.persistence.catalog import Catalog, scan
-from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.fences import create_run, new_run_id, read_run_id, write_fence
 from lowdiff.persistence.locks import FileLock
@@ -30,21 +27,12 @@ from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
-from lowdiff.recovery.engine import recover_from
-from lowdiff.recovery.plan import plan_recovery
-from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.state import RecoveredState, inherit
-from lowdiff.residuals import StagedResidual, read_residual
-from lowdiff.restore import (
-    check_match,
-    load_gradients,
-    load_items,
-    load_optimizers,
-    load_parameters,
-)
+from lowdiff.residuals import StagedResidual
+from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.session import Session
 from lowdiff.settings import Settings
-from lowdiff.types import ITEM_BYTES, Fence, Layout
+from lowdiff.stager import Stager
+from lowdiff.types import ITEM_BYTES, Fence
 
 _logger = logging.getLogger(__name__)
 
@@ -128,96 +116,6 @@ def _visible(folder: Path, pattern: str) -> list[tuple[str, Path]]:
     return [(str(path.relative_to(folder)), path) for path in files]
 
 
-def _recover(
-    settings: Settings,
-    attached: Attached,
-    catalog: Catalog,
-    ranks: Ranks,
-    step: int | None,
-) -> RecoveredState | None:
-    """The state to start from, the same on every rank; None for a run without history."""
-    if not catalog.snapshots and step is None:
-        if catalog.incarnations:
-            _logger.warning(
-                "%s holds no complete snapshot: its trainer died before the first one was "
-                "durable; starting from step 0",
-                settings.run,
-            )
-        return None
-    # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
-    error: LowDiffError | None = None
-    state: RecoveredState | None = None
-    try:
-        target = plan_recovery(catalog, step).step if ranks.rank == 0 else -1
-    except LowDiffError as failure:
-        error, target = failure, -1
-    ranks.raise_together(error)
-    target = ranks.gather(target)[0]
-    try:
-        check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
-        options = ReplayOptions(num_workers=_workers_per_rank(ranks))
-        state = recover_from(catalog, target, options)
-    except LowDiffError as failure:
-        error = failure
-    ranks.raise_together(error)
-    return state
-
-
-def _workers_per_rank(ranks: Ranks) -> int:
-    """Ranks on one machine share its cores."""
-    here = socket.gethostname()
-    neighbours = ranks.gather(here).count(here)
-    return max(1, len(os.sched_getaffinity(0)) // neighbours)
-
-
-def _residual_of(
-    settings: Settings, catalog: Catalog, state: RecoveredState, layout: Layout, rank: int
-) -> list[torch.Tensor | None]:
-    """One old rank's residual at the state's step: exact from staging or its snapshot.
-
-    After the loss of staging it is the snapshot's, which is older; training then continues from
-    the exact state with a slightly different error feedback, and says so.
-    """
-    newest = catalog.incarnations[max(catalog.incarnations)]
-    for number in (newest.number, state.fence.incarnation):
-        stored = catalog.records.get((number, rank), {}).get(state.step)
-        if stored is None:
-            continue
-        mark = read_differential(stored, Codec()).residual
-        staging = StagingFolder.of(settings.staging, catalog.run_id, number, rank)
-        found = mark and read_residual(staging.residual, layout, mark)
-        if found:
-            return list(found)
-    if state.base_step != state.step and state.residuals[rank]:
-        _logger.warning(
-            "rank %d: the error-feedback residual of step %d is lost with its staging memory; "
-            "using that of snapshot %d: the state is exact, the continuation is not bit-identical",
-            rank,
-            state.step,
-            state.base_step,
-        )
-    return [state.residuals[rank].get(spec.name) for spec in layout.parameters]
-
-
-def _inherited_residual(
-    settings: Settings, catalog: Catalog, state: RecoveredState, layout: Layout, ranks: Ranks
-) -> list[torch.Tensor | None]:
-    """This rank's residual; with another world size, the mean over the old ranks."""
-    old_ranks = len(state.residuals)
-    if old_ranks == ranks.world_size:
-        return _residual_of(settings, catalog, state, layout, ranks.rank)
-    columns = zip(
-        *(_residual_of(settings, catalog, state, layout, rank) for rank in range(old_ranks)),
-        strict=True,
-    )
-    means: list[torch.Tensor | None] = []
-    for column in columns:
-        found = [residual for residual in column if residual is not None]
-        # Averaged gradients divide by the world size, so the mean keeps what is owed in total.
-        means.append(torch.stack(found).sum(0) / old_ranks if found else None)
-    return means
-
-
 def open_session(
     settings: Settings,
     attached: Attached,
@@ -241,52 +139,14 @@ def open_session(
             catalog = _agreed_catalog(settings, ranks, Path(imported))
             state = None
             if restore != "none":
-                state = _recover(settings, attached, catalog, ranks, step)
-            start = _start(settings, attached, stateful, tracker, catalog, ranks, state, restore)
+                state = recover_together(settings, attached, catalog, ranks, step)
+            start = load_start(
+                settings, attached, stateful, tracker, catalog, ranks, state, restore
+            )
         return _begin(settings, attached, stateful, tracker, catalog, ranks, lock, start)
     except BaseException:
         lock.release()
         raise
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Start:
-    """Where an incarnation begins.
-
-    Attributes:
-        continues: Whether its history is part of the run's history from here on.
-    """
-
-    step: int
-    continues: bool
-    residual: list[torch.Tensor | None]
-    items: Mapping[str, bytes]
-
-
-def _start(
-    settings: Settings,
-    attached: Attached,
-    stateful: Mapping[str, Stateful],
-    tracker: ItemTracker,
-    catalog: Catalog,
-    ranks: Ranks,
-    state: RecoveredState | None,
-    restore: str,
-) -> _Start:
-    """Load what is to be restored into the live objects."""
-    if state is None:
-        return _Start(0, False, [], tracker.read())
-    items = inherit(state.items, ranks.world_size)[ranks.rank]
-    if restore == "model":
-        load_parameters(state, attached)
-        load_items(items, attached.constants, {})
-        return _Start(0, False, [], tracker.read())
-    residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
-    load_parameters(state, attached)
-    load_optimizers(state, attached)
-    load_gradients(state, attached)
-    load_items(items, attached.constants, stateful)
-    return _Start(state.step, True, residual, items)
 
 
 def _begin(
@@ -297,7 +157,7 @@ def _begin(
     catalog: Catalog,
     ranks: Ranks,
     lock: FileLock,
-    start: _Start,
+    start: Start,
 ) -> Opened:
     """Fence on every rank; then staging, writer and session."""
     incarnation = max(ranks.gather(catalog.num_incarnations))
@@ -317,6 +177,7 @@ def _begin(
             optimizers=attached.specs,
             compressor={"name": compressor.name, "settings": dict(compressor.settings())},
             names=attached.names,
+            stateful={name: class_of(thing) for name, thing in stateful.items()},
         ),
     )
     ranks.barrier()  # nobody stages before every rank's fence is durable
@@ -362,12 +223,23 @@ def _begin(
         residual=residual,
         tracker=tracker,
         items=start.items,
-        log=log,
-        writer=writer,
-        scaler=next((s for s in stateful.values() if isinstance(s, GradScaler)), None),
+        stager=Stager(log, writer, settings, ranks.rank),
+        scaler=_hook_scaler(attached, stateful),
     )
-    if not start.continues:
+    if start.needs_snapshot:
         session.snapshot()
-        session.wait_for_snapshot()  # G3 holds from the return of attach
+        session.stager.wait_for_snapshot()  # G3 holds from the return of attach
     ranks.barrier()
     return Opened(session, lock, ranks, staging, start.items)
+
+
+def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:
+    """The gradient scaler whose scale the compressed gradients carry, if there is one.
+
+    DDP's hook runs before the scaler divides. Without DDP gradients are compressed when the
+    optimizer steps, where only a fused optimizer still sees them scaled.
+    """
+    fused = any(group.get("fused") for o in attached.optimizers for group in o.param_groups)
+    if attached.ddp is None and not fused:
+        return None
+    return next((s for s in stateful.values() if isinstance(s, GradScaler)), None)

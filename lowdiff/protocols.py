@@ -31,8 +31,14 @@ class ResidualStore(Protocol):
 class Reducer(Protocol):
     """A compressor bound to one run: makes the averaged gradient and its payload."""
 
-    def begin(self, stamp: int) -> None:
-        """Start a step. ``stamp`` travels with every exchange and must agree on all ranks."""
+    def begin(self, stamp: int, *, audit: bool) -> None:
+        """Start a step.
+
+        Args:
+            stamp: Travels with every exchange; must agree on all ranks.
+            audit: Whether ``consume`` shall check that the gradients have no entries but those
+                that were exchanged.
+        """
         ...
 
     def reduce(
@@ -56,6 +62,9 @@ class Reducer(Protocol):
         Args:
             gradients: Flat gradient of every parameter of the layout; None where it is absent or
                 belongs to another optimizer, which has a call of its own.
+
+        Raises:
+            GradientChanged: If an audited gradient has entries that were not exchanged.
         """
         ...
 

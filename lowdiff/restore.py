@@ -10,6 +10,7 @@ from lowdiff.attached import Attached
 from lowdiff.capture import Stateful
 from lowdiff.errors import RunMismatch
 from lowdiff.layout import shaped
+from lowdiff.persistence.values import same
 from lowdiff.recovery.state import STATEFUL_ITEM, RecoveredState, decode_item, is_aligned
 from lowdiff.types import Fence, Layout
 
@@ -45,11 +46,22 @@ def load_gradients(state: RecoveredState, attached: Attached) -> None:
         parameter.grad = torch.zeros_like(parameter) if i in held else None
 
 
-def load_optimizers(state: RecoveredState, attached: Attached) -> None:
-    """Copy hyper-parameters and optimizer state, bit for bit."""
+def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
+    """Copy hyper-parameters and optimizer state, bit for bit.
+
+    Returns:
+        Where the constructor's hyper-parameters differed from the restored ones, which win.
+    """
+    differences = []
     for index, optimizer in enumerate(attached.optimizers):
         recovered = state.optimizers[index]
-        for group, hyper in zip(optimizer.param_groups, recovered.groups, strict=True):
+        pairs = zip(optimizer.param_groups, recovered.groups, strict=True)
+        for number, (group, hyper) in enumerate(pairs):
+            differences += [
+                f"{key}={value!r} of group {number} (given: {group[key]!r})"
+                for key, value in hyper.items()
+                if key in group and not same(group[key], value)
+            ]
             kept = group["params"]
             group.clear()
             group.update(hyper, params=kept)
@@ -66,6 +78,7 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> None:
                     else value
                     for key, value in entries.items()
                 }
+    return differences
 
 
 def load_items(

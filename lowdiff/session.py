@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,35 +13,22 @@ from lowdiff.attached import Attached, hyper_parameters
 from lowdiff.capture import ItemTracker, restore_random_states
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.digests import Digester
-from lowdiff.errors import UsageError, WriterFailed
+from lowdiff.errors import UsageError
+from lowdiff.guard import StepGuard
 from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.snapshots import encode_mark, stage_image
-from lowdiff.persistence.staging import StagingLog
-from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.values import same
-from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.protocols import Reducer
 from lowdiff.settings import Settings
 from lowdiff.snapshot import shard_tensors
+from lowdiff.stager import Stager
 from lowdiff.types import Differential, Digest, OptimizerStep, Payload
 
 _logger = logging.getLogger(__name__)
 
-_WAIT_SECONDS = 0.001
-_NOTICE_SECONDS = 30.0
-
-
-@dataclass(slots=True)
-class Counters:
-    """What this rank has done since ``attach``; times are of the training thread."""
-
-    steps: int = 0
-    snapshots: int = 0
-    staged_bytes: int = 0
-    differential_seconds: float = 0.0
-    snapshot_seconds: float = 0.0
-    waiting_seconds: float = 0.0
+#: Steps whose gradients are counted against what was exchanged: the first, and then a few.
+_AUDITED_FIRST = 3
+_AUDITED_EVERY = 64
 
 
 class Session:
@@ -62,41 +47,37 @@ class Session:
         residual: RotatingResidual,
         tracker: ItemTracker,
         items: Mapping[str, bytes],
-        log: StagingLog,
-        writer: WriterProcess,
+        stager: Stager,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.step = step
-        self.counters = Counters()
+        self.committed_step = step
+        self.stager = stager
+        self.reducer = reducer
         self._attached = attached
         self._settings = settings
         self._incarnation = incarnation
         self._rank, self._world_size = rank, world_size
-        self.reducer = reducer
         self._residual = residual
         self._tracker = tracker
-        self._log = log
-        self._writer = writer
         self._digester = Digester(attached.layout)
         self._scaler = scaler
         self._scale = self._loss_scale()
-        self._snapshot_step = -1
-        self._committed_versions = self._versions()
-        self._warned = ""
+        self._base_step = step
         self._stepped: dict[int, OptimizerStep] = {}
+        self._finished: set[int] = set()
         self._absent: set[int] = set()
+        self._changed_outside = False
+        self._warned = False
         tracker.start(items)
         self._stage_base()
         self._begin()
-        self._handles = [
-            handle
-            for index, optimizer in enumerate(attached.optimizers)
-            for handle in (
-                optimizer.register_step_pre_hook(self._pre_hook(index)),
-                optimizer.register_step_post_hook(self._post_hook(index)),
-            )
-        ]
-        self._finished: set[int] = set()
+        self._guard = StepGuard(attached)
+        self._handles = []
+        for index, optimizer in enumerate(attached.optimizers):
+            before = optimizer.register_step_pre_hook(self._pre_hook(index))
+            self._guard.registered(index, before)
+            self._handles += [before, optimizer.register_step_post_hook(self._post_hook(index))]
 
     # What happens inside a step
 
@@ -104,18 +85,21 @@ class Session:
         def before_step(
             optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         ) -> None:
-            with self._timed("differential_seconds"):
-                self._consume(index, optimizer)
+            with self.stager.timed("differential_seconds"):
+                self._consume(index, optimizer, [*args, *kwargs.values()])
 
         return before_step
 
     def _post_hook(self, index: int) -> Callable[..., None]:
         def after_step(*_: object) -> None:
-            self._finished.add(index)
+            with self.stager.timed("differential_seconds"):
+                scaled = self._stepped[index].found_inf is not None
+                self._guard.after_step(index, scaled=scaled)
+                self._finished.add(index)
 
         return after_step
 
-    def _consume(self, index: int, optimizer: torch.optim.Optimizer) -> None:
+    def _consume(self, index: int, optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:
         """Read what the optimizer is about to use: unscaled and clipped by now."""
         if index in self._stepped:
             raise UsageError(
@@ -123,10 +107,17 @@ class Session:
                 "checkpointer.commit() after each optimizer.step(), or loop over "
                 "checkpointer.steps(...)"
             )
+        # Every rank sent its gradients of this step, so every rank had staged the one before.
+        self.committed_step = self.step
+        # The optimizer holds a reference to itself in front of the caller's arguments.
+        self._changed_outside |= self._guard.before_step(
+            index, [argument for argument in arguments if argument is not optimizer]
+        )
         gradients = self._attached.gradients(index)
         if self._attached.ddp is None:
             self._compress_in_place(gradients)
         self.reducer.consume(gradients)
+        self._guard.gradients_read(index)
         self._absent.update(self._attached.absent(index))
         self._stepped[index] = OptimizerStep(
             stepped=True,
@@ -151,8 +142,8 @@ class Session:
 
     @property
     def has_finished_step(self) -> bool:
-        """Whether an optimizer stepped since the last commit."""
-        return bool(self._finished)
+        """Whether every optimizer stepped since the last commit."""
+        return len(self._finished) == len(self._attached.optimizers)
 
     def commit(self) -> None:
         """Stage the step that just ended.
@@ -161,20 +152,37 @@ class Session:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
             StorageError: If staging memory is exhausted.
         """
-        with self._timed("differential_seconds"):
+        with self.stager.timed("differential_seconds"):
+            rebases = self._guard.at_commit() or self._changed_outside
             differential = self._differential()
-            self._append(
+            self.stager.stage(
                 RecordKind.DIFFERENTIAL,
                 differential.step,
                 encode_scalars(differential),
                 differential.payload,
+                rebases=rebases,
             )
             self.step += 1
-            self.counters.steps += 1
-            self._committed_versions = self._versions()
+            self.stager.counters.steps += 1
             self._begin()
-        if self.step % self._settings.snapshot_every == 0:
+        if rebases:
+            self._rebase()
+        elif self.step % self._settings.snapshot_every == 0:
             self.snapshot()
+
+    def _rebase(self) -> None:
+        """The step cannot be replayed: only a snapshot of it can be recovered."""
+        if not self._warned:
+            self._warned = True
+            _logger.warning(
+                "rank %d: parameters or optimizer state were changed outside optimizer.step() "
+                "around step %d (load_state_dict, clamping, an EMA swap?); such a step costs a "
+                "full snapshot. This is said once",
+                self._rank,
+                self.step,
+            )
+        self.snapshot()
+        self.stager.wait_for_snapshot()
 
     def _differential(self) -> Differential:
         after = [hyper_parameters(o) for o in self._attached.optimizers]
@@ -221,72 +229,11 @@ class Session:
     def _begin(self) -> None:
         self._stepped.clear()
         self._absent.clear()
-        self._finished = set()
-        self.reducer.begin(self._incarnation << 40 | (self.step + 1))
-
-    def snapshot(self) -> None:
-        """Stage a full snapshot of the current step; the writer makes it durable."""
-        if self._snapshot_step == self.step:
-            return
-        self._wait_until(
-            lambda status: status.durable_snapshot >= self._snapshot_step,
-            f"the snapshot of step {self._snapshot_step} to be durable",
-        )
-        with self._timed("snapshot_seconds"):
-            tensors = shard_tensors(
-                self._attached,
-                self._tracker,
-                self._residual.current(),
-                rank=self._rank,
-                world_size=self._world_size,
-            )
-            size, checksum = stage_image(self._log.folder.snapshot, tensors)
-            self._append(RecordKind.SNAPSHOT, self.step, encode_mark(size, checksum), Payload(()))
-            self._snapshot_step = self.step
-            self.counters.snapshots += 1
-
-    def is_as_committed(self) -> bool:
-        """Whether the live state is still that of the last commit."""
-        return (
-            not self._stepped
-            and self._versions() == self._committed_versions
-            and not self._tracker.changed_tensors()
-        )
-
-    def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self._attached.parameters]
-
-    def wait_for_snapshot(self) -> None:
-        """Wait until the last staged snapshot is durable."""
-        self._wait_until(
-            lambda status: status.durable_snapshot >= self._snapshot_step,
-            f"the snapshot of step {self._snapshot_step} to be durable",
-        )
-
-    def restore_random_states(self, items: Mapping[str, bytes]) -> None:
-        """Set the random generators as they were at this session's first step."""
-        restore_random_states(items, self._attached.device)
-
-    def writer_status(self) -> WriterStatus:
-        """How far the writer is."""
-        return self._writer.status()
-
-    @property
-    def writer_pid(self) -> int:
-        """Process id of the writer."""
-        return self._writer.pid
-
-    def detach(self) -> None:
-        """Remove the optimizer hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def finish(self, timeout_seconds: float) -> WriterStatus:
-        """Wait until everything staged is durable, and end the writer."""
-        return self._writer.finish(timeout_seconds)
-
-    # Staging
+        self._finished.clear()
+        self._changed_outside = False
+        step = self.step + 1
+        audit = step - self._base_step <= _AUDITED_FIRST or step % _AUDITED_EVERY == 0
+        self.reducer.begin(self._incarnation << 40 | step, audit=audit)
 
     def _stage_base(self) -> None:
         """Name the residual this incarnation starts from, should it die in its first step."""
@@ -301,67 +248,39 @@ class Session:
             payload=Payload(()),
             residual=self._residual.mark(),
         )
-        self._append(RecordKind.BASE, self.step, encode_scalars(base), base.payload)
+        self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), base.payload)
 
-    def _append(self, kind: RecordKind, step: int, meta: bytes, payload: Payload) -> None:
-        """Stage a record, as soon as at most ``2 b`` steps are at risk and memory is free."""
-        if kind is RecordKind.DIFFERENTIAL:
-            limit = step - 2 * self._settings.batch_size
-            self._wait_until(
-                lambda status: status.durable_step >= limit, f"step {limit} to be durable"
+    def snapshot(self) -> None:
+        """Stage a full snapshot of the current step, unless that was the last one staged."""
+        if self.stager.snapshot_step != self.step:
+            self.stager.stage_snapshot(
+                self.step,
+                lambda: shard_tensors(
+                    self._attached,
+                    self._tracker,
+                    self._residual.current(),
+                    rank=self._rank,
+                    world_size=self._world_size,
+                ),
             )
-        written: list[int] = []
 
-        def fits(status: WriterStatus) -> bool:
-            size = self._log.append(
-                kind, step, meta, payload.sections, durable_step=status.durable_step
-            )
-            if size is not None:
-                written.append(size)
-            return size is not None
+    def is_as_committed(self) -> bool:
+        """Whether the live state is still that of the last commit."""
+        return (
+            not self._stepped
+            and not self._guard.at_commit()
+            and not self._tracker.changed_tensors()
+        )
 
-        self._wait_until(fits, "staging memory")
-        self.counters.staged_bytes += written[0]
+    def restore_random_states(self, items: Mapping[str, bytes]) -> None:
+        """Set the random generators as they were at this session's first step."""
+        restore_random_states(items, self._attached.device)
 
-    def _wait_until(self, condition: Callable[[WriterStatus], bool], what: str) -> None:
-        status = self._checked_status()
-        if condition(status):
-            return
-        started = noticed = time.perf_counter()
-        while not condition(self._checked_status()):
-            time.sleep(_WAIT_SECONDS)
-            now = time.perf_counter()
-            if now - noticed > _NOTICE_SECONDS:
-                noticed = now
-                _logger.warning(
-                    "rank %d: training has waited %.0f s for %s", self._rank, now - started, what
-                )
-        self.counters.waiting_seconds += time.perf_counter() - started
-
-    def _checked_status(self) -> WriterStatus:
-        status = self._writer.status()
-        if status.error and status.error != self._warned:
-            if self._settings.on_error == "raise":
-                raise WriterFailed(f"the writer of rank {self._rank} reports: {status.error}")
-            _logger.warning(
-                "rank %d: checkpoints are not durable now: %s; training goes on, and waits once "
-                "%d steps are at risk",
-                self._rank,
-                status.error,
-                2 * self._settings.batch_size,
-            )
-        self._warned = status.error
-        return status
-
-    @contextmanager
-    def _timed(self, counter: str) -> Iterator[None]:
-        started = time.perf_counter()
-        waited = self.counters.waiting_seconds
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - started - (self.counters.waiting_seconds - waited)
-            setattr(self.counters, counter, getattr(self.counters, counter) + spent)
+    def detach(self) -> None:
+        """Remove the optimizer hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
 
 def _copied(groups: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:

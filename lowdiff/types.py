@@ -245,6 +245,7 @@ class Fence:
         base_step: Step it starts from.
         compressor: Name and settings of the compressor; ``"none"`` never occurs yet.
         names: Keys of ``model.state_dict()`` -> name of the parameter or item behind each.
+        stateful: Names of the user's stateful objects -> their classes.
     """
 
     run_id: str
@@ -258,3 +259,4 @@ class Fence:
     optimizers: tuple[OptimizerSpec, ...]
     compressor: Mapping[str, Any]
     names: Mapping[str, str]
+    stateful: Mapping[str, str] = field(default_factory=dict)

@@ -58,11 +58,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         document = json.loads(path.read_bytes())
-        version, checksum = int(document["format"]), document.pop("crc32c")
+        version, checksum = document["format"], document.pop("crc32c")
+        good = type(version) is int and checksum == crc32c(_canonical(document))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(path, f"not a lowdiff JSON document ({error})") from error
     # First, because a flipped bit in the version must not pass for a later lowdiff's work.
-    if checksum != crc32c(_canonical(document)):
+    if not good:
         raise DamagedFile(path, "the document fails its checksum")
     if version > FORMAT_VERSION:
         raise NewerFormat(path, version, FORMAT_VERSION)

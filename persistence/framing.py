@@ -106,6 +106,8 @@ class RecordHeader:
         meta_bytes: Length of the body's first part, the differential's scalars.
         body_bytes: Length of the whole body, without padding.
         lap: Sequence of the staging chunk it was written to.
+        rebases: True when the step cannot be replayed, because something was changed outside the
+            optimizer; only a snapshot leads to it.
     """
 
     kind: RecordKind
@@ -118,6 +120,7 @@ class RecordHeader:
     rank: int
     world_size: int
     lap: int
+    rebases: bool = False
 
     def pack(self) -> bytes:
         """64 bytes; the CRC-32C covers everything after itself."""
@@ -125,7 +128,7 @@ class RecordHeader:
             _RECORD_MAGIC,
             0,
             self.kind,
-            self.coded,
+            self.coded | self.rebases << 1,
             self.meta_bytes,
             self.body_bytes,
             self.body_checksum,
@@ -143,13 +146,23 @@ class RecordHeader:
         head = bytes(data)
         if len(head) < HEADER_BYTES:
             return None
-        magic, crc, kind, coded, meta, body, body_crc, world, step, incarnation, rank, lap = (
+        magic, crc, kind, flags, meta, body, body_crc, world, step, incarnation, rank, lap = (
             _RECORD.unpack(head)
         )
         if magic != _RECORD_MAGIC or crc != crc32c(head[8:]) or kind not in (1, 2, 3):
             return None
         return cls(
-            RecordKind(kind), bool(coded), meta, body, body_crc, step, incarnation, rank, world, lap
+            kind=RecordKind(kind),
+            coded=bool(flags & 1),
+            meta_bytes=meta,
+            body_bytes=body,
+            body_checksum=body_crc,
+            step=step,
+            incarnation=incarnation,
+            rank=rank,
+            world_size=world,
+            lap=lap,
+            rebases=bool(flags & 2),
         )
 
 

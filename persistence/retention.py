@@ -54,8 +54,13 @@ def plan_collection(
             written or half removed goes as well.
     """
     owners = {span.incarnation: span for span in spans}
+    # A set: a run that is closed and opened again takes its last snapshot twice.
     valid = sorted(
-        s.step for s in snapshots if s.incarnation in owners and owners[s.incarnation].holds(s.step)
+        {
+            s.step
+            for s in snapshots
+            if s.incarnation in owners and owners[s.incarnation].holds(s.step)
+        }
     )
     if len(valid) < keep_snapshots:
         return Collection((), ())

@@ -75,6 +75,7 @@ class StagingLog:
         sections: Sequence[Section],
         *,
         durable_step: int,
+        rebases: bool = False,
     ) -> int | None:
         """Stage one record.
 
@@ -84,6 +85,7 @@ class StagingLog:
             meta: Encoded scalars.
             sections: Payload, copied.
             durable_step: Records up to here may be overwritten.
+            rebases: Whether the step cannot be replayed.
 
         Returns:
             Bytes written, or None if the log is at its cap: wait until more is durable.
@@ -93,10 +95,18 @@ class StagingLog:
             return None
         if kind is RecordKind.SNAPSHOT:
             self._mark = step, meta
-        self._write(kind, step, meta, sections)
+        self._write(kind, step, meta, sections, rebases=rebases)
         return size
 
-    def _write(self, kind: RecordKind, step: int, meta: bytes, sections: Sequence[Section]) -> None:
+    def _write(
+        self,
+        kind: RecordKind,
+        step: int,
+        meta: bytes,
+        sections: Sequence[Section],
+        *,
+        rebases: bool = False,
+    ) -> None:
         meta_bytes = padded(len(meta))
         body_bytes = meta_bytes + sections_bytes(sections)
         chunk = self._chunks[-1]
@@ -116,6 +126,7 @@ class StagingLog:
             rank=self.folder.rank,
             world_size=self._world_size,
             lap=chunk.sequence,
+            rebases=rebases,
         )
         chunk.file.view[self._offset : start] = header.pack()
         chunk.last_step = step

@@ -56,7 +56,7 @@ class StatusPage:
         body = msgpack.packb(content)
         self._sequence += 1
         start = (self._sequence % 2) * _SLOT_BYTES
-        head = _HEAD.pack(self._sequence, len(body), crc32c(body))
+        head = _HEAD.pack(self._sequence, len(body), _checksum(self._sequence, body))
         self._file.view[start + _HEAD.size : start + _HEAD.size + len(body)] = body
         self._file.view[start : start + _HEAD.size] = head
 
@@ -81,9 +81,14 @@ def _newest(view: memoryview) -> tuple[int, dict[str, Any]]:
     for start in range(0, len(view), _SLOT_BYTES):
         sequence, size, checksum = _HEAD.unpack_from(view, start)
         body = bytes(view[start + _HEAD.size : start + _HEAD.size + min(size, _SLOT_BYTES)])
-        if sequence > found[0] and len(body) == size and crc32c(body) == checksum:
+        if sequence > found[0] and len(body) == size and checksum == _checksum(sequence, body):
             found = (sequence, msgpack.unpackb(body))
     return found
+
+
+def _checksum(sequence: int, body: bytes) -> int:
+    # With the sequence, or a torn head could pass an old body off as the newest.
+    return int(crc32c(body, crc32c(sequence.to_bytes(8, "little"))))
 
 
 def _fitting(error: str) -> str:

@@ -31,7 +31,6 @@ from lowdiff.persistence.durable import fsync_directory, make_directory, write_j
 from lowdiff.persistence.framing import (
     FileHeader,
     FileKind,
-    RecordHeader,
     RecordKind,
     RecordRef,
     padded,
@@ -119,18 +118,7 @@ def coded_record(record: RecordRef, codec: Codec) -> bytes:
     sections = encode_sections(read_sections(record.sections, codec, coded=False), codec)
     meta = bytes(record.meta).ljust(padded(header.meta_bytes), b"\0")
     body = meta + sections
-    coded = RecordHeader(
-        kind=header.kind,
-        coded=True,
-        meta_bytes=header.meta_bytes,
-        body_bytes=len(body),
-        body_checksum=crc32c(body),
-        step=header.step,
-        incarnation=header.incarnation,
-        rank=header.rank,
-        world_size=header.world_size,
-        lap=0,
-    )
+    coded = replace(header, coded=True, body_bytes=len(body), body_checksum=crc32c(body), lap=0)
     return coded.pack() + body + bytes(-len(body) % 8)
 
 

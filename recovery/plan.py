@@ -98,7 +98,7 @@ def _spans(catalog: Catalog) -> tuple[Span, ...]:
 
 
 def _planned(catalog: Catalog, spans: Sequence[Span], step: int) -> PlannedStep | None:
-    """The differential of a step, if all ranks of the incarnation that owns it stored theirs."""
+    """The differential of a step, if all ranks of its incarnation stored a replayable one."""
     for span in spans:
         if span.owns(step):
             found = [
@@ -106,7 +106,7 @@ def _planned(catalog: Catalog, spans: Sequence[Span], step: int) -> PlannedStep 
                 for rank in range(span.world_size)
             ]
             shards = tuple(f for f in found if f is not None)
-            if len(shards) == span.world_size:
+            if len(shards) == span.world_size and not any(s.record.header.rebases for s in shards):
                 return PlannedStep(step, span.incarnation, shards)
     return None
 

@@ -193,8 +193,8 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> Finding | N
         return None
     more = f", and {len(found) - 1} more" if len(found) > 1 else ""
     return Finding(
-        f"snapshot {leg.target.step} differs from the replay of snapshot {leg.base.step}: "
-        f"{found[0]}{more}",
+        f"{leg.target.folder}: snapshot {leg.target.step} differs from the replay of snapshot "
+        f"{leg.base.step}: {found[0]}{more}",
         str(leg.target.folder),
     )
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.launch
 def test_the_first_example_runs_and_its_commands_work_on_the_result(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
-    example = re.search(r"```python\n(.*?)```", text, re.S)
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert example is not None
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
@@ -27,7 +27,7 @@ def test_the_first_example_runs_and_its_commands_work_on_the_result(tmp_path: Pa
 
     run(sys.executable, "-c", example.group(1))
     run(sys.executable, "-c", example.group(1))  # nothing left to do: resumes at the end
-    for line in re.findall(r"^lowdiff (\w+ runs/readme[^#\n]*)", text, re.M):
+    for line in re.findall(r"^lowdiff (\w+ runs/readme[^#\n]*)", text, re.MULTILINE):
         run(sys.executable, "-m", "lowdiff", *line.split())
     assert (tmp_path / "step150.pt").stat().st_size > 1000
     assert (tmp_path / "step150.safetensors").stat().st_size > 1000

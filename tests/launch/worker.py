@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import lowdiff
 from lowdiff.compressors import TopK
-from tests.scenarios.lives import digests
 from tests.scenarios import more_trainings, trainings
+from tests.scenarios.lives import digests
 
 
 def join() -> int:

@@ -81,10 +81,11 @@ def live(
     )
     resumed = checkpointer.attach(made.model, made.optimizer, **made.stateful)
     losses: dict[int, str] = {}
-    for step in _bodies(checkpointer, resumed, until, manual=made.manual_commit):
+    counts = made.commits == "steps"
+    for step in checkpointer.steps(until) if counts else range(resumed, until):
         loss = made.step(step)
         losses[step + 1] = float(loss.detach()).hex()
-        if made.manual_commit and not (kill and step + 1 == kill.step):
+        if made.commits == "by hand" and not (kill and step + 1 == kill.step):
             checkpointer.commit()
         if kill is not None and step + 1 == kill.step:
             if rank in kill.staged_by:
@@ -96,15 +97,11 @@ def live(
     return Life(resumed, losses, state)
 
 
-def _bodies(checkpointer: Any, resumed: int, until: int, *, manual: bool) -> Any:
-    return range(resumed, until) if manual else checkpointer.steps(until)
-
-
 def abandon(checkpointer: lowdiff.Checkpointer, kill: Kill) -> None:
     """Leave a checkpointer as SIGKILL would: nothing flushed, nothing closed in order."""
     opened = checkpointer._opened
     assert opened is not None
-    process = opened.session._writer._process
+    process = opened.session.stager.writer._process
     if kill.writers:
         os.kill(process.pid, signal.SIGKILL)
     assert process.stdin is not None

@@ -34,7 +34,7 @@ def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) ->
 def frozen_parameters(rank: int, world_size: int) -> Training:
     """The first layer is frozen; its weights are part of the state all the same."""
     model = classifier()
-    for parameter in model[0].parameters():
+    for parameter in next(model.children()).parameters():
         parameter.requires_grad_(False)
     ddp = wrapped(model)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -53,8 +53,7 @@ class TwoHeads(nn.Module):
     def forward(self, inputs: torch.Tensor, heads: str) -> torch.Tensor:
         hidden = self.trunk(inputs).relu()
         parts = {"left": self.left, "right": self.right}
-        scores: torch.Tensor = sum(parts[name](hidden) for name in heads.split("+"))
-        return scores
+        return torch.stack([parts[name](hidden) for name in heads.split("+")]).sum(0)
 
 
 def _two_heads(rank: int, *, set_to_none: bool, bucket_view: bool) -> Training:
@@ -64,7 +63,7 @@ def _two_heads(rank: int, *, set_to_none: bool, bucket_view: bool) -> Training:
 
     def step(t: int) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=set_to_none)
-        loss = ddp(batch(t, rank, 16, 40), use[t % len(use)]).square().mean()
+        loss: torch.Tensor = ddp(batch(t, rank, 16, 40), use[t % len(use)]).square().mean()
         loss.backward()
         optimizer.step()
         return loss
@@ -292,7 +291,7 @@ def _typed(rank: int, dtype: torch.dtype) -> Training:
 
     def step(t: int) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = ddp(batch(t, rank, 16, 40).to(dtype)).square().mean()
+        loss: torch.Tensor = ddp(batch(t, rank, 16, 40).to(dtype)).square().mean()
         loss.backward()
         optimizer.step()
         return loss
@@ -374,7 +373,10 @@ def channels_last(rank: int, world_size: int) -> Training:
     """Weights whose memory order is not their logical order."""
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 24, 3), nn.Flatten(), nn.Linear(384, 10)
-    ).to(memory_format=torch.channels_last)
+    )
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     ddp = wrapped(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
 
@@ -394,7 +396,7 @@ def commit_by_hand(rank: int, world_size: int) -> Training:
     """A loop of the user's own that calls ``commit()``."""
     ddp = wrapped(classifier())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    return Training(ddp, optimizer, plain_loop(ddp, optimizer, rank), manual_commit=True)
+    return Training(ddp, optimizer, plain_loop(ddp, optimizer, rank), commits="by hand")
 
 
 @training
@@ -409,7 +411,7 @@ def evaluation_between_steps(rank: int, world_size: int) -> Training:
         if t % 3 == 0:
             ddp.eval()
             with torch.no_grad():
-                ddp.module(torch.rand(4, 40) + batch(t, rank, 4, 40))
+                ddp(torch.rand(4, 40) + batch(t, rank, 4, 40))
             ddp.train()
         return loss
 
@@ -494,3 +496,28 @@ def weight_tying_two_names(rank: int, world_size: int) -> Training:
 
 
 PLAIN = {"plain_module"}
+
+
+@training
+def never_commits(rank: int, world_size: int) -> Training:
+    """R11: a loop that knows nothing of lowdiff but ``attach``."""
+    made = one_cycle(rank, world_size)
+    return Training(made.model, made.optimizer, made.step, made.stateful, commits="never")
+
+
+@training
+def clamped_weights(rank: int, world_size: int) -> Training:
+    """R6: weights changed outside the optimizer, now and then."""
+    ddp = wrapped(classifier())
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    train = plain_loop(ddp, optimizer, rank)
+
+    def step(t: int) -> torch.Tensor:
+        loss: torch.Tensor = train(t)
+        if t in (4, 10):
+            with torch.no_grad():
+                for parameter in ddp.parameters():
+                    parameter.clamp_(-0.05, 0.05)
+        return loss
+
+    return Training(ddp, optimizer, step)

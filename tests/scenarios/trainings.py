@@ -22,6 +22,7 @@ class Training:
         step: Runs one optimizer step and returns the loss of this rank.
         stateful: Further objects for ``attach``.
         checkpointer: Settings of the Checkpointer that this training wants.
+        commits: How its loop ends a step: ``"steps"``, ``"by hand"`` or ``"never"``.
     """
 
     model: nn.Module
@@ -29,7 +30,7 @@ class Training:
     step: Callable[[int], torch.Tensor]
     stateful: dict[str, Any] = field(default_factory=dict)
     checkpointer: dict[str, Any] = field(default_factory=dict)
-    manual_commit: bool = False
+    commits: str = "steps"
 
 
 Builder = Callable[[int, int], Training]

@@ -1,0 +1,106 @@
+"""Noticing what replay could not reproduce (design rules R6, R9, R12)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lowdiff.attached import Attached
+from lowdiff.errors import UnsupportedOptimizer, UsageError
+
+
+class StepGuard:
+    """Watches what happens to parameters and optimizer state outside ``optimizer.step``."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._attached = attached
+        self._groups = [_group_ids(optimizer) for optimizer in attached.optimizers]
+        self._last = [self._fingerprint(i) for i in range(len(attached.optimizers))]
+        self._gradients: dict[int, list[int | None]] = {}
+        self._hook_ids: dict[int, int] = {}
+
+    def registered(self, index: int, handle: torch.utils.hooks.RemovableHandle) -> None:
+        """Remember which pre-hook of an optimizer is ours."""
+        self._hook_ids[index] = handle.id
+
+    def before_step(self, index: int, arguments: Sequence[Any]) -> bool:
+        """Check an optimizer that is about to step.
+
+        Returns:
+            Whether its parameters or state were changed since they were last seen.
+
+        Raises:
+            UsageError: If its groups changed, or a later hook could change the gradients.
+            UnsupportedOptimizer: If it is called with a closure.
+        """
+        optimizer = self._attached.optimizers[index]
+        if any(callable(argument) for argument in arguments):
+            raise UnsupportedOptimizer(
+                "optimizer.step(closure) may evaluate the gradient several times, which a "
+                "differential cannot record; call backward() first and step() without a closure"
+            )
+        if _group_ids(optimizer) != self._groups[index]:
+            raise UsageError(
+                "the optimizer's parameter groups changed after attach; close the checkpointer "
+                "and attach again with the new groups"
+            )
+        if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hook_ids[index]:
+            raise UsageError(
+                "a step pre-hook was registered on the optimizer after attach and could change "
+                "the gradient unseen; register it before attach"
+            )
+        return self._fingerprint(index) != self._last[index]
+
+    def gradients_read(self, index: int) -> None:
+        """Note the gradients as they were read; nothing may write them from here on."""
+        self._gradients[index] = self._gradient_versions(index)
+
+    def after_step(self, index: int, *, scaled: bool) -> None:
+        """Note the state that the optimizer left.
+
+        Raises:
+            UsageError: If the gradients were written while it stepped.
+        """
+        # A fused kernel unscales the gradients itself, in place.
+        if not scaled and self._gradient_versions(index) != self._gradients[index]:
+            raise UsageError(
+                "gradients were changed between lowdiff's reading and the optimizer's step; "
+                "change them before optimizer.step()"
+            )
+        self._last[index] = self._fingerprint(index)
+
+    def at_commit(self) -> bool:
+        """Whether anything was changed since the optimizers stepped; forgets it."""
+        now = [self._fingerprint(i) for i in range(len(self._attached.optimizers))]
+        changed = now != self._last
+        self._last = now
+        return changed
+
+    def _fingerprint(self, index: int) -> list[tuple[int, int]]:
+        """Version and address of every parameter and state tensor of an optimizer."""
+        optimizer = self._attached.optimizers[index]
+        found = []
+        for parameter, owner in zip(self._attached.parameters, self._attached.owner, strict=True):
+            if owner == index:
+                found.append((parameter._version, parameter.data_ptr()))
+                found += [
+                    (value._version, value.data_ptr())
+                    for value in optimizer.state.get(parameter, {}).values()
+                    if isinstance(value, torch.Tensor)
+                ]
+        return found
+
+    def _gradient_versions(self, index: int) -> list[int | None]:
+        return [
+            None if parameter.grad is None else parameter.grad._version
+            for parameter, owner in zip(
+                self._attached.parameters, self._attached.owner, strict=True
+            )
+            if owner == index
+        ]
+
+
+def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]

@@ -1,0 +1,206 @@
+"""What an incarnation starts from: the state recovered on every rank, loaded into live objects."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lowdiff.agreement import Ranks
+from lowdiff.attached import Attached
+from lowdiff.capture import ItemTracker, Stateful
+from lowdiff.errors import LowDiffError
+from lowdiff.persistence.catalog import Catalog
+from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.differentials import read_differential
+from lowdiff.persistence.paths import StagingFolder
+from lowdiff.recovery.engine import recover_from
+from lowdiff.recovery.plan import plan_recovery
+from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.state import RecoveredState, inherit
+from lowdiff.residuals import read_residual
+from lowdiff.restore import (
+    check_match,
+    load_gradients,
+    load_items,
+    load_optimizers,
+    load_parameters,
+)
+from lowdiff.settings import Settings
+from lowdiff.types import Fence, Layout
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """Where an incarnation begins.
+
+    Attributes:
+        continues: Whether the run's history is part of its own.
+        needs_snapshot: Whether the start must be made durable before training goes on.
+    """
+
+    step: int
+    continues: bool
+    needs_snapshot: bool
+    residual: list[torch.Tensor | None]
+    items: Mapping[str, bytes]
+
+
+def load_start(
+    settings: Settings,
+    attached: Attached,
+    stateful: Mapping[str, Stateful],
+    tracker: ItemTracker,
+    catalog: Catalog,
+    ranks: Ranks,
+    state: RecoveredState | None,
+    restore: str,
+) -> Start:
+    """Load what is to be restored into the live objects."""
+    if state is None:
+        return Start(0, False, True, [], tracker.read())
+    items = inherit(state.items, ranks.world_size)[ranks.rank]
+    if restore == "model":
+        load_parameters(state, attached)
+        load_items(items, attached.constants, {})
+        return Start(0, False, True, [], tracker.read())
+    residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
+    load_parameters(state, attached)
+    differences = load_optimizers(state, attached)
+    load_gradients(state, attached)
+    fence = state.fence
+    replaced = [
+        name for name, thing in stateful.items() if fence.stateful.get(name) != class_of(thing)
+    ]
+    load_items(
+        items,
+        attached.constants,
+        {name: thing for name, thing in stateful.items() if name not in replaced},
+    )
+    changes = _changes(settings, fence, ranks)
+    if ranks.rank == 0 and (differences or replaced or changes):
+        _logger.info(
+            "resuming at step %d: %s",
+            state.step,
+            "; ".join(
+                [*changes]
+                + [f"{name} is new or of another class and starts afresh" for name in replaced]
+                + [f"restored {difference}" for difference in differences]
+            ),
+        )
+    return Start(state.step, True, bool(changes), residual, items)
+
+
+def class_of(thing: object) -> str:
+    """Qualified name of an object's class."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _changes(settings: Settings, fence: Fence, ranks: Ranks) -> list[str]:
+    """What the user chose otherwise than last time; welcome, and said."""
+    compressor = {
+        "name": settings.compressor.name,
+        "settings": dict(settings.compressor.settings()),
+    }
+    found = []
+    if compressor != fence.compressor:
+        found.append(f"compressor {compressor} instead of {dict(fence.compressor)}")
+    if ranks.world_size != fence.world_size:
+        found.append(f"{ranks.world_size} ranks instead of {fence.world_size}")
+    return found
+
+
+def recover_together(
+    settings: Settings,
+    attached: Attached,
+    catalog: Catalog,
+    ranks: Ranks,
+    step: int | None,
+) -> RecoveredState | None:
+    """The state to start from, the same on every rank; None for a run without history."""
+    if not catalog.snapshots and step is None:
+        if catalog.incarnations:
+            _logger.warning(
+                "%s holds no complete snapshot: its trainer died before the first one was "
+                "durable; starting from step 0",
+                settings.run,
+            )
+        return None
+    # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
+    error: LowDiffError | None = None
+    state: RecoveredState | None = None
+    try:
+        target = plan_recovery(catalog, step).step if ranks.rank == 0 else -1
+    except LowDiffError as failure:
+        error, target = failure, -1
+    ranks.raise_together(error)
+    target = ranks.gather(target)[0]
+    try:
+        check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
+        options = ReplayOptions(num_workers=_workers_per_rank(ranks))
+        state = recover_from(catalog, target, options)
+    except LowDiffError as failure:
+        error = failure
+    ranks.raise_together(error)
+    return state
+
+
+def _workers_per_rank(ranks: Ranks) -> int:
+    """Ranks on one machine share its cores."""
+    here = socket.gethostname()
+    neighbours = ranks.gather(here).count(here)
+    return max(1, len(os.sched_getaffinity(0)) // neighbours)
+
+
+def _residual_of(
+    settings: Settings, catalog: Catalog, state: RecoveredState, layout: Layout, rank: int
+) -> list[torch.Tensor | None]:
+    """One old rank's residual at the state's step: exact from staging or its snapshot.
+
+    After the loss of staging it is the snapshot's, which is older; training then continues from
+    the exact state with a slightly different error feedback, and says so.
+    """
+    newest = catalog.incarnations[max(catalog.incarnations)]
+    for number in (newest.number, state.fence.incarnation):
+        stored = catalog.records.get((number, rank), {}).get(state.step)
+        if stored is None:
+            continue
+        mark = read_differential(stored, Codec()).residual
+        staging = StagingFolder.of(settings.staging, catalog.run_id, number, rank)
+        found = mark and read_residual(staging.residual, layout, mark)
+        if found:
+            return list(found)
+    if state.base_step != state.step and state.residuals[rank]:
+        _logger.warning(
+            "rank %d: the error-feedback residual of step %d is lost with its staging memory; "
+            "using that of snapshot %d: the state is exact, the continuation is not bit-identical",
+            rank,
+            state.step,
+            state.base_step,
+        )
+    return [state.residuals[rank].get(spec.name) for spec in layout.parameters]
+
+
+def _inherited_residual(
+    settings: Settings, catalog: Catalog, state: RecoveredState, layout: Layout, ranks: Ranks
+) -> list[torch.Tensor | None]:
+    """This rank's residual; with another world size, the mean over the old ranks."""
+    old_ranks = len(state.residuals)
+    if old_ranks == ranks.world_size:
+        return _residual_of(settings, catalog, state, layout, ranks.rank)
+    columns = zip(
+        *(_residual_of(settings, catalog, state, layout, rank) for rank in range(old_ranks)),
+        strict=True,
+    )
+    means: list[torch.Tensor | None] = []
+    for column in columns:
+        found = [residual for residual in column if residual is not None]
+        # Averaged gradients divide by the world size, so the mean keeps what is owed in total.
+        means.append(torch.stack(found).sum(0) / old_ranks if found else None)
+    return means
