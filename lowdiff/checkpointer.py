@@ -11,10 +11,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 from typing_extensions import Self
 
 from lowdiff.attached import describe
 from lowdiff.capture import Stateful
+from lowdiff.dataloader import ResumableLoader
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.hook import HookState, comm_hook
 from lowdiff.opening import Opened, open_session
@@ -92,6 +94,7 @@ class Checkpointer:
         self.hook_state = HookState()
         self._opened: Opened | None = None
         self._commits = "unknown"
+        self._loaders: dict[str, ResumableLoader] = {}
         self._pending_random: Mapping[str, bytes] | None = None
         self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
         self._attach_seconds = 0.0
@@ -137,7 +140,9 @@ class Checkpointer:
         started = time.perf_counter()
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         attached = describe(model, optimizers)
-        self._opened = open_session(self._settings, attached, stateful, restore=restore, step=step)
+        self._opened = open_session(
+            self._settings, attached, {**self._loaders, **stateful}, restore=restore, step=step
+        )
         self.hook_state.open(self._opened.session.reducer, attached.parameters)
         if attached.ddp is not None and not _has_hook(attached.ddp, self.hook_state):
             attached.ddp.register_comm_hook(self.hook_state, comm_hook)
@@ -148,6 +153,37 @@ class Checkpointer:
         self._forward_hook = model.register_forward_pre_hook(self._before_forward)
         self._attach_seconds = time.perf_counter() - started
         return self._session.step
+
+    def dataloader(
+        self, dataset: Dataset[Any], *, batch_size: int, **options: Any
+    ) -> ResumableLoader:
+        """A DataLoader whose position is part of every step; call it before ``attach``.
+
+        ::
+
+            loader = checkpointer.dataloader(dataset, batch_size=32, num_workers=2)
+            checkpointer.attach(ddp_model, optimizer)
+            while loader.epoch < 10:
+                for batch in loader:
+                    ...
+                    checkpointer.commit()
+
+        Args:
+            dataset: Map-style dataset, the same on every rank; ranks share its samples out.
+            batch_size: Samples per batch and rank.
+            options: ``shuffle``, ``drop_last``, ``seed`` and those of PyTorch's ``DataLoader``.
+
+        Raises:
+            UsageError: After ``attach``, which restores the position.
+            ConfigError: If the dataset or an option cannot be resumed.
+        """
+        if self._opened is not None:
+            raise UsageError("call dataloader(...) before attach(...), which restores its position")
+        loader = ResumableLoader(
+            dataset, batch_size=batch_size, before_batch=self._restore_random_states, **options
+        )
+        self._loaders[f"dataloader{len(self._loaders)}"] = loader
+        return loader
 
     def steps(self, until: int) -> Iterator[int]:
         """Yield ``completed, ..., until - 1``; each body makes one step, committed when it ends.

@@ -55,7 +55,7 @@ def labels(step: int, rank: int, count: int, classes: int) -> torch.Tensor:
     return torch.randint(classes, (count,), generator=generator)
 
 
-def wrapped(model: nn.Module, **settings: Any) -> nn.Module:
+def wrapped(model: nn.Module, **settings: Any) -> DistributedDataParallel:
     """The model in DDP, over the world that the job is in."""
     return DistributedDataParallel(model, **settings)
 

@@ -1,0 +1,159 @@
+"""A DataLoader that knows which batches were consumed, and draws each sample the same way again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from lowdiff.errors import ConfigError
+
+_SEED_BITS = 2**63
+
+
+class ResumableLoader:
+    """One epoch per iteration; an interrupted epoch goes on after its last consumed batch.
+
+    What counts is the batches handed out, not what prefetching workers have drawn. The order of an
+    epoch is a permutation made from ``(seed, epoch)``, and random augmentation of a sample from
+    ``(seed, epoch, index)``, so neither depends on where an epoch was resumed.
+
+    Attributes:
+        epoch: Epochs completed.
+        consumed: Batches of the current epoch handed out on this rank.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        before_batch: Callable[[], None] = lambda: None,
+        **options: Any,
+    ) -> None:
+        """Describe the data.
+
+        Args:
+            dataset: Map-style dataset, the same on every rank.
+            batch_size: Samples per batch and rank.
+            shuffle: Whether each epoch has an order of its own.
+            drop_last: Whether an incomplete last batch is left out.
+            seed: Seeds orders and augmentation.
+            before_batch: Called before a batch is handed out, which is where a step begins.
+            options: Further arguments of ``torch.utils.data.DataLoader``.
+
+        Raises:
+            ConfigError: If the dataset has no length or an option is lowdiff's own business.
+        """
+        if isinstance(dataset, IterableDataset):
+            raise ConfigError(
+                "an IterableDataset keeps its position to itself; pass torchdata's "
+                "StatefulDataLoader to attach(...) instead"
+            )
+        if batch_size < 1:
+            raise ConfigError(f"batch_size counts samples, at least 1, got {batch_size}")
+        own = {"sampler", "batch_sampler", "generator", "worker_init_fn"} & set(options)
+        if own:
+            raise ConfigError(f"{min(own)} is what makes this loader resumable; leave it out")
+        self.epoch = 0
+        self.consumed = 0
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._seed = seed
+        self._before_batch = before_batch
+        self._options = options
+        joined = dist.is_available() and dist.is_initialized()
+        self._rank = dist.get_rank() if joined else 0
+        self._world_size = dist.get_world_size() if joined else 1
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank."""
+        return len(self._batches())
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of the current epoch that were not consumed yet."""
+        loader = DataLoader(
+            _SeededSamples(self._dataset, self._seed, self.epoch),
+            batch_sampler=self._batches()[self.consumed :],
+            generator=torch.Generator().manual_seed(_mixed(self._seed, self.epoch)),
+            **self._options,
+        )
+        for batch in loader:
+            self._before_batch()
+            self.consumed += 1
+            yield batch
+        self.epoch += 1
+        self.consumed = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Position in the data."""
+        return {"epoch": self.epoch, "samples": self.consumed * self._batch_size * self._world_size}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Take a position; with another world size rounded down to whole batches."""
+        self.epoch = state_dict["epoch"]
+        self.consumed = state_dict["samples"] // (self._batch_size * self._world_size)
+
+    def _batches(self) -> list[list[int]]:
+        count = len(self._dataset)  # type: ignore[arg-type]
+        order = torch.arange(count)
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(_mixed(self._seed, self.epoch))
+            order = torch.randperm(count, generator=generator)
+        # Rounds of one batch per rank: whatever the world size, a prefix of the epoch is a prefix
+        # of the same permutation.
+        stride = self._batch_size * self._world_size
+        batches = []
+        for start in range(0, count, stride):
+            share = order[start : start + stride][self._rank :: self._world_size].tolist()
+            if len(order[start : start + stride]) < stride and self._drop_last:
+                break
+            # Every rank must join every step: a rank left without a sample repeats the first.
+            batches.append(share or order[:1].tolist())
+        return batches
+
+
+class _SeededSamples(Dataset[Any]):
+    """A dataset whose random augmentation depends on the sample alone."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        if get_worker_info() is not None:  # a worker process has the generators to itself
+            _seed_all(_mixed(self._seed, self._epoch, index))
+            return self._dataset[index]
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            _seed_all(_mixed(self._seed, self._epoch, index))
+            return self._dataset[index]
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            torch.set_rng_state(before[2])
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def _mixed(*parts: int) -> int:
+    """One seed from several numbers, as NumPy mixes them."""
+    words = np.random.SeedSequence([part % _SEED_BITS for part in parts]).generate_state(
+        1, np.uint64
+    )
+    return int(words[0]) % _SEED_BITS

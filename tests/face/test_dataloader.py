@@ -1,0 +1,101 @@
+"""Every sample is seen exactly once per epoch, however often the run is killed (rule R11)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.dataloader import ResumableLoader
+from lowdiff.errors import ConfigError, UsageError
+from tests.scenarios.lives import Kill, abandon
+
+
+class Noisy(Dataset[Any]):
+    """Samples that tell their index, with random augmentation."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.rand(4)
+
+
+def life(folder: Path, until: int, die_at: int | None, num_workers: int) -> list[Any]:
+    """What a process saw: ``(epoch, indices, augmentation)`` of every step it committed."""
+    torch.manual_seed(3)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    checkpointer = lowdiff.Checkpointer(
+        folder / "run", compressor=TopK(1.0), staging=folder / "staging", snapshot_every=5
+    )
+    loader = checkpointer.dataloader(Noisy(), batch_size=4, num_workers=num_workers, seed=1)
+    step = checkpointer.attach(model, optimizer)
+    seen: list[Any] = []
+    while step < until:
+        for indices, inputs in loader:
+            loss = model(inputs + torch.rand(1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step == die_at:
+                abandon(checkpointer, Kill(step))
+                return seen
+            checkpointer.commit()
+            step += 1
+            seen.append((loader.epoch, indices.tolist(), inputs.sum().item(), loss.item()))
+            if step == until:
+                break
+    checkpointer.close()
+    return seen
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_three_kills_show_the_same_batches_as_none(tmp_path: Path, num_workers: int) -> None:
+    whole = life(tmp_path / "whole", 18, None, num_workers)
+    seen: list[Any] = []
+    # In mid-epoch, at an epoch's edge (6 batches an epoch), and twice in one epoch.
+    for die_at in (3, 6, 9, None):
+        seen += life(tmp_path / "killed", 18, die_at, num_workers)
+    assert seen == whole
+    for epoch in range(3):
+        samples = [i for e, indices, *_ in seen if e == epoch for i in indices]
+        assert sorted(samples) == list(range(23))
+    assert whole[0][1] != whole[6][1]  # another order in another epoch
+
+
+def test_ranks_share_an_epoch_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaders = []
+    for rank in range(3):
+        loader = ResumableLoader(Noisy(), batch_size=4, seed=2)
+        loader._rank, loader._world_size = rank, 3
+        loaders.append(loader)
+    samples = [i for loader in loaders for indices, _ in loader for i in indices.tolist()]
+    assert sorted(samples) == list(range(23))
+    assert {len(loader) for loader in loaders} == {2}
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(ConfigError, match="StatefulDataLoader"):
+        ResumableLoader(Stream(), batch_size=1)
+    with pytest.raises(ConfigError, match="generator is what makes"):
+        ResumableLoader(Noisy(), batch_size=1, generator=torch.Generator())
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
+        ResumableLoader(Noisy(), batch_size=0)
+    model = torch.nn.Linear(4, 1)
+    with lowdiff.Checkpointer(
+        tmp_path / "run", compressor=TopK(1.0), staging=tmp_path / "staging"
+    ) as checkpointer:
+        checkpointer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(UsageError, match="before attach"):
+            checkpointer.dataloader(Noisy(), batch_size=1)
