@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff.capture import Stateful
 from lowdiff.compressors import TopK
 from tests.scenarios.lives import Kill, abandon
 
@@ -129,7 +130,7 @@ def train(
     def note(step: int) -> None:
         trained.models[step] = copy.deepcopy(model.state_dict())
         trained.optimizers[step] = [copy.deepcopy(o.state_dict()) for o in optimizers]
-        live = {"memory": memory, "scheduler": scheduler}
+        live: dict[str, Stateful] = {"memory": memory, "scheduler": scheduler}
         trained.stateful[step] = {k: copy.deepcopy(v.state_dict()) for k, v in live.items()}
 
     checkpointer = lowdiff.Checkpointer(

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benches.harness import abba, excess, overhead
+
+ROOT = Path(__file__).parents[2]
+KEYS = {"name", "settings", "machine", "versions", "seed", "samples", "summary"}
+FIGURES = {
+    "overhead": {"overhead_upper95", "overhead_median"},
+    "replay": {
+        "speedup_vs_naive",
+        "speedup_vs_kept_memory",
+        "speedup_two_workers",
+        "speedup_vs_published",
+    },
+}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_bench_runs_and_writes_what_others_read(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"benches.bench_{name}", "--smoke", "--out", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    record = json.loads((tmp_path / f"{name}.json").read_text())
+    assert record.keys() == KEYS
+    assert record["summary"]["bit_identical"] is True
+    assert FIGURES[name] <= record["summary"].keys()
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {f"{name}.json", f"{name}.png"}, "a bench removes the run it made"
+
+
+def test_every_bench_is_tested() -> None:
+    assert {p.stem for p in (ROOT / "benches").glob("bench_*.py")} == {
+        f"bench_{name}" for name in FIGURES
+    }
+
+
+def test_a_steady_drift_cancels_in_abba_order() -> None:
+    clock = iter(range(1000, 2000))
+    pairs = [pair for _ in range(10) for pair in abba(lambda: next(clock), lambda: next(clock))]
+    assert sum(arm - baseline for arm, baseline in pairs) == 0
+
+
+def test_an_overhead_is_found_less_what_equal_arms_differ_by() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.normal(1, 0.01, size=(4, 200))
+    pairs = list(zip((1.05 * 1.02 * noise[0]).tolist(), noise[1].tolist(), strict=True))
+    null_pairs = list(zip((1.02 * noise[2]).tolist(), noise[3].tolist(), strict=True))
+    estimate = overhead(pairs, null_pairs, seed=0)
+    assert estimate.median == pytest.approx(0.05, abs=0.005)
+    assert estimate.null_median == pytest.approx(0.02, abs=0.005)
+    assert estimate.median < estimate.upper95 < estimate.median + 0.01
+
+
+def test_the_excess_is_relative_to_the_baseline() -> None:
+    assert excess([(3.0, 2.0)]) == [0.5]

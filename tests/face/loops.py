@@ -1,0 +1,68 @@
+"""A small training in this process, for tests of the face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowdiff
+from lowdiff.compressors import TopK
+from tests.scenarios.lives import Kill, abandon
+
+
+def small_model() -> nn.Module:
+    """A model with a little of everything."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Linear(60, 3))
+
+
+@dataclass
+class Loop:
+    """A model, its optimizer and where its run lives."""
+
+    folder: Path
+    model: nn.Module = field(default_factory=small_model)
+    make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.optimizer = self.make(self.model.parameters())
+        self.checkpointer = lowdiff.Checkpointer(
+            self.folder / "run",
+            staging=self.folder / "staging",
+            **{"compressor": TopK(0.1), "snapshot_every": 5, "retention": None, **self.settings},
+        )
+
+    def attach(self, **options: Any) -> int:
+        """Attach model and optimizer."""
+        return self.checkpointer.attach(self.model, self.optimizer, **options)
+
+    def step(self, number: int) -> torch.Tensor:
+        """Forward, backward, optimizer step."""
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
+        loss: torch.Tensor = self.model(inputs).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def run(self, until: int, **options: Any) -> int:
+        """Attach, train, close; returns where it resumed."""
+        resumed = self.attach(**options)
+        for number in self.checkpointer.steps(until):
+            self.step(number)
+        self.checkpointer.close()
+        return resumed
+
+    def die(self) -> None:
+        """End as SIGKILL would."""
+        abandon(self.checkpointer, Kill(0))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the model's state."""
+        return {name: value.clone() for name, value in self.model.state_dict().items()}

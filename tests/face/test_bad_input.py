@@ -1,0 +1,238 @@
+"""What cannot work is refused with a named error that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.errors import (
+    ConfigError,
+    DamagedFile,
+    GradientChanged,
+    NotARun,
+    RunMismatch,
+    StepNotFound,
+    UnsupportedModel,
+    UnsupportedOptimizer,
+    UsageError,
+)
+from tests.face.loops import Loop, small_model
+
+
+def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> None:
+    """Attach and close."""
+    with lowdiff.Checkpointer(
+        folder / "run", compressor=TopK(0.1), staging=folder / "staging"
+    ) as checkpointer:
+        checkpointer.attach(model, optimizer, **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compressor": None}, r"compressor=TopK\(density"),
+        ({"snapshot": "fuzzy"}, 'snapshot must be "atomic"'),
+        ({"snapshot_every": 0}, "snapshot_every counts steps, at least 1, got 0"),
+        ({"batch_size": -2}, "batch_size counts steps, at least 1, got -2"),
+        ({"retention": 0}, "retention keeps at least 1 snapshot"),
+        ({"on_error": "ignore"}, "on_error is one of"),
+    ],
+)
+def test_settings_out_of_range(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lowdiff.Checkpointer(tmp_path, **{"compressor": TopK(0.1), **settings})
+
+
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.5, float("nan")])
+def test_density_out_of_range(density: float) -> None:
+    with pytest.raises(ConfigError, match=r"density must be in \(0, 1\]"):
+        TopK(density)
+
+
+class Handmade(torch.optim.SGD):
+    """An optimizer that lowdiff does not know."""
+
+
+def bad_optimizer(make: Callable[[nn.Module], Any]) -> Any:
+    """A model and what ``make`` builds on it."""
+    model = small_model()
+    return model, make(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda m: [], ConfigError, "attach needs the optimizer"),
+        (
+            lambda m: torch.optim.LBFGS(m.parameters()),
+            UnsupportedOptimizer,
+            "LBFGS cannot be replayed",
+        ),
+        (
+            lambda m: Handmade(m.parameters(), lr=0.1),
+            UnsupportedOptimizer,
+            "Handmade cannot be replayed",
+        ),
+        (
+            lambda m: torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1),
+            UnsupportedOptimizer,
+            "no parameter of the model; if these are fp32 master copies",
+        ),
+        (
+            lambda m: [torch.optim.SGD(m.parameters(), lr=0.1) for _ in range(2)],
+            ConfigError,
+            "is in two optimizers",
+        ),
+        (
+            lambda m: torch.optim.SGD(list(m.parameters())[:2], lr=0.1),
+            ConfigError,
+            "belong to no attached optimizer",
+        ),
+    ],
+)
+def test_optimizers_that_cannot_be_replayed(
+    tmp_path: Path, make: Callable[[nn.Module], Any], error: type[Exception], message: str
+) -> None:
+    model, optimizer = bad_optimizer(make)
+    with pytest.raises(error, match=message):
+        attach(tmp_path, model, optimizer)
+
+
+def test_models_that_cannot_be_laid_out(tmp_path: Path) -> None:
+    complex_model = nn.Linear(3, 3, dtype=torch.complex64)
+    with pytest.raises(UnsupportedModel, match=r"dtype torch\.complex64; supported are"):
+        attach(tmp_path, complex_model, torch.optim.SGD(complex_model.parameters(), lr=0.1))
+    sharded = type("FullyShardedDataParallel", (nn.Linear,), {})(2, 2)
+    with pytest.raises(UnsupportedModel, match="wrap the model in DistributedDataParallel"):
+        attach(tmp_path, sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+    expanded = nn.Linear(3, 3)
+    expanded.weight = nn.Parameter(torch.zeros(1, 3).expand(3, 3))
+    with pytest.raises(UnsupportedModel, match="does not cover its memory densely"):
+        attach(tmp_path, expanded, torch.optim.SGD(expanded.parameters(), lr=0.1))
+
+
+def test_a_stateful_object_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="sampler=object has no state_dict"):
+        attach(tmp_path, model, optimizer, sampler=object())
+
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"inside": [1, object()]}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match=r"sampler\['inside'\]\[1\]"):
+        attach(tmp_path, model, optimizer, sampler=Odd())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "3", nn.Linear(60, 4)), r"'3.weight' was float32 \(3, 60\)"),
+        (lambda m: m.append(nn.Linear(3, 3)), "parameter '4.weight' is new"),
+        (lambda m: m.pop(3), "parameter '3.weight' is gone"),
+        (lambda m: m.to(torch.float64), "now float64"),
+    ],
+)
+def test_another_model_is_refused_with_a_way_out(
+    tmp_path: Path, change: Callable[[nn.Module], Any], message: str
+) -> None:
+    Loop(tmp_path).run(2)
+    model = small_model()
+    change(model)
+    with pytest.raises(RunMismatch, match=message) as caught:
+        Loop(tmp_path, model=model).attach()
+    assert "lowdiff recover RUN --out weights.safetensors" in str(caught.value)
+
+
+def test_another_optimizer_class_is_refused(tmp_path: Path) -> None:
+    Loop(tmp_path).run(2)
+    other = Loop(tmp_path, make=lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.raises(RunMismatch, match=r"optimizer: torch.optim.adamw.AdamW, now torch.*SGD"):
+        other.attach()
+
+
+def test_folders_and_steps_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NotARun, match="no such folder"):
+        lowdiff.recover(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotARun, match=r"it has no run\.json"):
+        lowdiff.recover(tmp_path / "empty")
+    Loop(tmp_path).run(3)
+    with pytest.raises(StepNotFound, match=r"step 9 of .* recoverable steps: 0 to 3"):
+        lowdiff.recover(tmp_path / "run", 9)
+
+
+def test_a_damaged_file_is_named_and_an_older_way_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Loop(tmp_path).run(7)
+    whole = lowdiff.recover(tmp_path / "run", 6).model_state_dict()
+    for step in (5, 7):
+        path = tmp_path / f"run/snapshots/i000000-s{step:010d}/rank-0000.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+    state = lowdiff.recover(tmp_path / "run", 6)
+    assert state.base_step == 0
+    assert "s0000000005/rank-0000.safetensors is damaged" in caplog.text
+    assert all(torch.equal(whole[k], v) for k, v in state.model_state_dict().items())
+    (tmp_path / "run/run.json").write_text("{}")
+    with pytest.raises(DamagedFile, match=r"run.json is damaged"):
+        lowdiff.recover(tmp_path / "run", 6)
+
+
+def test_a_gradient_changed_after_its_exchange_is_noticed(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    # A closed loop of its own: DDP exchanges in backward, so a plain module cannot show this.
+    reducer = TopK(0.1).bind(
+        lowdiff.layout.layout_of(loop.model.named_parameters()),
+        lowdiff.compressors.feedback.RotatingResidual.zeros(
+            lowdiff.layout.layout_of(loop.model.named_parameters()), torch.device("cpu")
+        ),
+        None,
+    )
+    reducer.begin(1, audit=True)
+    gradient = torch.randn(1200)
+    reducer.reduce([0], [gradient], gradient).wait()
+    reducer.consume([gradient * 0.5, *[None] * 5])  # scaling is fine
+    with pytest.raises(GradientChanged, match=r"'0\.weight' has 1200 entries that are not zero"):
+        reducer.consume([gradient + 0.1, *[None] * 5])
+
+
+def test_hooks_groups_and_closures_that_would_go_unseen(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.attach()
+    loop.step(0)
+    loop.checkpointer.commit()
+    with pytest.raises(UnsupportedOptimizer, match="without a closure"):
+        loop.optimizer.step(lambda: 0.0)
+    handle = loop.optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="register it before attach"):
+        loop.step(1)
+    handle.remove()
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(UsageError, match="parameter groups changed after attach"):
+        loop.step(1)
+    loop.die()
+
+
+def test_calls_at_the_wrong_moment(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with pytest.raises(UsageError, match="call attach"):
+        loop.checkpointer.commit()
+    loop.attach()
+    with pytest.raises(UsageError, match="attached already"):
+        loop.attach()
+    loop.checkpointer.close()
+    loop.checkpointer.close()

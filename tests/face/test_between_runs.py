@@ -1,0 +1,184 @@
+"""What users change between runs is accepted, said, and recoverable afterwards."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.errors import ConfigError, StepNotFound, UsageError
+from lowdiff.persistence.values import same
+from tests.face.loops import Loop, small_model
+from tests.scenarios.lives import history
+from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import TRAININGS
+
+
+def test_another_density_starts_with_a_snapshot_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Loop(tmp_path).run(7)
+    other = Loop(tmp_path, settings={"compressor": TopK(0.5), "snapshot_every": 1000})
+    with caplog.at_level(logging.INFO):
+        assert other.attach() == 7
+    assert "compressor {'name': 'topk', 'settings': {'density': 0.5" in caplog.text
+    assert (tmp_path / "run/snapshots/i000001-s0000000007/rank-0000.json").exists()
+    for number in other.checkpointer.steps(12):
+        other.step(number)
+    expected = other.weights()
+    other.die()
+    recovered = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    assert recovered.step == 12
+    assert same(dict(recovered.model_state_dict()), expected)
+
+
+def test_restored_hyper_parameters_win_and_are_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Loop(tmp_path).run(3)
+    other = Loop(tmp_path, make=lambda p: torch.optim.AdamW(p, lr=5.0, weight_decay=0.3))
+    with caplog.at_level(logging.INFO):
+        other.attach()
+    assert other.optimizer.param_groups[0]["lr"] == 1e-2
+    assert "restored lr=0.01 of group 0 (given: 5.0)" in caplog.text
+    assert "weight_decay=0.01 of group 0 (given: 0.3)" in caplog.text
+    other.checkpointer.close()
+
+
+def test_another_scheduler_starts_afresh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Loop(tmp_path)
+    first.run(3, scheduler=torch.optim.lr_scheduler.StepLR(first.optimizer, 2))
+    second = Loop(tmp_path)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(second.optimizer, 10)
+    with caplog.at_level(logging.INFO):
+        second.attach(scheduler=scheduler)
+    assert "scheduler is new or of another class and starts afresh" in caplog.text
+    assert not hasattr(scheduler, "step_size")
+    second.checkpointer.close()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+def test_another_world_size_continues_from_the_same_state(
+    pool: Pool, tmp_path: Path, before: int, after: int
+) -> None:
+    build = TRAININGS["cnn_sgd"]
+    first = history(pool, build, tmp_path, world_size=before, until=8)
+    second = history(pool, build, tmp_path, world_size=after, until=14)
+    assert first.lives[-1][0].resumed == 0
+    assert [life.resumed for life in second.lives[-1]] == [8] * after
+    at_eight = lowdiff.recover(tmp_path / "run", 8, staging=tmp_path / "staging")
+    at_end = lowdiff.recover(tmp_path / "run", 14, staging=tmp_path / "staging")
+    assert len(at_end.items) == after
+    assert at_eight.step == 8
+
+
+def test_an_older_step_can_be_gone_back_to_and_later_ones_are_void(tmp_path: Path) -> None:
+    Loop(tmp_path).run(12)
+    expected = lowdiff.recover(tmp_path / "run", 6).model_state_dict()
+    again = Loop(tmp_path)
+    assert again.attach(step=6) == 6
+    assert same(again.weights(), dict(expected))
+    for number in again.checkpointer.steps(9):
+        again.step(number + 500)  # other data: another history
+    wanted = again.weights()
+    again.checkpointer.close()
+    newest = lowdiff.recover(tmp_path / "run")
+    assert newest.step == 9
+    assert same(dict(newest.model_state_dict()), wanted)
+    with pytest.raises(StepNotFound, match="0 to 9"):
+        lowdiff.recover(tmp_path / "run", 12)
+
+
+def test_only_the_weights_can_be_taken(tmp_path: Path) -> None:
+    first = Loop(tmp_path)
+    first.run(4)
+    second = Loop(tmp_path)
+    assert second.attach(restore="model") == 0
+    assert same(second.weights(), first.weights())
+    assert not second.optimizer.state
+    second.checkpointer.close()
+
+
+def test_the_history_can_be_left_behind(tmp_path: Path) -> None:
+    Loop(tmp_path).run(4)
+    second = Loop(tmp_path)
+    fresh = second.weights()
+    assert second.attach(restore="none") == 0
+    assert same(second.weights(), fresh)
+    second.checkpointer.close()
+    assert lowdiff.recover(tmp_path / "run").step == 0
+    with pytest.raises(ConfigError, match="restore is one of"):
+        Loop(tmp_path).attach(restore="some")
+
+
+def test_compiling_the_model_or_not_changes_no_names(tmp_path: Path) -> None:
+    first = Loop(tmp_path)
+    first.run(4)
+    compiled = torch.compile(small_model(), backend="eager")
+    assert isinstance(compiled, torch.nn.Module)
+    second = Loop(tmp_path, model=compiled)
+    assert second.run(8) == 4
+    third = Loop(tmp_path)
+    assert third.run(8) == 8
+    assert same(
+        third.weights(), {k.removeprefix("_orig_mod."): v for k, v in second.weights().items()}
+    )
+
+
+def test_a_loop_that_breaks_keeps_its_finished_step(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.attach()
+    for number in loop.checkpointer.steps(10):
+        loop.step(number)
+        if number == 3:
+            break
+    loop.checkpointer.close()
+    assert lowdiff.recover(tmp_path / "run").step == 4
+
+
+def test_an_exception_commits_nothing_and_resumes_before_it(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+
+    def train() -> None:
+        with loop.checkpointer:
+            loop.attach()
+            for number in loop.checkpointer.steps(10):
+                loop.step(number)
+                if number == 3:
+                    raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train()
+    assert Loop(tmp_path).run(4) == 3
+
+
+def test_two_steps_in_one_body_are_an_error(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+
+    def train() -> None:
+        with loop.checkpointer:
+            loop.attach()
+            for number in loop.checkpointer.steps(10):
+                loop.step(number)
+                loop.step(number)
+
+    with pytest.raises(UsageError, match="stepped twice between commits of step 1"):
+        train()
+
+
+def test_a_second_checkpointer_waits_for_the_first_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(tmp_path)
+    loop.attach()
+    other = Loop(tmp_path)
+    object.__setattr__(other.checkpointer._settings, "lock_seconds", 0.1)
+    with pytest.raises(lowdiff.errors.RunInUse, match=r"in use by process \d+ on .* \(rank 0\)"):
+        other.attach()
+    loop.checkpointer.close()
+    assert other.attach() == 0
+    other.checkpointer.close()

@@ -1,0 +1,705 @@
+"""The writer process: what is staged becomes durable once, whoever dies and whatever is full."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lowdiff.errors import StorageError, WriterFailed
+from lowdiff.persistence import writer as writer_module
+from lowdiff.persistence import writer_process
+from lowdiff.persistence.catalog import complete_snapshots
+from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.fences import create_run
+from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef, read_records
+from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.memory import read_view
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.sections import read_sections
+from lowdiff.persistence.snapshots import ImageTensor, encode_mark, shard_file, stage_image
+from lowdiff.persistence.staging import StagingLog
+from lowdiff.persistence.status import StatusReader, WriterStatus
+from lowdiff.persistence.writer import (
+    SegmentWriter,
+    _Batch,
+    adopt_predecessors,
+    durable_step,
+)
+from lowdiff.persistence.writer_process import WriterProcess
+from lowdiff.persistence.writer_settings import WriterSettings
+from lowdiff.types import Section
+
+ROOT = Path(__file__).parents[2]
+RUN_ID = "00112233445566778899aabbccddeeff"
+PATIENCE_SECONDS = 20.0
+
+
+# A trainer that only stages
+
+
+def settings_in(root: Path, run: Path | None = None, **changes: object) -> WriterSettings:
+    settings = WriterSettings(
+        run=str(run or root / "run"),
+        staging_root=str(root / "staging"),
+        run_id=RUN_ID,
+        incarnation=0,
+        rank=0,
+        world_size=1,
+        base_step=0,
+        trainer_pid=os.getpid(),
+        batch_size=4,
+        flush_seconds=1000.0,
+        keep_snapshots=None,
+    )
+    settings = replace(settings, **changes)  # type: ignore[arg-type]
+    create_run(settings.folder, RUN_ID)
+    settings.staging.root.mkdir(parents=True)
+    return settings
+
+
+def log_of(settings: WriterSettings, cap_bytes: int = 1 << 20) -> StagingLog:
+    return StagingLog(
+        settings.staging,
+        run_id=RUN_ID,
+        world_size=settings.world_size,
+        chunk_bytes=4096,
+        cap_bytes=cap_bytes,
+    )
+
+
+def noise(step: int, num_items: int) -> np.ndarray:
+    return np.random.default_rng(step).integers(0, 2**32, num_items, dtype=np.uint32)
+
+
+def append(log: StagingLog, step: int, durable: int = -1, num_items: int = 50) -> int | None:
+    sections = [
+        Section("indices/float32", "ascending", np.arange(num_items) * step),
+        Section("values/float32", "planes", noise(step, num_items)),
+    ]
+    kind, meta = RecordKind.DIFFERENTIAL, b"step %d" % step
+    return log.append(kind, step, meta, sections, durable_step=durable)
+
+
+def stage_snapshot(log: StagingLog, step: int, num_items: int, durable: int = -1) -> None:
+    data = noise(step, num_items)
+    image = ImageTensor("model/w", "U32", (num_items,), memoryview(data).cast("B"))
+    size, checksum = stage_image(log.folder.snapshot, [image])
+    assert log.append(
+        RecordKind.SNAPSHOT, step, encode_mark(size, checksum), (), durable_step=durable
+    )
+
+
+@contextmanager
+def writing(settings: WriterSettings) -> Iterator[WriterProcess]:
+    writer = WriterProcess(settings)
+    try:
+        yield writer
+    finally:
+        with suppress(WriterFailed):
+            writer.finish(PATIENCE_SECONDS)
+
+
+def wait_until(writer: WriterProcess, condition: Callable[[WriterStatus], object]) -> WriterStatus:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition(status := writer.status()):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.002)
+    return status
+
+
+def stored_records(folder: RunFolder, incarnation: int = 0, rank: int = 0) -> list[RecordRef]:
+    """Every valid record in every segment, in the order of the files."""
+    found = []
+    for number, owner, _, path in folder.segments():
+        if (number, owner) == (incarnation, rank):
+            view = read_view(path)
+            if len(view) >= 64:
+                found += list(read_records(view, FileHeader.unpack(view, path)))
+    return found
+
+
+def stored(
+    folder: RunFolder, incarnation: int = 0, rank: int = 0, num_items: int = 50
+) -> list[int]:
+    """Their steps, after comparing each with what was staged."""
+    records = stored_records(folder, incarnation, rank)
+    for record in records:
+        step = record.header.step
+        assert bytes(record.meta) == b"step %d" % step
+        indices, values = read_sections(record.sections, Codec(), coded=True)
+        np.testing.assert_array_equal(indices.data, np.arange(num_items) * step)
+        np.testing.assert_array_equal(values.data, noise(step, num_items))
+    return [record.header.step for record in records]
+
+
+# The daily work
+
+
+def test_batches_become_durable_and_the_rest_when_the_trainer_is_done(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    log = log_of(settings)
+    with writing(settings) as writer:
+        assert writer.status() == WriterStatus(durable_step=0)
+        for step in range(1, 11):
+            append(log, step)
+        status = wait_until(writer, lambda s: s.durable_step == 8)
+        assert (status.batches, status.closed, status.error) == (2, False, "")
+        assert stored(settings.folder) == list(range(1, 9))
+        status = writer.finish(PATIENCE_SECONDS)
+    assert (status.durable_step, status.batches, status.closed) == (10, 3, True)
+    assert stored(settings.folder) == list(range(1, 11))
+    (path,) = (path for *_, path in settings.folder.segments())
+    assert path.name == "i000000-s0000000001.seg"
+    assert status.segment_bytes == path.stat().st_size
+
+
+def test_a_batch_that_is_not_full_is_written_after_a_while(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, batch_size=100, flush_seconds=0.2)
+    log = log_of(settings)
+    with writing(settings) as writer:
+        append(log, 1)
+        append(log, 2)
+        assert wait_until(writer, lambda s: s.durable_step == 2).batches == 1
+
+
+def test_a_base_record_is_for_staging_only_and_steps_count_from_the_base(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, incarnation=3, base_step=40, batch_size=1)
+    log = log_of(settings)
+    log.append(RecordKind.BASE, 40, b"base", (), durable_step=-1)
+    append(log, 41)
+    with writing(settings) as writer:
+        wait_until(writer, lambda s: s.durable_step == 41)
+    assert stored(settings.folder, 3) == [41]
+
+
+def test_a_snapshot_becomes_durable_beside_the_differentials(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, batch_size=1)
+    log = log_of(settings)
+    with writing(settings) as writer:
+        append(log, 1)
+        stage_snapshot(log, 1, 10_000)
+        append(log, 2)
+        status = wait_until(writer, lambda s: s.durable_snapshot == 1 and s.durable_step == 2)
+    (snapshot,) = complete_snapshots(settings.folder, RUN_ID)
+    tensors = load_file(shard_file(snapshot.folder, 0))
+    np.testing.assert_array_equal(tensors["model/w"], noise(1, 10_000))
+    assert status.snapshot_bytes == snapshot.bytes
+    assert os.listdir(snapshot.folder).count("rank-0000.safetensors.partial") == 0
+    # Segments roll at a snapshot, so that retention can remove what is before it.
+    assert [first for _, _, first, _ in settings.folder.segments()] == [1, 2]
+
+
+def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
+    from lowdiff.persistence.fences import write_fence
+    from lowdiff.types import Environment, Fence, Layout
+
+    settings = settings_in(tmp_path, batch_size=1, keep_snapshots=1)
+    environment = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
+    write_fence(
+        settings.folder, Fence(RUN_ID, 0, None, 0, 0, 1, environment, Layout(()), (), {}, {})
+    )
+    log = log_of(settings)
+    with writing(settings) as writer:
+        for step in range(1, 4):
+            append(log, step)
+            wait_until(writer, lambda s, step=step: s.durable_step == step)  # type: ignore[misc]
+            stage_snapshot(log, step, 10)
+            wait_until(writer, lambda s, step=step: s.durable_snapshot == step)  # type: ignore[misc]
+    assert [step for _, step, _ in settings.folder.snapshots()] == [3]
+    assert [first for _, _, first, _ in settings.folder.segments()] == [3]
+
+
+# What it is
+
+
+def test_it_loads_neither_torch_nor_the_users_modules_and_stays_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = tmp_path / "user"
+    user.mkdir()
+    for module in ("msgpack", "asyncio", "numpy", "lowdiff", "persistence"):
+        (user / f"{module}.py").write_text("raise SystemExit('the user\\'s module was imported')")
+    monkeypatch.chdir(user)
+    settings = settings_in(tmp_path, batch_size=2)
+    log = log_of(settings, cap_bytes=64 << 20)
+    with writing(settings) as writer:
+        for step in range(1, 9):
+            append(log, step, num_items=100_000)
+        stage_snapshot(log, 8, 8 << 20)
+        wait_until(writer, lambda s: s.durable_snapshot == 8)
+        process = Path(f"/proc/{writer.pid}")
+        status = process.joinpath("status").read_text()
+        maps = process.joinpath("maps").read_text()
+        session = os.getsid(writer.pid)
+    memory = dict(line.split(":", 1) for line in status.splitlines())
+    assert "numpy" in maps
+    assert "libtorch" not in maps
+    # The image and the chunks are mapped, not owned: they are counted with the staging memory.
+    assert int(memory["RssAnon"].split()[0]) < 100 << 10
+    assert int(memory["VmRSS"].split()[0]) < (100 << 10) + (32 << 10) + (64 << 10)
+    assert session == writer.pid, "in a session of its own: a launcher's kill does not reach it"
+
+
+def test_it_is_small_at_rest(tmp_path: Path) -> None:
+    with writing(settings_in(tmp_path)) as writer:
+        status = Path(f"/proc/{writer.pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
+    assert int(line.split()[1]) < 100 << 10
+
+
+def test_a_writer_that_does_not_start_is_an_error_that_quotes_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho some reason >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(WriterFailed, match="did not start; its log says:\nsome reason"):
+        WriterProcess(settings_in(tmp_path))
+
+
+# Deaths
+
+
+def test_a_writer_killed_at_any_moment_loses_nothing_and_writes_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_process, "_CHECK_SECONDS", 0.01)
+    settings = settings_in(tmp_path)
+    log = log_of(settings, cap_bytes=5 * 4096)
+    rng = np.random.default_rng(0)
+    pids = set()
+    with writing(settings) as writer:
+        durable = step = 0
+        for _ in range(4):
+            last = step + int(rng.integers(10, 40))
+            while step < last:
+                if append(log, step + 1, durable):
+                    step += 1
+                durable = wait_until(writer, lambda s: s.durable_step >= 0).durable_step
+                time.sleep(float(rng.exponential(0.002)))
+            pids.add(writer.pid)
+            os.kill(writer.pid, signal.SIGKILL)
+        wait_until(writer, lambda _: writer.pid not in pids)
+        status = writer.finish(PATIENCE_SECONDS)
+    assert len(pids) == 4
+    assert (status.durable_step, status.closed) == (step, True)
+    assert stored(settings.folder) == list(range(1, step + 1))
+
+
+def test_a_torn_batch_of_a_killed_writer_is_written_again_behind_it(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    log = log_of(settings)
+    for step in range(1, 9):
+        append(log, step)
+    with writing(settings) as writer:
+        wait_until(writer, lambda s: s.durable_step == 8)
+    (path,) = (path for *_, path in settings.folder.segments())
+    whole = path.read_bytes()
+    for length in (0, 30, 300, len(whole) - 1):
+        path.write_bytes(whole[:length])  # as a killed writer may have left it
+        with writing(settings) as writer:
+            status = writer.finish(PATIENCE_SECONDS)
+        assert status.durable_step == 8
+        assert stored(settings.folder) == list(range(1, 9))
+        for *_, other in settings.folder.segments():
+            other.unlink()
+
+
+def test_what_a_killed_writer_left_is_fsynced_before_it_is_called_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_in(tmp_path)
+    log = log_of(settings)
+    append(log, 1)
+    with writing(settings):
+        pass
+    synced = []
+    fsync = os.fsync
+
+    def log_fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", log_fsync)
+    assert durable_step(settings.folder, 0, 0, base_step=0) == 1
+    assert synced == ["i000000-s0000000001.seg", "rank-0000"]
+    assert durable_step(settings.folder, 0, 1, base_step=7) == 7
+
+
+TRAINER = """
+import os, signal, sys, time
+from test_writer import append, log_of, settings_in, stage_snapshot, wait_until, writing
+from pathlib import Path
+from lowdiff.persistence.writer_process import WriterProcess
+
+settings = settings_in(Path(sys.argv[1]), batch_size=100)
+log = log_of(settings)
+writer = WriterProcess(settings)
+for step in range(1, 8):
+    append(log, step)
+stage_snapshot(log, 7, 1000)
+child = os.fork() if sys.argv[2] == "fork" else os.getpid()
+if child:
+    print(writer.pid, child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["alone", "fork"])
+def test_when_its_trainer_is_killed_it_drains_and_exits(tmp_path: Path, kind: str) -> None:
+    # A forked DataLoader worker outlives its trainer and holds the writer's pipe open.
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(tmp_path), kind],
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{ROOT}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as trainer:
+        assert trainer.stdout is not None
+        writer, child = map(int, trainer.stdout.readline().split())
+        trainer.wait(PATIENCE_SECONDS)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while is_alive(writer) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if kind == "fork":
+            assert is_alive(child)
+            os.kill(child, signal.SIGKILL)
+    assert not is_alive(writer)
+    stage = StagingFolder.of(tmp_path / "staging", RUN_ID, 0, 0)
+    status = StatusReader(stage.status).read()
+    assert (status.durable_step, status.durable_snapshot, status.closed) == (7, 7, True)
+    assert stored(RunFolder(tmp_path / "run")) == list(range(1, 8))
+    assert FileLock(stage.writer_lock).acquire("the next one")
+
+
+def test_finishing_after_the_writer_was_killed_says_that_nothing_is_lost(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    log = log_of(settings)
+    writer = WriterProcess(settings)
+    append(log, 1)
+    os.kill(writer.pid, signal.SIGKILL)
+    with pytest.raises(WriterFailed, match=r"nothing is lost: .* the next attach adopts"):
+        writer.finish(PATIENCE_SECONDS)
+    with writing(settings):
+        pass
+    assert stored(settings.folder) == [1]
+
+
+# Adoption
+
+
+def predecessor(root: Path, steps: range, incarnation: int = 0, rank: int = 0) -> WriterSettings:
+    settings = settings_in(root, incarnation=incarnation, rank=rank, world_size=4)
+    log = log_of(settings)
+    log.append(RecordKind.BASE, steps.start - 1, b"base", (), durable_step=-1)
+    for step in steps:
+        append(log, step)
+    return settings
+
+
+def adopt(settings: WriterSettings) -> None:
+    adopt_predecessors(settings, threading.Event())
+
+
+def test_a_later_incarnations_writer_adopts_what_a_dead_one_left(tmp_path: Path) -> None:
+    dead = predecessor(tmp_path, range(1, 8))
+    with writing(settings_in(tmp_path, incarnation=1, base_step=7)) as writer:
+        writer.finish(PATIENCE_SECONDS)
+    assert stored(dead.folder) == list(range(1, 8))
+    assert not dead.staging.root.exists()
+
+
+def test_only_what_is_missing_is_adopted(tmp_path: Path) -> None:
+    dead = predecessor(tmp_path, range(1, 8))
+    with writing(dead):
+        pass
+    append_more = StagingLog(
+        dead.staging, run_id=RUN_ID, world_size=4, chunk_bytes=4096, cap_bytes=1 << 20
+    )
+    for step in range(6, 12):
+        append(append_more, step)
+    adopt(settings_in(tmp_path, incarnation=1))
+    assert stored(dead.folder) == list(range(1, 12))
+
+
+def test_ranks_that_are_no_more_are_shared_out_over_those_that_are(tmp_path: Path) -> None:
+    dead = [predecessor(tmp_path, range(1, 3), rank=rank) for rank in range(4)]
+    for rank in range(2):
+        adopt(settings_in(tmp_path, incarnation=1, rank=rank, world_size=2))
+        gone = [not d.staging.root.exists() for d in dead]
+        assert gone == [True, rank == 1, True, rank == 1]
+    for d in dead:
+        assert stored(d.folder, 0, d.rank) == [1, 2]
+
+
+def test_neither_its_own_nor_a_later_staging_is_adopted(tmp_path: Path) -> None:
+    later = predecessor(tmp_path, range(1, 3), incarnation=2)
+    own = settings_in(tmp_path, incarnation=1)
+    adopt(own)
+    assert later.staging.root.exists()
+    assert own.staging.root.exists()
+    assert stored(later.folder, 2) == []
+
+
+def test_a_predecessor_whose_writer_still_works_is_waited_for(tmp_path: Path) -> None:
+    dead = predecessor(tmp_path, range(1, 3))
+    lock = FileLock(dead.staging.writer_lock)
+    assert lock.acquire("an orphaned writer")
+    adopting = threading.Thread(target=adopt, args=[settings_in(tmp_path, incarnation=1)])
+    adopting.start()
+    time.sleep(0.2)
+    assert dead.staging.root.exists()
+    assert stored(dead.folder) == []
+    lock.release()
+    adopting.join()
+    assert stored(dead.folder) == [1, 2]
+
+
+def test_waiting_for_a_predecessor_ends_with_the_trainer(tmp_path: Path) -> None:
+    dead = predecessor(tmp_path, range(1, 3))
+    lock = FileLock(dead.staging.writer_lock)
+    assert lock.acquire("an orphaned writer")
+    gone = threading.Event()
+    gone.set()
+    adopt_predecessors(settings_in(tmp_path, incarnation=1), gone)
+    assert dead.staging.root.exists()
+    lock.release()
+
+
+def test_a_predecessor_that_another_writer_removed_in_the_meantime_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dead = [predecessor(tmp_path, range(1, 3), incarnation=number) for number in range(2)]
+    acquire = FileLock.acquire
+
+    def acquire_late(self: FileLock, description: str, *, timeout_seconds: float = 0.0) -> bool:
+        if dead[0].staging.root in self.path.parents:
+            shutil.rmtree(dead[0].staging.root)
+        return acquire(self, description, timeout_seconds=timeout_seconds)
+
+    monkeypatch.setattr(FileLock, "acquire", acquire_late)
+    adopt(settings_in(tmp_path, incarnation=2))
+    assert stored(dead[1].folder, 1) == [1, 2]
+    assert not caplog.records
+
+
+def test_what_cannot_be_adopted_stays_in_staging(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dead = predecessor(tmp_path, range(1, 3))
+    settings = settings_in(tmp_path, incarnation=1)
+    settings.folder.run_file.rename(tmp_path / "elsewhere")
+    adopt(settings)
+    assert dead.staging.root.exists()
+    assert "stays in staging" in caplog.text
+    (tmp_path / "elsewhere").rename(settings.folder.run_file)
+    adopt(settings)
+    assert stored(dead.folder) == [1, 2]
+
+
+# Storage trouble
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount command to make a small tmpfs with")
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {result.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def remount(folder: Path, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)
+
+
+class Trouble:
+    """Something that is wrong with a disk for a while."""
+
+    def __init__(self, kind: str, disk: Path) -> None:
+        self.kind, self.disk = kind, disk
+
+    def begin(self) -> None:
+        if self.kind == "full":
+            free = shutil.disk_usage(self.disk).free
+            (self.disk / "filler").write_bytes(bytes(free - (48 << 10)))
+        elif self.kind == "read-only":
+            remount(self.disk, "ro")
+        else:
+            (self.disk / "run").rename(self.disk / "elsewhere")
+
+    def end(self) -> None:
+        if self.kind == "full":
+            (self.disk / "filler").unlink()
+        elif self.kind == "read-only":
+            remount(self.disk, "rw")
+        else:
+            assert not (self.disk / "run").exists(), "nobody may put another run in its place"
+            (self.disk / "elsewhere").rename(self.disk / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("full", "No space left on device"),
+        ("read-only", "Read-only file system"),
+        ("gone", "No such file or directory"),
+    ],
+)
+def test_trouble_is_reported_and_waited_out(small_disk: Path, kind: str, message: str) -> None:
+    settings = settings_in(small_disk.parent, run=small_disk / "run", batch_size=2)
+    log = log_of(settings)
+    trouble = Trouble(kind, small_disk)
+    with writing(settings) as writer:
+        for step in (1, 2):
+            append(log, step, num_items=4000)
+        wait_until(writer, lambda s: s.durable_step == 2)
+        trouble.begin()
+        for step in range(3, 11):
+            append(log, step, num_items=4000)
+        status = wait_until(writer, lambda s: s.error)
+        assert message in status.error
+        before = status.durable_step
+        assert before < 10
+        trouble.end()
+        status = wait_until(writer, lambda s: s.durable_step == 10)
+        assert status.error == ""
+    assert stored(settings.folder, num_items=4000) == list(range(1, 11))
+
+
+def test_a_writer_started_while_the_run_is_away_makes_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_process, "_CHECK_SECONDS", 0.1)
+    settings = settings_in(tmp_path, batch_size=2)
+    log = log_of(settings)
+    run, away = tmp_path / "run", tmp_path / "away"
+    with writing(settings) as writer:
+        append(log, 1)
+        append(log, 2)
+        wait_until(writer, lambda s: s.durable_step == 2)
+        run.rename(away)
+        first = writer.pid
+        os.kill(first, signal.SIGKILL)
+        append(log, 3)
+        append(log, 4)
+        wait_until(writer, lambda _: writer.pid != first)
+        time.sleep(0.5)
+        assert not run.exists()
+        away.rename(run)
+        wait_until(writer, lambda s: s.durable_step == 4)
+    assert stored(settings.folder) == [1, 2, 3, 4]
+
+
+def test_a_snapshot_that_does_not_fit_holds_up_no_differential_and_outlives_its_writer(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_process, "_CHECK_SECONDS", 0.05)
+    settings = settings_in(small_disk.parent, run=small_disk / "run", batch_size=1)
+    log = log_of(settings, cap_bytes=3 * 4096)
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(1 << 20))
+    with writing(settings) as writer:
+        append(log, 1)
+        stage_snapshot(log, 1, 1 << 18)
+        wait_until(writer, lambda s: "No space left" in s.error)
+        for step in range(2, 40):
+            assert append(log, step, durable=step - 1)
+            status = wait_until(writer, lambda s, step=step: s.durable_step == step)  # type: ignore[misc]
+            assert "No space left" in status.error, "the success of others hides it"
+        assert status.durable_snapshot == -1
+        # By now the part of the log that said first where the image is has been reused.
+        first = writer.pid
+        os.kill(first, signal.SIGKILL)
+        wait_until(writer, lambda _: writer.pid != first)
+        filler.unlink()
+        wait_until(writer, lambda s: s.durable_snapshot == 1)
+    (snapshot,) = complete_snapshots(settings.folder, RUN_ID)
+    tensors = load_file(shard_file(snapshot.folder, 0))
+    np.testing.assert_array_equal(tensors["model/w"], noise(1, 1 << 18))
+    assert stored(settings.folder) == list(range(1, 40))
+
+
+# Segments
+
+
+HEADER = FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 0)
+
+
+def batch(first: int, last: int) -> _Batch:
+    return _Batch(b"".join(bytes([step]) * 100 for step in range(first, last + 1)), first, last)
+
+
+@pytest.mark.parametrize("call", ["fsync", "fdatasync"])
+def test_a_batch_whose_write_failed_is_given_again_and_stands_there_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    folder = RunFolder(tmp_path)
+    create_run(folder, RUN_ID)
+    segments = SegmentWriter(folder, HEADER)
+    sync, failures = getattr(os, call), [True]
+
+    def failing(descriptor: int) -> None:
+        if failures and ".seg" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            failures.pop()
+            raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, call, failing)
+    written = 0
+    for work in (batch(1, 2), batch(3, 3), batch(4, 6)):
+        try:
+            written += asyncio.run(segments.append(work))
+        except OSError:
+            written += asyncio.run(segments.append(work))
+    data = folder.segment(0, 0, 1).read_bytes()
+    assert data == replace(HEADER, sequence=1).pack() + batch(1, 6).data
+    assert written == len(data)
+    assert not failures
+
+
+def test_a_long_segment_is_followed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_SEGMENT_BYTES", 300)
+    folder = RunFolder(tmp_path)
+    create_run(folder, RUN_ID)
+    segments = SegmentWriter(folder, HEADER)
+    for step in range(1, 7):
+        asyncio.run(segments.append(batch(step, step)))
+    assert [first for _, _, first, _ in folder.segments()] == [1, 4]
+
+
+def test_segments_are_written_nowhere_but_in_the_run(tmp_path: Path) -> None:
+    segments = SegmentWriter(RunFolder(tmp_path / "unmounted"), HEADER)
+    with pytest.raises(StorageError, match="bring the run folder back, or mount it"):
+        asyncio.run(segments.append(batch(1, 1)))
+    assert not (tmp_path / "unmounted").exists()
