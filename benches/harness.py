@@ -135,15 +135,11 @@ def pin(cores: Iterable[int], pid: int | None = None) -> None:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that one call takes; the garbage collector runs before it, not in it."""
+    """Seconds that one call takes; it starts without garbage of what came before."""
     gc.collect()
-    gc.disable()
-    try:
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
-    finally:
-        gc.enable()
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 #: Seconds of the arm in question and of its baseline.

@@ -1,4 +1,4 @@
-"""The ways to bring a state forward that ``bench_replay`` compares, each in a process of its own.
+"""The ways to bring a state forward that ``bench_replay`` compares.
 
 Every arm starts from the same snapshot and ends with the same bits. All but ``published`` read
 the same records of a real run, decode included; ``published`` reads the files its authors' code
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import resource
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -32,7 +30,7 @@ from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Block, Differential
 
-BASE_STEP = 1
+BASE_STEP = 0
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
@@ -42,11 +40,13 @@ class Sample:
 
     Attributes:
         seconds: From the snapshot in memory to the last step.
+        cpu_seconds: Processor time meanwhile; less than ``seconds`` where the machine was busy.
         page_faults: Minor faults meanwhile.
         digest: SHA-256 of parameters and optimizer state afterwards; empty if nothing was made.
     """
 
     seconds: float
+    cpu_seconds: float
     page_faults: int
     digest: str
 
@@ -96,18 +96,14 @@ class Loop:
             start.fence.compressor["name"], start.fence.compressor["settings"]
         )
         self.named = {n: nn.Parameter(t) for n, t in start.state.tensors().items()}
-        self.optimizer = torch.optim.AdamW(
-            self.named.values(), fused=start.task.fused or None
-        )
+        self.optimizer = torch.optim.AdamW(self.named.values(), fused=start.task.fused or None)
         self.optimizer.load_state_dict(start.state.optimizer_state_dict())
 
     def step(self, differential: Differential, gradients: Iterable[torch.Tensor]) -> None:
         """One optimizer step; ``gradients`` are flat and zero, in layout order."""
         self.optimizer.param_groups[0].update(differential.optimizers[0].consumed[0])
         payloads = [differential.payload]
-        for i, (parameter, gradient) in enumerate(
-            zip(self.named.values(), gradients, strict=True)
-        ):
+        for i, (parameter, gradient) in enumerate(zip(self.named.values(), gradients, strict=True)):
             block = Block(i, 0, gradient.numel())
             self.compressor.decode(payloads, self.layout, block, gradient)
             parameter.grad = gradient.view_as(parameter)
@@ -255,22 +251,25 @@ ARMS: dict[str, Callable[[Start], _Prepared]] = {
 }
 
 
-def serve(task: Task, connection: Connection) -> None:
-    """Run rounds of one arm, one for every message, until the connection closes."""
+def take_turn(task: Task, connection: Connection) -> None:
+    """Run one arm once, and send a ``Sample``."""
     pin(task.cores)
     torch.set_num_threads(1)
-    while True:
-        try:
-            connection.recv()
-        except EOFError:
-            return
-        start = Start(task)
-        run, outcome = ARMS[task.arm](start)
-        faults = _minor_faults()
-        seconds = timed(run)
-        faults = _minor_faults() - faults
-        connection.send(Sample(seconds, faults, outcome()))
+    run, outcome = ARMS[task.arm](Start(task))
+    usage = []
 
+    def run_once() -> None:
+        usage.append(resource.getrusage(resource.RUSAGE_SELF))
+        run()
+        usage.append(resource.getrusage(resource.RUSAGE_SELF))
 
-def _minor_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    seconds = timed(run_once)
+    before, after = usage
+    connection.send(
+        Sample(
+            seconds=seconds,
+            cpu_seconds=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+            page_faults=after.ru_minflt - before.ru_minflt,
+            digest=outcome(),
+        )
+    )

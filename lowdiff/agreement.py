@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.errors import LowDiffError
+from lowdiff.persistence.durable import make_directory, write_file
 from lowdiff.persistence.values import decode, encode
 
 
@@ -81,8 +82,8 @@ class Ranks:
             target = imported / name
             # On a shared folder it may only have appeared since this rank looked.
             if name not in mine and not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(data)
+                make_directory(target.parent)
+                write_file(target, data)
 
     def _broadcast_file(self, path: Path | None, owner: int) -> bytes:
         assert self._group is not None

@@ -96,19 +96,39 @@ def _agreed_catalog(settings: Settings, ranks: Ranks, imported: Path) -> Catalog
     Durable files become part of this rank's run folder; staged ones are needed only now.
     """
     folder = settings.folder
-    known = read_run_id(folder) if folder.run_file.is_file() else None
+    known, error = None, None
+    try:
+        known = read_run_id(folder) if folder.run_file.is_file() else None
+    except LowDiffError as failure:
+        error = failure
+    ranks.raise_together(error)
     ids = {run_id for run_id in ranks.gather(known) if run_id is not None}
     if len(ids) > 1:
         raise RunMismatch(f"the ranks' folders {settings.run} belong to different runs")
     proposal = ranks.gather(new_run_id())[0]
     run_id = ids.pop() if ids else proposal
     create_run(folder, run_id)
+    _wait_for_writers(settings, run_id)
     ranks.barrier()
     ranks.share_files(_visible(settings.run, "rank-*.json"), settings.run)
     ranks.share_files(_visible(settings.run, "rank-*.safetensors"), settings.run)
     ranks.share_files(_visible(settings.run, "*.seg"), settings.run)
     ranks.share_files(_visible(settings.staging / run_id, "*.chunk"), imported / run_id)
     return scan(folder, [settings.staging, imported])
+
+
+def _wait_for_writers(settings: Settings, run_id: str) -> None:
+    """Let the writers of dead trainers finish: until then files still appear and are collected.
+
+    A writer that cannot finish, because the disk is full, is not waited for longer: its records
+    are read from staging.
+    """
+    for stage in StagingFolder.all_of_run(settings.staging, run_id):
+        lock = FileLock(stage.writer_lock)
+        if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
+            lock.release()
+        else:
+            _logger.warning("%s still works on %s; going on", lock.holder(), stage.root)
 
 
 def _visible(folder: Path, pattern: str) -> list[tuple[str, Path]]:

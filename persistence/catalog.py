@@ -127,7 +127,8 @@ def scan(
         records=records,
         staging=tuple(staging),
         damage=tuple(damage),
-        num_incarnations=max(numbers, default=-1) + 1,
+        # Also those that only staging remembers, as on a node that comes back with old memory.
+        num_incarnations=max([*numbers, *(s.incarnation for s in staging)], default=-1) + 1,
     )
 
 

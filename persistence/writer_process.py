@@ -58,7 +58,7 @@ class WriterProcess:
         return self._status.read()
 
     def finish(self, timeout_seconds: float) -> WriterStatus:
-        """Tell the writer that nothing more comes, and wait until all is durable.
+        """Tell the writer that nothing more comes, and wait until all is durable; idempotent.
 
         Raises:
             WriterFailed: If it does not get there in time; what is staged stays in staging.
@@ -66,9 +66,10 @@ class WriterProcess:
         self._finishing = True
         assert self._process.stdin is not None
         try:
-            # A byte, not only the pipe's end: forked DataLoader workers may hold it open.
-            self._process.stdin.write(b".")
-            self._process.stdin.close()
+            if not self._process.stdin.closed:
+                # A byte, not only the pipe's end: forked DataLoader workers may hold it open.
+                self._process.stdin.write(b".")
+                self._process.stdin.close()
         except BrokenPipeError:
             _logger.warning("the writer of rank %d had ended before", self._settings.rank)
         try:
@@ -109,6 +110,8 @@ class WriterProcess:
             if self._process.poll() is not None:
                 break
             time.sleep(0.01)
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # should it come up after all, it ends at once
         log = self._settings.staging.writer_log.read_text(errors="replace")[-2000:]
         raise WriterFailed(f"the writer process did not start; its log says:\n{log}")
 

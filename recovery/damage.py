@@ -181,10 +181,11 @@ def _staging_damage(catalog: Catalog) -> Iterator[Finding]:
                     yield Finding.of(error)
                 continue
             end = _end_of_records(view, header)
-            # A live trainer may have gone on between the two looks.
+            # Between the looks a live trainer may have written on, or reused the chunk.
             if (
                 next(_records_after(view, end, header), None) is not None
                 and _end_of_records(view, header) == end
+                and view[:HEADER_BYTES] == header.pack()
             ):
                 what = "no valid record, but valid ones follow"
                 yield Finding.of(DamagedFile(path, what, offset=end))

@@ -13,13 +13,13 @@ import pytest
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, NewerFormat, NotARun
-from lowdiff.persistence import catalog as catalog_module
 from lowdiff.persistence.catalog import Catalog, complete_fences, last_segment, scan
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import encode_scalars, read_differential
 from lowdiff.persistence.durable import make_directory, write_json
 from lowdiff.persistence.fences import create_run, read_fence, read_run_id, write_fence
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind
+from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.snapshots import Manifest, encode_mark, manifest_file, shard_file
 from lowdiff.persistence.staging import StagingLog, staged_records
@@ -365,7 +365,7 @@ def test_files_that_retention_removes_during_the_scan_are_no_damage(
         path = folder.snapshot(0, step)
         make_directory(path)
         write_json(manifest_file(path, 0), asdict(Manifest(RUN_ID, 0, step, 0, 1, 0, 0)))
-    read_view, read = catalog_module.read_view, Manifest.read
+    read = Manifest.read
 
     def read_view_late(path: Path) -> memoryview:
         folder.segment(0, 0, 1).unlink(missing_ok=True)
@@ -375,8 +375,8 @@ def test_files_that_retention_removes_during_the_scan_are_no_damage(
         manifest_file(folder.snapshot(0, 1), 0).unlink(missing_ok=True)
         return read(path)
 
-    monkeypatch.setattr(catalog_module, "read_view", read_view_late)
-    monkeypatch.setattr(catalog_module.Manifest, "read", read_late)
+    monkeypatch.setattr("lowdiff.persistence.catalog.read_view", read_view_late)
+    monkeypatch.setattr(Manifest, "read", read_late)
     found = scan(folder)
     assert listed(found) == {2: False}
     assert [s.step for s in found.snapshots] == [2]

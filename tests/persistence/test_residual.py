@@ -1,18 +1,15 @@
-"""Slots keep the residual of every step that can still be recovered (design rule R3)."""
+"""A residual lies in slots that outlive the trainer; tests/protocol says why three suffice."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.persistence.residual import ResidualLayout, create_slots, read_slot
 from lowdiff.types import ITEM_BYTES, Layout, ParameterSpec
 
@@ -87,79 +84,3 @@ def test_a_file_that_does_not_fit_the_layout_has_no_slots(tmp_path: Path) -> Non
     assert read_slot(path, LAYOUT, 3, -1) is None
     assert read_slot(path, LAYOUT, 4, 0) is None
     assert read_slot(path, layout_of(("float32", 500)), 3, 0) is None
-
-
-# Three slots suffice: every interleaving of two and three ranks
-
-#: Where a rank stands within a step: two buckets, each written and then sent without waiting, then
-#: the wait for everybody's share of both, then staging, after which the next step begins.
-START, WRITING_1, SENT_1, WRITING_2, SENT_2, GATHERED = range(6)
-Position = tuple[int, int]  # step, place in it
-NUM_STEPS = 6
-
-
-def successors(world: tuple[Position, ...]) -> Iterator[tuple[Position, ...]]:
-    for rank, (step, place) in enumerate(world):
-        if place == SENT_2 and any(other < (step, SENT_2) for other in world):
-            continue  # the all-gather waits for a rank that has not sent yet
-        position = (step, place + 1) if place < GATHERED else (step + 1, START)
-        if position[0] <= NUM_STEPS:
-            yield (*world[:rank], position, *world[rank + 1 :])
-
-
-def reachable(num_ranks: int) -> set[tuple[Position, ...]]:
-    first = ((1, START),) * num_ranks
-    found, frontier = {first}, [first]
-    while frontier:
-        for world in successors(frontier.pop()):
-            if world not in found:
-                found.add(world)
-                frontier.append(world)
-    return found
-
-
-def content(position: Position, skipped: frozenset[int], num_slots: int) -> list[list[int | None]]:
-    """Per slot and bucket: the step whose residual it holds, None while it is being written."""
-    slots: list[list[int | None]] = [[0, 0] for _ in range(num_slots)]
-    current = 0
-    for step in range(1, position[0] + 1):
-        target = (current + 1) % num_slots
-        place = position[1] if step == position[0] else GATHERED
-        for bucket, (writing, sent) in enumerate(((WRITING_1, SENT_1), (WRITING_2, SENT_2))):
-            if place >= writing:
-                slots[target][bucket] = step if place >= sent else None
-        if step not in skipped:
-            current = target
-    return slots
-
-
-def is_safe(num_ranks: int, num_slots: int, skipped: frozenset[int]) -> bool:
-    """Whether all can die at any moment and find each rank's residual of the step to recover."""
-    for world in reachable(num_ranks):
-        staged = min(step - 1 for step, _ in world)
-        advanced = [step for step in range(1, staged + 1) if step not in skipped]
-        slot = len(advanced) % num_slots
-        wanted = advanced[-1] if advanced else 0
-        for position in world:
-            if content(position, skipped, num_slots)[slot] != [wanted, wanted]:
-                return False
-    return True
-
-
-SKIPS = [
-    frozenset(skips) for n in range(3) for skips in itertools.combinations(range(1, NUM_STEPS), n)
-]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_no_interleaving_of_ranks_overwrites_a_residual_that_recovery_needs(num_ranks: int) -> None:
-    assert all(is_safe(num_ranks, NUM_SLOTS, skipped) for skipped in SKIPS)
-
-
-def test_one_slot_fewer_would_not_be_enough() -> None:
-    assert not is_safe(2, NUM_SLOTS - 1, frozenset())
-
-
-def test_the_model_knows_that_ranks_can_be_one_step_apart_and_no_more() -> None:
-    apart = {max(world)[0] - min(world)[0] for world in reachable(2)}
-    assert apart == {0, 1}

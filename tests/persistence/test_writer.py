@@ -96,7 +96,7 @@ def append(log: StagingLog, step: int, durable: int = -1, num_items: int = 50) -
 
 def stage_snapshot(log: StagingLog, step: int, num_items: int, durable: int = -1) -> None:
     data = noise(step, num_items)
-    image = ImageTensor("model/w", "U32", (num_items,), memoryview(data).cast("B"))
+    image = ImageTensor("model/w", "U32", (num_items,), data.data.cast("B"))
     size, checksum = stage_image(log.folder.snapshot, [image])
     assert log.append(
         RecordKind.SNAPSHOT, step, encode_mark(size, checksum), (), durable_step=durable

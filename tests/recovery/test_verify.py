@@ -381,12 +381,16 @@ def test_overwritten_staging_is_looked_at_again(crashed: Trained) -> None:
 
 
 def test_other_damage_is_not_looked_at_again(crashed: Trained) -> None:
-    def act(_: object) -> None:
+    seen = []
+
+    def act(catalog: object) -> None:
+        seen.append(catalog)
         raise DamagedFile(crashed.segment(1), "bad")
 
     folder = RunFolder(crashed.run)
     with pytest.raises(DamagedFile, match="bad"):
         look_again(folder, crashed.staging, scan(folder), act)
+    assert len(seen) == 1
 
 
 # Fences
