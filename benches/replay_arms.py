@@ -105,7 +105,7 @@ class Loop:
         payloads = [differential.payload]
         for i, (parameter, gradient) in enumerate(zip(self.named.values(), gradients, strict=True)):
             block = Block(i, 0, gradient.numel())
-            self.compressor.decode(payloads, self.layout, block, gradient)
+            self.compressor.decoder(payloads, self.layout)(block, gradient)
             parameter.grad = gradient.view_as(parameter)
         self.optimizer.step()
 

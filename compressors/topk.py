@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,7 +14,7 @@ from lowdiff.compressors.exchange import exchange
 from lowdiff.compressors.selection import MagnitudeSelector
 from lowdiff.errors import ConfigError, GradientChanged
 from lowdiff.layout import bits
-from lowdiff.protocols import ResidualStore
+from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, ParameterSpec, Payload, Section
 
 
@@ -71,20 +70,27 @@ class TopK:
         """Make the reducer of one run."""
         return TopKReducer(self, layout, residual, group)
 
-    def decode(
-        self, payloads: Sequence[Payload], layout: Layout, block: Block, out: torch.Tensor
-    ) -> None:
-        """Assign each rank's entries; where ranks overlap they agree bit for bit."""
-        spec = layout.parameters[block.parameter]
-        first, last = spec.offset + block.start, spec.offset + block.stop
-        target = bits(out)
-        for payload in payloads:
-            indices = payload.section(f"indices/{spec.dtype}")
-            values = payload.section(f"values/{spec.dtype}")
-            if indices is None or values is None:
-                continue
-            begin, end = np.searchsorted(indices.data, (first, last))
-            target[indices.data[begin:end] - first] = values.data[begin:end]
+    def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
+        """Assigns each rank's entries; where ranks overlap they agree bit for bit."""
+        entries = {
+            dtype: [
+                (indices.data, values.data)
+                for payload in payloads
+                if (indices := payload.section(f"indices/{dtype}"))
+                and (values := payload.section(f"values/{dtype}"))
+            ]
+            for dtype in layout.dtypes
+        }
+
+        def decode(block: Block, out: torch.Tensor) -> None:
+            spec = layout.parameters[block.parameter]
+            first, last = spec.offset + block.start, spec.offset + block.stop
+            target = bits(out)
+            for indices, values in entries[spec.dtype]:
+                begin, end = indices.searchsorted((first, last))
+                target[indices[begin:end] - first] = values[begin:end]
+
+        return decode
 
 
 class TopKReducer:
@@ -175,8 +181,8 @@ class TopKReducer:
                     # A NaN norm makes every entry NaN; such a gradient is stored whole.
                     if found > self._exchanged[i] and bool(gradient.isfinite().all()):
                         raise GradientChanged(spec.name, self._exchanged[i], found)
-                own = self._own(i, spec, gradient)
-                self._consumed[i] = (own + spec.offset, gradient[own])
+                own, values = self._own(i, spec, gradient)
+                self._consumed[i] = (own + spec.offset, values)
 
     def payload(self) -> Payload:
         """See ``Reducer.payload``: indices into the layout, ascending, and their values."""
@@ -194,17 +200,20 @@ class TopKReducer:
                 ]
         return Payload(tuple(sections))
 
-    def _own(self, parameter: int, spec: ParameterSpec, gradient: torch.Tensor) -> torch.Tensor:
-        """Positions inside the parameter whose final values this rank stores."""
+    def _own(
+        self, parameter: int, spec: ParameterSpec, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions inside the parameter that this rank stores, and the final values there."""
         selected = self._selected.get(parameter)
         if selected is None or selected.numel() == spec.numel:
             first = spec.numel * self._rank // self._world_size
             last = spec.numel * (self._rank + 1) // self._world_size
-            return torch.arange(first, last, device=gradient.device)
-        if not gradient.is_cuda and not bool(gradient[selected].isfinite().all()):
+            return torch.arange(first, last, device=gradient.device), gradient[first:last].clone()
+        values = gradient[selected]
+        if not gradient.is_cuda and not bool(values.isfinite().all()):
             # Clipping by a NaN norm turns every entry NaN, also those that nobody selected.
-            return torch.arange(spec.numel)
-        return selected
+            return torch.arange(spec.numel), gradient.clone()
+        return selected, values
 
 
 def _is_used(gradient: torch.Tensor) -> bool:

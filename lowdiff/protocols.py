@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
     from lowdiff.types import Block, Layout, Payload
+
+
+#: ``decode(block, out)`` writes one block of the gradient that the optimizer consumed, bit for bit,
+#: into ``out``: a flat CPU tensor of the block's length and dtype that holds zeros.
+Decoder: TypeAlias = "Callable[[Block, torch.Tensor], None]"
 
 
 class ResidualStore(Protocol):
@@ -91,15 +96,11 @@ class Compressor(Protocol):
         """Make the reducer of one run; ``group`` None means a single process."""
         ...
 
-    def decode(
-        self, payloads: Sequence[Payload], layout: Layout, block: Block, out: torch.Tensor
-    ) -> None:
-        """Write one block of the gradient that the optimizer consumed, bit for bit.
+    def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
+        """Prepare one step's gradient for decoding by block.
 
         Args:
             payloads: The payloads of all ranks for one step, in rank order.
             layout: The layout they were made for.
-            block: Which block.
-            out: CPU tensor of the block's length and the parameter's dtype, holding zeros.
         """
         ...

@@ -6,6 +6,7 @@ is read and decoded meanwhile, so memory is bounded whatever the number of diffe
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,20 +24,35 @@ from lowdiff.errors import ReplayMismatch
 from lowdiff.layout import flat, shaped
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
-from lowdiff.protocols import Compressor
+from lowdiff.protocols import Decoder
 from lowdiff.recovery.blocks import Unit, element_units, tensor_units
 from lowdiff.recovery.optimizers import build, granularity
 from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.state import RecoveredState, inherit, is_aligned
-from lowdiff.types import Block, Differential, Fence, Layout
+from lowdiff.types import Block, Differential, Fence
 
-#: Measured: at 2**17 float32 elements a unit's tensors stay in the cache and its temporaries come
-#: from the allocator's free lists instead of fresh pages.
-BLOCK_ELEMENTS = 1 << 17
+#: Measured: smaller units pay Python's cost per optimizer step too often, larger ones leave the
+#: cache.
+BLOCK_ELEMENTS = 1 << 18
 _WINDOW_BYTES = 128 << 20
+#: glibc hands memory above its mmap threshold back to the kernel at every free; freeing one piece of
+#: this size raises the threshold to it, so a unit's temporaries keep their pages.
+_KEPT_BYTES = 32 << 20
 
-#: The shards of one step, in rank order.
-Step = tuple[Differential, ...]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One differential, read and ready to be replayed.
+
+    Attributes:
+        shards: One per rank, in rank order.
+        absent: Parameters without a gradient.
+        decode: Writes a block of the gradient.
+    """
+
+    shards: tuple[Differential, ...]
+    absent: frozenset[int]
+    decode: Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +105,7 @@ def replay(
         state.fence = fence
         own = list(group)
         with _Replay(state, fence, options) as running:
-            for window in _windows(own):
+            for window in _windows(own, fence):
                 running.run(window)
                 done += len(window)
                 if options.progress:
@@ -97,7 +113,7 @@ def replay(
     return state
 
 
-def _windows(steps: Sequence[PlannedStep]) -> Iterator[list[Step]]:
+def _windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]:
     """Decoded steps in windows of bounded size; the next is decoded while one is in use."""
     plans: list[list[PlannedStep]] = []
     size = _WINDOW_BYTES
@@ -108,16 +124,22 @@ def _windows(steps: Sequence[PlannedStep]) -> Iterator[list[Step]]:
         plans[-1].append(step)
         size += 3 * step.bytes
     codec = Codec()
+    compressor = from_settings(fence.compressor["name"], fence.compressor["settings"])
 
-    def decode(window: list[PlannedStep]) -> list[Step]:
-        return [tuple(read_differential(s, codec) for s in step.shards) for step in window]
+    def read(step: PlannedStep) -> Step:
+        shards = tuple(read_differential(stored, codec) for stored in step.shards)
+        decode = compressor.decoder([shard.payload for shard in shards], fence.layout)
+        return Step(shards, frozenset(shards[0].absent), decode)
+
+    def read_all(window: list[PlannedStep]) -> list[Step]:
+        return [read(step) for step in window]
 
     with ThreadPoolExecutor(1, thread_name_prefix="lowdiff-decode") as reader:
-        ahead = reader.submit(decode, plans[0]) if plans else None
+        ahead = reader.submit(read_all, plans[0]) if plans else None
         for following in [*plans[1:], None]:
             assert ahead is not None
             window = ahead.result()
-            ahead = reader.submit(decode, following) if following is not None else None
+            ahead = reader.submit(read_all, following) if following is not None else None
             yield window
 
 
@@ -127,7 +149,6 @@ class _Replay:
     def __init__(self, state: RecoveredState, fence: Fence, options: ReplayOptions) -> None:
         self._state = state
         self._layout = fence.layout
-        self._compressor = from_settings(fence.compressor["name"], fence.compressor["settings"])
         self._digester = Digester(fence.layout)
         self._options = options
         self._threads = fence.environment.num_threads if options.whole else 1
@@ -154,19 +175,21 @@ class _Replay:
             for job in jobs:
                 for key, value in job.result().items():
                     sums[key] = Digester.add(sums.get(key, 0), value)
-        for shards in window:
-            for shard in shards:
+        for step in window:
+            for shard in step.shards:
                 self._check(shard, sums.get((shard.step, shard.rank), 0))
-            self._take_scalars(shards)
+            self._take_scalars(step.shards)
 
     def _work(self, queue: Iterator[_UnitState], window: Sequence[Step]) -> _Sums:
         sums: _Sums = {}
         torch.set_num_threads(self._threads)  # per thread; see _one_thread_each
         scratch = _Scratch(self._scratch.elements)
-        for unit in queue:
-            for shards in window:
-                unit.step(shards, self._compressor, self._layout, scratch)
-                unit.add_digests(shards, self._digester, sums)
+        torch.empty(_KEPT_BYTES, dtype=torch.uint8)
+        with torch.no_grad():
+            for unit in queue:
+                for step in window:
+                    unit.step(step, scratch)
+                    unit.add_digests(step.shards, self._digester, sums)
         return sums
 
     def _check(self, shard: Differential, found: int) -> None:
@@ -177,7 +200,7 @@ class _Replay:
                 "changed outside the optimizer, or this machine rounds differently"
             )
 
-    def _take_scalars(self, shards: Step) -> None:
+    def _take_scalars(self, shards: Sequence[Differential]) -> None:
         state = self._state
         first = shards[0]
         state.step = first.step
@@ -219,26 +242,27 @@ class _UnitState:
             torch.nn.Parameter(self._piece(block, state.parameters[self._name(block)]))
             for block in unit.blocks
         ]
+        places = [fence.layout.parameters[b.parameter].offset for b in unit.blocks]
+        self._first = places[0] + unit.blocks[0].start
+        self._last = places[-1] + unit.blocks[-1].stop
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[int] = sorted({self._group(b.parameter) for b in unit.blocks})
         self._restored = state.optimizers[unit.optimizer]
 
-    def step(self, shards: Step, compressor: Compressor, layout: Layout, scratch: _Scratch) -> None:
+    def step(self, step: Step, scratch: _Scratch) -> None:
         """Apply one differential."""
-        done = shards[0].optimizers[self.unit.optimizer]
+        done = step.shards[0].optimizers[self.unit.optimizer]
         if not done.stepped:
             return
         optimizer = self._optimizer or self._build(done.consumed)
-        absent = set(shards[0].absent)
-        payloads = [shard.payload for shard in shards]
         position = 0
         for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
             count = block.stop - block.start
-            if block.parameter in absent:
+            if block.parameter in step.absent:
                 parameter.grad = None
                 continue
             gradient = scratch.zeros(parameter.dtype, position, count)
-            compressor.decode(payloads, layout, block, gradient)
+            step.decode(block, gradient)
             parameter.grad = self._reshaped(block, gradient)
             position += count + (-count % 16)
         for group, index in zip(optimizer.param_groups, self._groups, strict=True):
@@ -248,12 +272,19 @@ class _UnitState:
             scale = None if done.grad_scale is None else torch.tensor(done.grad_scale)
             optimizer.grad_scale = scale  # type: ignore[attr-defined]
             optimizer.found_inf = torch.tensor(done.found_inf)  # type: ignore[attr-defined]
-        optimizer.step()
+        elif hasattr(optimizer, "found_inf"):
+            del optimizer.found_inf
+        # The bare method: hooks and the profiler's record would cost as much as a small block.
+        self._bare_step(optimizer)
 
-    def add_digests(self, shards: Step, digester: Digester, sums: _Sums) -> None:
+    def add_digests(self, shards: Sequence[Differential], digester: Digester, sums: _Sums) -> None:
         """Add what this unit holds of the slices that the live run digested at this step."""
         for shard in shards:
-            if shard.digest is None:
+            if (
+                shard.digest is None
+                or shard.digest.stop <= self._first
+                or self._last <= shard.digest.start
+            ):
                 continue
             for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
                 offset = self._layout.parameters[block.parameter].offset + block.start
@@ -302,6 +333,7 @@ class _UnitState:
                     key: self._own(block, key, value) for key, value in entries.items()
                 }
         self._optimizer = optimizer
+        self._bare_step = inspect.unwrap(type(optimizer).step)
         return optimizer
 
     def _own(self, block: Block, key: str, value: Any) -> Any:

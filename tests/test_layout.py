@@ -16,7 +16,13 @@ import lowdiff
 
 ROOT = Path(__file__).parents[1]
 
-GROUND = ("lowdiff.errors", "lowdiff.layout", "lowdiff.protocols", "lowdiff.types")
+GROUND = (
+    "lowdiff.digests",
+    "lowdiff.errors",
+    "lowdiff.layout",
+    "lowdiff.protocols",
+    "lowdiff.types",
+)
 MAY_IMPORT = {
     "lowdiff.compressors": GROUND,
     "lowdiff.persistence": GROUND,

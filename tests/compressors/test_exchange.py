@@ -278,7 +278,7 @@ def test_the_payloads_of_all_ranks_decode_to_the_gradient_consumed(
             out = torch.zeros(spec.numel, dtype=torch_dtype(spec.dtype))
             for start in range(0, spec.numel, block_elements):
                 stop = min(start + block_elements, spec.numel)
-                case.compressor.decode(payloads, layout, Block(i, start, stop), out[start:stop])
+                case.compressor.decoder(payloads, layout)(Block(i, start, stop), out[start:stop])
             for report in step_reports:
                 assert same([exact(out)], [report["one bucket"]["consumed"][i]])
 

@@ -127,7 +127,7 @@ def decoded(
         gradient = torch.zeros(spec.numel, dtype=torch_dtype(spec.dtype))
         for start in range(0, spec.numel, block_elements):
             stop = min(start + block_elements, spec.numel)
-            compressor.decode(payloads, layout, Block(i, start, stop), gradient[start:stop])
+            compressor.decoder(payloads, layout)(Block(i, start, stop), gradient[start:stop])
         out.append(gradient)
     return out
 
@@ -392,10 +392,10 @@ def test_blocks_outside_of_a_payload_stay_zero_and_neighbours_are_not_touched() 
     rank.reducer.consume([averaged[0], None])
     payload = rank.reducer.payload()
     out = torch.zeros(2000, dtype=torch.bfloat16)
-    compressor.decode([payload], layout, Block(1, 0, 2000), out)
+    compressor.decoder([payload], layout)(Block(1, 0, 2000), out)
     assert not out.any()
     around = torch.full((30,), 7.0)
-    compressor.decode([payload], layout, Block(0, 100, 110), around[10:20].zero_())
+    compressor.decoder([payload], layout)(Block(0, 100, 110), around[10:20].zero_())
     assert exact(around[:10]) == exact(around[20:]) == exact(torch.full((10,), 7.0))
     assert exact(around[10:20]) == exact(averaged[0][100:110])
 

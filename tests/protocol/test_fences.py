@@ -41,7 +41,7 @@ def deaths() -> Iterator[Death]:
         yield Death(frozenset(fenced), (0, 0))
     for staged in itertools.product(range(3), repeat=WORLD_SIZE):
         if abs(staged[0] - staged[1]) <= 1:
-            yield Death(frozenset({0, 1}), staged)
+            yield Death(frozenset({0, 1}), (staged[0], staged[1]))
 
 
 def fence(number: int, parent: int | None, base: int, rank: int) -> Fence:
