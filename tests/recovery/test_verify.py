@@ -293,8 +293,25 @@ def test_a_segment_torn_in_its_first_bytes_is_a_note(crashed: Trained, tmp_path:
 def test_a_torn_tail_before_a_later_snapshot_is_a_failure(closed: Trained, tmp_path: Path) -> None:
     copy = closed.copied(tmp_path)
     path = copy.segment(6)
+    last = records_of(path)[-1]
     path.write_bytes(path.read_bytes()[:-20])
-    only_failure(check(copy), path)
+    report = check(copy)
+    only_failure(report, path)
+    assert report.failures[0].offset == last.offset
+    assert not report.notes
+
+
+def test_a_flipped_bit_before_a_torn_tail_is_a_failure(crashed: Trained, tmp_path: Path) -> None:
+    copy = crashed.copied(tmp_path)
+    shutil.rmtree(copy.staging)
+    path = copy.segment(6)
+    first, _, _, last = records_of(path)
+    data = path.read_bytes()
+    path.write_bytes(data[: last.offset] + bytes(len(data) - last.offset))
+    flip(path, first.offset + 100)
+    report = check(copy)
+    only_failure(report, path)
+    assert report.failures[0].offset == first.offset
 
 
 def test_what_a_later_incarnation_made_void_may_be_torn(tmp_path: Path) -> None:
@@ -453,14 +470,15 @@ def pool() -> Iterator[Pool]:
 
 def test_ranks_may_come_and_go(pool: Pool, tmp_path: Path) -> None:
     build, settings = TRAININGS["cnn_sgd"], {"retention": None}
-    for world_size, until in ((2, 9), (1, 12), (2, 16)):
+    for world_size, until in ((2, 9), (1, 9), (1, 12), (2, 16)):
         history(pool, build, tmp_path, world_size=world_size, until=until, settings=settings)
     trained = Trained(tmp_path / "run", tmp_path / "staging")
     report = check(trained)
     assert report.ok
     assert report.snapshots == (0, 7, 9, 12, 14, 16)
+    assert Replayed(9, 9, compared=True) in report.replays
     assert report.checked.records == 2 * 9 + 3 + 2 * 4
 
-    other = trained.segment(15, incarnation=2, rank=1)
+    other = trained.segment(15, incarnation=3, rank=1)
     other.unlink()
     assert "step 15 of rank 1 is lost" in only_failure(check(trained), other)

@@ -1,0 +1,317 @@
+"""docs/format.md is enough to read a run: its examples are read here, by lowdiff and without it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import zstandard
+
+from lowdiff.digests import Digester
+from lowdiff.layout import layout_of
+from lowdiff.persistence import values
+from lowdiff.persistence.codec import CODINGS, Codec
+from lowdiff.persistence.differentials import encode_scalars
+from lowdiff.persistence.durable import read_json
+from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, read_records
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.staging import StagingLog, staged_records
+from lowdiff.persistence.values import encode, same
+from lowdiff.persistence.writer import coded_record
+from lowdiff.residuals import combined
+from lowdiff.types import Differential, Digest, OptimizerStep, Payload, ResidualMark, Section
+
+DOC = Path(__file__).parents[2].joinpath("docs", "format.md").read_text()
+RUN_ID = "00112233445566778899aabbccddeeff"
+
+EXAMPLE = Differential(
+    step=201,
+    incarnation=2,
+    rank=0,
+    world_size=1,
+    optimizers=(OptimizerStep(True, ({"lr": 0.5},)),),
+    absent=(),
+    held=(0,),
+    payload=Payload(
+        (
+            Section("indices/float32", "ascending", np.array([1, 258])),
+            Section("values/float32", "planes", np.array([0.5, -2], np.float32).view(np.uint32)),
+        )
+    ),
+    items={"rng/torch": encode(1)},
+    residual=ResidualMark(slot=1, checksum=0x89ABCDEF, scale=1.0),
+    digest=Digest(start=0, stop=5, value=2**63 + 7),
+)
+
+
+def hex_in_doc() -> bytes:
+    (block,) = re.findall(r"```hex\n(.*?)```", DOC, re.DOTALL)
+    return bytes.fromhex("".join(line.partition("#")[0] for line in block.splitlines()))
+
+
+def segment_of(root: Path, *differentials: Differential) -> bytes:
+    first = differentials[0]
+    folder = StagingFolder.of(root, RUN_ID, first.incarnation, first.rank)
+    folder.root.mkdir(parents=True)
+    log = StagingLog(
+        folder, run_id=RUN_ID, world_size=first.world_size, chunk_bytes=4096, cap_bytes=1 << 20
+    )
+    for d in differentials:
+        log.append(
+            RecordKind.DIFFERENTIAL,
+            d.step,
+            encode_scalars(d),
+            d.payload.sections,
+            durable_step=-1,
+        )
+    header = FileHeader(
+        FileKind.SEGMENT, RUN_ID, first.incarnation, first.rank, first.world_size, first.step
+    )
+    coded = [coded_record(record, Codec()) for _, record in staged_records(folder)]
+    return header.pack() + b"".join(coded)
+
+
+def test_lowdiff_writes_the_worked_example_byte_for_byte(tmp_path: Path) -> None:
+    assert hex_in_doc() == segment_of(tmp_path, EXAMPLE)
+
+
+# A reader written from the page alone
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def read_segment(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Section 4: the file header, and each record's header with its body."""
+    head = struct.unpack_from("<8sHHIIIQ16s12xI", data)
+    assert head[0] == b"LOWDIFF\n"
+    assert head[1:3] == (1, 2)
+    assert head[-1] == crc32c(data[:60])
+    file = dict(
+        zip(("incarnation", "rank", "world_size", "first", "run_id"), head[3:8], strict=True)
+    )
+    records, offset = [], 64
+    while offset + 64 <= len(data):
+        names = "kind coded meta_bytes body_bytes body_crc world_size step incarnation rank lap"
+        magic, crc, *fields = struct.unpack_from("<4sIHHIQIIQIIQ8x", data, offset)
+        record: dict[str, Any] = dict(zip(names.split(), fields, strict=True))
+        if magic != b"LDRC" or crc != crc32c(data[offset + 8 : offset + 64]):
+            break
+        body = data[offset + 64 : offset + 64 + record["body_bytes"]]
+        if len(body) < record["body_bytes"] or crc32c(body) != record["body_crc"]:
+            break
+        if any(record[key] != file[key] for key in ("incarnation", "rank", "world_size")):
+            break
+        record["meta"] = body[: record["meta_bytes"]]
+        record["sections"] = read_sections(body[padded(record["meta_bytes"]) :])
+        records.append(record)
+        offset += 64 + record["body_bytes"]
+    return file, records
+
+
+def read_sections(data: bytes) -> dict[str, npt.NDArray[Any]]:
+    """Section 5."""
+    found = {}
+    offset = 0
+    while offset < len(data):
+        name_bytes, coding, item, zero, count, stored = struct.unpack_from("<HBBIQQ", data, offset)
+        assert zero == 0
+        name = data[offset + 24 : offset + 24 + name_bytes].decode()
+        start = offset + padded(24 + name_bytes)
+        found[name] = read_array(data[start : start + stored], coding, item, count)
+        offset = start + padded(stored)
+    return found
+
+
+def read_array(data: bytes, coding: int, item: int, count: int) -> npt.NDArray[Any]:
+    if count == 0 or coding == 0:
+        return np.frombuffer(data, f"<u{item}")
+    sizes = struct.unpack_from(f"<{data[0]}Q", data, 1)
+    offset, total = 1 + 8 * data[0], np.zeros(count, np.uint64)
+    for p, size in enumerate(sizes):
+        plane = data[offset : offset + size]
+        if size < count:
+            plane = zstandard.ZstdDecompressor().decompress(plane)
+        total |= np.frombuffer(plane, np.uint8).astype(np.uint64) << np.uint64(8 * p)
+        offset += size
+    if coding == 1:
+        return np.cumsum(total + np.uint64(1)) - np.uint64(1)
+    return total.astype(f"<u{item}")
+
+
+def typed(data: bytes) -> Any:
+    """Section 6, for the types of the example."""
+
+    def extension(code: int, payload: bytes) -> Any:
+        parts = typed(payload)
+        return tuple(parts) if code == 3 else (code, parts)
+
+    return msgpack.unpackb(data, ext_hook=extension, strict_map_key=False)
+
+
+def test_a_reader_written_from_the_page_reads_the_worked_example() -> None:
+    file, (record,) = read_segment(hex_in_doc())
+    assert file == {
+        "incarnation": 2,
+        "rank": 0,
+        "world_size": 1,
+        "first": 201,
+        "run_id": bytes.fromhex(RUN_ID),
+    }
+    assert (record["kind"], record["coded"], record["step"], record["lap"]) == (1, 1, 201, 0)
+    assert typed(record["meta"]) == {
+        "optimizers": [[True, [{"lr": 0.5}], None, None, None]],
+        "absent": b"",
+        "held": b"\x01",
+        "items": {"rng/torch": b"\x01"},
+        "residual": [1, 0x89ABCDEF, 1.0],
+        "digest": [0, 5, 2**63 + 7],
+    }
+    gradient = np.zeros(300, np.uint32)
+    gradient[record["sections"]["indices/float32"]] = record["sections"]["values/float32"]
+    floats = gradient.view(np.float32)
+    assert {int(i): float(floats[i]) for i in np.flatnonzero(floats)} == {1: 0.5, 258: -2.0}
+
+
+def test_it_reads_what_lowdiff_writes_of_longer_arrays_and_several_steps(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    written = []
+    for step in (7, 8, 9):
+        indices = np.sort(rng.choice(2**40, 500 * step, replace=False))
+        halves = rng.integers(0, 40, 500 * step, dtype=np.uint16)
+        doubles = rng.standard_normal(3).view(np.uint64)
+        sections = (
+            Section("indices/bfloat16", "ascending", indices),
+            Section("values/bfloat16", "planes", halves),
+            Section("indices/float64", "ascending", np.array([], np.int64)),
+            Section("values/float64", "planes", np.array([], np.uint64)),
+            Section("more", "raw", doubles),
+        )
+        groups = ({"betas": (0.9, 0.999), "lr": 1e-3}, {"lr": float(step)})
+        step_of = OptimizerStep(True, groups, groups[::-1], grad_scale=8.0, found_inf=0.0)
+        written.append(
+            Differential(step, 4, 1, 3, (step_of,), (0, 9), (), Payload(sections), {}, None, None)
+        )
+    data = segment_of(tmp_path, *written)
+    assert b"\x28\xb5\x2f\xfd" in data, "at least one plane is a zstd frame"
+    _, records = read_segment(data)
+    assert [record["step"] for record in records] == [7, 8, 9]
+    for record, differential in zip(records, written, strict=True):
+        meta = typed(record["meta"])
+        (optimizer,) = meta["optimizers"]
+        assert optimizer[1] == list(differential.optimizers[0].consumed)
+        assert optimizer[2] == list(differential.optimizers[0].after)
+        assert optimizer[3:] == [8.0, 0.0]
+        assert (meta["absent"], meta["held"]) == (b"\x01\x02", b"")
+        for section in differential.payload.sections:
+            np.testing.assert_array_equal(record["sections"][section.name], section.data)
+    for length in range(0, len(data) - 64, 701):
+        _, fewer = read_segment(data[: 64 + length])
+        assert [r["step"] for r in fewer] == [7, 8, 9][: len(fewer)]
+        header = FileHeader.unpack(data, Path("segment"))
+        assert len(fewer) == len(list(read_records(memoryview(data[: 64 + length]), header)))
+
+
+# The other examples and tables
+
+
+def test_the_manifest_on_the_page_is_whole(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```json\n(.*?)```", DOC, re.DOTALL)
+    path = tmp_path / "rank-0000.json"
+    path.write_text(text)
+    document = json.loads(text)
+    assert read_json(path) == {k: v for k, v in document.items() if k not in ("format", "crc32c")}
+    checksum = document.pop("crc32c")
+    inner = ",".join(f'"{key}":{json.dumps(document[key])}' for key in sorted(document))
+    assert checksum == crc32c(f"{{{inner}}}".encode("ascii"))
+
+
+def test_the_checksum_is_the_one_that_the_page_describes() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+    assert "of the ASCII text `123456789` it is\n`0xE3069283`" in DOC
+
+
+VALUES = re.findall(r"^\| `(.+?)` \| `([0-9a-f ]+)` \|$", DOC, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("value", "stored"), VALUES, ids=[value for value, _ in VALUES])
+def test_typed_values_on_the_page_have_these_bytes(value: str, stored: str) -> None:
+    parsed = ast.literal_eval(value)
+    assert encode(parsed) == bytes.fromhex(stored)
+    assert same(values.decode(bytes.fromhex(stored)), parsed)
+
+
+def test_the_page_has_examples_of_typed_values() -> None:
+    assert len(VALUES) == 5
+
+
+def test_the_page_names_every_type_code_and_coding() -> None:
+    table = DOC[DOC.index("| code | type | parts |") : DOC.index("Nesting is at most")]
+    rows = re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE)
+    on_page = {int(code) for row in rows for code in row.split(",")}
+    forms = [*values._FORMS.values(), *values._torch_forms().values()]
+    assert on_page == {form.code for form in forms}
+    assert "coding: " + ", ".join(f"{i} {name}" for i, name in enumerate(CODINGS)) in DOC
+
+
+def test_the_names_on_the_page_are_those_on_disk() -> None:
+    run = RunFolder(Path("RUN"))
+    staging = StagingFolder.of(Path("STAGING"), "RUN_ID", 2, 0)
+    snapshot = run.snapshot(2, 200)
+    for path in (
+        run.run_file,
+        run.fence(2, 0),
+        snapshot / "rank-0000.json",
+        snapshot / "rank-0000.safetensors",
+        run.segment(2, 0, 201),
+        run.lock(0),
+        staging.chunk(0),
+        staging.residual,
+        staging.snapshot,
+        staging.status,
+    ):
+        assert re.search(rf"^{re.escape(str(path))}\b", DOC, re.MULTILINE), path
+
+
+def test_the_digest_is_the_sum_on_the_page() -> None:
+    sizes = [("a", 100), ("b", 77)]
+    parameters = [
+        (n, torch.nn.Parameter(torch.randn(s, generator=torch.Generator().manual_seed(s))))
+        for n, s in sizes
+    ]
+    flat = torch.cat([p.detach() for _, p in parameters])
+    patterns = flat.numpy().view(np.uint32)
+    digester = Digester(layout_of(parameters))
+    for step in range(1, 70):
+        found = digester.digest([p.detach() for _, p in parameters], step, 0, 1)
+        total = 0
+        for j in range(1, found.stop - found.start + 1):
+            p = j * 0x9E3779B97F4A7C15 % 2**64
+            total += int(patterns[found.start + j - 1]) * (p ^ p >> 29 | 1)
+        assert found.value == total % 2**64
+
+
+def test_the_checksum_of_a_residual_is_the_one_on_the_page() -> None:
+    ranges = [b"some bytes", b"", bytes(64)]
+    of_ranges = [crc32c(data) for data in ranges]
+    assert of_ranges[1] == 0
+    assert combined(of_ranges) == crc32c(struct.pack("<3I", *of_ranges))
