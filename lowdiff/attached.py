@@ -117,10 +117,6 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     constants = {
         BUFFER_ITEM + canonical_name(n): b for n, b in module.named_buffers() if b is not None
     } | {FROZEN_ITEM + n: p.detach() for n, p in named.items() if n not in trained}
-    specs = [
-        OptimizerSpec(s.class_name, tuple(tuple(n for n in g if n in trained) for g in s.groups))
-        for s in specs
-    ]
     return Attached(
         model=model,
         module=module,

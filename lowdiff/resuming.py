@@ -124,14 +124,8 @@ def recover_together(
     step: int | None,
 ) -> RecoveredState | None:
     """The state to start from, the same on every rank; None for a run without history."""
-    if not catalog.snapshots and step is None:
-        if catalog.incarnations:
-            _logger.warning(
-                "%s holds no complete snapshot: its trainer died before the first one was "
-                "durable; starting from step 0",
-                settings.run,
-            )
-        return None
+    if not catalog.incarnations and step is None:
+        return None  # new, or its only trainer died before its first snapshot was durable
     # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
     error: LowDiffError | None = None
     state: RecoveredState | None = None

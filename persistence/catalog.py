@@ -70,7 +70,7 @@ class Catalog:
     """Everything of a run that passed its checks.
 
     Attributes:
-        incarnations: By number; only those with every rank's fence.
+        incarnations: By number; only those with every rank's fence that outlived their attach.
         snapshots: Complete ones, by step, then incarnation.
         records: ``(incarnation, rank)`` -> step -> record; the BASE record of an incarnation
             under its base step.
@@ -122,13 +122,27 @@ def scan(
     return Catalog(
         run_id=run_id,
         root=folder.root,
-        incarnations=fences,
+        incarnations={n: i for n, i in fences.items() if _has_begun(folder, i.fence)},
         snapshots=tuple(_snapshots(folder, run_id, damage, check_snapshots)),
         records=records,
         staging=tuple(staging),
         damage=tuple(damage),
         # Also those that only staging remembers, as on a node that comes back with old memory.
         num_incarnations=max([*numbers, *(s.incarnation for s in staging)], default=-1) + 1,
+    )
+
+
+def _has_begun(folder: RunFolder, fence: Fence) -> bool:
+    """Whether an incarnation outlived its attach.
+
+    One without a parent returns from attach only once its first snapshot is durable. If it died
+    before that, what was there before it is still the run's history. Damaged manifests count:
+    they are to be complained about, not passed over.
+    """
+    return fence.parent is not None or any(
+        number == fence.incarnation
+        and all(manifest_file(path, rank).is_file() for rank in range(fence.world_size))
+        for number, _, path in folder.snapshots()
     )
 
 

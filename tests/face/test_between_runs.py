@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,32 @@ def test_a_second_checkpointer_waits_for_the_first_and_names_it(
     loop.checkpointer.close()
     assert other.attach() == 0
     other.checkpointer.close()
+
+
+def test_a_new_beginning_that_dies_in_attach_leaves_the_old_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Loop(tmp_path).run(4)
+    stillborn = Loop(tmp_path)
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowdiff.stager.Stager.wait_for_snapshot", dies)
+    with pytest.raises(KeyboardInterrupt):
+        stillborn.attach(restore="none")
+    monkeypatch.undo()
+    # What its writer made durable all the same is what a death a moment earlier would not leave.
+    for path in (tmp_path / "run/snapshots").glob("i000001-*"):
+        shutil.rmtree(path)
+    assert Loop(tmp_path).run(4) == 4
+
+
+def test_frozen_parameters_inside_the_optimizer_keep_their_numbers(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    next(loop.model.parameters()).requires_grad_(False)
+    loop.run(3)
+    state = lowdiff.recover(tmp_path / "run").optimizer_state_dict()
+    fresh = Loop(tmp_path)
+    fresh.optimizer.load_state_dict(state)
+    assert same(fresh.optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])

@@ -159,8 +159,23 @@ def test_a_fence_comes_back_as_it_was_written(folder: RunFolder) -> None:
     assert read_fence(folder.fence(3, 1)) == fence(3, rank=1, world_size=2, base=40)
 
 
-def test_an_incarnation_counts_once_all_its_ranks_wrote_their_fence(folder: RunFolder) -> None:
+def began(folder: RunFolder) -> None:
+    """The fence of incarnation 0, and a manifest that says it outlived its attach."""
     write_fence(folder, fence(0))
+    path = manifest_file(folder.snapshot(0, 0), 0)
+    make_directory(path.parent)
+    write_json(path, Manifest(RUN_ID, 0, 0, 0, 1, 0, 0).document())
+
+
+def test_a_beginning_without_a_durable_snapshot_never_was(folder: RunFolder) -> None:
+    write_fence(folder, fence(0))
+    assert (scan(folder).incarnations, scan(folder).num_incarnations) == ({}, 1)
+    began(folder)
+    assert set(scan(folder).incarnations) == {0}
+
+
+def test_an_incarnation_counts_once_all_its_ranks_wrote_their_fence(folder: RunFolder) -> None:
+    began(folder)
     for rank in (2, 0):
         write_fence(folder, fence(1, rank, world_size=3))
         assert set(scan(folder).incarnations) == {0}
@@ -179,7 +194,7 @@ def test_the_number_of_an_incarnation_that_never_began_is_not_given_again(
 
 
 def test_a_fence_in_a_place_of_another_is_damage(folder: RunFolder) -> None:
-    write_fence(folder, fence(0))
+    began(folder)
     for path in (folder.fence(0, 1), folder.fence(1, 0)):
         make_directory(path.parent)
         shutil.copy(folder.fence(0, 0), path)
