@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from typing_extensions import Self
 
@@ -143,9 +144,9 @@ class Checkpointer:
         self._opened = open_session(
             self._settings, attached, {**self._loaders, **stateful}, restore=restore, step=step
         )
+        if attached.ddp is not None:
+            self.hook_state = _registered(attached.ddp, self.hook_state)
         self.hook_state.open(self._opened.session.reducer, attached.parameters)
-        if attached.ddp is not None and not _has_hook(attached.ddp, self.hook_state):
-            attached.ddp.register_comm_hook(self.hook_state, comm_hook)
         # Building a DataLoader's iterator draws from the global generator, so the generators are
         # set when the first step begins, not now.
         self._pending_random = self._opened.random_states
@@ -329,6 +330,10 @@ class Checkpointer:
             self._pending_random = None
 
 
-def _has_hook(ddp: torch.nn.parallel.DistributedDataParallel, state: HookState) -> bool:
-    """Whether the user registered our hook by hand."""
-    return any(registered is state for _, registered in getattr(ddp, "_comm_hooks", []))
+def _registered(ddp: DistributedDataParallel, state: HookState) -> HookState:
+    """The state that DDP's hook gets: DDP takes one hook for life, perhaps an earlier one of ours."""
+    for hook, registered in getattr(ddp, "_comm_hooks", []):
+        if hook is comm_hook and isinstance(registered, HookState):
+            return registered
+    ddp.register_comm_hook(state, comm_hook)
+    return state

@@ -246,10 +246,15 @@ def _begin(
         stager=Stager(log, writer, settings, ranks.rank),
         scaler=_hook_scaler(attached, stateful),
     )
-    if start.needs_snapshot:
-        session.snapshot()
-        session.stager.wait_for_snapshot()  # G3 holds from the return of attach
-    ranks.barrier()
+    try:
+        if start.needs_snapshot:
+            session.snapshot()
+            session.stager.wait_for_snapshot()  # G3 holds from the return of attach
+        ranks.barrier()
+    except BaseException:
+        session.detach()
+        writer.stop()
+        raise
     return Opened(session, lock, ranks, staging, start.items)
 
 

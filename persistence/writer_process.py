@@ -85,6 +85,12 @@ class WriterProcess:
             )
         return status
 
+    def stop(self) -> None:
+        """End the writer at once, as its trainer's death would not; for an attach that failed."""
+        self._finishing = True
+        self._process.kill()
+        self._process.wait()
+
     def _start(self) -> subprocess.Popen[bytes]:
         # In its own session, so that a launcher's kill of our process group does not reach it.
         with self._settings.staging.writer_log.open("ab") as log:

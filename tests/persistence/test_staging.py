@@ -266,6 +266,25 @@ def test_a_reader_that_starts_while_chunks_are_reused_finds_the_rest(tmp_path: P
     assert [check(record) for record in drained(tail)][-8:] == list(range(26, 34))
 
 
+def test_a_reader_does_not_leave_a_chunk_that_got_a_record_while_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_in(tmp_path)
+    log, tail = log_in(folder), LogTail(folder)
+    for step in range(1, 8):
+        append(log, step)
+    assert len(drained(tail)) == 7
+    following, late = LogTail._following, iter([8, 9])
+
+    def following_late(self: LogTail) -> int | None:
+        for step in late:  # the last of its chunk, and the first of the next
+            append(log, step)
+        return following(self)
+
+    monkeypatch.setattr(LogTail, "_following", following_late)
+    assert [check(record) for record in drained(tail)] == [8, 9]
+
+
 def test_the_mark_of_a_snapshot_stays_in_the_log_however_often_it_is_reused(
     tmp_path: Path,
 ) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import lowdiff
+from lowdiff.compressors import TopK
 from tests.scenarios.lives import Kill, assert_identical, history
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
@@ -48,3 +50,22 @@ def test_no_rank_needs_to_see_the_files_of_another(pool: Pool, tmp_path: Path) -
     )
     assert killed.resumed == [11, 16]
     assert_identical(killed, whole)
+
+
+def attach_twice(rank: int, world_size: int, folder: str) -> list[int]:
+    """Two checkpointers, one after the other, on the same DDP model and optimizer."""
+    made = TRAININGS["gpt_adamw"](rank, world_size)
+    resumed = []
+    for until in (3, 5):
+        checkpointer = lowdiff.Checkpointer(
+            f"{folder}/run", compressor=TopK(0.1), staging=f"{folder}/staging"
+        )
+        resumed.append(checkpointer.attach(made.model, made.optimizer, **made.stateful))
+        for step in checkpointer.steps(until):
+            made.step(step)
+        checkpointer.close()
+    return resumed
+
+
+def test_a_model_can_be_attached_again_after_close(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(attach_twice, 2, str(tmp_path)) == [[0, 3], [0, 3]]
