@@ -63,6 +63,8 @@ class WriterProcess:
         Raises:
             WriterFailed: If it does not get there in time; what is staged stays in staging.
         """
+        self._checked = 0.0
+        self.status()  # a writer that died unnoticed has a successor, which drains
         self._finishing = True
         assert self._process.stdin is not None
         try:
@@ -89,7 +91,8 @@ class WriterProcess:
         """End the writer at once, as its trainer's death would not; for an attach that failed."""
         self._finishing = True
         self._process.kill()
-        self._process.wait()
+        with self._process:  # closes its pipe and waits
+            pass
 
     def _start(self) -> subprocess.Popen[bytes]:
         # In its own session, so that a launcher's kill of our process group does not reach it.
