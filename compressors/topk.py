@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -161,7 +162,7 @@ class TopKReducer:
         source, target = self._residual.pair(parameter)
         torch.add(gradient, source, out=target)
         chosen = self._selector.select(target, k)
-        kept = target[chosen]
+        kept = target.index_select(0, chosen)
         if _is_used(gradient):
             target.index_fill_(0, chosen, 0.0)
         else:
@@ -173,6 +174,7 @@ class TopKReducer:
 
     def consume(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """See ``Reducer.consume``. Tensors exchanged whole are split over the ranks."""
+        fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for i, gradient in enumerate(gradients):
             if gradient is not None:
                 spec = self._layout.parameters[i]
@@ -181,21 +183,30 @@ class TopKReducer:
                     # A NaN norm makes every entry NaN; such a gradient is stored whole.
                     if found > self._exchanged[i] and bool(gradient.isfinite().all()):
                         raise GradientChanged(spec.name, self._exchanged[i], found)
-                own, values = self._own(i, spec, gradient)
-                self._consumed[i] = (own + spec.offset, values)
+                fresh[i] = self._own(i, spec, gradient)
+        if fresh and not _all_finite(fresh.values()):
+            # Clipping by a NaN norm turns every entry NaN, also those that nobody selected.
+            for i, (_, values) in fresh.items():
+                whole = gradients[i]
+                if whole is not None and not bool(values.isfinite().all()):
+                    fresh[i] = (torch.arange(whole.numel()), whole.clone())
+        self._consumed |= fresh
 
     def payload(self) -> Payload:
         """See ``Reducer.payload``: indices into the layout, ascending, and their values."""
         sections: list[Section] = []
         for dtype in self._layout.dtypes:
             parts = [
-                self._consumed[i] for i, _ in self._layout.of_dtype(dtype) if i in self._consumed
+                (spec.offset, *self._consumed[i])
+                for i, spec in self._layout.of_dtype(dtype)
+                if i in self._consumed
             ]
             if parts:
-                indices = torch.cat([indices for indices, _ in parts]).cpu()
-                values = torch.cat([values for _, values in parts]).cpu()
+                indices = torch.cat([own for _, own, _ in parts]).cpu().numpy()
+                indices += np.repeat([p[0] for p in parts], [len(p[1]) for p in parts])
+                values = torch.cat([values for _, _, values in parts]).cpu()
                 sections += [
-                    Section(f"indices/{dtype}", "ascending", indices.numpy()),
+                    Section(f"indices/{dtype}", "ascending", indices),
                     Section(f"values/{dtype}", "planes", bits(values)),
                 ]
         return Payload(tuple(sections))
@@ -209,11 +220,18 @@ class TopKReducer:
             first = spec.numel * self._rank // self._world_size
             last = spec.numel * (self._rank + 1) // self._world_size
             return torch.arange(first, last, device=gradient.device), gradient[first:last].clone()
-        values = gradient[selected]
-        if not gradient.is_cuda and not bool(values.isfinite().all()):
-            # Clipping by a NaN norm turns every entry NaN, also those that nobody selected.
-            return torch.arange(spec.numel), gradient.clone()
-        return selected, values
+        return selected, gradient.index_select(0, selected)
+
+
+def _all_finite(parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether no value is NaN or infinite; on CUDA assumed, because looking would stop the host."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for _, values in parts:
+        by_dtype.setdefault(values.dtype, []).append(values)
+    return all(
+        values[0].is_cuda or bool(torch.cat(values).isfinite().all())
+        for values in by_dtype.values()
+    )
 
 
 def _is_used(gradient: torch.Tensor) -> bool:

@@ -80,6 +80,7 @@ class ItemTracker:
         self._versions: dict[str, tuple[int, int]] = {}
         self._checksums: dict[str, int] = {}
         self._committed: dict[str, bytes] = {}
+        self._read: dict[str, tuple[Any, bytes]] = {}
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -93,7 +94,16 @@ class ItemTracker:
 
     def read(self) -> dict[str, bytes]:
         """Every item but the tensors, as it is now."""
-        return {name: encode(read(), name=name) for name, read in self._readers.items()}
+        found = {}
+        for name, read in self._readers.items():
+            raw = read()
+            # Python's and NumPy's generators seldom move, and comparing is cheaper than encoding.
+            seen, data = self._read.get(name, (None, b""))
+            if not name.startswith(RNG_ITEM) or not _equal(seen, raw):
+                data = encode(raw, name=name)
+                self._read[name] = (raw, data)
+            found[name] = data
+        return found
 
     def start(self, items: Mapping[str, bytes]) -> None:
         """Begin with what recovery knows, whatever the generators hold at the moment."""
@@ -126,6 +136,19 @@ class ItemTracker:
                 self._checksums[name] = checksum
                 found[name] = host
         return found
+
+
+def _equal(left: Any, right: Any) -> bool:
+    """Whether two states of one generator are the same; they hold tuples, arrays and tensors."""
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        if any(isinstance(part, np.ndarray) for part in left):
+            return len(left) == len(right) and all(map(_equal, left, right))
+        return left == right
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return np.array_equal(left, right)
+    return bool(left == right)
 
 
 def check_round_trip(name: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +12,25 @@ from lowdiff.attached import Attached
 from lowdiff.errors import UnsupportedOptimizer, UsageError
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Watched:
+    """Tensors of one optimizer, listed once: looking them up at every step would cost more.
+
+    Attributes:
+        owners: Parameters that had state when they were listed.
+    """
+
+    owners: set[torch.Tensor]
+    tensors: list[torch.Tensor]
+
+
 class StepGuard:
     """Watches what happens to parameters and optimizer state outside ``optimizer.step``."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
         self._groups = [_group_ids(optimizer) for optimizer in attached.optimizers]
+        self._watched = [self._tensors(i) for i in range(len(attached.optimizers))]
         self._last = [self._fingerprint(i) for i in range(len(attached.optimizers))]
         self._gradients: dict[int, list[int | None]] = {}
         self._hook_ids: dict[int, int] = {}
@@ -69,6 +83,8 @@ class StepGuard:
                 "gradients were changed between lowdiff's reading and the optimizer's step; "
                 "change them before optimizer.step()"
             )
+        if self._attached.optimizers[index].state.keys() != self._watched[index].owners:
+            self._watched[index] = self._tensors(index)  # made in this step
         self._last[index] = self._fingerprint(index)
 
     def at_commit(self) -> bool:
@@ -78,19 +94,23 @@ class StepGuard:
         self._last = now
         return changed
 
-    def _fingerprint(self, index: int) -> list[tuple[int, int]]:
-        """Version and address of every parameter and state tensor of an optimizer."""
-        optimizer = self._attached.optimizers[index]
-        found = []
-        for parameter, owner in zip(self._attached.parameters, self._attached.owner, strict=True):
-            if owner == index:
-                found.append((parameter._version, parameter.data_ptr()))
-                found += [
-                    (value._version, value.data_ptr())
-                    for value in optimizer.state.get(parameter, {}).values()
-                    if isinstance(value, torch.Tensor)
-                ]
-        return found
+    def _fingerprint(self, index: int) -> tuple[int, list[int]]:
+        """What changes with every write to a parameter or state tensor of an optimizer."""
+        watched = self._watched[index]
+        return id(self._attached.optimizers[index].state), [t._version for t in watched.tensors]
+
+    def _tensors(self, index: int) -> _Watched:
+        state = self._attached.optimizers[index].state
+        own = [
+            parameter
+            for parameter, owner in zip(
+                self._attached.parameters, self._attached.owner, strict=True
+            )
+            if owner == index
+        ]
+        values = [value for parameter in own for value in state.get(parameter, {}).values()]
+        tensors = [*own, *(value for value in values if isinstance(value, torch.Tensor))]
+        return _Watched(set(state), tensors)
 
     def _gradient_versions(self, index: int) -> list[int | None]:
         return [

@@ -30,7 +30,8 @@ class MappedFile:
             # Pages before length: another process that maps the file never meets a hole either.
             os.posix_fallocate(descriptor, 0, size)
             os.ftruncate(descriptor, size)
-            self._map = mmap.mmap(descriptor, size)
+            # Populated now, so that the training thread takes no page fault at its first store.
+            self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise StorageError(
