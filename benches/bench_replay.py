@@ -31,6 +31,7 @@ from benches.harness import (
     Result,
     arguments,
     machine,
+    two_core_scaling,
     write,
 )  # fmt: skip
 from benches.replay_arms import (
@@ -134,6 +135,7 @@ def measure(args: argparse.Namespace, where: Places, published: Path) -> Result:
     for arm, found in digests.items():
         assert found == {live}, f"{arm} did not reproduce the live state"
     seconds = {arm: statistics.median(s.seconds for s in samples[arm]) for arm in ARMS}
+    scaling = two_core_scaling()
     updates = elements * args.steps
     one, two = seconds["blocks"], seconds["blocks_two_workers"]
     return Result(
@@ -155,6 +157,7 @@ def measure(args: argparse.Namespace, where: Places, published: Path) -> Result:
             / (one - seconds["decode"]),
             "speedup_two_workers": seconds["kept"] / two,
             "two_workers_vs_one": one / two,
+            "two_core_scaling": scaling,
             "speedup_vs_published": seconds["published"] / one,
             "speedup_two_workers_vs_published": seconds["published"] / two,
             "bit_identical": True,  # asserted above

@@ -13,6 +13,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -122,6 +123,25 @@ def versions() -> dict[str, str]:
         "commit": commit.stdout.strip() or "unknown",
         **{name: version(name) for name in ("torch", "numpy", "zstandard", "crc32c")},
     }
+
+
+def two_core_scaling() -> float:
+    """What a second core is worth here: throughput of two busy processes over that of one.
+
+    2.0 on an idle machine with two cores of its own; about 1.0 where both are one shared core, and
+    then no program can show what it gains from two workers.
+    """
+    spin = [sys.executable, "-c", "sum(i * i for i in range(6_000_000))"]
+
+    def seconds(count: int) -> float:
+        started = time.perf_counter()
+        running = [subprocess.Popen(spin) for _ in range(count)]
+        for process in running:
+            process.wait()
+        return time.perf_counter() - started
+
+    rounds = [2 * seconds(1) / seconds(2) for _ in range(5)]
+    return statistics.median(rounds)
 
 
 def pin(cores: Iterable[int], pid: int | None = None) -> None:

@@ -7,6 +7,7 @@ a Gloo group made for it. Nothing is pickled: values travel in the run's own enc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,16 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for everybody."""
         self.gather(None)
+
+    def meet(self, timeout_seconds: float) -> bool:
+        """Wait for everybody at the end of a run; False if a rank does not come."""
+        if self._group is None:
+            return True
+        try:
+            dist.monitored_barrier(self._group, timeout=timedelta(seconds=timeout_seconds))
+        except RuntimeError:
+            return False
+        return True
 
     def raise_together(self, error: LowDiffError | None) -> None:
         """If any rank failed, fail on all, so that none waits for a rank that gave up.

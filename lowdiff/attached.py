@@ -28,7 +28,7 @@ class Attached:
         parameters: In layout order.
         owner: Per parameter: index of its optimizer.
         specs: One per optimizer.
-        constants: Item name -> tensor that training does not update: buffers, frozen parameters.
+        frozen: Item name -> parameter that no optimizer trains.
         names: Keys of the model's state dict -> parameter or item name.
     """
 
@@ -39,7 +39,7 @@ class Attached:
     parameters: tuple[torch.nn.Parameter, ...]
     owner: tuple[int, ...]
     specs: tuple[OptimizerSpec, ...]
-    constants: Mapping[str, torch.Tensor]
+    frozen: Mapping[str, torch.Tensor]
     names: Mapping[str, str]
 
     @property
@@ -51,6 +51,17 @@ class Attached:
     def device(self) -> torch.device:
         """Where the parameters live."""
         return self.parameters[0].device
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Item name -> tensor that no optimizer updates: buffers and frozen parameters.
+
+        Buffers are looked up anew, because models may assign new tensors to them.
+        """
+        return {
+            BUFFER_ITEM + canonical_name(name): buffer
+            for name, buffer in self.module.named_buffers()
+            if buffer is not None
+        } | dict(self.frozen)
 
     def flat_parameters(self) -> list[torch.Tensor]:
         """Flat views of all parameters, in layout order."""
@@ -114,9 +125,8 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             f"{forgotten[0]!r}; attach all optimizers, or freeze them with requires_grad_(False)"
         )
     layout = layout_of(trained.items())
-    constants = {
-        BUFFER_ITEM + canonical_name(n): b for n, b in module.named_buffers() if b is not None
-    } | {FROZEN_ITEM + n: p.detach() for n, p in named.items() if n not in trained}
+    frozen = {FROZEN_ITEM + n: p.detach() for n, p in named.items() if n not in trained}
+    buffers = {BUFFER_ITEM + canonical_name(n): b for n, b in module.named_buffers()}
     return Attached(
         model=model,
         module=module,
@@ -125,8 +135,8 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         parameters=tuple(trained.values()),
         owner=tuple(owner_of[spec.name] for spec in layout.parameters),
         specs=tuple(specs),
-        constants=constants,
-        names=_state_dict_names(module, trained, constants),
+        frozen=frozen,
+        names=_state_dict_names(module, trained, {**buffers, **frozen}),
     )
 
 

@@ -63,11 +63,11 @@ class ItemTracker:
 
     def __init__(
         self,
-        constants: Mapping[str, torch.Tensor],
+        constants: Callable[[], Mapping[str, torch.Tensor]],
         stateful: Mapping[str, Stateful],
         device: torch.device,
     ) -> None:
-        self._constants = dict(constants)
+        self._constants = constants
         self._readers = random_states(device)
         for name, thing in stateful.items():
             if not isinstance(thing, Stateful):
@@ -85,7 +85,7 @@ class ItemTracker:
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Buffers and frozen parameters by item name."""
-        return self._constants
+        return self._constants()
 
     @property
     def committed(self) -> Mapping[str, bytes]:
@@ -105,6 +105,18 @@ class ItemTracker:
             found[name] = data
         return found
 
+    def is_as_committed(self) -> bool:
+        """Whether buffers, frozen parameters and stateful objects are those of the last call.
+
+        The generators are left out: what moves them after a commit is nobody's step.
+        """
+        read = self.read()
+        return not self.changed_tensors() and all(
+            read[name] == data
+            for name, data in self._committed.items()
+            if name.startswith(STATEFUL_ITEM)
+        )
+
     def start(self, items: Mapping[str, bytes]) -> None:
         """Begin with what recovery knows, whatever the generators hold at the moment."""
         self._committed = {name: items[name] for name in self._readers if name in items}
@@ -123,7 +135,7 @@ class ItemTracker:
     def changed_tensors(self) -> dict[str, torch.Tensor]:
         """Buffers and frozen parameters that differ from those of the last call, on the CPU."""
         found = {}
-        for name, tensor in self._constants.items():
+        for name, tensor in self._constants().items():
             # Version counters are right for frozen parameters, which only in-place operations
             # write, but not for buffers: batch norm updates its statistics behind their back.
             version = (tensor._version, tensor.data_ptr())

@@ -30,6 +30,7 @@ _logger = logging.getLogger(__name__)
 
 _RESTORE = ("all", "model", "none")
 _FINISH_SECONDS = 600.0
+_MEET_SECONDS = 60.0
 
 
 class Checkpointer:
@@ -292,6 +293,14 @@ class Checkpointer:
 
     def _take_last_snapshot(self, opened: Opened) -> bool:
         """Make staging memory, which alone holds the newest residual, unnecessary."""
+        if not opened.ranks.meet(_MEET_SECONDS):
+            _logger.warning(
+                "another rank did not reach close() within %.0f s, so no last snapshot is taken; "
+                "the next attach resumes from the last commit, with the help of %s",
+                _MEET_SECONDS,
+                opened.staging.root,
+            )
+            return False
         if all(opened.ranks.gather(opened.session.is_as_committed())):
             opened.session.snapshot()
             return True

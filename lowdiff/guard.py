@@ -32,6 +32,7 @@ class StepGuard:
         self._groups = [_group_ids(optimizer) for optimizer in attached.optimizers]
         self._watched = [self._tensors(i) for i in range(len(attached.optimizers))]
         self._last = [self._fingerprint(i) for i in range(len(attached.optimizers))]
+        self._known = {id(parameter) for parameter in attached.parameters}
         self._gradients: dict[int, list[int | None]] = {}
         self._hook_ids: dict[int, int] = {}
 
@@ -59,6 +60,17 @@ class StepGuard:
             raise UsageError(
                 "the optimizer's parameter groups changed after attach; close the checkpointer "
                 "and attach again with the new groups"
+            )
+        thawed = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and id(parameter) not in self._known
+        ]
+        if thawed:
+            raise UsageError(
+                f"a parameter of shape {tuple(thawed[0].shape)} was frozen at attach and has a "
+                "gradient now; close the checkpointer and attach again after unfreezing"
             )
         if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hook_ids[index]:
             raise UsageError(

@@ -68,7 +68,7 @@ def load_start(
     items = inherit(state.items, ranks.world_size)[ranks.rank]
     if restore == "model":
         load_parameters(state, attached)
-        load_items(items, attached.constants, {})
+        load_items(items, attached.constants(), {})
         return Start(0, False, True, [], tracker.read())
     residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
     load_parameters(state, attached)
@@ -80,7 +80,7 @@ def load_start(
     ]
     load_items(
         items,
-        attached.constants,
+        attached.constants(),
         {name: thing for name, thing in stateful.items() if name not in replaced},
     )
     changes = _changes(settings, fence, ranks)

@@ -68,7 +68,8 @@ class Session:
         self._finished: set[int] = set()
         self._absent: set[int] = set()
         self._changed_outside = False
-        self._warned = False
+        self._warned: set[str] = set()
+        self._committed_groups = [_copied(hyper_parameters(o)) for o in attached.optimizers]
         tracker.start(items)
         self._stage_base()
         self._begin()
@@ -154,6 +155,8 @@ class Session:
         """
         with self.stager.timed("differential_seconds"):
             rebases = self._guard.at_commit() or self._changed_outside
+            if not self._stepped:
+                self._warn_about_accumulation()
             differential = self._differential()
             self.stager.stage(
                 RecordKind.DIFFERENTIAL,
@@ -172,20 +175,36 @@ class Session:
 
     def _rebase(self) -> None:
         """The step cannot be replayed: only a snapshot of it can be recovered."""
-        if not self._warned:
-            self._warned = True
-            _logger.warning(
-                "rank %d: parameters or optimizer state were changed outside optimizer.step() "
-                "around step %d (load_state_dict, clamping, an EMA swap?); such a step costs a "
-                "full snapshot. This is said once",
-                self._rank,
-                self.step,
-            )
+        self._warn_once(
+            f"parameters or optimizer state were changed outside optimizer.step() around step "
+            f"{self.step} (load_state_dict, clamping, an EMA swap?); such a step costs a full "
+            "snapshot"
+        )
         self.snapshot()
         self.stager.wait_for_snapshot()
 
+    def _warn_about_accumulation(self) -> None:
+        """A body without a step whose gradients are kept for the next one cannot be resumed."""
+        gradients = [p.grad for p in self._attached.parameters if p.grad is not None]
+        # After an overflow that a scaler skipped, they are not finite and of no further use.
+        if any(bool(g.any()) for g in gradients) and all(
+            bool(g.isfinite().all()) for g in gradients
+        ):
+            self._warn_once(
+                f"step {self.step + 1} ended without optimizer.step() and with gradients: if they "
+                "are accumulated for the next step, a resumed run will lack them; run all "
+                "backward passes of an optimizer step between two commits"
+            )
+
+    def _warn_once(self, text: str) -> None:
+        kind = text.partition(" ")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _logger.warning("rank %d: %s. This is said once", self._rank, text)
+
     def _differential(self) -> Differential:
         after = [hyper_parameters(o) for o in self._attached.optimizers]
+        self._committed_groups = [_copied(groups) for groups in after]
         steps = []
         for index, groups in enumerate(after):
             done = self._stepped.get(index)
@@ -266,10 +285,12 @@ class Session:
 
     def is_as_committed(self) -> bool:
         """Whether the live state is still that of the last commit."""
+        groups = [hyper_parameters(o) for o in self._attached.optimizers]
         return (
             not self._stepped
             and not self._guard.at_commit()
-            and not self._tracker.changed_tensors()
+            and same(groups, self._committed_groups)
+            and self._tracker.is_as_committed()
         )
 
     def restore_random_states(self, items: Mapping[str, bytes]) -> None:

@@ -147,13 +147,12 @@ class Writer:
         self._segments = SegmentWriter(settings.folder, header)
         self._errors: dict[str, str] = {}
         self._trainer_gone = threading.Event()
+        self._has_begun = threading.Event()
         os.set_blocking(sys.stdin.fileno(), False)
 
     async def run(self) -> None:
         """Work until the trainer is gone and everything staged is durable."""
-        adoption = asyncio.create_task(
-            asyncio.to_thread(adopt_predecessors, self._settings, self._trainer_gone)
-        )
+        adoption = asyncio.create_task(self._adopt())
         try:
             # Whatever fails unexpectedly ends the process; the trainer notices and starts another.
             await asyncio.gather(self._encode(), self._persist())
@@ -161,6 +160,13 @@ class Writer:
             self._trainer_gone.set()  # or the process would wait for the adopting thread
         await adoption
         self._status.update(closed=True)
+
+    async def _adopt(self) -> None:
+        """Take over what dead predecessors left, once this log names the residual it needs."""
+        while not self._has_begun.is_set() and not self._trainer_gone.is_set():
+            await asyncio.sleep(_POLL_SECONDS)
+        if self._has_begun.is_set():
+            await asyncio.to_thread(adopt_predecessors, self._settings, self._trainer_gone)
 
     async def _encode(self) -> None:
         """Turn records into batches: ``b`` of them, or fewer after ``flush_seconds``."""
@@ -171,6 +177,8 @@ class Writer:
         while True:
             gone = self._is_trainer_gone()
             record = self._tail.next()
+            if record is not None:
+                self._has_begun.set()
             if record is not None and record.header.kind is RecordKind.SNAPSHOT:
                 if record.header.step > marked:
                     marked = record.header.step

@@ -106,7 +106,7 @@ def _planned(catalog: Catalog, spans: Sequence[Span], step: int) -> PlannedStep 
                 for rank in range(span.world_size)
             ]
             shards = tuple(f for f in found if f is not None)
-            if len(shards) == span.world_size and not any(s.record.header.rebases for s in shards):
+            if len(shards) == span.world_size and not all(s.record.header.rebases for s in shards):
                 return PlannedStep(step, span.incarnation, shards)
     return None
 

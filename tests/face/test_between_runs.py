@@ -212,3 +212,67 @@ def test_frozen_parameters_inside_the_optimizer_keep_their_numbers(tmp_path: Pat
     fresh = Loop(tmp_path)
     fresh.optimizer.load_state_dict(state)
     assert same(fresh.optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"])
+
+
+class Averaging(torch.nn.Module):
+    """Assigns a new tensor to its buffer in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+        self.register_buffer("average", torch.zeros(()))
+        self.average: torch.Tensor
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.average = self.average * 0.9 + inputs.detach().mean()
+        outputs: torch.Tensor = self.inner(inputs)
+        return outputs
+
+
+def test_a_buffer_that_is_assigned_anew_is_followed(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, model=Averaging())
+    loop.attach()
+    for number in loop.checkpointer.steps(4):
+        loop.step(number)
+    expected = loop.weights()
+    loop.die()
+    again = Loop(tmp_path, model=Averaging())
+    assert again.attach() == 4
+    assert same(again.weights(), expected)
+    again.die()
+
+
+def test_a_scheduler_moved_after_the_last_commit_is_not_half_saved(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.5)
+    loop.attach(scheduler=scheduler)
+    for number in range(3):
+        loop.step(number)
+        loop.checkpointer.commit()
+    scheduler.step()  # an epoch's end, after the last commit
+    loop.checkpointer.close()
+    state = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    assert state.stateful["scheduler"]["last_epoch"] == 0
+    assert state.optimizer_state_dict()["param_groups"][0]["lr"] == 1e-2
+
+
+def test_unfreezing_after_attach_is_refused(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    first = next(loop.model.parameters())
+    first.requires_grad_(False)
+    loop.attach()
+    first.requires_grad_(True)
+    with pytest.raises(UsageError, match="was frozen at attach and has a gradient now"):
+        loop.step(0)
+    loop.die()
+
+
+def test_accumulating_over_commits_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path)
+    loop.attach()
+    loop.model(torch.randn(8, 20)).square().mean().backward()
+    loop.checkpointer.commit()
+    assert "run all backward passes of an optimizer step between two commits" in caplog.text
+    loop.die()

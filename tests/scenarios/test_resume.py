@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import lowdiff
 from lowdiff.compressors import TopK
-from tests.scenarios.lives import Kill, assert_identical, history
+from tests.scenarios.lives import Kill, abandon, assert_identical, history
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
 
@@ -69,3 +70,32 @@ def attach_twice(rank: int, world_size: int, folder: str) -> list[int]:
 
 def test_a_model_can_be_attached_again_after_close(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(attach_twice, 2, str(tmp_path)) == [[0, 3], [0, 3]]
+
+
+def swap_on_one_rank(rank: int, world_size: int, folder: str, until: int, dies: bool) -> int:
+    """Rank 0 alone writes its parameters and puts them back, as an EMA swap for evaluation does."""
+    made = TRAININGS["cnn_sgd"](rank, world_size)
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run",
+        compressor=TopK(0.1),
+        staging=f"{folder}/staging",
+        snapshot_every=100,
+    )
+    resumed = checkpointer.attach(made.model, made.optimizer)
+    for step in checkpointer.steps(until):
+        made.step(step)
+        if rank == 0 and step == 3:
+            with torch.no_grad():
+                for parameter in made.model.parameters():
+                    kept = parameter.clone()
+                    parameter.mul_(0.5).copy_(kept)
+    if dies:
+        abandon(checkpointer, Kill(until))
+    else:
+        checkpointer.close()
+    return resumed
+
+
+def test_what_one_rank_alone_put_back_costs_no_step(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(swap_on_one_rank, 2, str(tmp_path), 8, True) == [0, 0]
+    assert pool.run(swap_on_one_rank, 2, str(tmp_path), 9, False) == [8, 8]
