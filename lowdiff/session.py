@@ -67,6 +67,7 @@ class Session:
         self._stepped: dict[int, OptimizerStep] = {}
         self._finished: set[int] = set()
         self._absent: set[int] = set()
+        self._unstaged: Differential | None = None
         self._changed_outside = False
         self._warned: set[str] = set()
         self._committed_groups = [_copied(hyper_parameters(o)) for o in attached.optimizers]
@@ -154,10 +155,12 @@ class Session:
             StorageError: If staging memory is exhausted.
         """
         with self.stager.timed("differential_seconds"):
-            rebases = self._guard.at_commit() or self._changed_outside
+            self._changed_outside |= self._guard.at_commit()
+            rebases = self._changed_outside
             if not self._stepped:
                 self._warn_about_accumulation()
-            differential = self._differential()
+            # Making it consumes what changed: a commit that failed to stage it must find it again.
+            differential = self._unstaged = self._unstaged or self._differential()
             self.stager.stage(
                 RecordKind.DIFFERENTIAL,
                 differential.step,
@@ -165,6 +168,7 @@ class Session:
                 differential.payload,
                 rebases=rebases,
             )
+            self._unstaged = None
             self.step += 1
             self.stager.counters.steps += 1
             self._begin()

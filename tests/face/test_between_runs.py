@@ -11,7 +11,7 @@ import torch
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.errors import ConfigError, StepNotFound, UsageError
+from lowdiff.errors import ConfigError, StepNotFound, StorageError, UsageError
 from lowdiff.persistence.values import same
 from tests.face.loops import Loop, small_model
 from tests.scenarios.lives import history
@@ -276,3 +276,28 @@ def test_accumulating_over_commits_is_warned_about(
     loop.checkpointer.commit()
     assert "run all backward passes of an optimizer step between two commits" in caplog.text
     loop.die()
+
+
+def test_a_commit_that_failed_can_be_repeated_and_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(tmp_path)
+    loop.attach()
+    for number in range(3):
+        loop.step(number)
+        if number == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr("lowdiff.stager.Stager.stage", _out_of_space)
+                with pytest.raises(StorageError, match="no space"):
+                    loop.checkpointer.commit()
+        loop.checkpointer.commit()
+    expected = loop.weights()
+    loop.die()
+    again = Loop(tmp_path)
+    assert again.attach() == 3
+    assert same(again.weights(), expected)  # batch norm's buffers too
+    again.die()
+
+
+def _out_of_space(*_: object, **__: object) -> None:
+    raise StorageError("no space")
