@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,23 +25,23 @@ import aiofiles
 from crc32c import crc32c
 
 from lowdiff.errors import StorageError
-from lowdiff.persistence.catalog import last_segment
+from lowdiff.persistence.adoption import adopt_predecessors
 from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.durable import fsync_directory, make_directory, write_json
-from lowdiff.persistence.framing import (
-    FileHeader,
-    FileKind,
-    RecordKind,
-    RecordRef,
-    padded,
-)
+from lowdiff.persistence.durable import fsync_directory, write_json
+from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
-from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.retention import collect
-from lowdiff.persistence.sections import encode_sections, read_sections
+from lowdiff.persistence.segments import (
+    Batch,
+    SegmentWriter,
+    coded_record,
+    durable_step,
+    make_run_directory,
+)
 from lowdiff.persistence.snapshots import Manifest, decode_mark, manifest_file, shard_file
-from lowdiff.persistence.staging import LogTail, staged_records
+from lowdiff.persistence.staging import LogTail
 from lowdiff.persistence.status import StatusPage, WriterStatus
 from lowdiff.persistence.writer_settings import WriterSettings
 
@@ -50,18 +50,8 @@ _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.005
 _RETRY_SECONDS = 1.0
 _COPY_BYTES = 4 << 20
-_SEGMENT_BYTES = 256 << 20
 
 _Work = TypeVar("_Work")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
-    """Encoded records that are written and fsynced together."""
-
-    data: bytes
-    first: int
-    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,55 +63,6 @@ class _SnapshotMark:
     checksum: int
 
 
-class SegmentWriter:
-    """Appends batches to segments of one rank; never to a file another process has written."""
-
-    def __init__(self, folder: RunFolder, header: FileHeader) -> None:
-        self._folder = folder
-        self._header = header
-        self._path: Path | None = None
-        self._size = 0
-
-    async def append(self, batch: _Batch) -> int:
-        """Write and fsync one batch; after a failure the same batch can be given again."""
-        if self._path is None:
-            path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
-            header = replace(self._header, sequence=batch.first).pack()
-            await asyncio.to_thread(_make_run_directory, self._folder, path.parent)
-            # A file of that name can only hold a torn first record of a dead writer.
-            async with aiofiles.open(path, "wb") as file:
-                await file.write(header + batch.data)
-                await file.flush()
-                await asyncio.to_thread(os.fsync, file.fileno())
-            await asyncio.to_thread(fsync_directory, path.parent)
-            self._path, self._size = path, len(header) + len(batch.data)
-            return self._size
-        async with aiofiles.open(self._path, "r+b") as file:
-            await file.truncate(self._size)  # what an earlier, failed attempt may have left
-            await file.seek(self._size)
-            await file.write(batch.data)
-            await file.flush()
-            await asyncio.to_thread(os.fdatasync, file.fileno())
-        self._size += len(batch.data)
-        if self._size > _SEGMENT_BYTES:
-            self.roll()
-        return len(batch.data)
-
-    def roll(self) -> None:
-        """The next batch starts a new segment."""
-        self._path = None
-
-
-def coded_record(record: RecordRef, codec: Codec) -> bytes:
-    """A staged record as it stands in a segment."""
-    header = record.header
-    sections = encode_sections(read_sections(record.sections, codec, coded=False), codec)
-    meta = bytes(record.meta).ljust(padded(header.meta_bytes), b"\0")
-    body = meta + sections
-    coded = replace(header, coded=True, body_bytes=len(body), body_checksum=crc32c(body), lap=0)
-    return coded.pack() + body + bytes(-len(body) % 8)
-
-
 class Writer:
     """Makes one staging folder durable."""
 
@@ -129,7 +70,7 @@ class Writer:
         self._settings = settings
         self._tail = LogTail(settings.staging)
         self._codec = Codec()
-        self._queue: asyncio.Queue[_Batch | _SnapshotMark | None] = asyncio.Queue(maxsize=2)
+        self._queue: asyncio.Queue[Batch | _SnapshotMark | None] = asyncio.Queue(maxsize=2)
         # A restarted writer goes on after what its predecessor made durable.
         durable = durable_step(
             settings.folder, settings.incarnation, settings.rank, settings.base_step
@@ -212,7 +153,7 @@ class Writer:
     async def _flush(self, pending: list[RecordRef]) -> None:
         if pending:
             data = await asyncio.to_thread(self._join, list(pending))
-            await self._queue.put(_Batch(data, pending[0].header.step, pending[-1].header.step))
+            await self._queue.put(Batch(data, pending[0].header.step, pending[-1].header.step))
             pending.clear()
 
     def _join(self, records: Sequence[RecordRef]) -> bytes:
@@ -252,7 +193,7 @@ class Writer:
         if text != self._status.status.error:
             self._status.update(error=text)
 
-    async def _persist_batch(self, batch: _Batch) -> None:
+    async def _persist_batch(self, batch: Batch) -> None:
         written = await self._segments.append(batch)
         status = self._status.status
         self._status.update(
@@ -275,7 +216,7 @@ class Writer:
     async def _persist_snapshot(self, mark: _SnapshotMark) -> None:
         settings = self._settings
         folder = settings.folder.snapshot(settings.incarnation, mark.step)
-        await asyncio.to_thread(_make_run_directory, settings.folder, folder)
+        await asyncio.to_thread(make_run_directory, settings.folder, folder)
         target = shard_file(folder, settings.rank)
         partial = target.with_name(target.name + ".partial")
         try:
@@ -318,37 +259,6 @@ class Writer:
             )
 
 
-def _require_run(folder: RunFolder) -> None:
-    """Nothing is written where the run is not: it may only be unmounted."""
-    if not folder.run_file.is_file():
-        raise StorageError(f"{folder.run_file} is gone; bring the run folder back, or mount it")
-
-
-def _make_run_directory(run: RunFolder, path: Path) -> None:
-    _require_run(run)
-    make_directory(path)
-
-
-def durable_step(folder: RunFolder, incarnation: int, rank: int, base_step: int) -> int:
-    """Last step of one rank's records in segments, or ``base_step``.
-
-    The segment is fsynced first: a writer that was killed may have left its last batch in the
-    page cache only.
-
-    Raises:
-        StorageError: If the run is not there.
-    """
-    _require_run(folder)
-    found = last_segment(folder, incarnation, rank)
-    if found is None:
-        return base_step
-    path, step = found
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    fsync_directory(path.parent)
-    return step
-
-
 def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
     """Step of one rank's newest durable shard of a snapshot of an incarnation, or -1."""
     steps = [-1]
@@ -357,54 +267,6 @@ def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
             fsync_directory(path)  # its writer may have been killed before it could
             steps.append(step)
     return max(steps)
-
-
-def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) -> None:
-    """Make durable, then remove, what earlier incarnations left in staging for this rank.
-
-    A folder whose own writer still works is waited for. Ranks that no longer exist are shared
-    out over those that do.
-    """
-    root = Path(settings.staging_root)
-    for stage in StagingFolder.all_of_run(root, settings.run_id):
-        mine = stage.rank == settings.rank or (
-            stage.rank >= settings.world_size and stage.rank % settings.world_size == settings.rank
-        )
-        if stage.incarnation >= settings.incarnation or not mine:
-            continue
-        lock = FileLock(stage.writer_lock)
-        try:
-            while not lock.acquire(f"adopting writer {os.getpid()}", timeout_seconds=1.0):
-                if trainer_gone.is_set():
-                    return  # the next incarnation's writer will adopt it
-            asyncio.run(_adopt(settings, stage))
-            stage.remove()
-        except (OSError, StorageError) as error:
-            if stage.root.exists():  # else another incarnation's writer was faster
-                _logger.warning("cannot adopt %s: %s; it stays in staging", stage.root, error)
-        finally:
-            lock.release()
-
-
-async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
-    codec = Codec()
-    segments: SegmentWriter | None = None
-    durable = durable_step(settings.folder, stage.incarnation, stage.rank, -1)
-    for _, record in staged_records(stage):
-        header = record.header
-        if header.kind is not RecordKind.DIFFERENTIAL or header.step <= durable:
-            continue
-        if segments is None:
-            file_header = FileHeader(
-                FileKind.SEGMENT,
-                settings.run_id,
-                stage.incarnation,
-                stage.rank,
-                header.world_size,
-                sequence=0,
-            )
-            segments = SegmentWriter(settings.folder, file_header)
-        await segments.append(_Batch(coded_record(record, codec), header.step, header.step))
 
 
 def _mark(record: RecordRef) -> _SnapshotMark:

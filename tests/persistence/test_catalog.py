@@ -21,9 +21,9 @@ from lowdiff.persistence.fences import create_run, read_fence, read_run_id, writ
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.snapshots import Manifest, encode_mark, manifest_file, shard_file
 from lowdiff.persistence.staging import StagingLog, staged_records
-from lowdiff.persistence.writer import coded_record
 from lowdiff.types import (
     Differential,
     Environment,

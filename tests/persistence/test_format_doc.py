@@ -24,9 +24,9 @@ from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.durable import read_json
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, read_records
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.staging import StagingLog, staged_records
 from lowdiff.persistence.values import encode, same
-from lowdiff.persistence.writer import coded_record
 from lowdiff.residuals import combined
 from lowdiff.types import Differential, Digest, OptimizerStep, Payload, ResidualMark, Section
 

@@ -20,8 +20,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from lowdiff.errors import StorageError, WriterFailed
-from lowdiff.persistence import writer as writer_module
+from lowdiff.persistence import segments as segments_module
 from lowdiff.persistence import writer_process
+from lowdiff.persistence.adoption import adopt_predecessors
 from lowdiff.persistence.catalog import complete_snapshots
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.fences import create_run
@@ -30,15 +31,10 @@ from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.sections import read_sections
+from lowdiff.persistence.segments import Batch, SegmentWriter, durable_step
 from lowdiff.persistence.snapshots import ImageTensor, encode_mark, shard_file, stage_image
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import StatusReader, WriterStatus
-from lowdiff.persistence.writer import (
-    SegmentWriter,
-    _Batch,
-    adopt_predecessors,
-    durable_step,
-)
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.types import Section
@@ -658,8 +654,8 @@ def test_a_snapshot_that_does_not_fit_holds_up_no_differential_and_outlives_its_
 HEADER = FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 0)
 
 
-def batch(first: int, last: int) -> _Batch:
-    return _Batch(b"".join(bytes([step]) * 100 for step in range(first, last + 1)), first, last)
+def batch(first: int, last: int) -> Batch:
+    return Batch(b"".join(bytes([step]) * 100 for step in range(first, last + 1)), first, last)
 
 
 @pytest.mark.parametrize("call", ["fsync", "fdatasync"])
@@ -693,7 +689,7 @@ def test_a_batch_whose_write_failed_is_given_again_and_stands_there_once(
 def test_a_long_segment_is_followed_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "_SEGMENT_BYTES", 300)
+    monkeypatch.setattr(segments_module, "_SEGMENT_BYTES", 300)
     folder = RunFolder(tmp_path)
     create_run(folder, RUN_ID)
     segments = SegmentWriter(folder, HEADER)

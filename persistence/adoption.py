@@ -1,0 +1,68 @@
+"""Taking over what the writers of dead trainers left in staging (design rule R13)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from pathlib import Path
+
+from lowdiff.errors import StorageError
+from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind
+from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.segments import Batch, SegmentWriter, coded_record, durable_step
+from lowdiff.persistence.staging import staged_records
+from lowdiff.persistence.writer_settings import WriterSettings
+
+_logger = logging.getLogger(__name__)
+
+
+def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) -> None:
+    """Make durable, then remove, what earlier incarnations left in staging for this rank.
+
+    A folder whose own writer still works is waited for. Ranks that no longer exist are shared
+    out over those that do.
+    """
+    root = Path(settings.staging_root)
+    for stage in StagingFolder.all_of_run(root, settings.run_id):
+        mine = stage.rank == settings.rank or (
+            stage.rank >= settings.world_size and stage.rank % settings.world_size == settings.rank
+        )
+        if stage.incarnation >= settings.incarnation or not mine:
+            continue
+        lock = FileLock(stage.writer_lock)
+        try:
+            while not lock.acquire(f"adopting writer {os.getpid()}", timeout_seconds=1.0):
+                if trainer_gone.is_set():
+                    return  # the next incarnation's writer will adopt it
+            asyncio.run(_adopt(settings, stage))
+            stage.remove()
+        except (OSError, StorageError) as error:
+            if stage.root.exists():  # else another incarnation's writer was faster
+                _logger.warning("cannot adopt %s: %s; it stays in staging", stage.root, error)
+        finally:
+            lock.release()
+
+
+async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
+    codec = Codec()
+    segments: SegmentWriter | None = None
+    durable = durable_step(settings.folder, stage.incarnation, stage.rank, -1)
+    for _, record in staged_records(stage):
+        header = record.header
+        if header.kind is not RecordKind.DIFFERENTIAL or header.step <= durable:
+            continue
+        if segments is None:
+            file_header = FileHeader(
+                FileKind.SEGMENT,
+                settings.run_id,
+                stage.incarnation,
+                stage.rank,
+                header.world_size,
+                sequence=0,
+            )
+            segments = SegmentWriter(settings.folder, file_header)
+        await segments.append(Batch(coded_record(record, codec), header.step, header.step))

@@ -1,0 +1,111 @@
+"""Appending to a run's segments, batch by batch, and finding where a dead writer stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiofiles
+from crc32c import crc32c
+
+from lowdiff.errors import StorageError
+from lowdiff.persistence.catalog import last_segment
+from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.durable import fsync_directory, make_directory
+from lowdiff.persistence.framing import FileHeader, RecordRef, padded
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.sections import encode_sections, read_sections
+
+_SEGMENT_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Encoded records that are written and fsynced together."""
+
+    data: bytes
+    first: int
+    last: int
+
+
+class SegmentWriter:
+    """Appends batches to segments of one rank; never to a file another process has written."""
+
+    def __init__(self, folder: RunFolder, header: FileHeader) -> None:
+        self._folder = folder
+        self._header = header
+        self._path: Path | None = None
+        self._size = 0
+
+    async def append(self, batch: Batch) -> int:
+        """Write and fsync one batch; after a failure the same batch can be given again."""
+        if self._path is None:
+            path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
+            header = replace(self._header, sequence=batch.first).pack()
+            await asyncio.to_thread(make_run_directory, self._folder, path.parent)
+            # A file of that name can only hold a torn first record of a dead writer.
+            async with aiofiles.open(path, "wb") as file:
+                await file.write(header + batch.data)
+                await file.flush()
+                await asyncio.to_thread(os.fsync, file.fileno())
+            await asyncio.to_thread(fsync_directory, path.parent)
+            self._path, self._size = path, len(header) + len(batch.data)
+            return self._size
+        async with aiofiles.open(self._path, "r+b") as file:
+            await file.truncate(self._size)  # what an earlier, failed attempt may have left
+            await file.seek(self._size)
+            await file.write(batch.data)
+            await file.flush()
+            await asyncio.to_thread(os.fdatasync, file.fileno())
+        self._size += len(batch.data)
+        if self._size > _SEGMENT_BYTES:
+            self.roll()
+        return len(batch.data)
+
+    def roll(self) -> None:
+        """The next batch starts a new segment."""
+        self._path = None
+
+
+def coded_record(record: RecordRef, codec: Codec) -> bytes:
+    """A staged record as it stands in a segment."""
+    header = record.header
+    sections = encode_sections(read_sections(record.sections, codec, coded=False), codec)
+    meta = bytes(record.meta).ljust(padded(header.meta_bytes), b"\0")
+    body = meta + sections
+    coded = replace(header, coded=True, body_bytes=len(body), body_checksum=crc32c(body), lap=0)
+    return coded.pack() + body + bytes(-len(body) % 8)
+
+
+def durable_step(folder: RunFolder, incarnation: int, rank: int, base_step: int) -> int:
+    """Last step of one rank's records in segments, or ``base_step``.
+
+    The segment is fsynced first: a writer that was killed may have left its last batch in the
+    page cache only.
+
+    Raises:
+        StorageError: If the run is not there.
+    """
+    require_run(folder)
+    found = last_segment(folder, incarnation, rank)
+    if found is None:
+        return base_step
+    path, step = found
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    fsync_directory(path.parent)
+    return step
+
+
+def require_run(folder: RunFolder) -> None:
+    """Nothing is written where the run is not: it may only be unmounted."""
+    if not folder.run_file.is_file():
+        raise StorageError(f"{folder.run_file} is gone; bring the run folder back, or mount it")
+
+
+def make_run_directory(run: RunFolder, path: Path) -> None:
+    """Make a directory of a run that is there; `StorageError` if it is not."""
+    require_run(run)
+    make_directory(path)
