@@ -225,7 +225,8 @@ class Checkpointer:
         ``snapshot_bytes``, ``committed_step`` (staged on all ranks, as far as this rank
         knows), ``durable_step`` (of this rank), ``training_thread_seconds`` (differentials, without
         snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for storage), ``attach_seconds``,
-        ``writer_error``.
+        ``large_items`` (buffers and stateful tensors of which a step logged more than 1 MiB -> most
+        bytes of one step), ``writer_error``.
         """
         if self._opened is None:
             return dict(self._final_stats)
@@ -244,6 +245,7 @@ class Checkpointer:
             "snapshot_seconds": counters.snapshot_seconds,
             "waiting_seconds": counters.waiting_seconds,
             "attach_seconds": self._attach_seconds,
+            "large_items": session.large_items,
             "writer_error": status.error,
         }
 

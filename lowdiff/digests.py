@@ -50,11 +50,21 @@ class Digester:
             world_size: Number of ranks, each of which checks another slice.
         """
         start, stop = self.slice_of(step, rank, world_size)
-        value = 0
-        for spec, parameter in zip(self._layout.parameters, parameters, strict=True):
-            if spec.offset < stop and start < spec.stop:
-                value += self.partial(parameter, spec.offset, start, stop)
-        return Digest(start, stop, value % _MODULUS)
+        return Digest(start, stop, self.value(parameters, start, stop))
+
+    def value(self, tensors: Sequence[torch.Tensor | None], start: int, stop: int) -> int:
+        """Sum over elements ``[start, stop)`` of the layout.
+
+        Args:
+            tensors: Flat CPU tensors in layout order; None adds nothing.
+            start: First element.
+            stop: Last element, exclusive.
+        """
+        total = 0
+        for spec, tensor in zip(self._layout.parameters, tensors, strict=True):
+            if tensor is not None and spec.offset < stop and start < spec.stop:
+                total += self.partial(tensor, spec.offset, start, stop)
+        return total % _MODULUS
 
     def partial(self, values: torch.Tensor, offset: int, start: int, stop: int) -> int:
         """What ``values`` (flat, CPU, first element at layout ``offset``) add to a digest."""

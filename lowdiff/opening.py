@@ -8,6 +8,7 @@ import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,11 +16,13 @@ from torch.amp.grad_scaler import GradScaler
 
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
-from lowdiff.capture import ItemTracker, Stateful
+from lowdiff.averages import Averages, LiveAverage, find_averages, followed_names
+from lowdiff.capture import LARGE_ITEM_BYTES, ItemTracker, Stateful, check_stateful
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, LowDiffError, RunInUse, RunMismatch
 from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.fences import create_run, new_run_id, read_run_id, write_fence
 from lowdiff.persistence.locks import FileLock
@@ -31,6 +34,7 @@ from lowdiff.residuals import StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.session import Session
 from lowdiff.settings import Settings
+from lowdiff.snapshot import constant_images
 from lowdiff.stager import Stager
 from lowdiff.types import ITEM_BYTES, Fence
 
@@ -111,7 +115,7 @@ def _agreed_catalog(settings: Settings, ranks: Ranks, imported: Path) -> Catalog
     _wait_for_writers(settings, run_id)
     ranks.barrier()
     ranks.share_files(_visible(settings.run, "rank-*.json"), settings.run)
-    ranks.share_files(_visible(settings.run, "rank-*.safetensors"), settings.run)
+    ranks.share_files(_visible(settings.run, "*.safetensors"), settings.run)
     ranks.share_files(_visible(settings.run, "*.seg"), settings.run)
     ranks.share_files(_visible(settings.staging / run_id, "*.chunk"), imported / run_id)
     return scan(folder, [settings.staging, imported])
@@ -152,7 +156,12 @@ def open_session(
         StepNotFound: If ``step`` cannot be recovered.
     """
     ranks = Ranks(training_group(attached))
-    tracker = ItemTracker(attached.constants, stateful, attached.device)
+    check_stateful(stateful)
+    averages = find_averages(stateful, attached)
+    readers = {name: thing.state_dict for name, thing in stateful.items()} | {
+        name: partial(average.outline, attached.layout) for name, average in averages.items()
+    }
+    tracker = ItemTracker(attached.constants, readers, attached.device)
     lock = _locked(settings, ranks)
     try:
         with tempfile.TemporaryDirectory(prefix="lowdiff-") as imported:
@@ -161,9 +170,9 @@ def open_session(
             if restore != "none":
                 state = recover_together(settings, attached, catalog, ranks, step)
             start = load_start(
-                settings, attached, stateful, tracker, catalog, ranks, state, restore
+                settings, attached, stateful, averages, tracker, catalog, ranks, state, restore
             )
-        return _begin(settings, attached, stateful, tracker, catalog, ranks, lock, start)
+        return _begin(settings, attached, stateful, averages, tracker, catalog, ranks, lock, start)
     except BaseException:
         lock.release()
         raise
@@ -173,6 +182,7 @@ def _begin(
     settings: Settings,
     attached: Attached,
     stateful: Mapping[str, Stateful],
+    averages: Mapping[str, LiveAverage],
     tracker: ItemTracker,
     catalog: Catalog,
     ranks: Ranks,
@@ -183,6 +193,9 @@ def _begin(
     incarnation = max(ranks.gather(catalog.num_incarnations))
     parent = max(catalog.incarnations, default=None) if start.continues else None
     compressor = settings.compressor
+    constants = write_constants(settings.folder, constant_images(attached))
+    if len(set(ranks.gather(constants))) > 1:
+        constants = ""  # DDP was told to leave them as they are: every rank stores its own
     write_fence(
         settings.folder,
         Fence(
@@ -198,6 +211,8 @@ def _begin(
             compressor={"name": compressor.name, "settings": dict(compressor.settings())},
             names=attached.names,
             stateful={name: class_of(thing) for name, thing in stateful.items()},
+            averages=followed_names(averages, attached.layout),
+            constants=constants,
         ),
     )
     ranks.barrier()  # nobody stages before every rank's fence is durable
@@ -245,17 +260,30 @@ def _begin(
         items=start.items,
         stager=Stager(log, writer, settings, ranks.rank),
         scaler=_hook_scaler(attached, stateful),
+        averages=Averages(averages, attached),
+        shares_constants=constants != "",
     )
     try:
         if start.needs_snapshot:
             session.snapshot()
             session.stager.wait_for_snapshot()  # G3 holds from the return of attach
         ranks.barrier()
+        if ranks.rank == 0:
+            _name_large_items(tracker)
     except BaseException:
         session.detach()
         writer.stop()
         raise
     return Opened(session, lock, ranks, staging, start.items)
+
+
+def _name_large_items(tracker: ItemTracker) -> None:
+    large = {name: size for name, size in tracker.sizes().items() if size > LARGE_ITEM_BYTES}
+    if large:
+        _logger.info(
+            "a step logs these whole if it changes them: %s",
+            ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items()),
+        )
 
 
 def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:

@@ -12,6 +12,7 @@ import torch
 
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
+from lowdiff.averages import LiveAverage, followed_names
 from lowdiff.capture import ItemTracker, Stateful
 from lowdiff.errors import LowDiffError
 from lowdiff.persistence.catalog import Catalog
@@ -56,6 +57,7 @@ def load_start(
     settings: Settings,
     attached: Attached,
     stateful: Mapping[str, Stateful],
+    averages: Mapping[str, LiveAverage],
     tracker: ItemTracker,
     catalog: Catalog,
     ranks: Ranks,
@@ -68,7 +70,7 @@ def load_start(
     items = inherit(state.items, ranks.world_size)[ranks.rank]
     if restore == "model":
         load_parameters(state, attached)
-        load_items(items, attached.constants(), {})
+        load_items(state, items, attached.constants(), {})
         return Start(0, False, True, [], tracker.read())
     residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
     load_parameters(state, attached)
@@ -79,11 +81,12 @@ def load_start(
         name for name, thing in stateful.items() if fence.stateful.get(name) != class_of(thing)
     ]
     load_items(
+        state,
         items,
         attached.constants(),
         {name: thing for name, thing in stateful.items() if name not in replaced},
     )
-    changes = _changes(settings, fence, ranks)
+    changes = _changes(settings, fence, ranks, followed_names(averages, attached.layout))
     if ranks.rank == 0 and (differences or replaced or changes):
         _logger.info(
             "resuming at step %d: %s",
@@ -102,7 +105,9 @@ def class_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _changes(settings: Settings, fence: Fence, ranks: Ranks) -> list[str]:
+def _changes(
+    settings: Settings, fence: Fence, ranks: Ranks, averages: Mapping[str, tuple[str, ...]]
+) -> list[str]:
     """What the user chose otherwise than last time; welcome, and said."""
     compressor = {
         "name": settings.compressor.name,
@@ -113,6 +118,11 @@ def _changes(settings: Settings, fence: Fence, ranks: Ranks) -> list[str]:
         found.append(f"compressor {compressor} instead of {dict(fence.compressor)}")
     if ranks.world_size != fence.world_size:
         found.append(f"{ranks.world_size} ranks instead of {fence.world_size}")
+    if averages != fence.averages:
+        found.append(
+            f"averages of the parameters {sorted(averages)} instead of {sorted(fence.averages)}, "
+            "or of other parameters"
+        )
     return found
 
 

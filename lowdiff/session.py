@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lowdiff.attached import Attached, hyper_parameters
+from lowdiff.averages import Averages
 from lowdiff.capture import ItemTracker, restore_random_states
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.digests import Digester
@@ -49,6 +50,8 @@ class Session:
         items: Mapping[str, bytes],
         stager: Stager,
         scaler: torch.amp.GradScaler | None,
+        averages: Averages,
+        shares_constants: bool,
     ) -> None:
         self.step = step
         self.committed_step = step
@@ -60,6 +63,8 @@ class Session:
         self._rank, self._world_size = rank, world_size
         self._residual = residual
         self._tracker = tracker
+        self._averages = averages
+        self._shares_constants = shares_constants
         self._digester = Digester(attached.layout)
         self._scaler = scaler
         self._scale = self._loss_scale()
@@ -114,7 +119,7 @@ class Session:
         # The optimizer holds a reference to itself in front of the caller's arguments.
         self._changed_outside |= self._guard.before_step(
             index, [argument for argument in arguments if argument is not optimizer]
-        )
+        ) or self._averages.before_step(index)
         gradients = self._attached.gradients(index)
         if self._attached.ddp is None:
             self._compress_in_place(gradients)
@@ -156,11 +161,12 @@ class Session:
         """
         with self.stager.timed("differential_seconds"):
             self._changed_outside |= self._guard.at_commit()
-            rebases = self._changed_outside
             if not self._stepped:
                 self._warn_about_accumulation()
             # Making it consumes what changed: a commit that failed to stage it must find it again.
             differential = self._unstaged = self._unstaged or self._differential()
+            rebases = self._changed_outside
+            self._warn_about_large_items()
             self.stager.stage(
                 RecordKind.DIFFERENTIAL,
                 differential.step,
@@ -180,8 +186,9 @@ class Session:
     def _rebase(self) -> None:
         """The step cannot be replayed: only a snapshot of it can be recovered."""
         self._warn_once(
-            f"parameters or optimizer state were changed outside optimizer.step() around step "
-            f"{self.step} (load_state_dict, clamping, an EMA swap?); such a step costs a full "
+            f"parameters, optimizer state or their average were changed outside optimizer.step() "
+            f"and update_parameters() around step {self.step} (load_state_dict, clamping, an EMA "
+            "swap?); such a step costs a full "
             "snapshot"
         )
         self.snapshot()
@@ -199,6 +206,23 @@ class Session:
                 "are accumulated for the next step, a resumed run will lack them; run all "
                 "backward passes of an optimizer step between two commits"
             )
+
+    def _warn_about_large_items(self) -> None:
+        for name, size in self._tracker.large_items.items():
+            if name not in self._warned:
+                self._warned.add(name)
+                _logger.warning(
+                    "rank %d: %s changed, which costs %.1f MB in every step that changes it. "
+                    "This is said once",
+                    self._rank,
+                    name,
+                    size / 1e6,
+                )
+
+    @property
+    def large_items(self) -> dict[str, int]:
+        """Items of which a step logged more than 1 MiB, and the most bytes one did."""
+        return dict(self._tracker.large_items)
 
     def _warn_once(self, text: str) -> None:
         kind = text.partition(" ")[0]
@@ -224,6 +248,9 @@ class Session:
             scale_ratio=self._scale / old_scale,
         )
         step = self.step + 1
+        digest = self._digest(step)
+        averages, replayable = self._averages.commit(self._digester, digest)
+        self._changed_outside |= not replayable
         return Differential(
             step=step,
             incarnation=self._incarnation,
@@ -235,7 +262,8 @@ class Session:
             payload=self.reducer.payload(),
             items=self._tracker.changed(),
             residual=self._residual.mark(),
-            digest=self._digest(step),
+            digest=digest,
+            averages=averages,
         )
 
     def _loss_scale(self) -> float:
@@ -282,6 +310,8 @@ class Session:
                     self._attached,
                     self._tracker,
                     self._residual.current(),
+                    self._averages.named_tensors(),
+                    shares_constants=self._shares_constants,
                     rank=self._rank,
                     world_size=self._world_size,
                 ),
@@ -294,6 +324,7 @@ class Session:
             not self._stepped
             and not self._guard.at_commit()
             and same(groups, self._committed_groups)
+            and self._averages.is_as_committed
             and self._tracker.is_as_committed()
         )
 

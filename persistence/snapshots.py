@@ -44,6 +44,12 @@ class ImageTensor:
     shape: tuple[int, ...]
     data: memoryview
 
+    @property
+    def item_bytes(self) -> int:
+        """Bytes per element."""
+        digits = "".join(c for c in self.dtype if c.isdigit())
+        return int(digits) // 8 if digits else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -113,7 +119,7 @@ def stage_image(path: Path, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
         Its length in bytes and its CRC-32C. The image is whole when this returns.
     """
     # Widest items first keeps every tensor aligned to its own size.
-    ordered = sorted(tensors, key=lambda t: (-_item_bytes(t), t.name))
+    ordered = sorted(tensors, key=lambda t: (-t.item_bytes, t.name))
     header = image_header(ordered)
     file = MappedFile(path, len(header) + sum(t.data.nbytes for t in ordered))
     file.view[: len(header)] = header
@@ -153,8 +159,3 @@ def check_shard(folder: Path, manifest: Manifest) -> Path:
     if crc32c(view) != manifest.checksum:
         raise DamagedFile(path, "the file fails its checksum")
     return path
-
-
-def _item_bytes(tensor: ImageTensor) -> int:
-    digits = "".join(c for c in tensor.dtype if c.isdigit())
-    return int(digits) // 8 if digits else 1
