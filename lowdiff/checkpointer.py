@@ -18,7 +18,7 @@ from typing_extensions import Self
 from lowdiff.attached import describe
 from lowdiff.capture import Stateful
 from lowdiff.dataloader import ResumableLoader
-from lowdiff.errors import ConfigError, UsageError
+from lowdiff.errors import ConfigError, StorageError, UsageError
 from lowdiff.hook import HookState, comm_hook
 from lowdiff.opening import Opened, open_session
 from lowdiff.persistence.paths import default_staging_root
@@ -57,6 +57,11 @@ class Checkpointer:
             ``/dev/shm/lowdiff-UID``.
         retention: How many of the newest snapshots to keep, with their differentials; None keeps
             every step of the run.
+        backpressure: What happens once ``2 * batch_size`` steps are not durable, or staging memory is
+            full, because storage is slow or out of order. ``"block"``: training waits, and ``stats()``
+            counts for how long. ``"degrade"``: training goes on and gives up the bound on
+            power failures; if staging fills up, the oldest steps that are not durable are dropped,
+            and a full snapshot is taken once storage is back.
         on_error: ``"warn"``: storage trouble is a warning, training goes on. ``"raise"``: it is
             an error at the next commit.
 
@@ -74,6 +79,7 @@ class Checkpointer:
         batch_size: int = 16,
         staging: str | Path | None = None,
         retention: int | None = 2,
+        backpressure: str = "block",
         on_error: str = "warn",
     ) -> None:
         if compressor is None:
@@ -90,6 +96,7 @@ class Checkpointer:
             batch_size=batch_size,
             staging=default_staging_root() if staging is None else Path(staging).absolute(),
             retention=retention,
+            backpressure=backpressure,
             on_error=on_error,
         )
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
@@ -224,7 +231,9 @@ class Checkpointer:
         Keys: ``steps``, ``snapshots``, ``staged_bytes``, ``durable_bytes`` (differentials),
         ``snapshot_bytes``, ``committed_step`` (staged on all ranks, as far as this rank
         knows), ``durable_step`` (of this rank), ``training_thread_seconds`` (differentials, without
-        snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for storage), ``attach_seconds``,
+        snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for storage), ``unprotected_steps`` and
+        ``dropped_steps`` (with ``backpressure="degrade"``: staged while more than ``2 * batch_size`` steps
+        were at risk; given up), ``attach_seconds``,
         ``large_items`` (buffers and stateful tensors of which a step logged more than 1 MiB -> most
         bytes of one step), ``writer_error``.
         """
@@ -244,6 +253,8 @@ class Checkpointer:
             "training_thread_seconds": counters.differential_seconds,
             "snapshot_seconds": counters.snapshot_seconds,
             "waiting_seconds": counters.waiting_seconds,
+            "unprotected_steps": counters.unprotected_steps,
+            "dropped_steps": counters.dropped_steps,
             "attach_seconds": self._attach_seconds,
             "large_items": session.large_items,
             "writer_error": status.error,
@@ -304,8 +315,19 @@ class Checkpointer:
             )
             return False
         if all(opened.ranks.gather(opened.session.is_as_committed())):
-            opened.session.snapshot()
-            return True
+            error = ""
+            try:
+                opened.session.snapshot(required=True)
+            except StorageError as failure:
+                error = str(failure)
+            failures = list(filter(None, opened.ranks.gather(error)))
+            if failures:
+                _logger.warning(
+                    "no last snapshot is taken: %s; the next attach resumes with the help of %s",
+                    failures[0],
+                    opened.staging.root,
+                )
+            return not failures
         _logger.warning(
             "the model changed after its last commit (step %d), so no last snapshot is taken; "
             "the next attach resumes from that commit, with the help of %s",

@@ -265,7 +265,7 @@ def _begin(
     )
     try:
         if start.needs_snapshot:
-            session.snapshot()
+            session.snapshot(required=True)
             session.stager.wait_for_snapshot()  # G3 holds from the return of attach
         ranks.barrier()
         if ranks.rank == 0:

@@ -180,7 +180,7 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self.step % self._settings.snapshot_every == 0:
+        elif self.step % self._settings.snapshot_every == 0 or self._can_catch_up():
             self.snapshot()
 
     def _rebase(self) -> None:
@@ -192,7 +192,8 @@ class Session:
             "snapshot"
         )
         self.snapshot()
-        self.stager.wait_for_snapshot()
+        if self._settings.backpressure == "block":
+            self.stager.wait_for_snapshot()
 
     def _warn_about_accumulation(self) -> None:
         """A body without a step whose gradients are kept for the next one cannot be resumed."""
@@ -301,8 +302,19 @@ class Session:
         )
         self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), base.payload)
 
-    def snapshot(self) -> None:
-        """Stage a full snapshot of the current step, unless that was the last one staged."""
+    def _can_catch_up(self) -> bool:
+        """Whether to take a snapshot that is owed; several ranks do so when the next one is due.
+
+        A snapshot exists only with every rank's shard, and ranks may owe theirs at different steps.
+        """
+        return self._world_size == 1 and self.stager.owes_snapshot(self.step)
+
+    def snapshot(self, *, required: bool = False) -> None:
+        """Stage a full snapshot of the current step, unless that was the last one staged.
+
+        Raises:
+            StorageError: If it is required and there is no memory for it.
+        """
         if self.stager.snapshot_step != self.step:
             self.stager.stage_snapshot(
                 self.step,
@@ -315,6 +327,7 @@ class Session:
                     rank=self._rank,
                     world_size=self._world_size,
                 ),
+                required=required,
             )
 
     def is_as_committed(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.durable import read_json
 from lowdiff.persistence.memory import MappedFile, read_view
 
@@ -121,7 +121,11 @@ def stage_image(path: Path, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
     # Widest items first keeps every tensor aligned to its own size.
     ordered = sorted(tensors, key=lambda t: (-t.item_bytes, t.name))
     header = image_header(ordered)
-    file = MappedFile(path, len(header) + sum(t.data.nbytes for t in ordered))
+    try:
+        file = MappedFile(path, len(header) + sum(t.data.nbytes for t in ordered))
+    except StorageError:
+        path.unlink(missing_ok=True)  # the image before it is durable: its memory may help
+        raise
     file.view[: len(header)] = header
     checksum, offset = crc32c(header), len(header)
     for tensor in ordered:
