@@ -23,12 +23,12 @@ PATIENCE_SECONDS = 20.0
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB."""
+    """A file system of 128 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if shutil.which("mount") is None:
         pytest.skip("there is no mount command to make a small tmpfs with")
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(folder)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         pytest.skip(f"a small tmpfs cannot be mounted here: {result.stderr.strip()}")
