@@ -71,6 +71,7 @@ class Session:
         self._changed_outside = False
         self._warned: set[str] = set()
         self._committed_groups = [_copied(hyper_parameters(o)) for o in attached.optimizers]
+        self._committed_held = attached.held()
         tracker.start(items)
         self._stage_base()
         self._begin()
@@ -218,6 +219,7 @@ class Session:
                 steps.append(done)
             else:
                 steps.append(replace(done, committed=_copied(groups)))
+        self._committed_held = self._attached.held()
         old_scale, self._scale = self._scale, self._loss_scale()
         self._residual.advance(
             stepped=any(s.stepped and not s.found_inf for s in steps),
@@ -231,7 +233,7 @@ class Session:
             world_size=self._world_size,
             optimizers=tuple(steps),
             absent=tuple(sorted(self._absent)),
-            held=tuple(self._attached.held()),
+            held=tuple(self._committed_held),
             payload=self.reducer.payload(),
             items=self._tracker.changed(),
             residual=self._residual.mark(),
@@ -282,6 +284,7 @@ class Session:
                     self._attached,
                     self._tracker,
                     self._residual.current(),
+                    self._committed_held,
                     rank=self._rank,
                     world_size=self._world_size,
                 ),

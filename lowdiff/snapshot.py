@@ -44,6 +44,7 @@ def shard_tensors(
     attached: Attached,
     tracker: ItemTracker,
     residual: Mapping[int, torch.Tensor],
+    held: Sequence[int],
     *,
     rank: int,
     world_size: int,
@@ -54,6 +55,7 @@ def shard_tensors(
         attached: Model and optimizers.
         tracker: Their items.
         residual: Flat residual by layout index; every rank stores its own whole.
+        held: Layout indices of parameters that held a gradient at the last commit.
         rank: This rank.
         world_size: Number of ranks.
     """
@@ -83,7 +85,7 @@ def shard_tensors(
     scalars = {
         "groups": [list(hyper_parameters(o)) for o in attached.optimizers],
         "state": state,
-        "held": attached.held(),
+        "held": list(held),
         "items": dict(tracker.committed),
     }
     data = torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)
