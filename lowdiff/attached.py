@@ -99,6 +99,12 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         UnsupportedOptimizer: If replay cannot reproduce an optimizer.
         ConfigError: If optimizers overlap, hold foreign parameters or miss trainable ones.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"attach takes one module, got a {type(model).__name__}; wrap several in one "
+            'torch.nn.ModuleDict, e.g. {"generator": ..., "discriminator": ...}, and attach it '
+            "with the list of their optimizers"
+        )
     if not optimizers:
         raise ConfigError("attach needs the optimizer that trains the model")
     module = _unwrapped(model)

@@ -136,7 +136,10 @@ class Checkpointer:
             StepNotFound: If ``step`` cannot be recovered.
         """
         if self._opened is not None:
-            raise UsageError("this Checkpointer is attached already; close() it first")
+            raise UsageError(
+                "this Checkpointer is attached already; close() it first. Several modules of one "
+                "training go into one torch.nn.ModuleDict, attached with all their optimizers"
+            )
         if restore not in _RESTORE:
             raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
         started = time.perf_counter()
