@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_a_rank_that_joins_keeps_its_own_random_stream_and_resumes_bit_for_bit(
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     history(pool, build, whole, world_size=2, until=8, settings=settings)
     shutil.copytree(whole, killed)
-    longer = {"world_size": 3, "until": 14, "settings": settings}
+    longer: dict[str, Any] = {"world_size": 3, "until": 14, "settings": settings}
     uninterrupted = history(pool, build, whole, **longer)
     kills = [Kill(9), Kill(11, staged_by=frozenset(range(3))), Kill(13, staged_by=frozenset({2}))]
     interrupted = history(pool, build, killed, kills=kills, **longer)
