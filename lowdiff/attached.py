@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
-from lowdiff.layout import canonical_name, dtype_name, flat, flat_like, layout_of
+from lowdiff.layout import canonical_name, dtype_name, flat_like, layout_of
 from lowdiff.recovery.optimizers import class_name
 from lowdiff.recovery.state import BUFFER_ITEM, FROZEN_ITEM
 from lowdiff.types import Layout, OptimizerSpec
@@ -62,10 +62,6 @@ class Attached:
             for name, buffer in self.module.named_buffers()
             if buffer is not None
         } | dict(self.frozen)
-
-    def flat_parameters(self) -> list[torch.Tensor]:
-        """Flat views of all parameters, in layout order."""
-        return [flat(parameter) for parameter in self.parameters]
 
     def gradients(self, optimizer: int) -> list[torch.Tensor | None]:
         """Flat gradients in layout order; None where absent or owned by another optimizer."""

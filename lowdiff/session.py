@@ -247,9 +247,7 @@ class Session:
     def _digest(self, step: int) -> Digest | None:
         if self._attached.device.type != "cpu":
             return None  # reading parameters back would stop the GPU at every step
-        return self._digester.digest(
-            self._attached.flat_parameters(), step, self._rank, self._world_size
-        )
+        return self._digester.digest(self._attached.parameters, step, self._rank, self._world_size)
 
     def _begin(self) -> None:
         self._stepped.clear()

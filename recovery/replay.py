@@ -25,7 +25,7 @@ from lowdiff.layout import flat, shaped
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.protocols import Decoder
-from lowdiff.recovery.blocks import Unit, element_units, tensor_units
+from lowdiff.recovery.blocks import Unit, aligned, element_units, tensor_units
 from lowdiff.recovery.optimizers import build, granularity
 from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.state import RecoveredState, inherit, is_aligned
@@ -154,7 +154,7 @@ class _Replay:
         self._threads = fence.environment.num_threads if options.whole else 1
         self._units = [_UnitState(unit, state, fence) for unit in plan_units(state, fence, options)]
         self._pool = ThreadPoolExecutor(options.workers, thread_name_prefix="lowdiff-replay")
-        self._scratch = _Scratch(max((u.unit.elements for u in self._units), default=0))
+        self._scratch = _Scratch(max((u.unit.scratch_elements for u in self._units), default=0))
 
     def __enter__(self) -> Self:
         return self
@@ -224,7 +224,7 @@ class _Scratch:
 
     def zeros(self, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
         if dtype not in self._by_dtype:
-            self._by_dtype[dtype] = torch.empty(self.elements + 64, dtype=dtype)
+            self._by_dtype[dtype] = torch.empty(self.elements, dtype=dtype)
         return self._by_dtype[dtype][start : start + count].zero_()
 
 
@@ -264,7 +264,7 @@ class _UnitState:
             gradient = scratch.zeros(parameter.dtype, position, count)
             step.decode(block, gradient)
             parameter.grad = self._reshaped(block, gradient)
-            position += count + (-count % 16)
+            position += aligned(count)
         for group, index in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(done.consumed[index])
         if done.found_inf is not None:
