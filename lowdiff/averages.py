@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lowdiff.attached import Attached
 from lowdiff.digests import Digester
-from lowdiff.layout import canonical_name, dtype_name, flat
+from lowdiff.layout import canonical_name, dtype_name
 from lowdiff.recovery.averages import rule_of
 from lowdiff.recovery.state import AVERAGE_ITEM
 from lowdiff.types import AverageStep, Digest, ItemRef, Layout
@@ -50,9 +50,8 @@ class LiveAverage:
         }
 
     def tensors(self, layout: Layout) -> list[torch.Tensor | None]:
-        """Flat tensors in layout order; None where it follows nothing."""
-        found = (self.parameters.get(i) for i in range(len(layout.parameters)))
-        return [None if tensor is None else flat(tensor) for tensor in found]
+        """Its tensors in layout order; None where it follows nothing."""
+        return [self.parameters.get(i) for i in range(len(layout.parameters))]
 
     @property
     def is_as_committed(self) -> bool:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
 from lowdiff.attached import describe
 from lowdiff.capture import Stateful
-from lowdiff.dataloader import ResumableLoader
+from lowdiff.dataloader import ResumableLoader, StatefulEpochs
 from lowdiff.errors import ConfigError, StorageError, UsageError
 from lowdiff.hook import HookState, comm_hook
 from lowdiff.opening import Opened, open_session
@@ -103,7 +103,7 @@ class Checkpointer:
         self.hook_state = HookState()
         self._opened: Opened | None = None
         self._commits = "unknown"
-        self._loaders: dict[str, ResumableLoader] = {}
+        self._loaders: dict[str, ResumableLoader | StatefulEpochs] = {}
         self._pending_random: Mapping[str, bytes] | None = None
         self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
         self._attach_seconds = 0.0
@@ -143,7 +143,10 @@ class Checkpointer:
             StepNotFound: If ``step`` cannot be recovered.
         """
         if self._opened is not None:
-            raise UsageError("this Checkpointer is attached already; close() it first")
+            raise UsageError(
+                "this Checkpointer is attached already; close() it first. Several modules of one "
+                "training go into one torch.nn.ModuleDict, attached with all their optimizers"
+            )
         if restore not in _RESTORE:
             raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
         started = time.perf_counter()
@@ -164,8 +167,12 @@ class Checkpointer:
         return self._session.step
 
     def dataloader(
-        self, dataset: Dataset[Any], *, batch_size: int, **options: Any
-    ) -> ResumableLoader:
+        self,
+        data: Dataset[Any] | DataLoader[Any],
+        *,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> ResumableLoader | StatefulEpochs:
         """A DataLoader whose position is part of every step; call it before ``attach``.
 
         ::
@@ -178,19 +185,28 @@ class Checkpointer:
                     checkpointer.commit()
 
         Args:
-            dataset: Map-style dataset, the same on every rank; ranks share its samples out.
-            batch_size: Samples per batch and rank.
-            options: ``shuffle``, ``drop_last``, ``seed`` and those of PyTorch's ``DataLoader``.
+            data: Map-style dataset, the same on every rank; ranks share its samples out. Or a
+                ``StatefulDataLoader`` of torchdata, whose own position and sampler are kept; it
+                resumes with the same number of ranks and workers.
+            batch_size: Samples per batch and rank, of a dataset.
+            options: ``shuffle``, ``drop_last``, ``seed`` and those of PyTorch's ``DataLoader``, of
+                a dataset.
 
         Raises:
             UsageError: After ``attach``, which restores the position.
-            ConfigError: If the dataset or an option cannot be resumed.
+            ConfigError: If the data or an option cannot be resumed.
         """
         if self._opened is not None:
             raise UsageError("call dataloader(...) before attach(...), which restores its position")
-        loader = ResumableLoader(
-            dataset, batch_size=batch_size, before_batch=self._restore_random_states, **options
-        )
+        loader: ResumableLoader | StatefulEpochs
+        if isinstance(data, DataLoader):
+            if batch_size is not None or options:
+                raise ConfigError("a loader has its batch_size and options already; pass only it")
+            loader = StatefulEpochs(data, self._restore_random_states)
+        else:
+            loader = ResumableLoader(
+                data, batch_size=batch_size, before_batch=self._restore_random_states, **options
+            )
         self._loaders[f"dataloader{len(self._loaders)}"] = loader
         return loader
 

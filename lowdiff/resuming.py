@@ -14,7 +14,6 @@ from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
 from lowdiff.averages import LiveAverage, followed_names
 from lowdiff.capture import ItemTracker, Stateful
-from lowdiff.errors import LowDiffError
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
@@ -22,7 +21,7 @@ from lowdiff.persistence.paths import StagingFolder
 from lowdiff.recovery.engine import recover_from
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.state import RecoveredState, inherit
+from lowdiff.recovery.state import RNG_ITEM, RecoveredState, inherit
 from lowdiff.residuals import read_residual
 from lowdiff.restore import (
     check_match,
@@ -68,6 +67,9 @@ def load_start(
     if state is None:
         return Start(0, False, True, [], tracker.read())
     items = inherit(state.items, ranks.world_size)[ranks.rank]
+    # The generators of a rank that joins now start as its script seeded them.
+    own = {name: data for name, data in tracker.read().items() if name.startswith(RNG_ITEM)}
+    items = own | items
     if restore == "model":
         load_parameters(state, attached)
         load_items(state, items, attached.constants(), {})
@@ -137,22 +139,13 @@ def recover_together(
     if not catalog.incarnations and step is None:
         return None  # new, or its only trainer died before its first snapshot was durable
     # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
-    error: LowDiffError | None = None
-    state: RecoveredState | None = None
-    try:
+    with ranks.together():
         target = plan_recovery(catalog, step).step if ranks.rank == 0 else -1
-    except LowDiffError as failure:
-        error, target = failure, -1
-    ranks.raise_together(error)
     target = ranks.gather(target)[0]
-    try:
+    options = ReplayOptions(num_workers=_workers_per_rank(ranks))
+    with ranks.together():
         check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
-        options = ReplayOptions(num_workers=_workers_per_rank(ranks))
-        state = recover_from(catalog, target, options)
-    except LowDiffError as failure:
-        error = failure
-    ranks.raise_together(error)
-    return state
+        return recover_from(catalog, target, options)
 
 
 def _workers_per_rank(ranks: Ranks) -> int:

@@ -76,6 +76,7 @@ class Session:
         self._changed_outside = False
         self._warned: set[str] = set()
         self._committed_groups = [_copied(hyper_parameters(o)) for o in attached.optimizers]
+        self._committed_held = attached.held()
         tracker.start(items)
         self._stage_base()
         self._begin()
@@ -243,6 +244,7 @@ class Session:
                 steps.append(done)
             else:
                 steps.append(replace(done, committed=_copied(groups)))
+        self._committed_held = self._attached.held()
         old_scale, self._scale = self._scale, self._loss_scale()
         self._residual.advance(
             stepped=any(s.stepped and not s.found_inf for s in steps),
@@ -259,7 +261,7 @@ class Session:
             world_size=self._world_size,
             optimizers=tuple(steps),
             absent=tuple(sorted(self._absent)),
-            held=tuple(self._attached.held()),
+            held=tuple(self._committed_held),
             payload=self.reducer.payload(),
             items=self._tracker.changed(),
             residual=self._residual.mark(),
@@ -274,9 +276,7 @@ class Session:
     def _digest(self, step: int) -> Digest | None:
         if self._attached.device.type != "cpu":
             return None  # reading parameters back would stop the GPU at every step
-        return self._digester.digest(
-            self._attached.flat_parameters(), step, self._rank, self._world_size
-        )
+        return self._digester.digest(self._attached.parameters, step, self._rank, self._world_size)
 
     def _begin(self) -> None:
         self._stepped.clear()
@@ -323,6 +323,7 @@ class Session:
                     self._tracker,
                     self._residual.current(),
                     self._averages.named_tensors(),
+                    held=self._committed_held,
                     shares_constants=self._shares_constants,
                     rank=self._rank,
                     world_size=self._world_size,

@@ -47,6 +47,7 @@ def shard_tensors(
     residual: Mapping[int, torch.Tensor],
     averages: Mapping[str, Mapping[int, torch.Tensor]],
     *,
+    held: Sequence[int],
     shares_constants: bool,
     rank: int,
     world_size: int,
@@ -58,6 +59,7 @@ def shard_tensors(
         tracker: Their items.
         residual: Flat residual by layout index; every rank stores its own whole.
         averages: Name of each replayed average -> layout index -> tensor.
+        held: Layout indices of parameters that held a gradient at the last commit.
         shares_constants: Whether frozen parameters as they were at the start are stored apart.
         rank: This rank.
         world_size: Number of ranks.
@@ -97,7 +99,7 @@ def shard_tensors(
     scalars = {
         "groups": [list(hyper_parameters(o)) for o in attached.optimizers],
         "state": state,
-        "held": attached.held(),
+        "held": list(held),
         "items": dict(tracker.committed),
     }
     data = torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)

@@ -27,6 +27,8 @@ def differences(left: RecoveredState, right: RecoveredState) -> Iterator[str]:
         )
     for rank, (ours, others) in enumerate(zip(left.items, right.items, strict=True)):
         yield from _mapping(f"rank {rank}: item", ours, others)
+    if left.held != right.held:
+        yield f"parameters that hold a gradient tensor ({left.held} against {right.held})"
 
 
 def _mapping(what: str, left: dict[str, Any], right: dict[str, Any]) -> Iterator[str]:

@@ -147,7 +147,7 @@ class _Replay:
         self._threads = fence.environment.num_threads if options.whole else 1
         self._units = [UnitState(unit, state, fence) for unit in plan_units(state, fence, options)]
         self._pool = ThreadPoolExecutor(options.workers, thread_name_prefix="lowdiff-replay")
-        self._scratch = Scratch(max((u.unit.elements for u in self._units), default=0))
+        self._scratch = Scratch(max((u.unit.scratch_elements for u in self._units), default=0))
 
     def __enter__(self) -> Self:
         return self

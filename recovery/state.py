@@ -172,5 +172,17 @@ def decode_item(name: str, data: bytes) -> Any:
 
 
 def inherit(items: list[dict[str, bytes]], world_size: int) -> list[dict[str, bytes]]:
-    """Items of a new world: rank ``r`` starts from those of old rank ``r`` modulo the old size."""
-    return [dict(items[rank % len(items)]) for rank in range(world_size)]
+    """Items of a new world: rank ``r`` starts from those of old rank ``r`` modulo the old size.
+
+    A rank that the old world did not have gets no generators: it keeps its own as its script
+    seeded them, else it would repeat the dropout masks and augmentations of another rank.
+    """
+    old_size = len(items)
+    return [
+        {
+            name: data
+            for name, data in items[rank % old_size].items()
+            if rank < old_size or not name.startswith(RNG_ITEM)
+        }
+        for rank in range(world_size)
+    ]

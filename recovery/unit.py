@@ -13,7 +13,7 @@ from lowdiff.digests import Digester
 from lowdiff.layout import flat, shaped
 from lowdiff.protocols import Decoder
 from lowdiff.recovery.averages import BlockAverage
-from lowdiff.recovery.blocks import Unit
+from lowdiff.recovery.blocks import Unit, aligned
 from lowdiff.recovery.optimizers import build, granularity
 from lowdiff.recovery.state import RecoveredState, is_aligned
 from lowdiff.types import Block, Differential, Fence, OptimizerStep
@@ -48,7 +48,7 @@ class Scratch:
     def zeros(self, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
         """``count`` zeros, the same memory as in the last call with this ``start``."""
         if dtype not in self._by_dtype:
-            self._by_dtype[dtype] = torch.empty(self.elements + 64, dtype=dtype)
+            self._by_dtype[dtype] = torch.empty(self.elements, dtype=dtype)
         return self._by_dtype[dtype][start : start + count].zero_()
 
 
@@ -97,7 +97,7 @@ class UnitState:
             gradient = scratch.zeros(parameter.dtype, position, count)
             step.decode(block, gradient)
             parameter.grad = self._reshaped(block, gradient)
-            position += count + (-count % 16)
+            position += aligned(count)
         for group, index in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(done.consumed[index])
         if done.found_inf is not None:

@@ -45,7 +45,9 @@ def fill(folder: Path, spare_bytes: int = 0) -> Path:
 def wide_loop(folder: Path, **settings: object) -> Loop:
     """Steps of 1.5 MB at density 0.9, so that staging, 66 MB, fills up within fifty."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 6000), torch.nn.ReLU(), torch.nn.Linear(6000, 3))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(20, 6000), torch.nn.ReLU(), torch.nn.Linear(6000, 3)
+    )
     options = {"compressor": TopK(0.9), "snapshot_every": 1000, "batch_size": 2, **settings}
     return Loop(folder, model, settings=options)
 
