@@ -135,6 +135,7 @@ def _windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]
         while size < _WINDOW_BYTES and (step := next(unread, None)) is not None:
             window.append(read(step))
             size += sum(shard.payload.bytes for shard in window[-1].shards)
+            size += sum(len(item) for shard in window[-1].shards for item in shard.items.values())
         return window
 
     with ThreadPoolExecutor(1, thread_name_prefix="lowdiff-decode") as reader:
