@@ -18,6 +18,7 @@ from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.recovery.engine import recover_from
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
@@ -168,7 +169,8 @@ def _residual_of(
         stored = catalog.records.get((number, rank), {}).get(state.step)
         if stored is None:
             continue
-        mark = read_differential(stored, Codec()).residual
+        codec = Codec(max_payload_bytes=max_payload_bytes(layout))
+        mark = read_differential(stored, codec).residual
         staging = StagingFolder.of(settings.staging, catalog.run_id, number, rank)
         found = mark and read_residual(staging.residual, layout, mark)
         if found:

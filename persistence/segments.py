@@ -82,9 +82,18 @@ def coded_record(record: RecordRef, codec: Codec) -> bytes:
     """A staged record as it stands in a segment."""
     header = record.header
     sections = encode_sections(read_sections(record.sections, codec, coded=False), codec)
-    meta = bytes(record.meta).ljust(padded(header.meta_bytes), b"\0")
-    body = meta + sections
-    coded = replace(header, coded=True, body_bytes=len(body), body_checksum=crc32c(body), lap=0)
+    frame = codec.shrink(record.meta)
+    meta = bytes(record.meta) if frame is None else frame
+    body = meta.ljust(padded(len(meta)), b"\0") + sections
+    coded = replace(
+        header,
+        coded=True,
+        meta_coded=frame is not None,
+        meta_bytes=len(meta),
+        body_bytes=len(body),
+        body_checksum=crc32c(body),
+        lap=0,
+    )
     return coded.pack() + body + bytes(-len(body) % 8)
 
 
