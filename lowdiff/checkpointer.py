@@ -288,6 +288,7 @@ class Checkpointer:
             if self._forward_hook is not None:
                 self._forward_hook.remove()
             opened.ranks.close()
+            opened.staging_lock.release()
             opened.lock.release()
             self._opened = None
 

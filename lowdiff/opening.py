@@ -23,6 +23,7 @@ from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.fences import create_run, new_run_id, read_run_id, write_fence
 from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.ownership import claim, staging_of_run
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer_process import WriterProcess
@@ -50,6 +51,7 @@ class Opened:
 
     session: Session
     lock: FileLock
+    staging_lock: FileLock
     ranks: Ranks
     staging: StagingFolder
     random_states: Mapping[str, bytes]
@@ -108,27 +110,33 @@ def _agreed_catalog(settings: Settings, ranks: Ranks, imported: Path) -> Catalog
     proposal = ranks.gather(new_run_id())[0]
     run_id = ids.pop() if ids else proposal
     create_run(folder, run_id)
-    _wait_for_writers(settings, run_id)
+    stages = _wait_for_writers(settings, run_id)
     ranks.barrier()
     ranks.share_files(_visible(settings.run, "rank-*.json"), settings.run)
     ranks.share_files(_visible(settings.run, "rank-*.safetensors"), settings.run)
     ranks.share_files(_visible(settings.run, "*.seg"), settings.run)
-    ranks.share_files(_visible(settings.staging / run_id, "*.chunk"), imported / run_id)
+    chunks = [(f"{s.root.name}/{path.name}", path) for s in stages for _, path in s.chunks()]
+    ranks.share_files(chunks, imported / run_id)
     return scan(folder, [settings.staging, imported])
 
 
-def _wait_for_writers(settings: Settings, run_id: str) -> None:
+def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     """Let the writers of dead trainers finish: until then files still appear and are collected.
 
     A writer that cannot finish, because the disk is full, is not waited for longer: its records
     are read from staging.
+
+    Returns:
+        What this machine has in staging of the run.
     """
-    for stage in StagingFolder.all_of_run(settings.staging, run_id):
+    stages = staging_of_run(settings.staging, settings.folder, run_id)
+    for stage in stages:
         lock = FileLock(stage.writer_lock)
         if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
             lock.release()
         else:
             _logger.warning("%s still works on %s; going on", lock.holder(), stage.root)
+    return stages
 
 
 def _visible(folder: Path, pattern: str) -> list[tuple[str, Path]]:
@@ -153,7 +161,7 @@ def open_session(
     """
     ranks = Ranks(training_group(attached))
     tracker = ItemTracker(attached.constants, stateful, attached.device)
-    lock = _locked(settings, ranks)
+    locks = [_locked(settings, ranks)]
     try:
         with tempfile.TemporaryDirectory(prefix="lowdiff-") as imported:
             catalog = _agreed_catalog(settings, ranks, Path(imported))
@@ -163,9 +171,10 @@ def open_session(
             start = load_start(
                 settings, attached, stateful, tracker, catalog, ranks, state, restore
             )
-        return _begin(settings, attached, stateful, tracker, catalog, ranks, lock, start)
+        return _begin(settings, attached, stateful, tracker, catalog, ranks, locks, start)
     except BaseException:
-        lock.release()
+        for lock in locks:
+            lock.release()
         raise
 
 
@@ -176,10 +185,10 @@ def _begin(
     tracker: ItemTracker,
     catalog: Catalog,
     ranks: Ranks,
-    lock: FileLock,
+    locks: list[FileLock],
     start: Start,
 ) -> Opened:
-    """Fence on every rank; then staging, writer and session."""
+    """Fence on every rank; then staging, writer and session. Adds staging's lock to ``locks``."""
     incarnation = max(ranks.gather(catalog.num_incarnations))
     parent = max(catalog.incarnations, default=None) if start.continues else None
     compressor = settings.compressor
@@ -202,7 +211,7 @@ def _begin(
     )
     ranks.barrier()  # nobody stages before every rank's fence is durable
     staging = StagingFolder.of(settings.staging, catalog.run_id, incarnation, ranks.rank)
-    staging.root.mkdir(mode=0o700, parents=True)
+    locks.append(_new_staging(settings, staging))
     if attached.device.type == "cpu":
         residual: RotatingResidual = StagedResidual(staging.residual, attached.layout)
     else:
@@ -255,7 +264,20 @@ def _begin(
         session.detach()
         writer.stop()
         raise
-    return Opened(session, lock, ranks, staging, start.items)
+    run_lock, staging_lock = locks
+    return Opened(session, run_lock, staging_lock, ranks, staging, start.items)
+
+
+def _new_staging(settings: Settings, staging: StagingFolder) -> FileLock:
+    """Make this rank's staging folder, and hold its lock."""
+    lock = FileLock(staging.trainer_lock)
+    try:
+        staging.root.mkdir(mode=0o700, parents=True)
+    except FileExistsError as error:  # a copy of the run folder attaches at this very moment
+        raise RunInUse(staging.root, "a trainer of a copy of the run folder", 0.0) from error
+    lock.acquire(f"process {os.getpid()}")
+    claim(staging, settings.folder)
+    return lock
 
 
 def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:

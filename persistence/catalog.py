@@ -14,6 +14,7 @@ from lowdiff.errors import DamagedFile
 from lowdiff.persistence.fences import read_fence, read_run_id
 from lowdiff.persistence.framing import FileHeader, RecordKind, RecordRef, read_records
 from lowdiff.persistence.memory import read_view
+from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file
 from lowdiff.persistence.staging import staged_records
@@ -112,7 +113,7 @@ def scan(
     run_id = read_run_id(folder)
     damage: list[DamagedFile] = []
     records: dict[tuple[int, int], dict[int, StoredRecord]] = {}
-    staging = [s for root in staging_roots for s in StagingFolder.all_of_run(root, run_id)]
+    staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
     for stage in staging:
         for path, record in staged_records(stage):
             _add(records, StoredRecord(record, path, staged=True))
@@ -127,9 +128,18 @@ def scan(
         records=records,
         staging=tuple(staging),
         damage=tuple(damage),
-        # Also those that only staging remembers, as on a node that comes back with old memory.
-        num_incarnations=max([*numbers, *(s.incarnation for s in staging)], default=-1) + 1,
+        num_incarnations=_num_incarnations(numbers, run_id, staging_roots),
     )
+
+
+def _num_incarnations(numbers: set[int], run_id: str, staging_roots: Sequence[Path]) -> int:
+    """One more than the highest number taken.
+
+    Also those that only staging remembers, as on a node that comes back with old memory, and those
+    of a copy of the run folder: two incarnations never share a name in staging.
+    """
+    staged = [s for root in staging_roots for s in StagingFolder.all_of_run(root, run_id)]
+    return max([*numbers, *(s.incarnation for s in staged)], default=-1) + 1
 
 
 def _has_begun(folder: RunFolder, fence: Fence) -> bool:
