@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from lowdiff.persistence.fences import create_run, new_run_id, read_run_id, writ
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import claim, staging_of_run
 from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.retention import retention_locked
+from lowdiff.persistence.retention_notes import note_policy
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
@@ -92,11 +95,8 @@ def _locked(settings: Settings, ranks: Ranks) -> FileLock:
     return lock
 
 
-def _agreed_catalog(settings: Settings, ranks: Ranks, imported: Path) -> Catalog:
-    """The run's files as every rank sees them, after fetching what only others can see.
-
-    Durable files become part of this rank's run folder; staged ones are needed only now.
-    """
+def _agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolder]]:
+    """The run's identity, and what this machine has of it in staging; no dead writer works on."""
     folder = settings.folder
     known, error = None, None
     try:
@@ -112,12 +112,22 @@ def _agreed_catalog(settings: Settings, ranks: Ranks, imported: Path) -> Catalog
     create_run(folder, run_id)
     stages = _wait_for_writers(settings, run_id)
     ranks.barrier()
+    return run_id, stages
+
+
+def _shared_catalog(
+    settings: Settings, ranks: Ranks, run_id: str, stages: list[StagingFolder], imported: Path
+) -> Catalog:
+    """The run's files as every rank sees them, after fetching what only others can see.
+
+    Durable files become part of this rank's run folder; staged ones are needed only now.
+    """
     ranks.share_files(_visible(settings.run, "rank-*.json"), settings.run)
     ranks.share_files(_visible(settings.run, "rank-*.safetensors"), settings.run)
     ranks.share_files(_visible(settings.run, "*.seg"), settings.run)
     chunks = [(f"{s.root.name}/{path.name}", path) for s in stages for _, path in s.chunks()]
     ranks.share_files(chunks, imported / run_id)
-    return scan(folder, [settings.staging, imported])
+    return scan(settings.folder, [settings.staging, imported])
 
 
 def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
@@ -163,33 +173,50 @@ def open_session(
     tracker = ItemTracker(attached.constants, stateful, attached.device)
     locks = [_locked(settings, ranks)]
     try:
-        with tempfile.TemporaryDirectory(prefix="lowdiff-") as imported:
-            catalog = _agreed_catalog(settings, ranks, Path(imported))
+        run_id, stages = _agreed_run(settings, ranks)
+        with ExitStack() as held:
+            # What is recovered must still be there when the fences say that it is the base.
+            _keep_files(settings, ranks, held)
+            imported = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lowdiff-")))
+            catalog = _shared_catalog(settings, ranks, run_id, stages, imported)
             state = None
             if restore != "none":
                 state = recover_together(settings, attached, catalog, ranks, step)
             start = load_start(
                 settings, attached, stateful, tracker, catalog, ranks, state, restore
             )
-        return _begin(settings, attached, stateful, tracker, catalog, ranks, locks, start)
+            incarnation = _fenced(settings, attached, stateful, catalog, ranks, start)
+        return _begin(
+            settings, attached, stateful, tracker, run_id, incarnation, ranks, locks, start
+        )
     except BaseException:
         for lock in locks:
             lock.release()
         raise
 
 
-def _begin(
+def _keep_files(settings: Settings, ranks: Ranks, held: ExitStack) -> None:
+    """Keep retention from removing anything for as long as ``held`` lasts."""
+    error: LowDiffError | None = None
+    try:
+        held.enter_context(
+            retention_locked(settings.folder, timeout_seconds=settings.lock_seconds, shared=True)
+        )
+    except LowDiffError as failure:
+        error = failure
+    ranks.raise_together(error)
+
+
+def _fenced(
     settings: Settings,
     attached: Attached,
     stateful: Mapping[str, Stateful],
-    tracker: ItemTracker,
     catalog: Catalog,
     ranks: Ranks,
-    locks: list[FileLock],
     start: Start,
-) -> Opened:
-    """Fence on every rank; then staging, writer and session. Adds staging's lock to ``locks``."""
-    incarnation = max(ranks.gather(catalog.num_incarnations))
+) -> int:
+    """The new incarnation's number; on return every rank's fence is durable."""
+    incarnation: int = max(ranks.gather(catalog.num_incarnations))
     parent = max(catalog.incarnations, default=None) if start.continues else None
     compressor = settings.compressor
     write_fence(
@@ -209,8 +236,24 @@ def _begin(
             stateful={name: class_of(thing) for name, thing in stateful.items()},
         ),
     )
+    note_policy(settings.folder, catalog.run_id, settings.retention)
     ranks.barrier()  # nobody stages before every rank's fence is durable
-    staging = StagingFolder.of(settings.staging, catalog.run_id, incarnation, ranks.rank)
+    return incarnation
+
+
+def _begin(
+    settings: Settings,
+    attached: Attached,
+    stateful: Mapping[str, Stateful],
+    tracker: ItemTracker,
+    run_id: str,
+    incarnation: int,
+    ranks: Ranks,
+    locks: list[FileLock],
+    start: Start,
+) -> Opened:
+    """Staging, writer and session. Adds staging's lock to ``locks``."""
+    staging = StagingFolder.of(settings.staging, run_id, incarnation, ranks.rank)
     locks.append(_new_staging(settings, staging))
     if attached.device.type == "cpu":
         residual: RotatingResidual = StagedResidual(staging.residual, attached.layout)
@@ -221,7 +264,7 @@ def _begin(
     model_bytes = sum(p.numel * ITEM_BYTES[p.dtype] for p in attached.layout.parameters)
     log = StagingLog(
         staging,
-        run_id=catalog.run_id,
+        run_id=run_id,
         world_size=ranks.world_size,
         chunk_bytes=min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES),
         cap_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
@@ -230,7 +273,7 @@ def _begin(
         WriterSettings(
             run=str(settings.run),
             staging_root=str(settings.staging),
-            run_id=catalog.run_id,
+            run_id=run_id,
             incarnation=incarnation,
             rank=ranks.rank,
             world_size=ranks.world_size,
@@ -238,7 +281,7 @@ def _begin(
             trainer_pid=os.getpid(),
             batch_size=settings.batch_size,
             flush_seconds=settings.flush_seconds,
-            keep_snapshots=settings.retention,
+            retention=settings.retention,
         )
     )
     session = Session(
@@ -248,7 +291,7 @@ def _begin(
         rank=ranks.rank,
         world_size=ranks.world_size,
         step=start.step,
-        reducer=compressor.bind(attached.layout, residual, ranks.training_group),
+        reducer=settings.compressor.bind(attached.layout, residual, ranks.training_group),
         residual=residual,
         tracker=tracker,
         items=start.items,

@@ -174,7 +174,7 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self.step % self._settings.snapshot_every == 0:
+        elif self._settings.takes_snapshot_at(self.step):
             self.snapshot()
 
     def _rebase(self) -> None:

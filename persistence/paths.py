@@ -34,6 +34,7 @@ _SEGMENT_NAME = re.compile(r"i(\d{6})-s(\d{10})\.seg")
 _RANK_NAME = re.compile(r"rank-(\d{4})(?:\.json)?")
 _INCARNATION_NAME = re.compile(r"i(\d{6})")
 _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
 _PIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
 
 
@@ -129,6 +130,12 @@ class StagingFolder:
         """Every staging folder under a run id, oldest incarnation first, also of its copies."""
         found = _matching(staging_root / run_id, _STAGING_NAME)
         return [cls(path, incarnation, rank) for path, (incarnation, rank) in found]
+
+    @classmethod
+    def all(cls, staging_root: Path) -> Iterator[StagingFolder]:
+        """Every staging folder of every run on this machine."""
+        for path in _named(staging_root, _RUN_ID):
+            yield from cls.all_of_run(staging_root, path.name)
 
     @property
     def run_id(self) -> str:

@@ -155,6 +155,12 @@ def check_shard(folder: Path, manifest: Manifest) -> Path:
     return path
 
 
+def was_removed(path: Path) -> bool:
+    """Whether a file of a snapshot vanished while it was read: retention takes manifests first."""
+    folder = path if path.is_dir() else path.parent
+    return folder.parent.name == "snapshots" and not manifest_file(folder, 0).exists()
+
+
 def _item_bytes(tensor: ImageTensor) -> int:
     digits = "".join(c for c in tensor.dtype if c.isdigit())
     return int(digits) // 8 if digits else 1

@@ -67,10 +67,8 @@ def test_a_copy_trains_beside_the_live_original(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = CopiedLoop(tmp_path, settings=STAGED)
     trained(copy, 2)
-    assert original.checkpointer._opened is not None
-    assert copy.checkpointer._opened is not None
-    folders = [loop._opened.staging.root for loop in (original.checkpointer, copy.checkpointer)]
-    assert [path.name for path in folders] == ["i000000-r0000", "i000001-r0000"]
+    folders = sorted(path.name for path in (tmp_path / "staging").glob("*/i*"))
+    assert folders == ["i000000-r0000", "i000001-r0000"]
     for loop in (original, copy):
         loop.checkpointer.close()
     assert lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging").step == 3
