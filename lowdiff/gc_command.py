@@ -171,8 +171,8 @@ def _print(
             f"--unpin {pin.label} removes it"
         )
     typer.echo(
-        f"{_verb(dry_run)} {count(len(plan.removals), 'file or folder')} of "
-        f"{size(plan.bytes_removed)}; {size(plan.bytes_kept)} stay"
+        f"{_verb(dry_run)} {size(plan.bytes_removed)} in {count(len(plan.removals), 'item')}; "
+        f"{size(plan.bytes_kept)} stay"
     )
     limit = None if policy is None else policy.total_bytes
     if limit is not None and plan.bytes_kept > limit:
