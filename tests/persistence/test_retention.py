@@ -508,3 +508,46 @@ def test_killed_before_any_deletion_it_leaves_only_complete_things(
             break
     assert deletions == 2 * (2 + 2) + 2 * 2  # manifests and shards, then segments
     assert on_disk(folder) == ([20], [(0, 21), (1, 21)])
+
+
+def test_a_power_failure_cannot_bring_back_manifests_without_their_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = complete_run(tmp_path / "run", [0, 10])
+    unlink, fsync, done = os.unlink, os.fsync, list[str]()
+
+    def log_unlink(path: Path, **options: Any) -> None:
+        done.append(path.suffix)
+        unlink(path, **options)
+
+    def log_fsync(descriptor: int) -> None:
+        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "unlink", log_unlink)
+    monkeypatch.setattr(os, "fsync", log_fsync)
+    collect(folder, RUN_ID, Retention(1))
+    assert done[1:] == [
+        "fsync run",  # what will be missing is written down
+        *(".json", ".json", "fsync i000000-s0000000000", ".safetensors", ".safetensors"),
+        *(".seg", ".seg"),
+    ]
+
+
+def test_where_an_incarnation_is_about_to_begin_is_read_from_its_first_fence(
+    tmp_path: Path,
+) -> None:
+    folder = complete_run(tmp_path / "run", [0, 10, 20, 30])
+    write_fence(folder, fence(1, 0, 15, 2))
+    collect(folder, RUN_ID, Retention(1))
+    assert on_disk(folder) == ([10, 30], [(0, 11), (0, 31), (1, 11), (1, 31)])
+    write_fence(folder, fence(1, 0, 15, 2, rank=1))
+    collect(folder, RUN_ID, Retention(1))  # it has begun: all beyond its base is void
+    assert [step for step in on_disk(folder)[0] if step <= 15] == [10]
+
+
+def test_a_shard_of_another_length_than_its_manifest_says_does_not_count(tmp_path: Path) -> None:
+    folder = complete_run(tmp_path / "run", [0, 10, 20])
+    shard_file(folder.snapshot(0, 20), 1).write_bytes(b"shar")
+    collect(folder, RUN_ID, Retention(1))
+    assert on_disk(folder)[0] == [10, 20]

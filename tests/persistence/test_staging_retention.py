@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence import staging_retention
 from lowdiff.persistence.fences import create_run
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.locks import FileLock
-from lowdiff.persistence.ownership import claim, staging_of_run
+from lowdiff.persistence.ownership import Owner, claim, staging_of_run
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.staging_retention import StagingVerdict, clear_staging
@@ -35,11 +34,16 @@ def staged(run: RunFolder, steps: int, rank: int = 0) -> StagingFolder:
     stage = StagingFolder.of(root, RUN_ID, 0, rank)
     stage.root.mkdir(parents=True)
     claim(stage, run)
+    append(stage, steps)
+    return stage
+
+
+def append(stage: StagingFolder, steps: int) -> None:
+    """Stage steps from the first on."""
     log = StagingLog(stage, run_id=RUN_ID, world_size=1, chunk_bytes=4096, cap_bytes=1 << 20)
     log.append(RecordKind.BASE, 0, b"", (), durable_step=-1)
     for step in range(1, steps + 1):
         log.append(RecordKind.DIFFERENTIAL, step, b"", (), durable_step=-1)
-    return stage
 
 
 def made_durable(run: RunFolder, stage: StagingFolder) -> None:
@@ -85,6 +89,13 @@ def test_steps_that_are_all_durable_go(run: RunFolder) -> None:
     assert not stage.root.exists()
 
 
+def test_one_step_that_is_not_durable_keeps_the_folder(run: RunFolder) -> None:
+    stage = staged(run, 2)
+    made_durable(run, stage)
+    append(stage, 3)
+    assert cleared(stage).reason == "steps 3 to 3 are here only; the next attach moves them"
+
+
 def test_a_folder_without_a_step_goes(run: RunFolder) -> None:
     assert cleared(staged(run, 0)).reason == "it holds no step"
 
@@ -115,11 +126,11 @@ def test_what_belongs_to_a_run_that_may_only_be_unmounted_stays(
     shutil.rmtree(run.root.parent)
     assert not cleared(stage).goes
     run.root.parent.mkdir()
-    owner = staging_retention.Owner.read(stage)
+    owner = Owner.read(stage)
     assert owner is not None
-    other = staging_retention.Owner(owner.run, [owner.run_place[0] + 1, 1], owner.staging_place)
+    other = Owner(owner.run, [owner.run_place[0] + 1, 1], owner.staging_place)
     with monkeypatch.context() as patch:
-        patch.setattr(staging_retention.Owner, "read", lambda _: other)
+        patch.setattr(Owner, "read", lambda _: other)
         assert "is its file system mounted?" in cleared(stage).reason
     assert stage.chunk(0).exists()
 
