@@ -62,13 +62,14 @@ def test_a_copy_leaves_the_originals_staging_memory_alone(tmp_path: Path) -> Non
 
 
 def test_a_copy_trains_beside_the_live_original(tmp_path: Path) -> None:
+    killed(Loop(tmp_path, settings=STAGED), 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
     original = Loop(tmp_path, settings=STAGED)
     trained(original, 3)
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = CopiedLoop(tmp_path, settings=STAGED)
-    trained(copy, 2)
-    folders = sorted(path.name for path in (tmp_path / "staging").glob("*/i*"))
-    assert folders == ["i000000-r0000", "i000001-r0000"]
+    trained(copy, 2)  # both are the run's second life: their memory has different names
+    folders = {path.name for path in (tmp_path / "staging").glob("*/i*")}
+    assert folders >= {"i000001-r0000", "i000002-r0000"}
     for loop in (original, copy):
         loop.checkpointer.close()
     assert lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging").step == 3
