@@ -48,6 +48,8 @@ class SegmentWriter:
         """Write and fsync one batch; after a failure the same batch can be given again."""
         if batch.first != self._last + 1:
             self.roll()  # a segment's steps ascend by one: some were dropped while storage was slow
+        if self._path is not None and self._folder.run_file.exists() and not self._path.exists():
+            self.roll()  # the run went back before this incarnation, and retention took its steps
         if self._path is None:
             path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
             header = replace(self._header, sequence=batch.first).pack()
