@@ -36,6 +36,7 @@ _RANK_NAME = re.compile(r"rank-(\d{4})(?:\.json)?")
 _INCARNATION_NAME = re.compile(r"i(\d{6})")
 _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
+_CONSTANTS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _PIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
 
 
@@ -91,6 +92,11 @@ class RunFolder:
     def constants(self, content_hash: str) -> Path:
         """Frozen parameters that snapshots share."""
         return self.root / "constants" / f"{content_hash}.safetensors"
+
+    def all_constants(self) -> Iterator[tuple[str, Path]]:
+        """``(content hash, path)`` of every file of frozen parameters."""
+        for path in _named(self.root / "constants", _CONSTANTS_NAME):
+            yield path.stem, path
 
     def lock(self, rank: int) -> Path:
         """Lock held by the trainer of this rank."""
