@@ -12,6 +12,7 @@
     STAGING/RUN_ID/i000002-r0000/residual                error-feedback slots
     STAGING/RUN_ID/i000002-r0000/snapshot                image of the snapshot being persisted
     STAGING/RUN_ID/i000002-r0000/status                  the writer's status page
+    STAGING/RUN_ID/i000002-r0000/trainer                 the trainer's
     STAGING/RUN_ID/i000002-r0000/writer.lock, writer.log
 """
 
@@ -134,6 +135,11 @@ class StagingFolder:
     def status(self) -> Path:
         """The writer's status page."""
         return self.root / "status"
+
+    @property
+    def trainer_status(self) -> Path:
+        """The trainer's status page."""
+        return self.root / "trainer"
 
     @property
     def writer_lock(self) -> Path:

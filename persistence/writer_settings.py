@@ -1,4 +1,4 @@
-"""What a writer process is told on its command line."""
+"""What a writer process is told: settings on its command line, later a byte on its stdin."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+
+#: Nothing more will be staged.
+END = b"."
+#: From now on each step is to be durable as soon as it is staged, also in a batch that is not full.
+WRITE_THROUGH = b"!"
 
 
 @dataclass(frozen=True, slots=True)
