@@ -17,11 +17,14 @@ from typing_extensions import Self
 
 from lowdiff.attached import describe
 from lowdiff.capture import Stateful
+from lowdiff.counters import writer_document
 from lowdiff.dataloader import ResumableLoader
 from lowdiff.errors import ConfigError, UsageError
+from lowdiff.events import log_event
 from lowdiff.hook import HookState, comm_hook
 from lowdiff.opening import Opened, open_session
 from lowdiff.persistence.paths import default_staging_root
+from lowdiff.preemption import SignalWatch
 from lowdiff.protocols import Compressor
 from lowdiff.session import Session
 from lowdiff.settings import Settings
@@ -58,7 +61,7 @@ class Checkpointer:
         retention: How many of the newest snapshots to keep, with their differentials; None keeps
             every step of the run.
         on_error: ``"warn"``: storage trouble is a warning, training goes on. ``"raise"``: it is
-            an error at the next commit.
+            an error at the next commit, the same commit on every rank.
 
     Raises:
         ConfigError: If a value cannot work.
@@ -100,6 +103,8 @@ class Checkpointer:
         self._pending_random: Mapping[str, bytes] | None = None
         self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
         self._attach_seconds = 0.0
+        self._signals: SignalWatch | None = None
+        self._was_preempted = False
         self._final_stats: dict[str, Any] = {}
 
     def attach(
@@ -153,7 +158,15 @@ class Checkpointer:
         self._pending_random = self._opened.random_states
         self._commits = "unknown"
         self._forward_hook = model.register_forward_pre_hook(self._before_forward)
+        self._was_preempted = False
+        self._signals = SignalWatch(self._session.preempt)
         self._attach_seconds = time.perf_counter() - started
+        self._say(
+            "attached",
+            f"{self._settings.run} goes on after step {self._session.step}",
+            step=self._session.step,
+            seconds=self._attach_seconds,
+        )
         return self._session.step
 
     def dataloader(
@@ -218,33 +231,56 @@ class Checkpointer:
         self._restore_random_states()
         self._session.commit()
 
-    def stats(self) -> dict[str, Any]:
-        """Counters of this rank since ``attach``; still there after ``close()``.
+    @property
+    def preempted(self) -> bool:
+        """Whether SIGTERM or SIGUSR1 came to any rank since ``attach``.
 
-        Keys: ``steps``, ``snapshots``, ``staged_bytes``, ``durable_bytes`` (differentials),
-        ``snapshot_bytes``, ``committed_step`` (staged on all ranks, as far as this rank
-        knows), ``durable_step`` (of this rank), ``training_thread_seconds`` (differentials, without
-        snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for storage), ``attach_seconds``,
-        ``writer_error``.
+        ::
+
+            for step in checkpointer.steps(until=10_000):
+                ...
+                if checkpointer.preempted:
+                    break
+            checkpointer.close()
+
+        The signal alone ends nothing, but at once, even while a collective blocks the main
+        thread, the tail of the log is made durable, and from then on each step as it is staged.
+        A handler that was there before is called as ever. With several ranks this turns true on
+        all of them at the same commit, one step after the signal, so that all leave the loop
+        together; with one it does so at once.
         """
-        if self._opened is None:
+        opened = self._opened
+        if opened is not None and opened.session.is_preempted:
+            self._was_preempted = True
+        return self._was_preempted
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank since ``attach``; still there after ``close()``; for any thread.
+
+        Keys: ``rank``, ``steps``, ``snapshots``, ``staged_bytes``, ``durable_bytes``
+        (differentials), ``snapshot_bytes``, ``committed_step`` (staged on all ranks, as far as
+        this rank knows), ``durable_step`` (of this rank), ``training_thread_seconds``
+        (differentials, without snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for
+        storage), ``attach_seconds``, ``batches``, ``retries``, ``writer_restarts``,
+        ``writer_error``, ``preempted``.
+
+        Histograms ``stall_seconds``, ``step_bytes``, ``lag_steps`` (per step) and
+        ``batch_seconds`` (per durable write) are dicts of ``count``, ``sum``, ``max``, estimates
+        ``p50``, ``p90`` and ``p99``, and ``buckets``: pairs of an inclusive upper bound and the
+        number of observations up to it.
+        """
+        opened = self._opened
+        if opened is None:
             return dict(self._final_stats)
-        session = self._session
-        status = session.stager.writer.status()
-        counters = session.stager.counters
+        writer = opened.session.stager.writer
         return {
-            "steps": counters.steps,
-            "snapshots": counters.snapshots,
-            "staged_bytes": counters.staged_bytes,
-            "durable_bytes": status.segment_bytes,
-            "snapshot_bytes": status.snapshot_bytes,
-            "committed_step": session.committed_step,
-            "durable_step": status.durable_step,
-            "training_thread_seconds": counters.differential_seconds,
-            "snapshot_seconds": counters.snapshot_seconds,
-            "waiting_seconds": counters.waiting_seconds,
+            "rank": opened.ranks.rank,
+            **opened.session.stager.counters.document(),
+            **writer_document(writer.read_status()),
+            "committed_step": opened.session.committed_step,
             "attach_seconds": self._attach_seconds,
-            "writer_error": status.error,
+            "writer_restarts": writer.restarts,
+            "preempted": self.preempted,
         }
 
     def close(self) -> None:
@@ -282,7 +318,10 @@ class Checkpointer:
                 session.committed_step = session.step
                 opened.staging.remove()
             self._final_stats = self.stats()
+            self._say("closed", f"{self._settings.run} is closed", step=session.step)
         finally:
+            if self._signals is not None:
+                self._signals.close()
             self.hook_state.close()
             session.detach()
             if self._forward_hook is not None:
@@ -311,6 +350,11 @@ class Checkpointer:
             opened.staging.root,
         )
         return False
+
+    def _say(self, event: str, text: str, **fields: Any) -> None:
+        assert self._opened is not None
+        rank = self._opened.ranks.rank
+        log_event(_logger, logging.INFO, event, f"rank {rank}: {text}", rank=rank, **fields)
 
     @property
     def _session(self) -> Session:

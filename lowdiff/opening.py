@@ -243,7 +243,7 @@ def _begin(
         residual=residual,
         tracker=tracker,
         items=start.items,
-        stager=Stager(log, writer, settings, ranks.rank),
+        stager=Stager(log, writer, settings, ranks.rank, ranks.world_size),
         scaler=_hook_scaler(attached, stateful),
     )
     try:

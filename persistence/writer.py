@@ -255,9 +255,7 @@ class Writer:
             durable_snapshot=mark.step, snapshot_bytes=status.snapshot_bytes + mark.bytes
         )
         text = f"rank {settings.rank}: the snapshot of step {mark.step} is durable"
-        log_event(
-            _logger, logging.INFO, "snapshot_durable", text, step=mark.step, bytes=mark.bytes
-        )
+        log_event(_logger, logging.INFO, "snapshot_durable", text, step=mark.step, bytes=mark.bytes)
 
     async def _copy_image(self, mark: _SnapshotMark, partial: Path) -> None:
         source = read_view(self._settings.staging.snapshot)[: mark.bytes]

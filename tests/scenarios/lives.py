@@ -112,6 +112,8 @@ def abandon(checkpointer: lowdiff.Checkpointer, kill: Kill) -> None:
     opened.session.detach()
     opened.lock.release()
     checkpointer.hook_state.close()
+    if checkpointer._signals is not None:
+        checkpointer._signals.close()
     checkpointer._opened = None
 
 
