@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -62,8 +61,7 @@ class SignalWatch:
             # None is a handler that Python did not install: it could be neither called nor put back.
             if signal.getsignal(number) is not None:
                 self._previous[number] = signal.signal(number, self._handler)
-        itself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _give_back(itself()))
+        _installed.append(self)
 
     def close(self) -> None:
         """Put back what was there before; idempotent.
@@ -73,6 +71,7 @@ class SignalWatch:
         """
         self._seen = True
         if self._restore():
+            _installed.remove(self)
             os.write(self._writer, bytes([_STOP]))
             self._thread.join()
             os.close(self._reader)
@@ -123,8 +122,40 @@ class SignalWatch:
             log_event(_logger, logging.WARNING, "preempted", text, signal=name)
 
 
-def _give_back(watch: SignalWatch | None) -> None:
-    """In a forked child: it is not this process that trains, and it must die of SIGTERM."""
-    if watch is not None and watch._restore():
-        os.close(watch._reader)
-        os.close(watch._writer)
+    def forked(self) -> None:
+        """In a forked child: it does not train, must die of SIGTERM, and shares the pipe."""
+        if self._restore():
+            os.close(self._reader)
+            os.close(self._writer)
+        else:
+            nowhere = os.open(os.devnull, os.O_WRONLY | os.O_NONBLOCK)
+            os.dup2(nowhere, self._writer, inheritable=False)
+            os.close(nowhere)
+
+
+# Signals and forks are the process's, not an object's.
+_installed: list[SignalWatch] = []
+_masks = threading.local()
+
+
+def _before_fork() -> None:
+    """Hold the signals back, or one that comes before the child let go would look like ours."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _installed else ())
+
+
+def _after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _after_fork_in_child() -> None:
+    for watch in reversed(_installed):  # the newest is in front
+        watch.forked()
+    _installed.clear()
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
