@@ -121,7 +121,6 @@ class SignalWatch:
             text = f"{name}: what is staged is made durable now, and each further step at once"
             log_event(_logger, logging.WARNING, "preempted", text, signal=name)
 
-
     def forked(self) -> None:
         """In a forked child: it does not train, must die of SIGTERM, and shares the pipe."""
         if self._restore():

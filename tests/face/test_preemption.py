@@ -38,9 +38,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 def handlers() -> Iterator[dict[int, list[int]]]:
     """Handlers that were there first, and what they were called with."""
     calls: dict[int, list[int]] = {number: [] for number in SIGNALS}
-    before = {
-        number: signal.signal(number, lambda n, _: calls[n].append(n)) for number in SIGNALS
-    }
+    before = {number: signal.signal(number, lambda n, _: calls[n].append(n)) for number in SIGNALS}
     yield calls
     for number, handler in before.items():
         signal.signal(number, handler)
