@@ -80,6 +80,7 @@ class Session:
         self._committed_groups = [_copied(hyper_parameters(o)) for o in attached.optimizers]
         tracker.start(items)
         self._stage_base()
+        self.stager.show(step, step)
         self._begin()
         self._guard = StepGuard(attached)
         self._handles = []

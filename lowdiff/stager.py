@@ -173,9 +173,13 @@ class Stager:
         self._troubled = others
 
     def step_done(self, step: int, committed_step: int, *, preempted: bool) -> None:
-        """Count a commit and show it to whoever watches the run."""
+        """Count a commit and show it."""
         durable_step = self.writer.read_status().durable_step
         self.counters.step_done(max(0, committed_step - durable_step))
+        self.show(step, committed_step, preempted=preempted)
+
+    def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
+        """Tell whoever watches the run how far this rank is."""
         self._page.publish(TrainerStatus(os.getpid(), step, committed_step, time.time(), preempted))
 
     def _status(self) -> WriterStatus:
