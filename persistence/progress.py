@@ -7,7 +7,6 @@ added. Takes no lock and writes nothing, so neither trainer nor writer notices.
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -214,12 +213,10 @@ def _writer_status(stage: StagingFolder) -> WriterStatus | None:
 
 def _is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    except PermissionError:
-        return True
-    return True
+    return stat.rpartition(")")[2].split()[0] not in "ZX"  # killed, but not yet waited for
 
 
 def _size(path: Path) -> int:
