@@ -30,7 +30,7 @@ def log_event(logger: logging.Logger, level: int, event: str, text: str, **field
         facts = {"event": event, **fields}
         pairs = " ".join(f"{name}={_quoted(value)}" for name, value in facts.items())
         # The level up is the caller's: it is their line that %(lineno)d shall name.
-        logger.log(level, "%s [%s]", text, pairs, extra=facts, stacklevel=2)
+        logger.log(level, "%s [%s]", " ".join(text.splitlines()), pairs, extra=facts, stacklevel=2)
 
 
 def _quoted(value: Any) -> str:

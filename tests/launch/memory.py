@@ -1,4 +1,4 @@
-"""Trains 1,000 steps and prints, as JSON, what trainer and writer hold in memory on the way.
+"""Trains 1,000 steps and writes, as JSON, what trainer and writer hold in memory on the way.
 
 ``SCRIPT FOLDER``
 """
@@ -47,23 +47,20 @@ def main(folder: Path) -> None:
     checkpointer.attach(model, optimizer)
     trainer = os.getpid()
     (writer,) = child_processes(trainer)
-    held: dict[int, dict[str, list[dict[str, int]]]] = {
+    all_held: dict[int, dict[str, list[dict[str, int]]]] = {
         end: {"trainer": [], "writer": []} for end in (EARLY, LATE)
     }
     for step in checkpointer.steps(until=LATE):
         model(torch.randn(16, 64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        for end, samples in held.items():
+        for end, samples in all_held.items():
             if end - WINDOW_STEPS <= step < end:
                 samples["trainer"].append(memory_bytes(trainer))
                 samples["writer"].append(memory_bytes(writer))
     checkpointer.close()
-    print(
-        json.dumps(
-            {end: {who: least(s) for who, s in samples.items()} for end, samples in held.items()}
-        )
-    )
+    held = {end: {who: least(s) for who, s in samples.items()} for end, samples in all_held.items()}
+    (folder / "memory.json").write_text(json.dumps(held))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from lowdiff.errors import NotARun
-from lowdiff.persistence import progress as progress_module
+from lowdiff.persistence.framing import FileHeader, RecordRef, read_record
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.progress import RunWatch
+from lowdiff.persistence.status import TrainerPage, TrainerStatus
 from tests.face.loops import Loop
 
 
@@ -47,16 +48,16 @@ def test_a_run_is_watched_while_it_trains_after_its_death_and_after_its_staging_
     assert live.disk_bytes > 0
     loop.die()
     page = tmp_path / "staging" / live.run_id / "i000000-r0000" / "trainer"
-    # This process lives on; one that is dead for certain has the largest number there is.
-    from lowdiff.persistence.status import TrainerPage, TrainerStatus
-
+    # This process lives on; no process has a number as large as this one.
     TrainerPage(page).publish(TrainerStatus(2**22 + 1, 7, 6, 1e9, True))
     (dead,) = watch.look(1e9 + 5).ranks
     assert (dead.trainer, dead.staged_step, dead.preempted) == ("gone", 7, True)
     assert dead.commit_age_seconds == 5
     shutil.rmtree(tmp_path / "staging")
     gone = watch.look(1e10)
-    assert (gone.committed_step, gone.durable_step, gone.lag_steps) == (rank.durable_step,) * 2 + (0,)
+    assert (gone.committed_step, gone.durable_step, gone.lag_steps) == (rank.durable_step,) * 2 + (
+        0,
+    )
 
 
 def test_each_look_reads_only_the_records_added_since(
@@ -65,15 +66,14 @@ def test_each_look_reads_only_the_records_added_since(
     loop = Loop(tmp_path, settings={"batch_size": 1, "snapshot_every": 1000})
     loop.attach()
     steps: list[int] = []
-    read_record = progress_module.read_record
 
-    def counting(*arguments: object) -> object:
-        record = read_record(*arguments)  # type: ignore[arg-type]
+    def counting(view: memoryview, offset: int, file: FileHeader) -> RecordRef | None:
+        record = read_record(view, offset, file)
         if record is not None:
             steps.append(record.header.step)
         return record
 
-    monkeypatch.setattr(progress_module, "read_record", counting)
+    monkeypatch.setattr("lowdiff.persistence.progress.read_record", counting)
     # As from a machine that shares the run folder only.
     watch = RunWatch(RunFolder(tmp_path / "run"), tmp_path / "elsewhere")
     for last in (3, 3, 8):
