@@ -25,6 +25,8 @@ class Counters:
     differential_seconds: float = 0.0
     snapshot_seconds: float = 0.0
     waiting_seconds: float = 0.0
+    unprotected_steps: int = 0
+    dropped_steps: int = 0
     stall_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     step_bytes: Histogram = field(default_factory=lambda: Histogram(BYTES))
     lag_steps: Histogram = field(default_factory=lambda: Histogram(STEPS))
@@ -49,6 +51,8 @@ class Counters:
             "training_thread_seconds": self.differential_seconds,
             "snapshot_seconds": self.snapshot_seconds,
             "waiting_seconds": self.waiting_seconds,
+            "unprotected_steps": self.unprotected_steps,
+            "dropped_steps": self.dropped_steps,
             "stall_seconds": self.stall_seconds.value().document(),
             "step_bytes": self.step_bytes.value().document(),
             "lag_steps": self.lag_steps.value().document(),

@@ -33,6 +33,8 @@ _COUNTERS = {
     "training_thread_seconds": "Seconds that differentials cost the training thread.",
     "snapshot_seconds": "Seconds that snapshots cost the training thread.",
     "waiting_seconds": "Seconds that the training thread waited for storage.",
+    "unprotected_steps": "Steps staged while more were at risk than power failures may cost.",
+    "dropped_steps": "Steps given up because storage was too slow and staging memory full.",
     "retries": "Attempts to write or fsync that failed and were made again.",
     "writer_restarts": "Writer processes that died and were replaced.",
 }

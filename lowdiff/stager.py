@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lowdiff.counters import Counters
-from lowdiff.errors import WriterFailed
+from lowdiff.errors import StorageError, WriterFailed
 from lowdiff.events import log_event
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.paths import StagingFolder
@@ -44,6 +44,7 @@ class Stager:
         self._rank, self._world_size = rank, world_size
         self._page = TrainerPage(log.folder.trainer_status)
         self._snapshot_step = -1
+        self._owes_snapshot = False
         self._error = ""
         self._troubled: tuple[int, ...] = ()
 
@@ -63,21 +64,19 @@ class Stager:
     ) -> None:
         """Stage a record, as soon as at most ``2 b`` steps are at risk and memory is free.
 
+        With ``backpressure="degrade"`` at once, whatever that drops.
+
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
         """
         if kind is RecordKind.DIFFERENTIAL:
             limit = step - 2 * self._settings.batch_size
-            if self._raises and self._world_size > 1:
-                # The last step that may be at risk is kept for telling the other ranks of trouble.
-                self._wait_until(
-                    lambda status: status.durable_step > limit or bool(status.error),
-                    f"step {limit + 1} to be durable",
-                )
-            self._wait_until(
-                lambda status: status.durable_step >= limit, f"step {limit} to be durable"
-            )
+            if self._degrades:
+                self.counters.unprotected_steps += self._status().durable_step < limit
+            else:
+                self._wait_for_step(limit)
         written: list[int] = []
+        dropped_before = self._log.dropped_step
 
         def fits(status: WriterStatus) -> bool:
             size = self._log.append(
@@ -87,6 +86,7 @@ class Stager:
                 payload.sections,
                 durable_step=status.durable_step,
                 rebases=rebases,
+                drop=self._degrades,
             )
             if size is not None:
                 written.append(size)
@@ -94,15 +94,81 @@ class Stager:
 
         self._wait_until(fits, "staging memory")
         self.counters.staged_bytes += written[0]
+        if self._log.dropped_step > dropped_before:
+            self._note_dropped(max(dropped_before, self._status().durable_step))
 
-    def stage_snapshot(self, step: int, tensors: Callable[[], Sequence[ImageTensor]]) -> None:
-        """Stage a full snapshot; waits for the one before it, whose memory it takes."""
+    def stage_snapshot(
+        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
+    ) -> None:
+        """Stage a full snapshot; waits for the one before it, whose memory it takes.
+
+        Unless it is required, it is owed where it would stop training: with
+        ``backpressure="degrade"`` instead of waiting, and when there is no memory for it.
+
+        Raises:
+            StorageError: If there is no memory for a required one.
+        """
+        is_busy = self._snapshot_step > self._status().durable_snapshot
+        if self._degrades and is_busy and not required:
+            self._owes_snapshot = True
+            return
         self.wait_for_snapshot()
         with self.timed("snapshot_seconds"):
-            size, checksum = stage_image(self._log.folder.snapshot, tensors())
+            try:
+                size, checksum = stage_image(self._log.folder.snapshot, tensors())
+            except StorageError as error:
+                if required or self._settings.on_error == "raise":
+                    raise
+                self._owe_for(error)
+                return
             self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
         self._snapshot_step = step
+        self._owes_snapshot = False
         self.counters.snapshots += 1
+
+    def owes_snapshot(self, step: int) -> bool:
+        """Whether a snapshot that could not be taken should be tried now, after ``step``."""
+        if not self._owes_snapshot:
+            return False
+        status = self._status()
+        return (
+            not status.error
+            and status.durable_snapshot >= self._snapshot_step
+            and status.durable_step >= step - 2 * self._settings.batch_size
+        )
+
+    def _wait_for_step(self, limit: int) -> None:
+        if self._raises and self._world_size > 1:
+            # The last step that may be at risk is kept for telling the other ranks of trouble.
+            self._wait_until(
+                lambda status: status.durable_step > limit or bool(status.error),
+                f"step {limit + 1} to be durable",
+            )
+        self._wait_until(lambda status: status.durable_step >= limit, f"step {limit} to be durable")
+
+    @property
+    def _degrades(self) -> bool:
+        return self._settings.backpressure == "degrade"
+
+    def _note_dropped(self, durable_step: int) -> None:
+        """Steps after ``durable_step`` are gone; what follows needs a snapshot to be of use."""
+        if not self._owes_snapshot:
+            log_event(
+                _logger,
+                logging.WARNING,
+                "steps_dropped",
+                f"rank {self._rank}: storage is too slow and staging memory is full, so steps from "
+                f"{durable_step + 1} on are given up; a full snapshot follows when storage is back",
+                rank=self._rank,
+                step=durable_step + 1,
+            )
+        self._owes_snapshot = True
+        self.counters.dropped_steps += self._log.dropped_step - durable_step
+
+    def _owe_for(self, error: StorageError) -> None:
+        if not self._owes_snapshot:
+            _logger.warning("rank %d: no full snapshot now: %s", self._rank, error)
+        self._owes_snapshot = True
 
     def wait_for_snapshot(self) -> None:
         """Wait until the last staged snapshot is durable."""
@@ -190,12 +256,13 @@ class Stager:
         return status
 
     def _say_trouble(self) -> None:
-        effect = (
-            "this is an error at the next commit"
-            if self._raises
-            else f"training goes on, and waits once {2 * self._settings.batch_size} steps are "
-            "at risk"
-        )
+        if self._raises:
+            effect = "this is an error at the next commit"
+        elif self._degrades:
+            effect = "training goes on"
+        else:
+            at_risk = 2 * self._settings.batch_size
+            effect = f"training goes on, and waits once {at_risk} steps are at risk"
         log_event(
             _logger,
             logging.WARNING,
