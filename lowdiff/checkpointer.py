@@ -17,9 +17,10 @@ from typing_extensions import Self
 
 from lowdiff.attached import describe
 from lowdiff.capture import Stateful
+from lowdiff.closing import take_last_snapshot
 from lowdiff.counters import writer_document
 from lowdiff.dataloader import ResumableLoader, StatefulEpochs
-from lowdiff.errors import ConfigError, StorageError, UsageError
+from lowdiff.errors import ConfigError, UsageError
 from lowdiff.events import log_event
 from lowdiff.hook import HookState, comm_hook
 from lowdiff.opening import Opened, open_session
@@ -33,7 +34,6 @@ _logger = logging.getLogger(__name__)
 
 _RESTORE = ("all", "model", "none")
 _FINISH_SECONDS = 600.0
-_MEET_SECONDS = 60.0
 
 
 class Checkpointer:
@@ -280,15 +280,9 @@ class Checkpointer:
     def stats(self) -> dict[str, Any]:
         """Counters of this rank since ``attach``; still there after ``close()``; for any thread.
 
-        Keys: ``rank``, ``steps``, ``snapshots``, ``staged_bytes``, ``durable_bytes``
-        (differentials), ``snapshot_bytes``, ``committed_step`` (staged on all ranks, as far as
-        this rank knows), ``durable_step`` (of this rank), ``training_thread_seconds``
-        (differentials, without snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for
-        storage), ``unprotected_steps`` and ``dropped_steps`` (with ``backpressure="degrade"``:
-        staged while more than ``2 * batch_size`` steps were at risk; given up),
-        ``attach_seconds``, ``large_items`` (buffers and stateful tensors of which a step logged
-        more than 1 MiB -> most bytes of one step), ``batches``, ``retries``,
-        ``writer_restarts``, ``writer_error``, ``preempted``.
+        docs/observability.md says what each key is: counters (``steps``, ``durable_bytes``,
+        ``waiting_seconds``, ``retries``, ``dropped_steps``, ...), positions (``committed_step``,
+        ``durable_step``), ``writer_error``, ``preempted``.
 
         Histograms ``stall_seconds``, ``step_bytes``, ``lag_steps`` (per step) and
         ``batch_seconds`` (per durable write) are dicts of ``count``, ``sum``, ``max``, estimates
@@ -338,7 +332,7 @@ class Checkpointer:
         try:
             if not failed and session.has_finished_step:
                 session.commit()
-            is_last_snapshot = not failed and self._take_last_snapshot(opened)
+            is_last_snapshot = not failed and take_last_snapshot(opened)
             session.stager.writer.finish(_FINISH_SECONDS)
             if is_last_snapshot:
                 opened.ranks.barrier()  # it exists only with every rank's shard
@@ -356,38 +350,6 @@ class Checkpointer:
             opened.ranks.close()
             opened.lock.release()
             self._opened = None
-
-    def _take_last_snapshot(self, opened: Opened) -> bool:
-        """Make staging memory, which alone holds the newest residual, unnecessary."""
-        if not opened.ranks.meet(_MEET_SECONDS):
-            _logger.warning(
-                "another rank did not reach close() within %.0f s, so no last snapshot is taken; "
-                "the next attach resumes from the last commit, with the help of %s",
-                _MEET_SECONDS,
-                opened.staging.root,
-            )
-            return False
-        if all(opened.ranks.gather(opened.session.is_as_committed())):
-            error = ""
-            try:
-                opened.session.snapshot(required=True)
-            except StorageError as failure:
-                error = str(failure)
-            failures = list(filter(None, opened.ranks.gather(error)))
-            if failures:
-                _logger.warning(
-                    "no last snapshot is taken: %s; the next attach resumes with the help of %s",
-                    failures[0],
-                    opened.staging.root,
-                )
-            return not failures
-        _logger.warning(
-            "the model changed after its last commit (step %d), so no last snapshot is taken; "
-            "the next attach resumes from that commit, with the help of %s",
-            opened.session.step,
-            opened.staging.root,
-        )
-        return False
 
     def _say(self, event: str, text: str, **fields: Any) -> None:
         assert self._opened is not None

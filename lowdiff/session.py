@@ -201,10 +201,7 @@ class Session:
         return self._all_preempted or (self._world_size == 1 and self._is_signalled)
 
     def preempt(self) -> None:
-        """Prepare for a near end; the other ranks hear of it with the next exchange.
-
-        For any thread.
-        """
+        """Prepare for a near end and tell the other ranks with the next exchange; any thread."""
         self._is_signalled = True
         self.stager.writer.write_through()
 
