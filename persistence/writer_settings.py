@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.policy import Retention
 
 #: Nothing more will be staged.
 END = b"."
@@ -22,7 +23,7 @@ class WriterSettings:
         trainer_pid: The process whose end it watches for.
         batch_size: Differentials per durable write (``b``).
         flush_seconds: A shorter batch is written after so long.
-        keep_snapshots: Retention: newest complete snapshots to keep; None keeps all.
+        retention: What is kept; None keeps all.
     """
 
     run: str
@@ -35,7 +36,7 @@ class WriterSettings:
     trainer_pid: int
     batch_size: int
     flush_seconds: float
-    keep_snapshots: int | None
+    retention: Retention | None
 
     @property
     def folder(self) -> RunFolder:
@@ -54,4 +55,6 @@ class WriterSettings:
     @classmethod
     def from_json(cls, text: str) -> WriterSettings:
         """What ``to_json`` made."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        policy = fields.pop("retention")
+        return cls(**fields, retention=None if policy is None else Retention(**policy))
