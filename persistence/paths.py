@@ -15,6 +15,7 @@
     STAGING/RUN_ID/i000002-r0000/residual                error-feedback slots
     STAGING/RUN_ID/i000002-r0000/snapshot                image of the snapshot being persisted
     STAGING/RUN_ID/i000002-r0000/status                  the writer's status page
+    STAGING/RUN_ID/i000002-r0000/trainer                 the trainer's
     STAGING/RUN_ID/i000002-r0000/owner.json              which run folder it is for
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -175,6 +176,11 @@ class StagingFolder:
     def status(self) -> Path:
         """The writer's status page."""
         return self.root / "status"
+
+    @property
+    def trainer_status(self) -> Path:
+        """The trainer's status page."""
+        return self.root / "trainer"
 
     @property
     def owner(self) -> Path:
