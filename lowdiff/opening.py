@@ -21,7 +21,7 @@ from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, LowDiffError, RunInUse, RunMismatch
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.durable import make_directory
-from lowdiff.persistence.fences import create_run, new_run_id, read_run_id, write_fence
+from lowdiff.persistence.fences import create_run, known_run_id, new_run_id, write_fence
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.staging import StagingLog
@@ -98,7 +98,7 @@ def _agreed_catalog(settings: Settings, ranks: Ranks, imported: Path) -> Catalog
     folder = settings.folder
     known, error = None, None
     try:
-        known = read_run_id(folder) if folder.run_file.is_file() else None
+        known = known_run_id(folder)
     except LowDiffError as failure:
         error = failure
     ranks.raise_together(error)

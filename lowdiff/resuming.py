@@ -17,7 +17,9 @@ from lowdiff.errors import LowDiffError
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
+from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.paths import StagingFolder
+from lowdiff.recovery.damage import judge
 from lowdiff.recovery.engine import recover_from
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
@@ -124,7 +126,9 @@ def recover_together(
     step: int | None,
 ) -> RecoveredState | None:
     """The state to start from, the same on every rank; None for a run without history."""
-    if not catalog.incarnations and step is None:
+    for finding in judge(settings.folder, catalog)[0]:
+        _logger.warning("rank %d: %s", ranks.rank, finding.message)
+    if step is None and not any(ranks.gather(_has_history(catalog))):
         return None  # new, or its only trainer died before its first snapshot was durable
     # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
     error: LowDiffError | None = None
@@ -136,6 +140,7 @@ def recover_together(
     ranks.raise_together(error)
     target = ranks.gather(target)[0]
     try:
+        plan_recovery(catalog, target)
         check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
         options = ReplayOptions(num_workers=_workers_per_rank(ranks))
         state = recover_from(catalog, target, options)
@@ -143,6 +148,15 @@ def recover_together(
         error = failure
     ranks.raise_together(error)
     return state
+
+
+def _has_history(catalog: Catalog) -> bool:
+    """Whether anything was ever committed, readable or not: then it is not passed over."""
+    kinds = {s.record.header.kind for found in catalog.records.values() for s in found.values()}
+    return (
+        bool(catalog.incarnations or catalog.snapshots or catalog.damage)
+        or RecordKind.DIFFERENTIAL in kinds
+    )
 
 
 def _workers_per_rank(ranks: Ranks) -> int:

@@ -25,6 +25,21 @@ def create_run(folder: RunFolder, run_id: str) -> None:
         write_json(folder.run_file, {"run_id": run_id})
 
 
+def known_run_id(folder: RunFolder) -> str | None:
+    """The identity of the run that a trainer is about to go on with, or None for a new run.
+
+    Raises:
+        DamagedFile: If its files are there but its identity is not: a new run in their place would
+            pass over them without a word.
+    """
+    if folder.run_file.is_file():
+        return read_run_id(folder)
+    for path in (*(p for *_, p in folder.fences()), *(p for *_, p in folder.snapshots())):
+        what = f"it is missing, but {path} is there; bring it back, or choose another folder"
+        raise DamagedFile(folder.run_file, what)
+    return None
+
+
 def read_run_id(folder: RunFolder) -> str:
     """The run's identity.
 

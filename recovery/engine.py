@@ -11,6 +11,7 @@ from typing import TypeVar
 from lowdiff.errors import DamagedFile, ReplayMismatch, RunMismatch
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.recovery.damage import judge
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
 from lowdiff.recovery.replay import ReplayOptions, replay
@@ -52,8 +53,8 @@ def recover(
     folder = RunFolder(Path(run))
     root = default_staging_root() if staging is None else Path(staging)
     catalog = scan(folder, [root])
-    for error in catalog.damage:
-        _logger.warning("%s", error)
+    for finding in judge(folder, catalog)[0]:
+        _logger.warning("%s", finding.message)
 
     def act(seen: Catalog) -> RecoveredState:
         plan = plan_recovery(seen, step)
