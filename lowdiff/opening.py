@@ -247,9 +247,12 @@ def _begin(
         scaler=_hook_scaler(attached, stateful),
     )
     try:
+        # G3 holds from the return of attach: what it starts from is durable by then.
         if start.needs_snapshot:
             session.snapshot()
-            session.stager.wait_for_snapshot()  # G3 holds from the return of attach
+            session.stager.wait_for_snapshot()
+        if start.continues:
+            session.stager.wait_for_adoption()
         ranks.barrier()
     except BaseException:
         session.detach()

@@ -27,6 +27,7 @@ class WriterStatus:
         snapshot_bytes: Bytes of snapshots written.
         batches: Durable writes of differentials.
         error: What went wrong last, empty when all is well.
+        adopted: Whether what earlier incarnations of this rank left in staging is durable.
         closed: True once everything staged before the trainer's end is durable.
     """
 
@@ -36,6 +37,7 @@ class WriterStatus:
     snapshot_bytes: int = 0
     batches: int = 0
     error: str = ""
+    adopted: bool = False
     closed: bool = False
 
 
