@@ -76,9 +76,13 @@ def _locked(settings: Settings, ranks: Ranks) -> FileLock:
     """Hold this rank's lock on the run; on return every rank holds its own."""
     lock = FileLock(settings.folder.lock(ranks.rank))
     error: LowDiffError | None = None
-    make_directory(lock.path.parent)
+    try:
+        settings.folder.refuse_strange_entries()
+        make_directory(lock.path.parent)
+    except LowDiffError as failure:
+        error = failure
     description = f"process {os.getpid()} on {socket.gethostname()} (rank {ranks.rank})"
-    if not lock.acquire(description):
+    if error is None and not lock.acquire(description):
         _logger.warning("waiting up to %.0f s for %s", settings.lock_seconds, lock.holder())
         if not lock.acquire(description, timeout_seconds=settings.lock_seconds):
             error = RunInUse(settings.run, lock.holder(), settings.lock_seconds)

@@ -31,8 +31,15 @@ def encode_scalars(differential: Differential) -> bytes:
     )
 
 
-def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
+def read_differential(
+    stored: StoredRecord, codec: Codec, max_items: int | None = None
+) -> Differential:
     """Decode a stored record.
+
+    Args:
+        stored: Which one.
+        codec: Undoes the coding of its sections.
+        max_items: The most that its payload may hold, so that a bomb is refused.
 
     Raises:
         DamagedFile: If the checksummed bytes are still not a differential, or if a live trainer
@@ -46,7 +53,7 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
             raise DamagedFile(stored.path, f"step {header.step} was overwritten by its trainer")
     try:
         scalars = decode(bytes(record.meta))
-        sections = read_sections(record.sections, codec, coded=header.coded)
+        sections = read_sections(record.sections, codec, coded=header.coded, max_items=max_items)
         return Differential(
             step=header.step,
             incarnation=header.incarnation,

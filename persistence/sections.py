@@ -44,22 +44,28 @@ def encode_sections(sections: Sequence[Section], codec: Codec) -> bytes:
     return b"".join(parts)
 
 
-def read_sections(source: memoryview, codec: Codec, *, coded: bool) -> tuple[Section, ...]:
+def read_sections(
+    source: memoryview, codec: Codec, *, coded: bool, max_items: int | None = None
+) -> tuple[Section, ...]:
     """Parse what ``write_sections`` (``coded`` False) or ``encode_sections`` wrote.
 
-    Uncoded data stays a view of ``source``.
+    Uncoded data stays a view of ``source``. With ``max_items``, sections that would hold more items
+    together are refused before anything is allocated for them: zeros shrink to next to nothing.
 
     Raises:
         BadEncoding: If the bytes are not sections.
     """
     sections = []
-    offset = 0
+    offset = num_items = 0
     while offset < len(source):
         if len(source) - offset < _HEAD.size:
             raise BadEncoding(f"{len(source) - offset} bytes are too few for a section")
         name_bytes, code, item_bytes, _, count, stored = _HEAD.unpack_from(source, offset)
         start = offset + padded(_HEAD.size + name_bytes)
         data = source[start : start + stored]
+        num_items += count
+        if max_items is not None and num_items > max_items:
+            raise BadEncoding(f"{num_items} items where at most {max_items} can be")
         if code >= len(CODINGS) or item_bytes not in (1, 2, 4, 8) or len(data) != stored:
             raise BadEncoding(f"a section of coding {code}, item size {item_bytes} is cut short")
         coding = CODINGS[code]

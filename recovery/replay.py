@@ -124,10 +124,11 @@ def _windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]
         plans[-1].append(step)
         size += 3 * step.bytes
     codec = Codec()
+    max_items = 2 * fence.layout.elements  # an index and a value each
     compressor = from_settings(fence.compressor["name"], fence.compressor["settings"])
 
     def read(step: PlannedStep) -> Step:
-        shards = tuple(read_differential(stored, codec) for stored in step.shards)
+        shards = tuple(read_differential(stored, codec, max_items) for stored in step.shards)
         decode = compressor.decoder([shard.payload for shard in shards], fence.layout)
         return Step(shards, frozenset(shards[0].absent), decode)
 

@@ -69,8 +69,10 @@ class RecoveredState:
         """One decoded item of one rank.
 
         Raises:
-            DamagedFile: If it does not decode.
+            DamagedFile: If it is not there, or does not decode.
         """
+        if name not in self.items[rank]:
+            raise DamagedFile(name, f"rank {rank} stored no such item")
         return decode_item(name, self.items[rank][name])
 
     def model_state_dict(self, rank: int = 0) -> dict[str, torch.Tensor]:

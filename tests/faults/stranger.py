@@ -30,7 +30,7 @@ from lowdiff.persistence.values import decode, encode
 from lowdiff.types import Section
 from tests.faults.damage import kept
 from tests.faults.outcome import Outcome
-from tests.faults.victim import TinyTraining, Victim, checkpointer_for, describe
+from tests.faults.victim import TinyTraining, Victim, checkpointer_for, describe, digest_of
 
 ROOT = Path(__file__).parents[2]
 #: What a process that opens a hostile folder may need above one that opens a good one.
@@ -54,13 +54,16 @@ def mutations(victim: Victim, rounds: int, *, seed: int = 0) -> Outcome:
             path = chance.choice(segments if number % 2 else documents)
             with kept(path):
                 if path.suffix == ".json":
-                    content, what = _mutated(read_json(path), chance)
+                    content = read_json(path)
+                    key = chance.choice(list(content))
+                    content[key], what = _mutated(content[key], chance)
+                    what = f"{key}: {what}"
                     write_json(path, content)
                 else:
                     what = _mutate_record(path, chance)
                 outcome.rounds += 1
                 try:
-                    victim.recovered()
+                    digest_of(victim.recovered())
                     outcome.found["still a run"] += 1
                 except LowDiffError as error:
                     outcome.found[type(error).__name__] += 1
@@ -261,7 +264,7 @@ def strangers(victim: Victim, folder: Path, *, kinds: Iterator[str] | None = Non
                     outcome.lose(f"{what}: {found['error']}")
                 elif proof.exists():
                     outcome.lose(f"{what}: it was executed")
-                elif precious.read_text() != "not to be touched":
+                elif precious.read_bytes() != b"not to be touched":
                     outcome.lose(f"{what}: a file outside of the run was written")
                 elif found["peak_bytes"] > normal["peak_bytes"] + _MEMORY_BYTES:
                     outcome.lose(f"{what}: it took {found['peak_bytes'] >> 20} MiB")
