@@ -179,7 +179,7 @@ def _residual_of(
         stored = catalog.records.get((number, rank), {}).get(state.step)
         if stored is None:
             continue
-        mark = read_differential(stored, Codec()).residual
+        mark = read_differential(stored, Codec(), 2 * layout.elements).residual
         staging = StagingFolder.of(settings.staging, catalog.run_id, number, rank)
         found = mark and read_residual(staging.residual, layout, mark)
         if found:

@@ -109,7 +109,9 @@ class Stager:
 
     def wait_for_adoption(self) -> None:
         """Wait until the steps that an earlier incarnation had only staged are durable."""
-        self._wait_until(lambda status: status.adopted, "the steps of the life before to be durable")
+        self._wait_until(
+            lambda status: status.adopted, "the steps of the life before to be durable"
+        )
 
     @contextmanager
     def timed(self, counter: str) -> Iterator[None]:

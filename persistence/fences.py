@@ -109,7 +109,9 @@ def _check(fence: Fence) -> None:
         check_types(ParameterSpec, asdict(spec))
         if spec.offset != end or spec.dtype not in ITEM_BYTES:
             raise ValueError(f"parameter {spec.name!r} lies at {spec.offset} as {spec.dtype}")
-        if len(spec.shape) != len(spec.strides) or not all(map(_is_size, spec.shape + spec.strides)):
+        if len(spec.shape) != len(spec.strides) or not all(
+            map(_is_size, spec.shape + spec.strides)
+        ):
             raise ValueError(f"parameter {spec.name!r} has shape {spec.shape}")
         end = spec.stop
     if fence.parent is not None and fence.parent >= fence.incarnation:
@@ -120,6 +122,8 @@ def _check(fence: Fence) -> None:
     texts += [(o.class_name, name) for o in fence.optimizers for g in o.groups for name in g]
     if not all(isinstance(text, str) for pair in texts for text in pair):
         raise TypeError("a name is not text")
+    if not fence.layout.parameters or not fence.optimizers:
+        raise ValueError("there is nothing to train")
     known = {spec.name for spec in fence.layout.parameters}
     if [name for name in fence.names.values() if name not in known and "/" not in name]:
         raise ValueError("the model's names lead to parameters that the layout lacks")

@@ -89,7 +89,6 @@ class RunFolder:
         """Lock held by the trainer of this rank."""
         return self.root / "locks" / f"rank-{rank:04d}.lock"
 
-
     def refuse_strange_entries(self) -> None:
         """Look for links, pipes and devices among the run's files; there are none of ours.
 
@@ -100,7 +99,8 @@ class RunFolder:
             DamagedFile: Naming the first one found.
         """
         pending = [
-            self.root / name for name in ("run.json", "incarnations", "snapshots", "segments", "locks")
+            self.root / name
+            for name in ("run.json", "incarnations", "snapshots", "segments", "locks")
         ]
         while pending:
             path = pending.pop()

@@ -107,9 +107,7 @@ class Writer:
         while not self._has_begun.is_set() and not self._trainer_gone.is_set():
             await asyncio.sleep(_POLL_SECONDS)
         while self._has_begun.is_set():
-            error = await asyncio.to_thread(
-                adopt_predecessors, self._settings, self._trainer_gone
-            )
+            error = await asyncio.to_thread(adopt_predecessors, self._settings, self._trainer_gone)
             self._report("adopt", error)
             if not error:
                 self._status.update(adopted=True)

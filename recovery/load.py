@@ -52,7 +52,14 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
             tensors = load_file(path)
             scalars = decode(tensors.pop(SCALARS).numpy().tobytes())
             _add_shard(state, tensors, scalars, specs)
-        except (SafetensorError, BadEncoding, LookupError, TypeError, ValueError, AttributeError) as error:
+        except (
+            SafetensorError,
+            BadEncoding,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:
             raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
     missing = sorted(set(specs) - set(state.parameters))
     if missing:

@@ -90,6 +90,11 @@ class RecoveredState:
         """What ``optimizer.state_dict()`` was, for the ``index``-th attached optimizer."""
         spec = self.fence.optimizers[index]
         recovered = self.optimizers[index]
+        if len(spec.groups) != len(recovered.groups):
+            raise DamagedFile(
+                f"optimizer {index}",
+                f"{len(recovered.groups)} groups of hyper-parameters for {len(spec.groups)}",
+            )
         shapes = {p.name: p for p in self.fence.layout.parameters}
         state: dict[int, dict[str, Any]] = {}
         groups = []

@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 60.0
 _KINDS = ("trainer", "writer", "both")
 #: One kill in so many may come before `attach` returns, the others come in the middle of training.
 _EARLY_KILLS = 4
-_EARLY_SECONDS = 2.0
+_EARLY_SECONDS = 1.0
 _LATEST_STEP = 40
 _DELAY_SECONDS = 0.05
 
@@ -122,7 +122,7 @@ def kills(folder: Path, rounds: int, *, world_size: int = 1, seed: int = 0) -> O
     words = "one process" if world_size == 1 else f"{world_size} ranks"
     outcome = Outcome(f"SIGKILL of trainer, writer or both at random instants, {words}", seed)
     zygote = Zygote()
-    until = 200 + 2 * _LATEST_STEP * rounds
+    until = 150 + 45 * rounds
     campaign = Campaign(
         zygote, folder / f"of-{world_size}", world_size, until, outcome, random.Random(seed)
     )

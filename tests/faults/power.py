@@ -23,7 +23,9 @@ def power_failures(folder: Path, steps: int, *, every: int = 1, seed: int = 0) -
 
     At most two batches may be lost, counted from what the trainer had said was committed.
     """
-    outcome = Outcome("power failure at every change of the disk, unsynced bytes gone or torn", seed)
+    outcome = Outcome(
+        "power failure at every change of the disk, unsynced bytes gone or torn", seed
+    )
     outcome.not_run = why_not()
     if outcome.not_run:
         return outcome

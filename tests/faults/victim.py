@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import lowdiff
-from lowdiff.capture import Stateful
 from lowdiff.compressors import TopK
 from lowdiff.errors import LowDiffError
 from lowdiff.persistence.values import encode
@@ -39,7 +38,7 @@ class TinyTraining:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 7, 0.9)
 
     @property
-    def stateful(self) -> dict[str, Stateful]:
+    def stateful(self) -> dict[str, Any]:
         return {"scheduler": self.scheduler}
 
     def step(self, step: int, model: nn.Module | None = None, rank: int = 0) -> None:
@@ -190,11 +189,13 @@ def listening() -> Iterator[list[str]]:
             said.append(record.getMessage())
 
     listener, logger = Listener(logging.WARNING), logging.getLogger("lowdiff")
-    propagates = logger.propagate
+    propagates, level = logger.propagate, logger.level
     logger.addHandler(listener)
     logger.propagate = False
+    logger.setLevel(logging.WARNING)
     try:
         yield said
     finally:
         logger.removeHandler(listener)
         logger.propagate = propagates
+        logger.setLevel(level)

@@ -73,7 +73,8 @@ def _serve() -> None:
             if pid == 0:
                 _live(Path(folder), int(until), rank, int(world_size), int(port))
             pids.append(pid)
-        print(*pids, flush=True)
+        sys.stdout.write(" ".join(map(str, pids)) + "\n")
+        sys.stdout.flush()
 
 
 def _live(folder: Path, until: int, rank: int, world_size: int, port: int) -> None:
