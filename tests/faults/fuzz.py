@@ -133,9 +133,9 @@ def fuzz_guided(segment: Path, folder: Path, seconds: int) -> Outcome:
     corpus.mkdir()
     (corpus / "good").write_bytes(segment.read_bytes())
     with outcome.timed():
+        words = [sys.executable, "-m", "tests.faults.fuzz", str(corpus)]
         done = subprocess.run(
-            [sys.executable, "-m", "tests.faults.fuzz", str(corpus)]
-            + [f"-max_total_time={seconds}", "-seed=1", "-print_final_stats=1"],
+            [*words, f"-max_total_time={seconds}", "-seed=1", "-print_final_stats=1"],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             cwd=folder,
             capture_output=True,
