@@ -111,6 +111,8 @@ def _judge(outcome: Outcome, victim: Victim, what: str) -> None:
     outcome.rounds += 1
     try:
         found = verdict(victim)
+        # The newest step of a closed run is a snapshot; the one before it needs the segments.
+        verdict(victim, victim.newest - 1)
     except Exception as error:
         outcome.lose(f"{what}: {describe(error)}")
         return

@@ -148,20 +148,24 @@ def live(
     return trained
 
 
-def verdict(victim: Victim) -> str:
+def verdict(victim: Victim, step: int | None = None) -> str:
     """What recovery makes of a broken run: ``"exact"``, ``"earlier"`` or an error's name.
+
+    Args:
+        victim: The run.
+        step: Which step is asked for; the newest by default.
 
     Raises:
         AssertionError: If it came back with other bits.
         Exception: Whatever recovery raised that is no `LowDiffError`.
     """
     try:
-        state = victim.recovered()
+        state = victim.recovered(step)
     except LowDiffError as error:
         return type(error).__name__
     expected = victim.digests.get(state.step)
     assert digest_of(state) == expected, f"step {state.step} came back with other bits"
-    return "exact" if state.step == victim.newest else "earlier"
+    return "exact" if state.step == (victim.newest if step is None else step) else "earlier"
 
 
 def describe(error: BaseException) -> str:
