@@ -250,7 +250,7 @@ def test_a_run_whose_identity_or_fence_is_lost_is_not_begun_anew(
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises((DamagedFile, StepNotFound), match="missing|damaged|fences"):
+    with pytest.raises((DamagedFile, StepNotFound), match=r"missing|damaged|fences"):
         Loop(tmp_path).attach()
 
 
