@@ -127,8 +127,6 @@ def _check(fence: Fence) -> None:
     known = {spec.name for spec in fence.layout.parameters}
     if [name for name in fence.names.values() if name not in known and "/" not in name]:
         raise ValueError("the model's names lead to parameters that the layout lacks")
-    if [name for o in fence.optimizers for g in o.groups for name in g if name not in known]:
-        raise ValueError("an optimizer has parameters that the layout lacks")
 
 
 def _is_size(number: object) -> bool:
