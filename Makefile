@@ -10,10 +10,15 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c const
 # A stamp is older than these once what must be installed has changed.
 REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: test demo check format clean
+.PHONY: test soak demo check format clean
 
 test: check
 	$(BIN)/pytest -q -m "$(MARKERS)"
+
+# An hour or more; `make soak SOAK_MINUTES=5` does less of everything.
+soak: .venv/installed-dev
+	$(BIN)/python -m tests.faults.soak --out docs/results $(if $(SOAK_MINUTES),--minutes $(SOAK_MINUTES))
+	$(BIN)/python -m tests.faults.peers --out docs/results
 
 demo: .venv/installed-plot
 	$(BIN)/lowdiff demo

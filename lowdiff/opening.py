@@ -25,7 +25,7 @@ from lowdiff.given import Given, watch
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.durable import make_directory
-from lowdiff.persistence.fences import create_run, new_run_id, read_run_id, write_fence
+from lowdiff.persistence.fences import create_run, known_run_id, new_run_id, write_fence
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import claim, staging_of_run
 from lowdiff.persistence.paths import StagingFolder
@@ -87,6 +87,7 @@ def _locked(settings: Settings, ranks: Ranks) -> FileLock:
     description = f"process {os.getpid()} on {socket.gethostname()} (rank {ranks.rank})"
     try:
         with ranks.together():
+            settings.folder.refuse_strange_entries()
             make_directory(lock.path.parent)
             if not lock.acquire(description):
                 _logger.warning("waiting up to %.0f s for %s", settings.lock_seconds, lock.holder())
@@ -102,7 +103,7 @@ def _agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFold
     """The run's identity, and what this machine has of it in staging; no dead writer works on."""
     folder = settings.folder
     with ranks.together():
-        known = read_run_id(folder) if folder.run_file.is_file() else None
+        known = known_run_id(folder)
     ids = {run_id for run_id in ranks.gather(known) if run_id is not None}
     if len(ids) > 1:
         raise RunMismatch(f"the ranks' folders {settings.run} belong to different runs")
@@ -249,9 +250,12 @@ def _begin(
         with ranks.together():
             locks.append(_new_staging(settings, staging))
             session = _session(settings, given, ranks, fence, start, staging, undo)
+            # G3 holds from the return of attach: what it starts from is durable by then.
             if start.needs_snapshot:
                 session.snapshot(required=True)
-                session.stager.wait_for_snapshot()  # G3 holds from the return of attach
+                session.stager.wait_for_snapshot()
+            if start.continues:
+                session.stager.wait_for_adoption()
         undo.pop_all()
     if ranks.rank == 0:
         _name_large_items(given.tracker)

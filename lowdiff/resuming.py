@@ -17,8 +17,10 @@ from lowdiff.given import Given
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
+from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.sections import max_payload_bytes
+from lowdiff.recovery.damage import judge
 from lowdiff.recovery.engine import recover_from
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
@@ -135,7 +137,9 @@ def recover_together(
     step: int | None,
 ) -> RecoveredState | None:
     """The state to start from, the same on every rank; None for a run without history."""
-    if not catalog.incarnations and step is None:
+    for finding in judge(settings.folder, catalog)[0]:
+        _logger.warning("rank %d: %s", ranks.rank, finding.message)
+    if step is None and not any(ranks.gather(_has_history(catalog))):
         return None  # new, or its only trainer died before its first snapshot was durable
     # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
     with ranks.together():
@@ -143,8 +147,18 @@ def recover_together(
     target = ranks.gather(target)[0]
     options = ReplayOptions(num_workers=_workers_per_rank(ranks))
     with ranks.together():
+        plan_recovery(catalog, target)
         check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
         return recover_from(catalog, target, options)
+
+
+def _has_history(catalog: Catalog) -> bool:
+    """Whether anything was ever committed, readable or not: then it is not passed over."""
+    kinds = {s.record.header.kind for found in catalog.records.values() for s in found.values()}
+    return (
+        bool(catalog.incarnations or catalog.snapshots or catalog.damage)
+        or RecordKind.DIFFERENTIAL in kinds
+    )
 
 
 def _workers_per_rank(ranks: Ranks) -> int:

@@ -177,6 +177,12 @@ class Stager:
             f"the snapshot of step {self._snapshot_step} to be durable",
         )
 
+    def wait_for_adoption(self) -> None:
+        """Wait until the steps that an earlier incarnation had only staged are durable."""
+        self._wait_until(
+            lambda status: status.adopted, "the steps of the life before to be durable"
+        )
+
     @contextmanager
     def timed(self, counter: str) -> Iterator[None]:
         """Add the time spent, without waiting, to a counter."""

@@ -21,12 +21,16 @@ from lowdiff.persistence.writer_settings import WriterSettings
 _logger = logging.getLogger(__name__)
 
 
-def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) -> None:
+def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) -> str:
     """Make durable, then remove, what earlier incarnations left in staging for this rank.
 
     A folder whose own writer still works is waited for. Ranks that no longer exist are shared
     out over those that do.
+
+    Returns:
+        What kept it from adopting some of them, to be tried again; empty if nothing did.
     """
+    errors = []
     root = Path(settings.staging_root)
     for stage in staging_of_run(root, settings.folder, settings.run_id):
         mine = stage.rank == settings.rank or (
@@ -38,14 +42,17 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
         try:
             while not lock.acquire(f"adopting writer {os.getpid()}", timeout_seconds=1.0):
                 if trainer_gone.is_set():
-                    return  # the next incarnation's writer will adopt it
-            asyncio.run(_adopt(settings, stage))
-            stage.remove()
+                    break  # the next incarnation's writer will adopt it
+            else:
+                asyncio.run(_adopt(settings, stage))
+                stage.remove()
         except (OSError, StorageError) as error:
             if stage.root.exists():  # else another incarnation's writer was faster
                 _logger.warning("cannot adopt %s: %s; it stays in staging", stage.root, error)
+                errors.append(f"{type(error).__name__}: {error}")
         finally:
             lock.release()
+    return "; ".join(errors)
 
 
 async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, NewerFormat
 from lowdiff.persistence.framing import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def fsync_directory(path: Path) -> None:
@@ -64,6 +69,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         document = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFile(path, f"it cannot be read ({error})") from error
+    try:
         version, checksum = document["format"], document.pop("crc32c")
         good = type(version) is int and checksum == crc32c(_canonical(document))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -75,6 +85,31 @@ def read_json(path: Path) -> dict[str, Any]:
         raise NewerFormat(path, version, FORMAT_VERSION)
     del document["format"]
     return dict(document)
+
+
+def check_types(kind: type[DataclassInstance], content: Mapping[str, Any]) -> None:
+    """Compare the plain fields of a document with those of the dataclass it is to become.
+
+    Numbers count something everywhere: they are not negative and fit 63 bits.
+
+    Raises:
+        TypeError: If one has another type, or is out of range.
+    """
+    for field in fields(kind):
+        value = content.get(field.name)
+        types = _PLAIN.get(str(field.type), ())
+        if types and type(value) not in types:
+            raise TypeError(f"{field.name} is {value!r:.40}")
+        if type(value) is int and not 0 <= value < 1 << 63:
+            raise TypeError(f"{field.name} is {value!r:.40}")
+
+
+_PLAIN: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "str": (str,),
+    "bool": (bool,),
+}
 
 
 def _canonical(document: dict[str, Any]) -> bytes:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lowdiff.errors import DamagedFile, NotARun
-from lowdiff.persistence.durable import make_directory, read_json, write_json
+from lowdiff.persistence.durable import check_types, make_directory, read_json, write_json
 from lowdiff.persistence.paths import RunFolder
-from lowdiff.types import Environment, Fence, Layout, OptimizerSpec, ParameterSpec
+from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
+
+_CONTENT_HASH = re.compile("[0-9a-f]{64}")
 
 
 def new_run_id() -> str:
@@ -25,6 +28,21 @@ def create_run(folder: RunFolder, run_id: str) -> None:
         write_json(folder.run_file, {"run_id": run_id})
 
 
+def known_run_id(folder: RunFolder) -> str | None:
+    """The identity of the run that a trainer is about to go on with, or None for a new run.
+
+    Raises:
+        DamagedFile: If its files are there but its identity is not: a new run in their place would
+            pass over them without a word.
+    """
+    if folder.run_file.is_file():
+        return read_run_id(folder)
+    for path in (*(p for *_, p in folder.fences()), *(p for *_, p in folder.snapshots())):
+        what = f"it is missing, but {path} is there; bring it back, or choose another folder"
+        raise DamagedFile(folder.run_file, what)
+    return None
+
+
 def read_run_id(folder: RunFolder) -> str:
     """The run's identity.
 
@@ -33,6 +51,7 @@ def read_run_id(folder: RunFolder) -> str:
     """
     if not folder.root.is_dir():
         raise NotARun(folder.root, "no such folder")
+    folder.refuse_strange_entries()
     if not folder.run_file.is_file():
         raise NotARun(folder.root, "it has no run.json")
     run_id = str(read_json(folder.run_file).get("run_id", ""))
@@ -57,7 +76,7 @@ def read_fence(path: Path) -> Fence:
     document = read_json(path)
     try:
         return _fence(document)
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise DamagedFile(path, f"not a fence ({error!r})") from error
 
 
@@ -78,12 +97,49 @@ def _fence(document: dict[str, Any]) -> Fence:
         OptimizerSpec(o["class_name"], tuple(tuple(names) for names in o["groups"]))
         for o in document.pop("optimizers")
     )
+    check_types(Environment, document["environment"])
     environment = Environment(**document.pop("environment"))
     averages = {name: tuple(names) for name, names in document.pop("averages", {}).items()}
-    return Fence(
+    check_types(Fence, document)
+    fence = Fence(
         layout=layout,
         optimizers=optimizers,
         environment=environment,
         averages=averages,
         **document,
     )
+    _check(fence)
+    return fence
+
+
+def _check(fence: Fence) -> None:
+    """Refuse what only a stranger would write, before anything relies on it."""
+    end = 0
+    for spec in fence.layout.parameters:
+        check_types(ParameterSpec, asdict(spec))
+        if spec.offset != end or spec.dtype not in ITEM_BYTES:
+            raise ValueError(f"parameter {spec.name!r} lies at {spec.offset} as {spec.dtype}")
+        if len(spec.shape) != len(spec.strides) or not all(
+            map(_is_size, spec.shape + spec.strides)
+        ):
+            raise ValueError(f"parameter {spec.name!r} has shape {spec.shape}")
+        end = spec.stop
+    if fence.parent is not None and fence.parent >= fence.incarnation:
+        raise ValueError(f"incarnation {fence.incarnation} continues {fence.parent}")
+    if fence.constants and not _CONTENT_HASH.fullmatch(fence.constants):
+        raise ValueError(f"constants {fence.constants[:80]!r}")
+    if fence.rank >= fence.world_size:
+        raise ValueError(f"rank {fence.rank} of {fence.world_size}")
+    texts = [*fence.names.items(), *fence.stateful.items(), (fence.compressor["name"], "")]
+    texts += [(o.class_name, name) for o in fence.optimizers for g in o.groups for name in g]
+    if not all(isinstance(text, str) for pair in texts for text in pair):
+        raise TypeError("a name is not text")
+    if not fence.layout.parameters or not fence.optimizers:
+        raise ValueError("there is nothing to train")
+    known = {spec.name for spec in fence.layout.parameters}
+    if [name for name in fence.names.values() if name not in known and "/" not in name]:
+        raise ValueError("the model's names lead to parameters that the layout lacks")
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63

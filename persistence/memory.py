@@ -7,7 +7,7 @@ import mmap
 import os
 from pathlib import Path
 
-from lowdiff.errors import StorageError
+from lowdiff.errors import DamagedFile, StorageError
 
 
 class MappedFile:
@@ -50,8 +50,18 @@ class MappedFile:
 
 
 def read_view(path: Path) -> memoryview:
-    """A read-only view of a whole file, mapped; empty for an empty file."""
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    """A read-only view of a whole file, mapped; empty for an empty file.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+        DamagedFile: If it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DamagedFile(path, f"it cannot be read ({error})") from error

@@ -26,9 +26,12 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from lowdiff.errors import DamagedFile
 
 _STAGING_NAME = re.compile(r"i(\d{6})-r(\d{4})")
 _SNAPSHOT_NAME = re.compile(r"i(\d{6})-s(\d{10})")
@@ -121,6 +124,34 @@ class RunFolder:
         """``(label, path)`` of every pin."""
         for path in _named(self.root / "pins", _PIN_NAME):
             yield path.stem, path
+
+    def refuse_strange_entries(self) -> None:
+        """Look for links, pipes and devices among the run's files; there are none of ours.
+
+        A link would lead a reader, and worse a writer, out of the folder; opening a pipe waits for
+        ever. So whoever opens a run that may be a stranger's looks first, before it takes a lock.
+
+        Raises:
+            DamagedFile: Naming the first one found.
+        """
+        pending = [
+            self.root / name
+            for name in (
+                *("run.json", "incarnations", "snapshots", "segments", "constants"),
+                *("locks", "pins", "retention.json", "staging"),
+            )
+        ]
+        while pending:
+            path = pending.pop()
+            try:
+                mode = path.lstat().st_mode
+                if stat.S_ISDIR(mode):
+                    pending += path.iterdir()
+            except FileNotFoundError:
+                continue  # a live run's retention was faster
+            if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+                what = "it is a link, a pipe or a device, and lowdiff makes none; remove it"
+                raise DamagedFile(path, what)
 
 
 @dataclass(frozen=True, slots=True)

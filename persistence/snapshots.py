@@ -16,7 +16,7 @@ from typing import Any
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, StorageError
-from lowdiff.persistence.durable import read_json
+from lowdiff.persistence.durable import check_types, read_json
 from lowdiff.persistence.memory import MappedFile, read_view
 
 #: Names of tensors in an image start with one of these, or with an item's prefix.
@@ -81,6 +81,7 @@ class Manifest:
         """
         document = read_json(path)
         try:
+            check_types(cls, document)
             return cls(**document)
         except TypeError as error:
             raise DamagedFile(path, f"not a manifest ({error})") from error

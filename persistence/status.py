@@ -23,6 +23,7 @@ class WriterStatus:
         batch_seconds: How long each took to be fsynced, failed attempts included.
         retries: Attempts to write or fsync that failed and were made again.
         error: What went wrong last, empty when all is well.
+        adopted: Whether what earlier incarnations of this rank left in staging is durable.
         closed: True once everything staged before the trainer's end is durable.
     """
 
@@ -34,6 +35,7 @@ class WriterStatus:
     batch_seconds: HistogramValue = SECONDS
     retries: int = 0
     error: str = ""
+    adopted: bool = False
     closed: bool = False
 
 

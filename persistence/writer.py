@@ -111,8 +111,14 @@ class Writer:
         """Take over what dead predecessors left, once this log names the residual it needs."""
         while not self._has_begun.is_set() and not self._trainer_gone.is_set():
             await asyncio.sleep(_POLL_SECONDS)
-        if self._has_begun.is_set():
-            await asyncio.to_thread(adopt_predecessors, self._settings, self._trainer_gone)
+        while self._has_begun.is_set():
+            error = await asyncio.to_thread(adopt_predecessors, self._settings, self._trainer_gone)
+            self._report("adopt", error)
+            if not error:
+                self._status.update(adopted=True)
+            if not error or self._trainer_gone.is_set():
+                return
+            await asyncio.sleep(_RETRY_SECONDS)
 
     async def _encode(self) -> None:
         """Turn records into batches: ``b`` of them, or fewer after ``flush_seconds``."""

@@ -59,7 +59,7 @@ def judge(folder: RunFolder, catalog: Catalog) -> tuple[list[Finding], list[Find
 
     Args:
         folder: The run's folder.
-        catalog: All its tiers, with snapshots checked.
+        catalog: All its tiers; damaged snapshots are found only if it was told to check them.
 
     Returns:
         Failures and notes.
@@ -189,12 +189,23 @@ def _staging_damage(catalog: Catalog) -> Iterator[Finding]:
             end = _end_of_records(view, header)
             # Between the looks a live trainer may have written on, or reused the chunk.
             if (
-                next(_records_after(view, end, header), None) is not None
+                _is_broken(view, end, header)
                 and _end_of_records(view, header) == end
                 and view[:HEADER_BYTES] == header.pack()
             ):
-                what = "no valid record, but valid ones follow"
+                what = "a record is broken that was whole once"
                 yield Finding.of(DamagedFile(path, what, offset=end))
+
+
+def _is_broken(view: memoryview, end: int, file: FileHeader) -> bool:
+    """Whether what is no record was one: its header, written last, holds, or good ones follow."""
+    header = RecordHeader.unpack(view[end : end + HEADER_BYTES])
+    own = header is not None and (header.incarnation, header.rank, header.lap) == (
+        file.incarnation,
+        file.rank,
+        file.sequence,
+    )
+    return own or next(_records_after(view, end, file), None) is not None
 
 
 def _end_of_records(view: memoryview, header: FileHeader) -> int:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from lowdiff.errors import DamagedFile, ReplayMismatch, RunMismatch
+from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import was_removed
+from lowdiff.recovery.damage import judge
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
 from lowdiff.recovery.replay import ReplayOptions, replay
@@ -24,6 +25,8 @@ _logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 _LOOKS = 3
+#: What torch and Python say of values of the wrong type, shape or number.
+_UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 _Result = TypeVar("_Result")
 
 
@@ -53,8 +56,8 @@ def recover(
     folder = RunFolder(Path(run))
     root = default_staging_root() if staging is None else Path(staging)
     catalog = scan(folder, [root])
-    for error in catalog.damage:
-        _logger.warning("%s", error)
+    for finding in judge(folder, catalog)[0]:
+        _logger.warning("%s", finding.message)
 
     def act(seen: Catalog) -> RecoveredState:
         plan = plan_recovery(seen, step)
@@ -131,6 +134,12 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
             raise
         _logger.warning("%s; replaying whole tensors instead of blocks", error)
         return carry_out(catalog, plan, replace(options, whole=True))
+    except LowDiffError:
+        raise
+    except _UNFIT as error:
+        # Checksums hold for whatever a stranger has written, also if it fits no optimizer.
+        what = f"what is stored up to step {plan.step} cannot be replayed ({error!r:.200})"
+        raise DamagedFile(catalog.root, what) from error
 
 
 def _same_layout(base: Fence, plan: RecoveryPlan, target: Fence) -> None:

@@ -62,7 +62,14 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
             tensors = load_file(path)
             scalars = decode(tensors.pop(SCALARS).numpy().tobytes())
             _add_shard(state, tensors, scalars, specs, constants)
-        except (SafetensorError, BadEncoding, KeyError, TypeError, ValueError) as error:
+        except (
+            SafetensorError,
+            BadEncoding,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:
             raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
     missing = sorted(set(specs) - set(state.parameters))
     if missing:
@@ -117,4 +124,6 @@ def _add_shard(
 
 
 def _own(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    if tuple(tensor.shape) != spec.shape:
+        raise ValueError(f"{spec.name} has shape {tuple(tensor.shape)} instead of {spec.shape}")
     return flat_like(tensor, spec).clone()

@@ -75,7 +75,7 @@ class RecoveredState:
         """One decoded item of one rank.
 
         Raises:
-            DamagedFile: If it does not decode.
+            DamagedFile: If it is not there, or does not decode.
         """
         return self.resolved(name, self.items[rank])
 
@@ -85,6 +85,8 @@ class RecoveredState:
         Raises:
             DamagedFile: If it does not decode, or refers to what is not there.
         """
+        if name not in items:
+            raise DamagedFile(name, "there is no such item")
         return self._filled(name, decode_item(name, items[name]), items)
 
     def _filled(self, name: str, value: Any, items: Mapping[str, bytes]) -> Any:
@@ -127,6 +129,11 @@ class RecoveredState:
         """What ``optimizer.state_dict()`` was, for the ``index``-th attached optimizer."""
         spec = self.fence.optimizers[index]
         recovered = self.optimizers[index]
+        if len(spec.groups) != len(recovered.groups):
+            raise DamagedFile(
+                f"optimizer {index}",
+                f"{len(recovered.groups)} groups of hyper-parameters for {len(spec.groups)}",
+            )
         shapes = {p.name: p for p in self.fence.layout.parameters}
         state: dict[int, dict[str, Any]] = {}
         groups = []

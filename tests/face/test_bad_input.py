@@ -23,6 +23,7 @@ from lowdiff.errors import (
     UnsupportedOptimizer,
     UsageError,
 )
+from lowdiff.persistence.durable import read_json, write_json
 from tests.face.loops import Loop, small_model
 
 
@@ -248,3 +249,43 @@ def test_calls_at_the_wrong_moment(tmp_path: Path) -> None:
         loop.attach()
     loop.checkpointer.close()
     loop.checkpointer.close()
+
+
+@pytest.mark.parametrize("name", ["run.json", "incarnations/i000000/rank-0000.json"])
+@pytest.mark.parametrize("way", ["gone", "damaged"])
+def test_a_run_whose_identity_or_fence_is_lost_is_not_begun_anew(
+    tmp_path: Path, name: str, way: str
+) -> None:
+    Loop(tmp_path).run(6)
+    path = tmp_path / "run" / name
+    if way == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises((DamagedFile, StepNotFound), match=r"missing|damaged|fences"):
+        Loop(tmp_path).attach()
+
+
+def test_a_resumed_trainer_says_which_damage_it_passes_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Loop(tmp_path).run(6)
+    again = Loop(tmp_path)
+    again.attach()
+    again.step(6)
+    again.checkpointer.commit()
+    again.die()
+    fence = tmp_path / "run/incarnations/i000001/rank-0000.json"
+    fence.write_bytes(fence.read_bytes().replace(b"parent", b"parens"))
+    last = Loop(tmp_path)
+    assert last.attach() == 6
+    assert f"{fence} is damaged" in caplog.text
+    last.checkpointer.close()
+
+
+def test_a_fence_that_continues_itself_is_refused(tmp_path: Path) -> None:
+    Loop(tmp_path).run(2)
+    fence = tmp_path / "run/incarnations/i000000/rank-0000.json"
+    write_json(fence, {**read_json(fence), "parent": 0})
+    with pytest.raises(StepNotFound, match="no incarnation has the fences"):
+        lowdiff.recover(tmp_path / "run")

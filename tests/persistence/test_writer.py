@@ -540,6 +540,21 @@ def test_what_cannot_be_adopted_stays_in_staging(
     assert stored(dead.folder) == [1, 2]
 
 
+def test_adoption_is_tried_again_until_it_succeeds_and_reported_meanwhile(tmp_path: Path) -> None:
+    dead = predecessor(tmp_path, range(1, 4))
+    settings = settings_in(tmp_path, incarnation=1, base_step=3)
+    blocked = dead.folder.segments_of(0)
+    blocked.parent.mkdir()
+    blocked.write_text("in the way of a folder")
+    log = log_of(settings)
+    with writing(settings) as writer:
+        log.append(RecordKind.BASE, 3, b"base", (), durable_step=-1)
+        assert not wait_until(writer, lambda s: "File exists" in s.error).adopted
+        blocked.unlink()
+        assert not wait_until(writer, lambda s: s.adopted).error
+        assert stored(dead.folder) == [1, 2, 3]
+
+
 # Storage trouble
 
 

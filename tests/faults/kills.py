@@ -1,0 +1,190 @@
+"""SIGKILL of trainer, writer or both, at random instants, again and again."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lowdiff.demo.launch import child_processes, is_alive
+from lowdiff.errors import LowDiffError
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.recovery import recover
+from lowdiff.recovery.plan import recoverable
+from tests.faults.outcome import Outcome
+from tests.faults.victim import ONE_WORKER, describe, digest_of
+from tests.faults.zygote import Zygote
+
+_PATIENCE_SECONDS = 60.0
+_KINDS = ("trainer", "writer", "both")
+#: One kill in so many may come before `attach` returns, the others come in the middle of training.
+_EARLY_KILLS = 4
+_EARLY_SECONDS = 1.0
+_LATEST_STEP = 40
+_DELAY_SECONDS = 0.05
+
+
+@dataclass
+class Campaign:
+    """One run that is killed again and again.
+
+    Attributes:
+        until: The run's last step; lives are killed before it.
+        reference: Per rank: digest of every step in an uninterrupted life.
+    """
+
+    zygote: Zygote
+    folder: Path
+    world_size: int
+    until: int
+    outcome: Outcome
+    chance: random.Random
+    reference: list[dict[int, str]] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        """Live once without interruption."""
+        whole = self.folder / "whole"
+        whole.mkdir(parents=True)
+        for pid in self.zygote.spawn(whole, self.until, self.world_size):
+            _wait_for_end(pid, whole)
+        for rank in range(self.world_size):
+            lines = _lines(whole, rank)
+            assert lines[-1][0] == "closed", (whole / f"output.{rank}").read_text()[-2000:]
+            self.reference.append({step: found for word, step, found in lines if word != "closed"})
+
+    def round(self, number: int) -> None:
+        """Begin or go on with a life, kill something, and look at what is left."""
+        target = self.folder / "killed"
+        target.mkdir(exist_ok=True)
+        kind = _KINDS[number % len(_KINDS)]
+        self.outcome.rounds += 1
+        # A killed writer's trainer lives on, and is killed in the end of the round as well.
+        begin = _size(target)
+        pids = self.zygote.spawn(target, self.until, self.world_size)
+        if number % _EARLY_KILLS == 0:
+            time.sleep(self.chance.random() * _EARLY_SECONDS)
+        else:
+            _wait_for_lines(target, begin, 1 + self.chance.randrange(_LATEST_STEP), pids)
+            time.sleep(self.chance.random() * _DELAY_SECONDS)
+        victims = [self.chance.choice(pids)] if self.chance.random() < 0.5 else pids
+        self._kill(kind, victims)
+        if kind == "writer":
+            time.sleep(self.chance.random() * _DELAY_SECONDS)
+        _kill(pids)
+        for pid in pids:
+            _wait_for_end(pid, target)
+        self._check(f"round {number}, {kind}", target)
+        self.outcome.found[f"{kind} of {self.world_size}"] += 1
+
+    def _kill(self, kind: str, pids: Sequence[int]) -> None:
+        writers = [child for pid in pids for child in child_processes(pid)]
+        if kind in ("trainer", "both"):
+            _kill(pids)
+        if kind in ("writer", "both"):
+            _kill(writers)
+
+    def _check(self, what: str, target: Path) -> None:
+        committed = []
+        for rank in range(self.world_size):
+            lines = _lines(target, rank)
+            committed.append(max((step for _, step, _ in lines), default=0))
+            for word, step, found in lines:
+                if word != "closed" and self.reference[rank].get(step) != found:
+                    self.outcome.lose(f"{what}: rank {rank} {word} step {step} with other bits")
+        if not all(_lines(target, rank) for rank in range(self.world_size)):
+            return  # `attach` has never returned
+        # A rank learns with its next collective that a step was committed on the others as well.
+        last = committed[0] if self.world_size == 1 else max(committed) - 1
+        try:
+            self._recover(what, target, last)
+        except LowDiffError as error:
+            self.outcome.lose(f"{what}: {last} steps were committed: {describe(error)}")
+
+    def _recover(self, what: str, target: Path, last: int) -> None:
+        catalog = scan(RunFolder(target / "run"), [target / "staging"])
+        first, newest = recoverable(catalog)[-1]
+        if newest < last:
+            self.outcome.lose(f"{what}: step {last} was committed, {newest} is the newest")
+        for step in {newest, self.chance.randint(first, newest)}:
+            state = recover(target / "run", step, staging=target / "staging", options=ONE_WORKER)
+            if digest_of(state) != self.reference[0][step]:
+                self.outcome.lose(f"{what}: step {step} came back with other bits")
+
+
+def kills(folder: Path, rounds: int, *, world_size: int = 1, seed: int = 0) -> Outcome:
+    """Kill a run of one process, or of several, ``rounds`` times; begin another where it ends."""
+    words = "one process" if world_size == 1 else f"{world_size} ranks"
+    outcome = Outcome(f"SIGKILL of trainer, writer or both at random instants, {words}", seed)
+    zygote = Zygote()
+    until = 150 + 45 * rounds
+    campaign = Campaign(
+        zygote, folder / f"of-{world_size}", world_size, until, outcome, random.Random(seed)
+    )
+    try:
+        with outcome.timed():
+            campaign.prepare()
+            for number in range(rounds):
+                campaign.round(number)
+    finally:
+        zygote.close()
+        _wait_for_writers(folder)
+    return outcome
+
+
+def _size(folder: Path) -> int:
+    path = folder / "report.0"
+    return path.stat().st_size if path.exists() else 0
+
+
+def _wait_for_lines(folder: Path, begin: int, count: int, pids: Sequence[int]) -> None:
+    """Wait until rank 0 has reported so much more: that it resumed, and then its commits."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while _size(folder) == begin or (folder / "report.0").read_bytes()[begin:].count(b"\n") < count:
+        text = (folder / "output.0").read_text()[-2000:]
+        assert all(is_alive(pid) for pid in pids), text
+        assert time.monotonic() < deadline, text
+        time.sleep(0.002)
+
+
+def _lines(folder: Path, rank: int) -> list[tuple[str, int, str]]:
+    path = folder / f"report.{rank}"
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        word, step, text = line.split()
+        found.append((word, int(step), text))
+    return found
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for_end(pid: int, folder: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} of {folder} goes on"
+        time.sleep(0.005)
+
+
+def _wait_for_writers(folder: Path) -> None:
+    """Writers outlive their trainers; whoever deletes their folder waits for them."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while any(str(folder).encode() in words for words in _command_lines()):
+        assert time.monotonic() < deadline, f"a writer of {folder} goes on"
+        time.sleep(0.02)
+
+
+def _command_lines() -> list[bytes]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(path.read_bytes())
+    return [words for words in found if b"lowdiff.persistence.writer" in words]

@@ -1,0 +1,157 @@
+"""Every fault campaign at full size, and one report: ``make soak``.
+
+``python -m tests.faults.soak --out docs/results`` writes soak.json and soak.md. It ends with status 1
+if anything was lost. ``--smoke`` runs every campaign at toy size; ``--minutes`` scales them all so
+that they take about so long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+import lowdiff
+from lowdiff.environment import environment_of
+from tests.faults.damage import cuts, flips, make_victims, resumptions
+from tests.faults.fuzz import fuzz, fuzz_guided
+from tests.faults.kills import kills
+from tests.faults.outcome import Outcome
+from tests.faults.power import power_failures
+from tests.faults.storage import storage_troubles
+from tests.faults.stranger import HOSTILE, mutations, strangers
+
+#: About what the full size takes on two busy cores.
+FULL_MINUTES = 60.0
+_SMOKE = 0.004
+
+
+def campaigns(folder: Path, scale: float, seed: int) -> list[Callable[[], Outcome]]:
+    """All of them, with everything they need but a call; ``scale`` 1 is the full size."""
+    victims = make_victims(folder)
+    segment = next(victims[0].run.rglob("*.seg"))
+
+    def size(full: int, least: int = 1) -> int:
+        return max(least, round(full * scale))
+
+    every = max(1, round(1 / scale))
+    fuzzed_seconds = round(600 * min(scale, 1.0))
+    hostile = list(HOSTILE)[: size(len(HOSTILE), 2)]
+    return [
+        lambda: kills(folder / "kills", size(200, 3), seed=seed),
+        lambda: kills(folder / "kills", size(50, 2), world_size=2, seed=seed),
+        lambda: cuts(victims, every=every, seed=seed),
+        lambda: flips(victims, size(10_000, 50), seed=seed),
+        lambda: resumptions(victims, size(400, 4), folder, seed=seed),
+        lambda: power_failures(folder / "power", size(60, 10), every=min(every, 20), seed=seed),
+        lambda: storage_troubles(folder / "storage", size(10), seed=seed),
+        lambda: strangers(victims[0], folder / "strangers", kinds=hostile),
+        lambda: mutations(victims[0], size(20_000, 50), seed=seed),
+        lambda: fuzz(segment, size(20_000, 100), seconds=fuzzed_seconds, start=seed),
+        lambda: fuzz_guided(segment, folder, fuzzed_seconds),
+    ]
+
+
+def run(scale: float, seed: int) -> list[Outcome]:
+    """Run every campaign, one after the other."""
+    done = []
+    # In memory where there is room: the campaigns write and delete thousands of small files.
+    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with TemporaryDirectory(prefix="lowdiff-soak-", dir=place) as name:
+        for campaign in campaigns(Path(name), scale, seed):
+            outcome = campaign()
+            sys.stderr.write(
+                f"{outcome.tried}: {outcome.rounds} rounds, {len(outcome.lost)} lost, "
+                f"{outcome.seconds:.0f} s {outcome.not_run}\n"
+            )
+            done.append(outcome)
+    return done
+
+
+def report(
+    outcomes: Sequence[Outcome], *, scale: float, seed: int, seconds: float
+) -> dict[str, Any]:
+    """The JSON document."""
+    environment = environment_of(torch.device("cpu"))
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    names = ("torch", "numpy", "zstandard", "crc32c", "safetensors", "hypothesis")
+    return {
+        "lost": sum(len(outcome.lost) for outcome in outcomes),
+        "rounds": sum(outcome.rounds for outcome in outcomes),
+        "scale": scale,
+        "seed": seed,
+        "seconds": round(seconds),
+        "machine": {
+            "processor": environment.processor,
+            "cores": len(os.sched_getaffinity(0)),
+            "system": f"{platform.system()} {platform.release()}",
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "lowdiff": lowdiff.__version__,
+            "commit": commit.stdout.strip() or "unknown",
+            **{name: version(name) for name in names},
+        },
+        "campaigns": [{**vars(outcome), "found": dict(outcome.found)} for outcome in outcomes],
+    }
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The same for readers."""
+    machine, versions = document["machine"], document["versions"]
+    lines = [
+        f"{document['rounds']} rounds, **{document['lost']} lost**, in "
+        f"{document['seconds'] / 60:.1f} minutes at {document['scale']:.3g} of the full size, seed "
+        f"{document['seed']}; {machine['cores']} cores of {machine['processor']}, "
+        f"{machine['system']}; " + ", ".join(f"{k} {v}" for k, v in versions.items()) + ".",
+        "",
+        "| what was tried | rounds | how it ended | lost |",
+        "|---|---|---|---|",
+    ]
+    for row in document["campaigns"]:
+        ends = ", ".join(f"{name} {count}" for name, count in sorted(row["found"].items()))
+        not_run = f"; not run: {row['not_run']}" if row["not_run"] else ""
+        lines.append(f"| {row['tried']} | {row['rounds']} | {ends}{not_run} | {len(row['lost'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, write both files, and say by the exit status whether anything was lost."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
+    parser.add_argument("--minutes", type=float, help="about how long it may take")
+    parser.add_argument("--smoke", action="store_true", help="toy size")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    scale = _SMOKE if args.smoke else 1.0
+    if args.minutes is not None:
+        scale = args.minutes / FULL_MINUTES
+    torch.set_num_threads(1)
+    logging.getLogger("lowdiff").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")  # of libraries that are fed with junk
+    started = time.monotonic()
+    outcomes = run(scale, args.seed)
+    document = report(outcomes, scale=scale, seed=args.seed, seconds=time.monotonic() - started)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "soak.json").write_text(json.dumps(document, indent=1) + "\n")
+    (args.out / "soak.md").write_text(markdown(document))
+    return 1 if document["lost"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

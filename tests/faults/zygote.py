@@ -1,0 +1,119 @@
+"""Starts trainers that can be killed: torch is imported once, then every life is a forked process.
+
+Nothing but the import happens before the fork, so no thread of torch's is lost in it. A life reports
+each committed step, with the digest of its state, in a file that outlives it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.faults.victim import TinyTraining, checkpointer_for
+
+ROOT = Path(__file__).parents[2]
+RETENTION = 3
+
+
+class Zygote:
+    """The process that forks trainers; they end with it at the latest."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.zygote"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def spawn(self, folder: Path, until: int, world_size: int = 1) -> list[int]:
+        """Start one life of the run in ``folder``; returns the process ids, by rank."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        port = _free_port() if world_size > 1 else 0
+        print(folder, until, world_size, port, file=self._process.stdin, flush=True)
+        return [int(pid) for pid in self._process.stdout.readline().split()]
+
+    def close(self) -> None:
+        """End it and every trainer that is left."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with self._process:
+            pass
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _serve() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are not waited for
+    for line in sys.stdin:
+        folder, until, world_size, port = line.split()
+        pids = []
+        for rank in range(int(world_size)):
+            pid = os.fork()
+            if pid == 0:
+                _live(Path(folder), int(until), rank, int(world_size), int(port))
+            pids.append(pid)
+        sys.stdout.write(" ".join(map(str, pids)) + "\n")
+        sys.stdout.flush()
+
+
+def _live(folder: Path, until: int, rank: int, world_size: int, port: int) -> None:
+    """The child's whole life; never returns."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    output = os.open(folder / f"output.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (0, 1, 2):
+        os.dup2(output if stream else os.open(os.devnull, os.O_RDONLY), stream)
+    try:
+        _train(folder, until, rank, world_size, port)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def _train(folder: Path, until: int, rank: int, world_size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    training = TinyTraining()
+    model: torch.nn.Module = training.model
+    if world_size > 1:
+        store = dist.TCPStore(
+            "127.0.0.1", port, world_size, rank == 0, timeout=timedelta(seconds=30)
+        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        model = DistributedDataParallel(model)
+    checkpointer = checkpointer_for(folder / "run", folder / "staging", retention=RETENTION)
+    report = os.open(folder / f"report.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    resumed = checkpointer.attach(model, training.optimizer, **training.stateful)
+    os.write(report, f"resumed {resumed} {training.digest()}\n".encode())
+    for step in range(resumed, until):
+        training.step(step, model, rank)
+        found = training.digest()
+        checkpointer.commit()
+        os.write(report, f"committed {step + 1} {found}\n".encode())
+    checkpointer.close()
+    os.write(report, b"closed 0 -\n")
+
+
+if __name__ == "__main__":
+    _serve()
