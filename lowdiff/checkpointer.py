@@ -21,6 +21,7 @@ from lowdiff.dataloader import ResumableLoader
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.hook import HookState, comm_hook
 from lowdiff.opening import Opened, open_session
+from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.paths import default_staging_root
 from lowdiff.protocols import Compressor
 from lowdiff.session import Session
@@ -55,6 +56,9 @@ class Checkpointer:
             step whatever it is; the loss of the machine's power at most ``2 * batch_size``.
         staging: Folder in memory (tmpfs) for logs that survive the process; by default
             ``/dev/shm/lowdiff-UID``.
+        store: URL of an object store, e.g. ``"s3://bucket/runs/gpt"``, that gets a copy of all
+            that is durable, so that the run survives its nodes. Credentials come from the
+            environment. Needs ``lowdiff[object-store]``.
         retention: How many of the newest snapshots to keep, with their differentials; None keeps
             every step of the run.
         on_error: ``"warn"``: storage trouble is a warning, training goes on. ``"raise"``: it is
@@ -73,9 +77,14 @@ class Checkpointer:
         snapshot_every: int = 100,
         batch_size: int = 16,
         staging: str | Path | None = None,
+        store: str | None = None,
         retention: int | None = 2,
         on_error: str = "warn",
     ) -> None:
+        if is_url(run):
+            raise ConfigError(
+                f"run={run!r}: the run folder is on a disk; give Checkpointer(FOLDER, store={run!r})"
+            )
         if compressor is None:
             raise ConfigError(
                 "Checkpointer needs compressor=TopK(density=...) from lowdiff.compressors; "
@@ -89,6 +98,7 @@ class Checkpointer:
             snapshot_every=snapshot_every,
             batch_size=batch_size,
             staging=default_staging_root() if staging is None else Path(staging).absolute(),
+            store=store,
             retention=retention,
             on_error=on_error,
         )
@@ -115,7 +125,8 @@ class Checkpointer:
 
         Call it on every rank, after wrapping the model in DDP and building optimizer and
         scheduler, before the first backward pass. Registers DDP's communication hook and hooks
-        around ``optimizer.step``. On return the base of the run is durable.
+        around ``optimizer.step``. On return the base of the run is durable, and in the store if
+        there is one and it answers.
 
         Args:
             model: The model, in ``DistributedDataParallel`` if there are several processes.
@@ -134,6 +145,7 @@ class Checkpointer:
             RunInUse: If another live trainer holds the run.
             RunMismatch: If the run's history belongs to another model or optimizer.
             StepNotFound: If ``step`` cannot be recovered.
+            StoreError: If the store does not answer, and the run folder has no history.
         """
         if self._opened is not None:
             raise UsageError("this Checkpointer is attached already; close() it first")
@@ -225,7 +237,8 @@ class Checkpointer:
         ``snapshot_bytes``, ``committed_step`` (staged on all ranks, as far as this rank
         knows), ``durable_step`` (of this rank), ``training_thread_seconds`` (differentials, without
         snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for storage), ``attach_seconds``,
-        ``writer_error``.
+        ``writer_error``. Of the store: ``remote_step`` (everything up to it is there; -1 before the
+        base is), ``remote_bytes``, ``remote_retries``, ``remote_error``.
         """
         if self._opened is None:
             return dict(self._final_stats)
@@ -245,6 +258,10 @@ class Checkpointer:
             "waiting_seconds": counters.waiting_seconds,
             "attach_seconds": self._attach_seconds,
             "writer_error": status.error,
+            "remote_step": status.remote_step,
+            "remote_bytes": status.remote_bytes,
+            "remote_retries": status.remote_retries,
+            "remote_error": status.remote_error,
         }
 
     def close(self) -> None:

@@ -33,7 +33,11 @@ app = typer.Typer(
 )
 
 RunFolder = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder given to lowdiff.Checkpointer(...).")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Folder given to lowdiff.Checkpointer(...), or the URL given to it as store=...",
+    ),
 ]
 Staging = Annotated[
     Path | None,
@@ -231,12 +235,12 @@ def _print_json(document: dict[str, Any]) -> None:
     typer.echo(json.dumps(document, indent=2))
 
 
-def _print_inspection(run: Path, found: Inspection) -> None:
+def _print_inspection(run: str, found: Inspection) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=str(run), title_justify="left", show_header=False, box=box.SIMPLE)
+    table = Table(title=run, title_justify="left", show_header=False, box=box.SIMPLE)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in _rows(found):

@@ -27,6 +27,7 @@ from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
+from lowdiff.remote import fetch_from_store, run_in_store
 from lowdiff.residuals import StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.session import Session
@@ -90,8 +91,10 @@ def _locked(settings: Settings, ranks: Ranks) -> FileLock:
     return lock
 
 
-def _agreed_catalog(settings: Settings, ranks: Ranks, imported: Path) -> Catalog:
-    """The run's files as every rank sees them, after fetching what only others can see.
+def _agreed_catalog(
+    settings: Settings, ranks: Ranks, imported: Path, restore: str, step: int | None
+) -> Catalog:
+    """The run's files as every rank sees them, after fetching what only others or a store have.
 
     Durable files become part of this rank's run folder; staged ones are needed only now.
     """
@@ -105,16 +108,28 @@ def _agreed_catalog(settings: Settings, ranks: Ranks, imported: Path) -> Catalog
     ids = {run_id for run_id in ranks.gather(known) if run_id is not None}
     if len(ids) > 1:
         raise RunMismatch(f"the ranks' folders {settings.run} belong to different runs")
+    remote_id = run_in_store(settings, ranks)
+    if ids and remote_id not in (None, *ids):
+        raise RunMismatch(
+            f"{settings.store} holds another run than {settings.run}; give each run its own URL"
+        )
     proposal = ranks.gather(new_run_id())[0]
-    run_id = ids.pop() if ids else proposal
+    run_id = remote_id or (ids.pop() if ids else proposal)
     create_run(folder, run_id)
     _wait_for_writers(settings, run_id)
     ranks.barrier()
-    ranks.share_files(_visible(settings.run, "rank-*.json"), settings.run)
-    ranks.share_files(_visible(settings.run, "rank-*.safetensors"), settings.run)
-    ranks.share_files(_visible(settings.run, "*.seg"), settings.run)
     ranks.share_files(_visible(settings.staging / run_id, "*.chunk"), imported / run_id)
+    _share_run(settings, ranks)
+    if remote_id is not None:
+        roots = [settings.staging, imported]
+        fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
+        _share_run(settings, ranks)
     return scan(folder, [settings.staging, imported])
+
+
+def _share_run(settings: Settings, ranks: Ranks) -> None:
+    for pattern in ("rank-*.json", "rank-*.safetensors", "*.seg"):
+        ranks.share_files(_visible(settings.run, pattern), settings.run)
 
 
 def _wait_for_writers(settings: Settings, run_id: str) -> None:
@@ -156,7 +171,7 @@ def open_session(
     lock = _locked(settings, ranks)
     try:
         with tempfile.TemporaryDirectory(prefix="lowdiff-") as imported:
-            catalog = _agreed_catalog(settings, ranks, Path(imported))
+            catalog = _agreed_catalog(settings, ranks, Path(imported), restore, step)
             state = None
             if restore != "none":
                 state = recover_together(settings, attached, catalog, ranks, step)
@@ -230,6 +245,7 @@ def _begin(
             batch_size=settings.batch_size,
             flush_seconds=settings.flush_seconds,
             keep_snapshots=settings.retention,
+            store=settings.store,
         )
     )
     session = Session(
@@ -250,6 +266,8 @@ def _begin(
         if start.needs_snapshot:
             session.snapshot()
             session.stager.wait_for_snapshot()  # G3 holds from the return of attach
+        if settings.store is not None:
+            session.stager.wait_for_store(start.step)
         ranks.barrier()
     except BaseException:
         session.detach()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowdiff.errors import ConfigError
+from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.protocols import Compressor
 
@@ -23,6 +24,7 @@ class Settings:
         batch_size: Differentials per durable write (``b``).
         staging: Folder on tmpfs for the staging logs of all runs.
         retention: Newest snapshots to keep, with their differentials; None keeps everything.
+        store: URL of the run in an object store; None for none.
         on_error: Whether the writer's trouble is a warning or an error at the next commit.
         flush_seconds: A batch is written after so long even if it is not full.
         lock_seconds: How long ``attach`` waits for another trainer to let go of the run.
@@ -34,6 +36,7 @@ class Settings:
     batch_size: int
     staging: Path = field(default_factory=default_staging_root)
     retention: int | None = 2
+    store: str | None = None
     on_error: str = "warn"
     flush_seconds: float = 5.0
     lock_seconds: float = 30.0
@@ -49,6 +52,8 @@ class Settings:
             )
         if self.on_error not in ON_ERROR:
             raise ConfigError(f"on_error is one of {ON_ERROR}, got {self.on_error!r}")
+        if self.store is not None:
+            ObjectStore(self.store)  # refuses what cannot work
 
     @property
     def folder(self) -> RunFolder:

@@ -47,7 +47,7 @@ class Stager:
         self._settings = settings
         self._rank = rank
         self._snapshot_step = -1
-        self._warned = ""
+        self._warned = self._warned_of_store = ""
 
     @property
     def snapshot_step(self) -> int:
@@ -107,6 +107,23 @@ class Stager:
             f"the snapshot of step {self._snapshot_step} to be durable",
         )
 
+    def wait_for_store(self, base_step: int) -> None:
+        """Wait until all that training starts from is in the store, or the store is in trouble.
+
+        Raises:
+            WriterFailed: If ``on_error="raise"`` and it is in trouble.
+        """
+        self._wait_until(
+            lambda status: (
+                bool(status.remote_error)
+                or (
+                    status.remote_step >= base_step
+                    and status.remote_snapshot >= self._snapshot_step
+                )
+            ),
+            f"step {base_step} to be in {self._settings.store}",
+        )
+
     @contextmanager
     def timed(self, counter: str) -> Iterator[None]:
         """Add the time spent, without waiting, to a counter."""
@@ -145,4 +162,14 @@ class Stager:
                 2 * self._settings.batch_size,
             )
         self._warned = status.error
+        if status.remote_error and status.remote_error != self._warned_of_store:
+            if self._settings.on_error == "raise":
+                raise WriterFailed(f"the writer of rank {self._rank}: {status.remote_error}")
+            _logger.warning(
+                "rank %d: nothing reaches the store now: %s; training goes on, and what is durable "
+                "is uploaded later",
+                self._rank,
+                status.remote_error,
+            )
+        self._warned_of_store = status.remote_error
         return status

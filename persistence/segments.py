@@ -1,4 +1,4 @@
-"""Appending to a run's segments, batch by batch, and finding where a dead writer stopped."""
+"""Appending to a run's segments, finding where a dead writer stopped, and cutting them for a store."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from pathlib import Path
 import aiofiles
 from crc32c import crc32c
 
-from lowdiff.errors import StorageError
+from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.catalog import last_segment
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.durable import fsync_directory, make_directory
-from lowdiff.persistence.framing import FileHeader, RecordRef, padded
+from lowdiff.persistence.framing import (
+    HEADER_BYTES,
+    FileHeader,
+    RecordHeader,
+    RecordRef,
+    padded,
+    read_records,
+)
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.sections import encode_sections, read_sections
 
 _SEGMENT_BYTES = 256 << 20
+_OBJECT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,3 +117,52 @@ def make_run_directory(run: RunFolder, path: Path) -> None:
     """Make a directory of a run that is there; `StorageError` if it is not."""
     require_run(run)
     make_directory(path)
+
+
+def read_batch(path: Path, start: int) -> Batch | None:
+    """Whole records of a segment from ``start`` on, as a segment file of their own.
+
+    Read, not mapped: the file may be cut back to its last whole record at any moment. At most
+    16 MiB, unless a single record is longer. None if no whole record starts there.
+    """
+    with path.open("rb") as file:
+        header = _file_header(file.read(HEADER_BYTES), path)
+        file.seek(start)
+        record = RecordHeader.unpack(file.read(HEADER_BYTES))
+        if header is None or record is None:
+            return None
+        file.seek(start)
+        size = max(_OBJECT_BYTES, HEADER_BYTES + padded(record.body_bytes))
+        data = replace(header, sequence=record.step).pack() + file.read(size)
+    records = list(read_records(memoryview(data), header))
+    if not records:
+        return None
+    return Batch(data[: records[-1].end], record.step, records[-1].header.step)
+
+
+def end_of_uploaded(path: Path, first: int, size: int) -> tuple[int, int]:
+    """Where in a segment to go on, if the newest object is ``size`` bytes from step ``first`` on.
+
+    Returns:
+        An offset, and the last step before it; -1 for none.
+    """
+    offset, last, end = HEADER_BYTES, -1, None
+    with path.open("rb") as file:
+        if _file_header(file.read(HEADER_BYTES), path) is None:
+            return offset, last
+        while (record := RecordHeader.unpack(file.read(HEADER_BYTES))) is not None:
+            after = offset + HEADER_BYTES + padded(record.body_bytes)
+            if record.step == first:
+                end = offset + size - HEADER_BYTES
+            if record.step >= first and (end is None or after > end):
+                break
+            offset, last = after, record.step
+            file.seek(offset)
+    return offset, last
+
+
+def _file_header(data: bytes, path: Path) -> FileHeader | None:
+    try:
+        return FileHeader.unpack(data, path)
+    except DamagedFile:
+        return None  # a dead writer's first, torn record

@@ -27,6 +27,12 @@ class WriterStatus:
         snapshot_bytes: Bytes of snapshots written.
         batches: Durable writes of differentials.
         error: What went wrong last, empty when all is well.
+        remote_step: Differentials up to here, and all they build on, are in the store; -1 before
+            the base step is, or without a store.
+        remote_snapshot: Step of the newest snapshot of this incarnation in the store, -1 for none.
+        remote_bytes: Bytes uploaded.
+        remote_retries: Uploads that failed and were or will be repeated.
+        remote_error: Why uploads do not go on now, empty when all is well.
         closed: True once everything staged before the trainer's end is durable.
     """
 
@@ -36,6 +42,11 @@ class WriterStatus:
     snapshot_bytes: int = 0
     batches: int = 0
     error: str = ""
+    remote_step: int = -1
+    remote_snapshot: int = -1
+    remote_bytes: int = 0
+    remote_retries: int = 0
+    remote_error: str = ""
     closed: bool = False
 
 
@@ -52,7 +63,8 @@ class StatusPage:
         """Change some fields and publish."""
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
         content = asdict(self.status)
-        content["error"] = _fitting(self.status.error)
+        content["error"] = _fitting(self.status.error, 1000)
+        content["remote_error"] = _fitting(self.status.remote_error, 600)
         body = msgpack.packb(content)
         self._sequence += 1
         start = (self._sequence % 2) * _SLOT_BYTES
@@ -91,6 +103,6 @@ def _checksum(sequence: int, body: bytes) -> int:
     return int(crc32c(body, crc32c(sequence.to_bytes(8, "little"))))
 
 
-def _fitting(error: str) -> str:
+def _fitting(error: str, most_bytes: int) -> str:
     """The beginning of a message, so that it fits a slot whatever its alphabet."""
-    return error.encode(errors="replace")[:1000].decode(errors="ignore")
+    return error.encode(errors="replace")[:most_bytes].decode(errors="ignore")
