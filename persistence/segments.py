@@ -38,6 +38,21 @@ class Batch:
     last: int
 
 
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """Which part of a segment is in the store.
+
+    Attributes:
+        start: Offset of the newest object's first record; None if it is not in this segment.
+        end: Offset of the first record that is not in the store.
+        last: Step before it; -1 for none.
+    """
+
+    start: int | None
+    end: int
+    last: int
+
+
 class SegmentWriter:
     """Appends batches to segments of one rank; never to a file another process has written."""
 
@@ -140,25 +155,22 @@ def read_batch(path: Path, start: int) -> Batch | None:
     return Batch(data[: records[-1].end], record.step, records[-1].header.step)
 
 
-def end_of_uploaded(path: Path, first: int, size: int) -> tuple[int, int]:
-    """Where in a segment to go on, if the newest object is ``size`` bytes from step ``first`` on.
-
-    Returns:
-        An offset, and the last step before it; -1 for none.
-    """
-    offset, last, end = HEADER_BYTES, -1, None
+def uploaded_records(path: Path, first: int, size: int) -> Uploaded:
+    """What of a segment the store has, if its newest object is ``size`` bytes from ``first`` on."""
+    start, offset, last = None, HEADER_BYTES, -1
     with path.open("rb") as file:
         if _file_header(file.read(HEADER_BYTES), path) is None:
-            return offset, last
+            return Uploaded(start, offset, last)
         while (record := RecordHeader.unpack(file.read(HEADER_BYTES))) is not None:
-            after = offset + HEADER_BYTES + padded(record.body_bytes)
             if record.step == first:
-                end = offset + size - HEADER_BYTES
-            if record.step >= first and (end is None or after > end):
+                start = offset
+            end = HEADER_BYTES if start is None else start + size - HEADER_BYTES
+            after = offset + HEADER_BYTES + padded(record.body_bytes)
+            if record.step >= first and after > end:
                 break
             offset, last = after, record.step
             file.seek(offset)
-    return offset, last
+    return Uploaded(start, offset, last)
 
 
 def _file_header(data: bytes, path: Path) -> FileHeader | None:

@@ -27,7 +27,7 @@ from lowdiff.persistence.lineage import lineage
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFile
 from lowdiff.persistence.retention import Collection, StoredSegment, plan_collection
-from lowdiff.persistence.segments import end_of_uploaded, read_batch
+from lowdiff.persistence.segments import Uploaded, read_batch, uploaded_records
 from lowdiff.persistence.snapshots import manifest_file, shard_file
 from lowdiff.persistence.status import StatusPage
 from lowdiff.persistence.writer_settings import WriterSettings
@@ -146,12 +146,32 @@ class Uploader:
             if after is not None and after[:2] == (incarnation, rank) and after[2] <= found.step:
                 self._done.add(path)
                 continue
-            end, last = await asyncio.to_thread(
-                end_of_uploaded, path, found.step, self._listing.sizes[found.name]
-            )
-            self._cursors[path] = end
+            size = self._listing.sizes[found.name]
+            uploaded = await asyncio.to_thread(uploaded_records, path, found.step, size)
+            self._cursors[path] = uploaded.end
             if (incarnation, rank) == (self._settings.incarnation, self._settings.rank):
-                self._last = max(self._last, last)
+                self._last = max(self._last, uploaded.last)
+                await self._compare(found, path, uploaded)
+        own = newest.get((self._settings.incarnation, self._settings.rank))
+        if own is not None and own.step > self._page.status.durable_step:
+            raise self._mismatch(own.name)
+
+    async def _compare(self, found: RunFile, path: Path, uploaded: Uploaded) -> None:
+        """Fences of two lives that went on from one step may be equal; what followed is not."""
+        if uploaded.start is None:
+            return
+        there = await self._retrying("segments", lambda: self._store.read(found.name))
+        with path.open("rb") as file:
+            file.seek(uploaded.start)
+            here = await asyncio.to_thread(file.read, len(there) - HEADER_BYTES)
+        if here != there[HEADER_BYTES:]:
+            raise self._mismatch(found.name)
+
+    def _mismatch(self, name: str) -> RunMismatch:
+        return RunMismatch(
+            f"{self._store.url} holds another history: its {name} differs from that of "
+            f"{self._settings.run}; nothing more is uploaded. Give the store a URL of its own"
+        )
 
     def _my_listing(self) -> Listing:
         """All snapshots, and this rank's segments."""
@@ -178,10 +198,7 @@ class Uploader:
         common = min(len(there), len(data))
         whole = name.endswith(".seg") or len(there) == len(data)
         if there[:common] != data[:common] or not whole:
-            raise RunMismatch(
-                f"{self._store.url} holds another history: its {name} differs from that of "
-                f"{self._settings.run}; nothing more is uploaded. Give the store a URL of its own"
-            )
+            raise self._mismatch(name)
         return common
 
     # Differentials

@@ -31,15 +31,18 @@ class S3Server:
     Attributes:
         requests: Method and object's name (or ``?`` for a listing) of every request so far.
         throttled: Called with each; where it says so, the answer is 503 SlowDown.
+        refused: The same for 403 AccessDenied.
         delay_seconds: Waited before each answer.
         requested: Called with each before it is answered.
     """
 
     def __init__(self, environment: pytest.MonkeyPatch) -> None:
         self.requests: list[tuple[str, str]] = []
-        self.throttled: Callable[[str, str], bool] = lambda method, name: False
-        self.requested: Callable[[str, str], None] = lambda method, name: None
-        self.delay_seconds = 0.0
+        self.throttled: Callable[[str, str], bool]
+        self.refused: Callable[[str, str], bool]
+        self.requested: Callable[[str, str], None]
+        self.delay_seconds: float
+        self.forget()
         self._app = DomainDispatcherApplication(create_backend_app)
         self._port = 0
         self._server: BaseWSGIServer | None = None
@@ -77,6 +80,13 @@ class S3Server:
             self._server.server_close()
             self._server = None
 
+    def forget(self) -> None:
+        """Its moods, and what was asked."""
+        self.throttled = self.refused = lambda method, name: False
+        self.requested = lambda method, name: None
+        self.delay_seconds = 0.0
+        self.requests.clear()
+
     def url(self, prefix: str) -> str:
         """URL of a prefix in the bucket."""
         return f"s3://{BUCKET}/{prefix}"
@@ -112,10 +122,14 @@ class S3Server:
         self.requests.append((method, name))
         self.requested(method, name)
         time.sleep(self.delay_seconds)
-        if self.throttled(method, name):
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("503 Slow Down", [("Content-Type", "application/xml")])
-            return [_SLOW_DOWN]
+        for asked, status, code in (
+            (self.throttled, "503 Slow Down", "SlowDown"),
+            (self.refused, "403 Forbidden", "AccessDenied"),
+        ):
+            if asked(method, name):
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                start_response(status, [("Content-Type", "application/xml")])
+                return [f"<Error><Code>{code}</Code></Error>".encode()]
         answer: Iterable[bytes] = self._app(environ, start_response)
         return answer
 
