@@ -236,6 +236,9 @@ def test_the_store_keeps_what_retention_keeps(tmp_path: Path, url: str, server: 
     assert found.recoverable.last == 22
     first = min(n for n in server.names(tmp_path.name) if "segments" in n)
     assert int(first[-14:-4]) > 10
+    report = verify(url, tmp_path / "no-staging")
+    assert report.ok, report.failures
+    lose(tmp_path / "node")
     assert loop_in(tmp_path / "other", url).run(23) == 22
 
 

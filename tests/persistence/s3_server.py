@@ -17,6 +17,7 @@ from moto.moto_server.werkzeug_app import (
     create_backend_app,
 )
 from werkzeug.serving import BaseWSGIServer, make_server
+from werkzeug.test import run_wsgi_app
 
 BUCKET = "runs-in-a-bucket"
 
@@ -32,6 +33,7 @@ class S3Server:
         requests: Method and object's name (or ``?`` for a listing) of every request so far.
         throttled: Called with each; where it says so, the answer is 503 SlowDown.
         refused: The same for 403 AccessDenied.
+        lost: Where it says so, the request is carried out, and then answered like that.
         delay_seconds: Waited before each answer.
         requested: Called with each before it is answered.
     """
@@ -40,6 +42,7 @@ class S3Server:
         self.requests: list[tuple[str, str]] = []
         self.throttled: Callable[[str, str], bool]
         self.refused: Callable[[str, str], bool]
+        self.lost: Callable[[str, str], bool]
         self.requested: Callable[[str, str], None]
         self.delay_seconds: float
         self.forget()
@@ -82,7 +85,7 @@ class S3Server:
 
     def forget(self) -> None:
         """Its moods, and what was asked."""
-        self.throttled = self.refused = lambda method, name: False
+        self.throttled = self.refused = self.lost = lambda method, name: False
         self.requested = lambda method, name: None
         self.delay_seconds = 0.0
         self.requests.clear()
@@ -130,6 +133,10 @@ class S3Server:
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
                 start_response(status, [("Content-Type", "application/xml")])
                 return [f"<Error><Code>{code}</Code></Error>".encode()]
+        if self.lost(method, name):
+            run_wsgi_app(self._app, environ)
+            start_response("503 Slow Down", [])
+            return []
         answer: Iterable[bytes] = self._app(environ, start_response)
         return answer
 
