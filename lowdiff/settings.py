@@ -53,7 +53,7 @@ class Settings:
         if self.on_error not in ON_ERROR:
             raise ConfigError(f"on_error is one of {ON_ERROR}, got {self.on_error!r}")
         if self.store is not None:
-            ObjectStore(self.store)  # refuses what cannot work
+            ObjectStore(self.store, make=True)  # refuses what cannot work
 
     @property
     def folder(self) -> RunFolder:

@@ -40,12 +40,13 @@ class ObjectStore:
 
     Args:
         url: For example ``s3://bucket/runs/gpt``.
+        make: Whether to make the folder of a ``file://`` URL; buckets are never made.
 
     Raises:
         ConfigError: If the URL cannot work, or obstore is not installed.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, make: bool = False) -> None:
         self.url = url
         self._obstore = _obstore()
         scheme = urlsplit(url).scheme
@@ -58,7 +59,7 @@ class ObjectStore:
         # begin the object again. Given `client_options`, it would ignore those of the environment.
         backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2)}
         retries = {"max_retries": _RETRIES, "backoff": backoff}
-        options = {"mkdir": True} if scheme == "file" else {"retry_config": retries}
+        options = {"mkdir": make} if scheme == "file" else {"retry_config": retries}
         try:
             self._store = self._obstore.store.from_url(url, **options)
         except (self._obstore.exceptions.BaseError, ValueError) as error:

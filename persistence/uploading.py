@@ -52,7 +52,7 @@ class Uploader:
         assert settings.store is not None
         self._settings = settings
         self._page = page
-        self._store = ObjectStore(settings.store)
+        self._store = ObjectStore(settings.store, make=True)
         self._listing = Listing({})
         self._cursors: dict[Path, int] = {}
         self._done: set[Path] = set()

@@ -24,7 +24,7 @@ def server() -> Iterator[S3Server]:
 @pytest.fixture(params=["s3", "file"])
 def store(request: pytest.FixtureRequest, server: S3Server, tmp_path: Path) -> ObjectStore:
     if request.param == "file":
-        return ObjectStore(f"file://{tmp_path}/a/run")
+        return ObjectStore(f"file://{tmp_path}/a/run", make=True)
     return ObjectStore(server.url(f"contract/{tmp_path.name}"))
 
 
@@ -112,6 +112,12 @@ def test_throttling_is_waited_out(server: S3Server) -> None:
 def test_a_url_that_cannot_work_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="store="):
         ObjectStore(url)
+
+
+def test_looking_makes_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        ObjectStore(f"file://{tmp_path}/nothing")
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
