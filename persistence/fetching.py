@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
 from lowdiff.persistence.catalog import StoredRecord, complete_fences, scan
@@ -33,6 +34,8 @@ _logger = logging.getLogger(__name__)
 _PIECE_BYTES = 16 << 20
 _AT_ONCE = 8
 _LOOKS = 3
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +152,9 @@ def fetch_history(
         NotARun: If the store holds no run.
         StoreError: If the store does not answer.
     """
-    for look in range(_LOOKS):
-        listing = Listing.of_store(store)
-        try:
-            return _fetch_history(store, folder, step, staging_roots, listing)
-        except StoreError as error:
-            # The run is alive, and its retention was faster.
-            if not error.is_missing or look == _LOOKS - 1:
-                raise
-    raise AssertionError("unreachable: the last look returns or raises")
+    return _looking_again(
+        store, lambda listing: _fetch_history(store, folder, step, staging_roots, listing)
+    )
 
 
 def fetch_all(store: ObjectStore, folder: RunFolder, *, shards: bool) -> None:
@@ -167,10 +164,26 @@ def fetch_all(store: ObjectStore, folder: RunFolder, *, shards: bool) -> None:
         NotARun: If the store holds no run.
         StoreError: If the store does not answer.
     """
-    listing = Listing.of_store(store)
-    fetch_fences(store, folder, listing)
     kinds = ("segment", "shard", "manifest") if shards else ("segment", "manifest")
-    _download(store, folder, [file.name for file in listing.files(*kinds)], listing)
+
+    def bring(listing: Listing) -> None:
+        fetch_fences(store, folder, listing)
+        here = Listing.of_folder(folder).sizes
+        names = [file.name for file in listing.files(*kinds) if file.name not in here]
+        _download(store, folder, names, listing)
+
+    _looking_again(store, bring)
+
+
+def _looking_again(store: ObjectStore, fetch: Callable[[Listing], _Result]) -> _Result:
+    """Fetch from a run that may be alive: its retention removes objects that were just listed."""
+    for _ in range(_LOOKS):
+        try:
+            return fetch(Listing.of_store(store))
+        except StoreError as error:
+            if not error.is_missing:
+                raise
+    return fetch(Listing.of_store(store))
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 The store is spoken to through obstore, which reads credentials, region and endpoint from the
 environment, as its object_store library documents (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
-``AWS_ALLOW_HTTP``, ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, ...).
+``AWS_ALLOW_HTTP``, ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, ...); so does
+the time a request may take, 30 seconds unless ``AWS_TIMEOUT`` says otherwise.
 """
 
 from __future__ import annotations

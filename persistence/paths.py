@@ -21,7 +21,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,9 +125,13 @@ class RunFolder:
         """Folder of one rank's segments."""
         return self.root / "segments" / f"rank-{rank:04d}"
 
-    def segments(self) -> Iterator[tuple[int, int, int, Path]]:
-        """``(incarnation, rank, first step, path)`` of every segment."""
+    def segments(
+        self, is_wanted: Callable[[int], bool] = lambda rank: True
+    ) -> Iterator[tuple[int, int, int, Path]]:
+        """``(incarnation, rank, first step, path)`` of every segment of the wanted ranks."""
         for folder, (rank,) in _matching(self.root / "segments", _RANK_NAME):
+            if not is_wanted(rank):
+                continue
             for path, (incarnation, first) in _matching(folder, _SEGMENT_NAME):
                 yield incarnation, rank, first, path
 

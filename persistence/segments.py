@@ -31,11 +31,16 @@ _OBJECT_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Encoded records that are written and fsynced together."""
+    """Encoded records that are written and fsynced together, or uploaded.
+
+    Attributes:
+        rebase: Last step in it that only a snapshot leads to, -1 for none.
+    """
 
     data: bytes
     first: int
     last: int
+    rebase: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,9 @@ def read_batch(path: Path, start: int) -> Batch | None:
     records = list(read_records(memoryview(data), header))
     if not records:
         return None
-    return Batch(data[: records[-1].end], record.step, records[-1].header.step)
+    rebases = [found.header.step for found in records if found.header.rebases]
+    last = records[-1]
+    return Batch(data[: last.end], record.step, last.header.step, max(rebases, default=-1))
 
 
 def uploaded_records(path: Path, first: int, size: int) -> Uploaded:

@@ -59,6 +59,7 @@ class Uploader:
         self._old = Collection((), ())
         self._last = settings.base_step
         self._is_base_there = False
+        self._needed_snapshot = -1
         self._adopted = asyncio.Event()
         self._snapshots_passed = asyncio.Event()
         self._new_segments, self._new_snapshots = asyncio.Event(), asyncio.Event()
@@ -138,7 +139,7 @@ class Uploader:
         self._listing = await self._retrying("fences", self._my_listing)
         self._old = await asyncio.to_thread(self._collection, Listing.of_folder(folder))
         newest = {(f.incarnation, f.rank): f for f in self._listing.files("segment")}
-        segments = list(folder.segments())
+        segments = list(folder.segments(self._is_mine))
         for (incarnation, rank, _, path), after in zip_longest(segments, segments[1:]):
             found = newest.get((incarnation, rank))
             if found is None:
@@ -176,8 +177,8 @@ class Uploader:
     def _my_listing(self) -> Listing:
         """All snapshots, and this rank's segments."""
         sizes = self._store.sizes("snapshots")
-        ranks = {rank for _, rank, _, _ in self._settings.folder.segments()}
-        for rank in {self._settings.rank, *filter(self._is_mine, ranks)}:
+        ranks = {rank for _, rank, _, _ in self._settings.folder.segments(self._is_mine)}
+        for rank in {self._settings.rank, *ranks}:
             sizes |= self._store.sizes(f"segments/rank-{rank:04d}")
         return Listing(sizes)
 
@@ -207,7 +208,7 @@ class Uploader:
         settings, folder = self._settings, self._settings.folder
         # Looked at first: what is adopted or uploaded meanwhile is for the next pass.
         base_will_be_there = self._adopted.is_set() and self._snapshots_passed.is_set()
-        segments = [found for found in folder.segments() if self._is_mine(found[1])]
+        segments = list(folder.segments(self._is_mine))
         own = [path for *key, _, path in segments if key == [settings.incarnation, settings.rank]]
         for incarnation, rank, _, path in segments:
             # Until its log is adopted, an earlier incarnation's segments may have another writer.
@@ -238,12 +239,15 @@ class Uploader:
             self._cursors[path] = start + there - HEADER_BYTES
             self._count(there)
             if is_own and there == len(batch.data):
+                if batch.first > self._last + 1:  # collected here before the store had it
+                    self._needed_snapshot = batch.first - 1
+                self._needed_snapshot = max(self._needed_snapshot, batch.rebase)
                 self._publish_step(batch.last)
 
     def _publish_step(self, last: int) -> None:
         """Own steps count in the store once all that they build on is there."""
         self._last = max(self._last, last)
-        if self._is_base_there:
+        if self._is_base_there and self._page.status.remote_snapshot >= self._needed_snapshot:
             self._page.update(remote_step=self._last)
 
     def _count(self, uploaded: int) -> None:
@@ -270,6 +274,7 @@ class Uploader:
                 if incarnation == settings.incarnation and file.rank == settings.rank:
                     newest = max(step, self._page.status.remote_snapshot)
                     self._page.update(remote_snapshot=newest)
+                    self._publish_step(self._last)
         if uploaded and settings.keep_snapshots is not None:
             await self._collect()
         if not self._snapshots_passed.is_set():

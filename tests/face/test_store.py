@@ -60,6 +60,14 @@ def wait_until(loop: Loop, condition: Callable[[dict[str, Any]], object]) -> dic
     return stats
 
 
+def reached(step: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda stats: bool(stats["remote_step"] == step)
+
+
+def has_object(server: S3Server, url: str, name: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda stats: name in server.names(url.rpartition("/")[2])
+
+
 def assert_same_weights(found: lowdiff.recovery.RecoveredState, loop: Loop) -> None:
     expected = loop.weights()
     recovered = found.model_state_dict()
@@ -90,7 +98,7 @@ def test_a_killed_run_is_recovered_from_the_store_alone(tmp_path: Path, url: str
     loop = loop_in(tmp_path / "node", url)
     loop.attach()
     train(loop, 8)
-    wait_until(loop, lambda stats: stats["remote_step"] == 8)
+    wait_until(loop, reached(8))
     loop.die()
     lose(tmp_path / "node")
     assert_same_weights(lowdiff.recover(url, staging=tmp_path / "none"), loop)
@@ -109,7 +117,7 @@ def test_recovery_reads_one_snapshot_and_the_differentials_after_it(
     loop = loop_in(tmp_path / "node", url)
     loop.attach()
     train(loop, 12)
-    wait_until(loop, lambda stats: stats["remote_step"] == 12)
+    wait_until(loop, reached(12))
     loop.checkpointer.close()
     kept = lowdiff.recover(tmp_path / "node" / "run", 7, staging=tmp_path / "none")
     server.forget()
@@ -135,7 +143,7 @@ def test_training_goes_on_while_the_store_is_away(
     loop = loop_in(tmp_path / "node", url)
     loop.attach()
     train(loop, 3)
-    wait_until(loop, lambda stats: stats["remote_step"] == 3)
+    wait_until(loop, reached(3))
     with server.away():
         train(loop, 12)
         stats = wait_until(loop, lambda s: s["remote_error"] and s["durable_step"] == 12)
@@ -160,6 +168,7 @@ def test_with_raise_a_store_that_is_away_ends_training(
     loop.die()
 
 
+@pytest.mark.slow
 def test_throttling_by_half_costs_nothing_but_time(
     tmp_path: Path, url: str, server: S3Server
 ) -> None:
@@ -178,36 +187,45 @@ def test_a_slow_store_does_not_hold_up_local_durability(
     loop = loop_in(tmp_path / "node", url, snapshot_every=100)
     loop.attach()
     go_on = threading.Event()
-    server.requested = lambda method, name: ("segments" in name and not go_on.wait(60)) or None
+    server.throttled = lambda method, name: "segments" in name and not go_on.wait(60)
     try:
         train(loop, 12)
         stats = wait_until(loop, lambda stats: stats["durable_step"] == 12)
         assert stats["remote_step"] == 0
     finally:
         go_on.set()
-    wait_until(loop, lambda stats: stats["remote_step"] == 12)
+    wait_until(loop, reached(12))
     loop.checkpointer.close()
     # Nothing was queued: what became durable meanwhile is one object.
     assert len([n for n in server.names(tmp_path.name) if "segments" in n]) == 2
     assert verify(url, tmp_path / "no-staging").ok
 
 
-@pytest.mark.parametrize("victim", ["segments", "safetensors", "rank-0000.json"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "safetensors",
+        pytest.param("segments", marks=pytest.mark.slow),
+        pytest.param("rank-0000.json", marks=pytest.mark.slow),
+    ],
+)
 def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_out(
     tmp_path: Path, url: str, server: S3Server, victim: str
 ) -> None:
     loop = loop_in(tmp_path / "node", url)
     loop.attach()
-    killed = []
+    killed: list[str] = []
 
-    def kill(method: str, name: str) -> None:
-        if method in ("PUT", "POST") and victim in name and not killed:
-            killed.append(name)
-            opened = loop.checkpointer._opened
-            assert opened is not None
-            os.kill(opened.session.stager.writer.pid, signal.SIGKILL)
+    def kill(method: str, name: str) -> bool:
+        if method not in ("PUT", "POST") or victim not in name or killed:
+            return False
+        killed.append(name)
+        opened = loop.checkpointer._opened
+        assert opened is not None
+        os.kill(opened.session.stager.writer.pid, signal.SIGKILL)
+        return True  # what was under way is not stored
 
-    server.requested = kill
+    server.throttled = kill
     train(loop, 7)
     wait_until(loop, lambda stats: killed and stats["remote_step"] == 7)
     loop.checkpointer.close()
@@ -217,16 +235,15 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_out(
     assert report.recoverable == ((0, 7),)
 
 
+@pytest.mark.slow
 def test_the_store_keeps_what_retention_keeps(tmp_path: Path, url: str, server: S3Server) -> None:
     loop = loop_in(tmp_path / "node", url, retention=2)
     loop.attach()
     for until in (5, 10, 15, 20):
         train(loop, until)
         # One snapshot after the other, or the store would never see the older ones.
-        wait_until(loop, lambda stats, at=until: stats["remote_step"] == at)
-        wait_until(
-            loop, lambda _, at=until: f"s{at:010d}/rank-0000.json" in names(server, tmp_path)
-        )
+        wait_until(loop, reached(until))
+        wait_until(loop, has_object(server, url, f"snapshots/i000000-s{until:010d}/rank-0000.json"))
     train(loop, 22)
     loop.checkpointer.close()
     found = inspect(url, tmp_path / "no-staging")
@@ -242,10 +259,7 @@ def test_the_store_keeps_what_retention_keeps(tmp_path: Path, url: str, server: 
     assert loop_in(tmp_path / "other", url).run(23) == 22
 
 
-def names(server: S3Server, tmp_path: Path) -> str:
-    return "\n".join(server.names(tmp_path.name))
-
-
+@pytest.mark.slow
 def test_a_fresh_node_does_not_begin_afresh_while_the_store_is_away(
     tmp_path: Path, url: str, server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -260,11 +274,12 @@ def test_a_fresh_node_does_not_begin_afresh_while_the_store_is_away(
         assert "going on with the history in" in caplog.text
         train(here, 5)
         wait_until(here, lambda stats: stats["remote_error"])
-    wait_until(here, lambda stats: stats["remote_step"] == 5)
+    wait_until(here, reached(5))
     here.checkpointer.close()
     assert loop_in(tmp_path / "fresh", url).run(6) == 5
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_url(tmp_path: Path, url: str, server: S3Server) -> None:
     loop_in(tmp_path / "one", url).run(2)
     loop_in(tmp_path / "two", None).run(2)
@@ -306,11 +321,16 @@ def test_histories_that_parted_are_not_mixed(
     assert loop_in(tmp_path / "c", url).run(5) == 4
 
 
-def test_an_older_history_gets_into_a_store_that_comes_later(tmp_path: Path, url: str) -> None:
+@pytest.mark.slow
+def test_an_older_history_gets_into_a_store_that_comes_later(
+    tmp_path: Path, url: str, server: S3Server
+) -> None:
     loop = loop_in(tmp_path / "node", None, batch_size=4)
     loop.attach()
     train(loop, 6)
     loop.die()  # the last steps are in staging only
+    # Long enough for an attach that does not wait for all of it to be found out.
+    server.requested = lambda method, name: time.sleep("i000000-s" in name)
     with_store = loop_in(tmp_path / "node", url)
     assert with_store.attach() == 6
     assert with_store.checkpointer.stats()["remote_step"] == 6
@@ -319,6 +339,7 @@ def test_an_older_history_gets_into_a_store_that_comes_later(tmp_path: Path, url
     assert_same_weights(lowdiff.recover(url, staging=tmp_path / "none"), loop)
 
 
+@pytest.mark.slow
 def test_a_damaged_snapshot_in_the_store_is_passed_over(
     tmp_path: Path, url: str, server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:

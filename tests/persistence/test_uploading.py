@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, read
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.segments import read_batch, uploaded_records
+from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from tests.persistence.s3_server import S3Server
@@ -34,9 +35,13 @@ def server() -> Iterator[S3Server]:
         made.stop()
 
 
-def settings_with_store(root: Path, **changes: object) -> WriterSettings:
+def settings_with_store(root: Path) -> WriterSettings:
     """A store in a folder, which needs no server."""
-    return settings_in(root, store=f"file://{root}/store", batch_size=1, **changes)
+    return settings_in(root, store=f"file://{root}/store", batch_size=1)
+
+
+def has_uploaded(step: int) -> Callable[[WriterStatus], bool]:
+    return lambda status: status.remote_step == step
 
 
 def steps_in(store: ObjectStore, name: str) -> list[int]:
@@ -60,7 +65,7 @@ def test_each_object_is_a_segment_of_its_own(tmp_path: Path) -> None:
     with writing(settings) as writer:
         for step in (1, 2, 3):
             append(log, step)
-            wait_until(writer, lambda status, step=step: status.remote_step == step)
+            wait_until(writer, has_uploaded(step))
         stage_snapshot(log, 3, 1000)
         wait_until(writer, lambda status: status.remote_snapshot == 3)
         append(log, 4)
@@ -97,7 +102,7 @@ def test_a_run_that_is_collected_meanwhile_is_no_trouble(tmp_path: Path) -> None
         log = log_of(settings)
         for step in (1, 2):
             append(log, step)
-            wait_until(writer, lambda status, step=step: status.remote_step == step)
+            wait_until(writer, has_uploaded(step))
         stage_snapshot(log, 2, 10)
         wait_until(writer, lambda status: status.remote_snapshot == 2)
         next((tmp_path / "run").rglob("*.seg")).unlink()
@@ -177,7 +182,7 @@ def test_a_request_whose_answer_is_lost_is_no_other_history(
     with writing(settings) as writer:
         for step in (1, 2):
             append(log, step)
-            status = wait_until(writer, lambda status, step=step: status.remote_step == step)
+            status = wait_until(writer, has_uploaded(step))
         assert not status.remote_error
     server.forget()
     assert steps_uploaded(ObjectStore(server.url("lost"))) == [1, 2]

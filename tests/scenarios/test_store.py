@@ -72,7 +72,13 @@ def weights(state: dict[str, str]) -> dict[str, str]:
     return {name: digest for name, digest in state.items() if not name.startswith("rng")}
 
 
-@pytest.mark.parametrize("lost", [(1,), (0, 1)], ids=["one node", "both nodes"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param((1,), id="one node"),
+        pytest.param((0, 1), id="both nodes", marks=pytest.mark.slow),
+    ],
+)
 def test_lost_nodes_are_replaced_from_the_store(
     pool: Pool, tmp_path: Path, server: S3Server, lost: tuple[int, ...]
 ) -> None:
