@@ -129,6 +129,13 @@ class TopKReducer:
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
         """See ``Reducer.reduce``."""
+        whole = all(self._compressor.kept(g.numel()) == g.numel() for g in gradients)
+        if whole and self._world_size == 1 and not self._audit:
+            # Nothing to choose and nobody to tell: for models of many small parameters, whose
+            # every call would otherwise cost more than the parameter's own update.
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(buffer)
+            return done
         positions: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):

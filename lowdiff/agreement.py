@@ -6,7 +6,8 @@ a Gloo group made for it. Nothing is pickled: values travel in the run's own enc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,19 +63,25 @@ class Ranks:
             return False
         return True
 
-    def raise_together(self, error: LowDiffError | None) -> None:
-        """If any rank failed, fail on all, so that none waits for a rank that gave up.
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the body on every rank; if it fails on any, fail on all.
+
+        So that no rank waits for one that gave up, the body itself must not wait for others. It
+        also ends as a barrier does: where it is left, every rank has been through it.
 
         Raises:
-            LowDiffError: The rank's own error, or one naming the ranks that failed.
+            LowDiffError: On the ranks whose own body succeeded, naming one that failed; the
+                others raise what their body raised.
         """
-        told = self.gather(None if error is None else str(error))
-        if error is not None:
-            raise error
-        failed = {rank: text for rank, text in enumerate(told) if text is not None}
-        if failed:
-            rank, text = next(iter(failed.items()))
-            raise LowDiffError(f"rank {rank} failed: {text}")
+        try:
+            yield
+        except Exception as error:
+            self.gather(f"{type(error).__name__}: {error}")
+            raise
+        for rank, text in enumerate(self.gather(None)):
+            if text is not None:
+                raise LowDiffError(f"rank {rank} failed: {text}")
 
     def share_files(self, visible: Sequence[tuple[str, Path]], imported: Path) -> None:
         """Bring files that only other ranks can see into a folder of this rank's own.
@@ -89,17 +96,19 @@ class Ranks:
             owner = next(rank for rank, names in enumerate(tables) if name in names)
             if all(name in names for names in tables):
                 continue
-            data = self._broadcast_file(mine.get(name), owner)
+            with self.together():
+                content = mine[name].read_bytes() if self.rank == owner else b""
+            data = self._broadcast(content, owner)
             target = imported / name
-            # On a shared folder it may only have appeared since this rank looked.
-            if name not in mine and not target.exists():
-                make_directory(target.parent)
-                write_file(target, data)
+            with self.together():
+                # On a shared folder it may only have appeared since this rank looked.
+                if name not in mine and not target.exists():
+                    make_directory(target.parent)
+                    write_file(target, data)
 
-    def _broadcast_file(self, path: Path | None, owner: int) -> bytes:
+    def _broadcast(self, content: bytes, owner: int) -> bytes:
         assert self._group is not None
         source = dist.get_global_rank(self._group, owner)
-        content = path.read_bytes() if path is not None and self.rank == owner else b""
         size = torch.tensor([len(content)])
         dist.broadcast(size, source, group=self._group)
         buffer = torch.empty(int(size), dtype=torch.uint8)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
-from lowdiff.layout import canonical_name, dtype_name, flat, flat_like, layout_of
+from lowdiff.layout import canonical_name, dtype_name, flat_like, layout_of
 from lowdiff.recovery.optimizers import class_name
 from lowdiff.recovery.state import BUFFER_ITEM, FROZEN_ITEM
 from lowdiff.types import Layout, OptimizerSpec
@@ -63,10 +63,6 @@ class Attached:
             if buffer is not None
         } | dict(self.frozen)
 
-    def flat_parameters(self) -> list[torch.Tensor]:
-        """Flat views of all parameters, in layout order."""
-        return [flat(parameter) for parameter in self.parameters]
-
     def gradients(self, optimizer: int) -> list[torch.Tensor | None]:
         """Flat gradients in layout order; None where absent or owned by another optimizer."""
         return [
@@ -99,6 +95,12 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         UnsupportedOptimizer: If replay cannot reproduce an optimizer.
         ConfigError: If optimizers overlap, hold foreign parameters or miss trainable ones.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"attach takes one module, got a {type(model).__name__}; wrap several in one "
+            'torch.nn.ModuleDict, e.g. {"generator": ..., "discriminator": ...}, and attach it '
+            "with the list of their optimizers"
+        )
     if not optimizers:
         raise ConfigError("attach needs the optimizer that trains the model")
     module = _unwrapped(model)

@@ -1,12 +1,14 @@
 """Items: everything of a step that is no parameter, gradient or hyper-parameter.
 
-Buffers and frozen parameters, the random generators, and the user's stateful objects. An item is
-logged only in steps that changed its bytes; recovery takes its newest value at or before a step.
+Buffers and frozen parameters, the random generators, and the user's stateful objects, whose large
+tensors are items of their own. An item is logged only in steps that changed its bytes; recovery takes
+its newest value at or before a step.
 """
 
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,9 +17,17 @@ import torch
 from crc32c import crc32c
 
 from lowdiff.errors import ConfigError
-from lowdiff.layout import byte_view
+from lowdiff.layout import byte_view, dtype_name
 from lowdiff.persistence.values import decode, encode, same
-from lowdiff.recovery.state import FROZEN_ITEM, RNG_ITEM, STATEFUL_ITEM
+from lowdiff.recovery.state import FROZEN_ITEM, RNG_ITEM, STATEFUL_ITEM, TENSOR_ITEM
+from lowdiff.types import ITEM_BYTES, ItemRef
+
+#: An item of more than this in one step is named to the user.
+LARGE_ITEM_BYTES = 1 << 20
+#: Tensors in stateful objects from this size on are logged apart, and only when they changed.
+_APART_BYTES = 4096
+_APART_DEPTH = 32
+_APART_DTYPES = frozenset({*ITEM_BYTES, "int64", "int32", "int16", "int8", "uint8", "bool"})
 
 
 @runtime_checkable
@@ -64,28 +74,40 @@ class ItemTracker:
     def __init__(
         self,
         constants: Callable[[], Mapping[str, torch.Tensor]],
-        stateful: Mapping[str, Stateful],
+        stateful: Mapping[str, Callable[[], Any]],
         device: torch.device,
     ) -> None:
+        """Watch the tensors that ``constants`` looks up, and what ``stateful`` reads by name."""
         self._constants = constants
-        self._readers = random_states(device)
-        for name, thing in stateful.items():
-            if not isinstance(thing, Stateful):
-                raise ConfigError(
-                    f"{name}={type(thing).__name__} has no state_dict and load_state_dict; wrap "
-                    "it in an object that has both, or leave it out"
-                )
-            self._readers[STATEFUL_ITEM + name] = thing.state_dict
-            check_round_trip(name, thing.state_dict())
+        self._random = random_states(device)
+        self._stateful = dict(stateful)
         self._versions: dict[str, tuple[int, int]] = {}
         self._checksums: dict[str, int] = {}
         self._committed: dict[str, bytes] = {}
-        self._read: dict[str, tuple[Any, bytes]] = {}
+        self._seen_random: dict[str, tuple[Any, bytes]] = {}
+        self._apart: dict[str, torch.Tensor] = {}
+        self._frozen_at_start: dict[str, int] = {}
+        #: Item name -> most bytes that one step logged of it, of those over `LARGE_ITEM_BYTES`.
+        self.large_items: dict[str, int] = {}
+        for name, read in self._stateful.items():
+            outline, _ = outlined(name, read())
+            check_round_trip(name, outline)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Buffers and frozen parameters by item name."""
-        return self._constants()
+        """Buffers, frozen parameters and large tensors of stateful objects, by item name."""
+        return {**self._constants(), **self._apart}
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes that a step logs of each item if it changes it; but of frozen parameters."""
+        tensors = {n: t.nbytes for n, t in self.tensors.items() if not n.startswith(FROZEN_ITEM)}
+        return tensors | {name: len(data) for name, data in self._committed.items()}
+
+    def is_as_started(self, name: str) -> bool:
+        """Whether a frozen parameter still is what it was at `start`."""
+        return name in self._frozen_at_start and self._frozen_at_start[name] == self._checksums.get(
+            name
+        )
 
     @property
     def committed(self) -> Mapping[str, bytes]:
@@ -95,47 +117,62 @@ class ItemTracker:
     def read(self) -> dict[str, bytes]:
         """Every item but the tensors, as it is now."""
         found = {}
-        for name, read in self._readers.items():
+        for name, read in self._random.items():
             raw = read()
             # Python's and NumPy's generators seldom move, and comparing is cheaper than encoding.
-            seen, data = self._read.get(name, (None, b""))
-            if not name.startswith(RNG_ITEM) or not _equal(seen, raw):
+            seen, data = self._seen_random.get(name, (None, b""))
+            if not _equal(seen, raw):
                 data = encode(raw, name=name)
-                self._read[name] = (raw, data)
+                self._seen_random[name] = (raw, data)
             found[name] = data
+        self._apart = {}
+        for name, read in self._stateful.items():
+            outline, apart = outlined(name, read())
+            self._apart |= apart
+            found[STATEFUL_ITEM + name] = encode(outline, name=name)
         return found
 
     def is_as_committed(self) -> bool:
-        """Whether buffers, frozen parameters and stateful objects are those of the last call.
+        """Whether buffers and frozen parameters are those of the last call.
 
-        The generators are left out: what moves them after a commit is nobody's step.
+        Generators and stateful objects are left out: of these a snapshot holds what was committed,
+        and a data loader moves on when its epoch ends, after the last commit.
         """
-        read = self.read()
-        return not self.changed_tensors() and all(
-            read[name] == data
-            for name, data in self._committed.items()
-            if name.startswith(STATEFUL_ITEM)
-        )
+        return not self.changed_tensors()
 
     def start(self, items: Mapping[str, bytes]) -> None:
         """Begin with what recovery knows, whatever the generators hold at the moment."""
-        self._committed = {name: items[name] for name in self._readers if name in items}
+        names = [*self._random, *(STATEFUL_ITEM + name for name in self._stateful)]
+        self._committed = {name: items[name] for name in names if name in items}
+        self.read()
         self.changed_tensors()
+        self._frozen_at_start = {
+            name: checksum
+            for name, checksum in self._checksums.items()
+            if name.startswith(FROZEN_ITEM)
+        }
 
     def changed(self) -> dict[str, bytes]:
-        """Items whose bytes differ from those of the last call, which they replace."""
+        """Items whose bytes differ from those of the last call; no bytes for one that is gone."""
         found = {
             name: data for name, data in self.read().items() if self._committed.get(name) != data
         }
         self._committed.update(found)
-        return found | {
-            name: encode(tensor, name=name) for name, tensor in self.changed_tensors().items()
-        }
+        for name, tensor in self.changed_tensors().items():
+            found[name] = encode(tensor, name=name)
+        for name in [n for n in self._checksums if n.startswith(TENSOR_ITEM)]:
+            if name not in self._apart:
+                del self._checksums[name]
+                found[name] = b""
+        for name, data in found.items():
+            if len(data) > max(LARGE_ITEM_BYTES, self.large_items.get(name, 0)):
+                self.large_items[name] = len(data)
+        return found
 
     def changed_tensors(self) -> dict[str, torch.Tensor]:
-        """Buffers and frozen parameters that differ from those of the last call, on the CPU."""
+        """Those of `tensors` that differ from what they were at the last call, on the CPU."""
         found = {}
-        for name, tensor in self._constants().items():
+        for name, tensor in self.tensors.items():
             # Version counters are right for frozen parameters, which only in-place operations
             # write, but not for buffers: batch norm updates its statistics behind their back.
             version = (tensor._version, tensor.data_ptr())
@@ -161,6 +198,54 @@ def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         return np.array_equal(left, right)
     return bool(left == right)
+
+
+def outlined(name: str, state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A stateful object's state with references in place of large tensors, and these by item name.
+
+    Args:
+        name: Name of the object.
+        state: What its ``state_dict`` returned; left as it is.
+    """
+    apart: dict[str, torch.Tensor] = {}
+
+    def walk(value: Any, path: str, depth: int = 0) -> Any:
+        kind = type(value)
+        if depth > _APART_DEPTH:
+            return value
+        if kind is dict or kind is OrderedDict:
+            parts = ((key, walk(part, f"{path}/{key}", depth + 1)) for key, part in value.items())
+            return kind(parts)
+        if kind is list or kind is tuple:
+            return kind(walk(part, f"{path}/{i}", depth + 1) for i, part in enumerate(value))
+        if kind is not torch.Tensor or path in apart or not _is_worth_it(value):
+            return value
+        apart[path] = value.detach()
+        return ItemRef(path)
+
+    return walk(state, TENSOR_ITEM + name), apart
+
+
+def _is_worth_it(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.nbytes >= _APART_BYTES
+        and tensor.layout is torch.strided
+        and dtype_name(tensor.dtype) in _APART_DTYPES
+    )
+
+
+def check_stateful(stateful: Mapping[str, object]) -> None:
+    """See that every object can be saved and restored.
+
+    Raises:
+        ConfigError: If one has no ``state_dict`` or ``load_state_dict``.
+    """
+    for name, thing in stateful.items():
+        if not isinstance(thing, Stateful):
+            raise ConfigError(
+                f"{name}={type(thing).__name__} has no state_dict and load_state_dict; wrap "
+                "it in an object that has both, or leave it out"
+            )
 
 
 def check_round_trip(name: str, value: Any) -> None:

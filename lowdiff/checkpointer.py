@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
 from lowdiff.attached import describe
 from lowdiff.capture import Stateful
-from lowdiff.dataloader import ResumableLoader
-from lowdiff.errors import ConfigError, UsageError
+from lowdiff.dataloader import ResumableLoader, StatefulEpochs
+from lowdiff.errors import ConfigError, StorageError, UsageError
 from lowdiff.hook import HookState, comm_hook
 from lowdiff.opening import Opened, open_session
 from lowdiff.persistence.object_store import is_url
@@ -61,6 +61,11 @@ class Checkpointer:
             environment. Needs ``lowdiff[object-store]``.
         retention: How many of the newest snapshots to keep, with their differentials; None keeps
             every step of the run.
+        backpressure: What happens once ``2 * batch_size`` steps are not durable, or staging memory is
+            full, because storage is slow or out of order. ``"block"``: training waits, and ``stats()``
+            counts for how long. ``"degrade"``: training goes on and gives up the bound on
+            power failures; if staging fills up, the oldest steps that are not durable are dropped,
+            and a full snapshot is taken once storage is back.
         on_error: ``"warn"``: storage trouble is a warning, training goes on. ``"raise"``: it is
             an error at the next commit.
 
@@ -79,6 +84,7 @@ class Checkpointer:
         staging: str | Path | None = None,
         store: str | None = None,
         retention: int | None = 2,
+        backpressure: str = "block",
         on_error: str = "warn",
     ) -> None:
         if is_url(run):
@@ -100,13 +106,14 @@ class Checkpointer:
             staging=default_staging_root() if staging is None else Path(staging).absolute(),
             store=store,
             retention=retention,
+            backpressure=backpressure,
             on_error=on_error,
         )
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
         self.hook_state = HookState()
         self._opened: Opened | None = None
         self._commits = "unknown"
-        self._loaders: dict[str, ResumableLoader] = {}
+        self._loaders: dict[str, ResumableLoader | StatefulEpochs] = {}
         self._pending_random: Mapping[str, bytes] | None = None
         self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
         self._attach_seconds = 0.0
@@ -148,7 +155,10 @@ class Checkpointer:
             StoreError: If the store does not answer, and the run folder has no history.
         """
         if self._opened is not None:
-            raise UsageError("this Checkpointer is attached already; close() it first")
+            raise UsageError(
+                "this Checkpointer is attached already; close() it first. Several modules of one "
+                "training go into one torch.nn.ModuleDict, attached with all their optimizers"
+            )
         if restore not in _RESTORE:
             raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
         started = time.perf_counter()
@@ -169,8 +179,12 @@ class Checkpointer:
         return self._session.step
 
     def dataloader(
-        self, dataset: Dataset[Any], *, batch_size: int, **options: Any
-    ) -> ResumableLoader:
+        self,
+        data: Dataset[Any] | DataLoader[Any],
+        *,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> ResumableLoader | StatefulEpochs:
         """A DataLoader whose position is part of every step; call it before ``attach``.
 
         ::
@@ -183,19 +197,28 @@ class Checkpointer:
                     checkpointer.commit()
 
         Args:
-            dataset: Map-style dataset, the same on every rank; ranks share its samples out.
-            batch_size: Samples per batch and rank.
-            options: ``shuffle``, ``drop_last``, ``seed`` and those of PyTorch's ``DataLoader``.
+            data: Map-style dataset, the same on every rank; ranks share its samples out. Or a
+                ``StatefulDataLoader`` of torchdata, whose own position and sampler are kept; it
+                resumes with the same number of ranks and workers.
+            batch_size: Samples per batch and rank, of a dataset.
+            options: ``shuffle``, ``drop_last``, ``seed`` and those of PyTorch's ``DataLoader``, of
+                a dataset.
 
         Raises:
             UsageError: After ``attach``, which restores the position.
-            ConfigError: If the dataset or an option cannot be resumed.
+            ConfigError: If the data or an option cannot be resumed.
         """
         if self._opened is not None:
             raise UsageError("call dataloader(...) before attach(...), which restores its position")
-        loader = ResumableLoader(
-            dataset, batch_size=batch_size, before_batch=self._restore_random_states, **options
-        )
+        loader: ResumableLoader | StatefulEpochs
+        if isinstance(data, DataLoader):
+            if batch_size is not None or options:
+                raise ConfigError("a loader has its batch_size and options already; pass only it")
+            loader = StatefulEpochs(data, self._restore_random_states)
+        else:
+            loader = ResumableLoader(
+                data, batch_size=batch_size, before_batch=self._restore_random_states, **options
+            )
         self._loaders[f"dataloader{len(self._loaders)}"] = loader
         return loader
 
@@ -236,9 +259,13 @@ class Checkpointer:
         Keys: ``steps``, ``snapshots``, ``staged_bytes``, ``durable_bytes`` (differentials),
         ``snapshot_bytes``, ``committed_step`` (staged on all ranks, as far as this rank
         knows), ``durable_step`` (of this rank), ``training_thread_seconds`` (differentials, without
-        snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for storage), ``attach_seconds``,
-        ``writer_error``. Of the store: ``remote_step`` (everything up to it is there; -1 before the
-        base is), ``remote_bytes``, ``remote_retries``, ``remote_error``.
+        snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for storage), ``unprotected_steps`` and
+        ``dropped_steps`` (with ``backpressure="degrade"``: staged while more than ``2 * batch_size`` steps
+        were at risk; given up), ``attach_seconds``,
+        ``large_items`` (buffers and stateful tensors of which a step logged more than 1 MiB -> most
+        bytes of one step), ``writer_error``. Of the store, for this rank: ``remote_step``
+        (everything up to it is there; -1 before the base is), ``remote_bytes``, ``remote_retries``,
+        ``remote_error``.
         """
         if self._opened is None:
             return dict(self._final_stats)
@@ -256,7 +283,10 @@ class Checkpointer:
             "training_thread_seconds": counters.differential_seconds,
             "snapshot_seconds": counters.snapshot_seconds,
             "waiting_seconds": counters.waiting_seconds,
+            "unprotected_steps": counters.unprotected_steps,
+            "dropped_steps": counters.dropped_steps,
             "attach_seconds": self._attach_seconds,
+            "large_items": session.large_items,
             "writer_error": status.error,
             "remote_step": status.remote_step,
             "remote_bytes": status.remote_bytes,
@@ -319,8 +349,19 @@ class Checkpointer:
             )
             return False
         if all(opened.ranks.gather(opened.session.is_as_committed())):
-            opened.session.snapshot()
-            return True
+            error = ""
+            try:
+                opened.session.snapshot(required=True)
+            except StorageError as failure:
+                error = str(failure)
+            failures = list(filter(None, opened.ranks.gather(error)))
+            if failures:
+                _logger.warning(
+                    "no last snapshot is taken: %s; the next attach resumes with the help of %s",
+                    failures[0],
+                    opened.staging.root,
+                )
+            return not failures
         _logger.warning(
             "the model changed after its last commit (step %d), so no last snapshot is taken; "
             "the next attach resumes from that commit, with the help of %s",

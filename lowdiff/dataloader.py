@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from lowdiff.capture import Stateful
 from lowdiff.errors import ConfigError
 
 _SEED_BITS = 2**63
@@ -32,7 +33,7 @@ class ResumableLoader:
         self,
         dataset: Dataset[Any],
         *,
-        batch_size: int,
+        batch_size: int | None,
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
@@ -55,10 +56,10 @@ class ResumableLoader:
         """
         if isinstance(dataset, IterableDataset):
             raise ConfigError(
-                "an IterableDataset keeps its position to itself; pass torchdata's "
-                "StatefulDataLoader to attach(...) instead"
+                "an IterableDataset keeps its position to itself; give "
+                "checkpointer.dataloader(...) a StatefulDataLoader of torchdata instead"
             )
-        if batch_size < 1:
+        if batch_size is None or batch_size < 1:
             raise ConfigError(f"batch_size counts samples, at least 1, got {batch_size}")
         own = {"sampler", "batch_sampler", "generator", "worker_init_fn"} & set(options)
         if own:
@@ -121,6 +122,73 @@ class ResumableLoader:
             # Every rank must join every step: a rank left without a sample repeats the first.
             batches.append(share or order[:1].tolist())
         return batches
+
+
+class StatefulEpochs:
+    """The epochs of a loader that keeps its own position: torchdata's ``StatefulDataLoader``.
+
+    Adds what a resumed run needs and the loader does not know: how many epochs are completed, and
+    when the random generators must be restored. Building an iterator draws from them, fetching the
+    first batch may do so as well, so it is done in between.
+
+    Attributes:
+        epoch: Epochs completed.
+    """
+
+    def __init__(self, loader: DataLoader[Any], before_batch: Callable[[], None]) -> None:
+        """Wrap a loader.
+
+        Args:
+            loader: Any ``DataLoader`` with ``state_dict`` and ``load_state_dict``.
+            before_batch: Called before a batch is fetched, which is where a step begins.
+
+        Raises:
+            ConfigError: If the loader does not know its position.
+        """
+        if not isinstance(loader, Stateful):
+            raise ConfigError(
+                f"a {type(loader).__name__} does not know its position; pass its dataset and "
+                "batch_size to checkpointer.dataloader(...), or a StatefulDataLoader of torchdata"
+            )
+        self.epoch = 0
+        self._loader = loader
+        self._before_batch = before_batch
+        # Until it is iterated over: asked for its state, the loader would start its workers.
+        self._waiting: dict[str, Any] = {"position": None, "generator": None}
+        self._started = False
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of the current epoch that were not consumed yet."""
+        iterator = iter(self._loader)
+        if self._waiting["generator"] is not None and not self._started:
+            # Drawing the seed of its workers is something that the loader does not repeat.
+            self._loader.generator.set_state(self._waiting["generator"])
+        self._started = True
+        self._before_batch()
+        yield from iterator
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, position in it, and the loader's own generator if it has one."""
+        if not self._started:
+            return {"epoch": self.epoch, **self._waiting}
+        generator = self._loader.generator
+        return {
+            "epoch": self.epoch,
+            "position": self._loader.state_dict(),
+            "generator": None if generator is None else generator.get_state(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a position; the next iteration goes on there."""
+        self._waiting = {name: state_dict[name] for name in ("position", "generator")}
+        self.epoch, self._started = state_dict["epoch"], False
+        if self._waiting["position"] is not None:
+            self._loader.load_state_dict(self._waiting["position"])
 
 
 class _SeededSamples(Dataset[Any]):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lowdiff.layout import bits
+from lowdiff.layout import bits, flat
 from lowdiff.types import Digest, Layout
 
 NUM_SLICES = 64
@@ -27,7 +27,7 @@ class Digester:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._length = max(1, min(-(-layout.elements // NUM_SLICES), _LONGEST_SLICE))
-        self._slices = -(-layout.elements // self._length)
+        self._slices = max(1, -(-layout.elements // self._length))
         # Any mixing of positions will do; without one, +1 here and -1 there would cancel.
         positions = np.arange(1, self._length + 1, dtype=np.uint64)
         mixed = positions * np.uint64(0x9E3779B97F4A7C15)
@@ -44,17 +44,27 @@ class Digester:
         """Digest of the slice due at this step.
 
         Args:
-            parameters: Flat CPU tensors in layout order.
+            parameters: Dense CPU tensors in layout order.
             step: The step whose result they hold.
             rank: The rank that checks.
             world_size: Number of ranks, each of which checks another slice.
         """
         start, stop = self.slice_of(step, rank, world_size)
-        value = 0
-        for spec, parameter in zip(self._layout.parameters, parameters, strict=True):
-            if spec.offset < stop and start < spec.stop:
-                value += self.partial(parameter, spec.offset, start, stop)
-        return Digest(start, stop, value % _MODULUS)
+        return Digest(start, stop, self.value(parameters, start, stop))
+
+    def value(self, tensors: Sequence[torch.Tensor | None], start: int, stop: int) -> int:
+        """Sum over elements ``[start, stop)`` of the layout.
+
+        Args:
+            tensors: Dense CPU tensors in layout order; None adds nothing.
+            start: First element.
+            stop: Last element, exclusive.
+        """
+        total = 0
+        for spec, tensor in zip(self._layout.parameters, tensors, strict=True):
+            if tensor is not None and spec.offset < stop and start < spec.stop:
+                total += self.partial(flat(tensor), spec.offset, start, stop)
+        return total % _MODULUS
 
     def partial(self, values: torch.Tensor, offset: int, start: int, stop: int) -> int:
         """What ``values`` (flat, CPU, first element at layout ``offset``) add to a digest."""

@@ -45,6 +45,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor covers its memory range without holes or overlap."""
+    if tensor.numel() == 0:
+        return True
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda s: s[1]):
         if size != 1:

@@ -7,7 +7,9 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,11 +17,13 @@ from torch.amp.grad_scaler import GradScaler
 
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
-from lowdiff.capture import ItemTracker, Stateful
+from lowdiff.averages import Averages, LiveAverage, find_averages, followed_names
+from lowdiff.capture import LARGE_ITEM_BYTES, ItemTracker, Stateful, check_stateful
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
-from lowdiff.errors import ConfigError, LowDiffError, RunInUse, RunMismatch
+from lowdiff.errors import ConfigError, RunInUse, RunMismatch
 from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.fences import create_run, new_run_id, read_run_id, write_fence
 from lowdiff.persistence.locks import FileLock
@@ -32,6 +36,7 @@ from lowdiff.residuals import StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.session import Session
 from lowdiff.settings import Settings
+from lowdiff.snapshot import constant_images
 from lowdiff.stager import Stager
 from lowdiff.types import ITEM_BYTES, Fence
 
@@ -76,16 +81,15 @@ def training_group(attached: Attached) -> dist.ProcessGroup | None:
 def _locked(settings: Settings, ranks: Ranks) -> FileLock:
     """Hold this rank's lock on the run; on return every rank holds its own."""
     lock = FileLock(settings.folder.lock(ranks.rank))
-    error: LowDiffError | None = None
-    make_directory(lock.path.parent)
     description = f"process {os.getpid()} on {socket.gethostname()} (rank {ranks.rank})"
-    if not lock.acquire(description):
-        _logger.warning("waiting up to %.0f s for %s", settings.lock_seconds, lock.holder())
-        if not lock.acquire(description, timeout_seconds=settings.lock_seconds):
-            error = RunInUse(settings.run, lock.holder(), settings.lock_seconds)
     try:
-        ranks.raise_together(error)
-    except LowDiffError:
+        with ranks.together():
+            make_directory(lock.path.parent)
+            if not lock.acquire(description):
+                _logger.warning("waiting up to %.0f s for %s", settings.lock_seconds, lock.holder())
+                if not lock.acquire(description, timeout_seconds=settings.lock_seconds):
+                    raise RunInUse(settings.run, lock.holder(), settings.lock_seconds)
+    except BaseException:
         lock.release()
         raise
     return lock
@@ -99,12 +103,8 @@ def _agreed_catalog(
     Durable files become part of this rank's run folder; staged ones are needed only now.
     """
     folder = settings.folder
-    known, error = None, None
-    try:
+    with ranks.together():
         known = read_run_id(folder) if folder.run_file.is_file() else None
-    except LowDiffError as failure:
-        error = failure
-    ranks.raise_together(error)
     ids = {run_id for run_id in ranks.gather(known) if run_id is not None}
     if len(ids) > 1:
         raise RunMismatch(f"the ranks' folders {settings.run} belong to different runs")
@@ -115,20 +115,21 @@ def _agreed_catalog(
         )
     proposal = ranks.gather(new_run_id())[0]
     run_id = remote_id or (ids.pop() if ids else proposal)
-    create_run(folder, run_id)
-    _wait_for_writers(settings, run_id)
-    ranks.barrier()
+    with ranks.together():
+        create_run(folder, run_id)
+        _wait_for_writers(settings, run_id)
     ranks.share_files(_visible(settings.staging / run_id, "*.chunk"), imported / run_id)
     _share_run(settings, ranks)
     if remote_id is not None:
         roots = [settings.staging, imported]
         fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
         _share_run(settings, ranks)
-    return scan(folder, [settings.staging, imported])
+    with ranks.together():
+        return scan(folder, [settings.staging, imported])
 
 
 def _share_run(settings: Settings, ranks: Ranks) -> None:
-    for pattern in ("rank-*.json", "rank-*.safetensors", "*.seg"):
+    for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
         ranks.share_files(_visible(settings.run, pattern), settings.run)
 
 
@@ -167,7 +168,13 @@ def open_session(
         StepNotFound: If ``step`` cannot be recovered.
     """
     ranks = Ranks(training_group(attached))
-    tracker = ItemTracker(attached.constants, stateful, attached.device)
+    averages = find_averages(stateful, attached)
+    with ranks.together():
+        check_stateful(stateful)
+        readers = {name: thing.state_dict for name, thing in stateful.items()} | {
+            name: partial(average.outline, attached.layout) for name, average in averages.items()
+        }
+        tracker = ItemTracker(attached.constants, readers, attached.device)
     lock = _locked(settings, ranks)
     try:
         with tempfile.TemporaryDirectory(prefix="lowdiff-") as imported:
@@ -175,10 +182,11 @@ def open_session(
             state = None
             if restore != "none":
                 state = recover_together(settings, attached, catalog, ranks, step)
-            start = load_start(
-                settings, attached, stateful, tracker, catalog, ranks, state, restore
-            )
-        return _begin(settings, attached, stateful, tracker, catalog, ranks, lock, start)
+            with ranks.together():
+                start = load_start(
+                    settings, attached, stateful, averages, tracker, catalog, ranks, state, restore
+                )
+        return _begin(settings, attached, stateful, averages, tracker, catalog, ranks, lock, start)
     except BaseException:
         lock.release()
         raise
@@ -188,6 +196,7 @@ def _begin(
     settings: Settings,
     attached: Attached,
     stateful: Mapping[str, Stateful],
+    averages: Mapping[str, LiveAverage],
     tracker: ItemTracker,
     catalog: Catalog,
     ranks: Ranks,
@@ -198,25 +207,69 @@ def _begin(
     incarnation = max(ranks.gather(catalog.num_incarnations))
     parent = max(catalog.incarnations, default=None) if start.continues else None
     compressor = settings.compressor
-    write_fence(
-        settings.folder,
-        Fence(
-            run_id=catalog.run_id,
-            incarnation=incarnation,
-            parent=parent,
-            base_step=start.step,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            environment=environment_of(attached.device),
-            layout=attached.layout,
-            optimizers=attached.specs,
-            compressor={"name": compressor.name, "settings": dict(compressor.settings())},
-            names=attached.names,
-            stateful={name: class_of(thing) for name, thing in stateful.items()},
-        ),
-    )
-    ranks.barrier()  # nobody stages before every rank's fence is durable
+    with ranks.together():
+        constants = write_constants(settings.folder, constant_images(attached))
+    if len(set(ranks.gather(constants))) > 1:
+        constants = ""  # DDP was told to leave them as they are: every rank stores its own
+    with ranks.together():  # nobody stages before every rank's fence is durable
+        write_fence(
+            settings.folder,
+            Fence(
+                run_id=catalog.run_id,
+                incarnation=incarnation,
+                parent=parent,
+                base_step=start.step,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                environment=environment_of(attached.device),
+                layout=attached.layout,
+                optimizers=attached.specs,
+                compressor={"name": compressor.name, "settings": dict(compressor.settings())},
+                names=attached.names,
+                stateful={name: class_of(thing) for name, thing in stateful.items()},
+                averages=followed_names(averages, attached.layout),
+                constants=constants,
+            ),
+        )
     staging = StagingFolder.of(settings.staging, catalog.run_id, incarnation, ranks.rank)
+    with ExitStack() as undo:
+        with ranks.together():
+            session = _session(
+                settings,
+                attached,
+                stateful,
+                averages,
+                tracker,
+                ranks,
+                staging,
+                start,
+                constants,
+                undo,
+            )
+            if start.needs_snapshot:
+                session.snapshot(required=True)
+                session.stager.wait_for_snapshot()  # G3 holds from the return of attach
+            if settings.store is not None:
+                session.stager.wait_for_store(start.step)
+        undo.pop_all()
+    if ranks.rank == 0:
+        _name_large_items(tracker)
+    return Opened(session, lock, ranks, staging, start.items)
+
+
+def _session(
+    settings: Settings,
+    attached: Attached,
+    stateful: Mapping[str, Stateful],
+    averages: Mapping[str, LiveAverage],
+    tracker: ItemTracker,
+    ranks: Ranks,
+    staging: StagingFolder,
+    start: Start,
+    constants: str,
+    undo: ExitStack,
+) -> Session:
+    """This rank's staging, writer and session; ``undo`` learns how to take them back."""
     staging.root.mkdir(mode=0o700, parents=True)
     if attached.device.type == "cpu":
         residual: RotatingResidual = StagedResidual(staging.residual, attached.layout)
@@ -227,7 +280,7 @@ def _begin(
     model_bytes = sum(p.numel * ITEM_BYTES[p.dtype] for p in attached.layout.parameters)
     log = StagingLog(
         staging,
-        run_id=catalog.run_id,
+        run_id=staging.run_id,
         world_size=ranks.world_size,
         chunk_bytes=min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES),
         cap_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
@@ -236,8 +289,8 @@ def _begin(
         WriterSettings(
             run=str(settings.run),
             staging_root=str(settings.staging),
-            run_id=catalog.run_id,
-            incarnation=incarnation,
+            run_id=staging.run_id,
+            incarnation=staging.incarnation,
             rank=ranks.rank,
             world_size=ranks.world_size,
             base_step=start.step,
@@ -248,32 +301,34 @@ def _begin(
             store=settings.store,
         )
     )
+    undo.callback(writer.stop)
     session = Session(
         attached=attached,
         settings=settings,
-        incarnation=incarnation,
+        incarnation=staging.incarnation,
         rank=ranks.rank,
         world_size=ranks.world_size,
         step=start.step,
-        reducer=compressor.bind(attached.layout, residual, ranks.training_group),
+        reducer=settings.compressor.bind(attached.layout, residual, ranks.training_group),
         residual=residual,
         tracker=tracker,
         items=start.items,
         stager=Stager(log, writer, settings, ranks.rank),
         scaler=_hook_scaler(attached, stateful),
+        averages=Averages(averages, attached),
+        shares_constants=constants != "",
     )
-    try:
-        if start.needs_snapshot:
-            session.snapshot()
-            session.stager.wait_for_snapshot()  # G3 holds from the return of attach
-        if settings.store is not None:
-            session.stager.wait_for_store(start.step)
-        ranks.barrier()
-    except BaseException:
-        session.detach()
-        writer.stop()
-        raise
-    return Opened(session, lock, ranks, staging, start.items)
+    undo.callback(session.detach)
+    return session
+
+
+def _name_large_items(tracker: ItemTracker) -> None:
+    large = {name: size for name, size in tracker.sizes().items() if size > LARGE_ITEM_BYTES}
+    if large:
+        _logger.info(
+            "a step logs these whole if it changes them: %s",
+            ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items()),
+        )
 
 
 def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:

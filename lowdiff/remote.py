@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowdiff.agreement import Ranks
-from lowdiff.errors import LowDiffError, StoreError
+from lowdiff.errors import StoreError
 from lowdiff.persistence.fetching import (
     Listing,
     fetch_fences,
@@ -34,18 +34,14 @@ def run_in_store(settings: Settings, ranks: Ranks) -> str | None:
     """
     has_history = any(ranks.gather(next(settings.folder.fences(), None) is not None))
     run_id: str | None = None
-    error: LowDiffError | None = None
-    if settings.store is not None and ranks.rank == 0:
-        try:
-            run_id = read_store_run_id(ObjectStore(settings.store))
-        except StoreError as failure:
-            if not has_history or settings.on_error == "raise":
-                error = failure
-            else:
-                _logger.warning("%s; going on with the history in %s", failure, settings.run)
-        except LowDiffError as failure:
-            error = failure
-    ranks.raise_together(error)
+    with ranks.together():
+        if settings.store is not None and ranks.rank == 0:
+            try:
+                run_id = read_store_run_id(ObjectStore(settings.store))
+            except StoreError as error:
+                if not has_history or settings.on_error == "raise":
+                    raise
+                _logger.warning("%s; going on with the history in %s", error, settings.run)
     found: str | None = ranks.gather(run_id)[0]
     return found
 
@@ -72,14 +68,10 @@ def fetch_from_store(
         RunMismatch: If its history parted from that of the run folder.
     """
     assert settings.store is not None
-    error: LowDiffError | None = None
-    if ranks.rank == 0:
-        try:
+    with ranks.together():
+        if ranks.rank == 0:
             store = ObjectStore(settings.store)
             if fences_only:
                 fetch_fences(store, settings.folder, Listing.of_store(store))
             else:
                 fetch_history(store, settings.folder, step, staging_roots)
-        except LowDiffError as failure:
-            error = failure
-    ranks.raise_together(error)

@@ -11,7 +11,7 @@ from lowdiff.capture import Stateful
 from lowdiff.errors import RunMismatch
 from lowdiff.layout import shaped
 from lowdiff.persistence.values import same
-from lowdiff.recovery.state import STATEFUL_ITEM, RecoveredState, decode_item, is_aligned
+from lowdiff.recovery.state import STATEFUL_ITEM, RecoveredState, is_aligned
 from lowdiff.types import Fence, Layout
 
 
@@ -82,11 +82,18 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
 
 
 def load_items(
+    state: RecoveredState,
     items: Mapping[str, bytes],
     constants: Mapping[str, torch.Tensor],
     stateful: Mapping[str, Stateful],
 ) -> None:
     """Restore buffers, frozen parameters and stateful objects of one rank.
+
+    Args:
+        state: What was recovered.
+        items: Those of its items that are this rank's.
+        constants: Item name -> live tensor.
+        stateful: Name -> live object.
 
     Raises:
         RunMismatch: If a buffer is new or has another shape.
@@ -95,7 +102,7 @@ def load_items(
         for name, tensor in constants.items():
             if name not in items:
                 raise RunMismatch(f"{name} is not in the run; its model had no such tensor")
-            value = decode_item(name, items[name])
+            value = state.resolved(name, items)
             if value.shape != tensor.shape or value.dtype != tensor.dtype:
                 raise RunMismatch(
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but the run holds "
@@ -104,7 +111,7 @@ def load_items(
             tensor.copy_(value)
     for name, thing in stateful.items():
         if STATEFUL_ITEM + name in items:
-            thing.load_state_dict(decode_item(name, items[STATEFUL_ITEM + name]))
+            thing.load_state_dict(state.resolved(STATEFUL_ITEM + name, items))
 
 
 def _layout_difference(old: Layout, new: Layout) -> str | None:

@@ -12,8 +12,8 @@ import torch
 
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
+from lowdiff.averages import LiveAverage, followed_names
 from lowdiff.capture import ItemTracker, Stateful
-from lowdiff.errors import LowDiffError
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
@@ -21,7 +21,7 @@ from lowdiff.persistence.paths import StagingFolder
 from lowdiff.recovery.engine import recover_from
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.state import RecoveredState, inherit
+from lowdiff.recovery.state import RNG_ITEM, RecoveredState, inherit
 from lowdiff.residuals import read_residual
 from lowdiff.restore import (
     check_match,
@@ -56,6 +56,7 @@ def load_start(
     settings: Settings,
     attached: Attached,
     stateful: Mapping[str, Stateful],
+    averages: Mapping[str, LiveAverage],
     tracker: ItemTracker,
     catalog: Catalog,
     ranks: Ranks,
@@ -66,9 +67,12 @@ def load_start(
     if state is None:
         return Start(0, False, True, [], tracker.read())
     items = inherit(state.items, ranks.world_size)[ranks.rank]
+    # The generators of a rank that joins now start as its script seeded them.
+    own = {name: data for name, data in tracker.read().items() if name.startswith(RNG_ITEM)}
+    items = own | items
     if restore == "model":
         load_parameters(state, attached)
-        load_items(items, attached.constants(), {})
+        load_items(state, items, attached.constants(), {})
         return Start(0, False, True, [], tracker.read())
     residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
     load_parameters(state, attached)
@@ -79,11 +83,12 @@ def load_start(
         name for name, thing in stateful.items() if fence.stateful.get(name) != class_of(thing)
     ]
     load_items(
+        state,
         items,
         attached.constants(),
         {name: thing for name, thing in stateful.items() if name not in replaced},
     )
-    changes = _changes(settings, fence, ranks)
+    changes = _changes(settings, fence, ranks, followed_names(averages, attached.layout))
     if ranks.rank == 0 and (differences or replaced or changes):
         _logger.info(
             "resuming at step %d: %s",
@@ -102,7 +107,9 @@ def class_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _changes(settings: Settings, fence: Fence, ranks: Ranks) -> list[str]:
+def _changes(
+    settings: Settings, fence: Fence, ranks: Ranks, averages: Mapping[str, tuple[str, ...]]
+) -> list[str]:
     """What the user chose otherwise than last time; welcome, and said."""
     compressor = {
         "name": settings.compressor.name,
@@ -113,6 +120,11 @@ def _changes(settings: Settings, fence: Fence, ranks: Ranks) -> list[str]:
         found.append(f"compressor {compressor} instead of {dict(fence.compressor)}")
     if ranks.world_size != fence.world_size:
         found.append(f"{ranks.world_size} ranks instead of {fence.world_size}")
+    if averages != fence.averages:
+        found.append(
+            f"averages of the parameters {sorted(averages)} instead of {sorted(fence.averages)}, "
+            "or of other parameters"
+        )
     return found
 
 
@@ -127,22 +139,13 @@ def recover_together(
     if not catalog.incarnations and step is None:
         return None  # new, or its only trainer died before its first snapshot was durable
     # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
-    error: LowDiffError | None = None
-    state: RecoveredState | None = None
-    try:
+    with ranks.together():
         target = plan_recovery(catalog, step).step if ranks.rank == 0 else -1
-    except LowDiffError as failure:
-        error, target = failure, -1
-    ranks.raise_together(error)
     target = ranks.gather(target)[0]
-    try:
+    options = ReplayOptions(num_workers=_workers_per_rank(ranks))
+    with ranks.together():
         check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
-        options = ReplayOptions(num_workers=_workers_per_rank(ranks))
-        state = recover_from(catalog, target, options)
-    except LowDiffError as failure:
-        error = failure
-    ranks.raise_together(error)
-    return state
+        return recover_from(catalog, target, options)
 
 
 def _workers_per_rank(ranks: Ranks) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lowdiff.attached import Attached, hyper_parameters
+from lowdiff.averages import Averages
 from lowdiff.capture import ItemTracker, restore_random_states
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.digests import Digester
@@ -49,6 +50,8 @@ class Session:
         items: Mapping[str, bytes],
         stager: Stager,
         scaler: torch.amp.GradScaler | None,
+        averages: Averages,
+        shares_constants: bool,
     ) -> None:
         self.step = step
         self.committed_step = step
@@ -60,6 +63,8 @@ class Session:
         self._rank, self._world_size = rank, world_size
         self._residual = residual
         self._tracker = tracker
+        self._averages = averages
+        self._shares_constants = shares_constants
         self._digester = Digester(attached.layout)
         self._scaler = scaler
         self._scale = self._loss_scale()
@@ -71,6 +76,7 @@ class Session:
         self._changed_outside = False
         self._warned: set[str] = set()
         self._committed_groups = [_copied(hyper_parameters(o)) for o in attached.optimizers]
+        self._committed_held = attached.held()
         tracker.start(items)
         self._stage_base()
         self._begin()
@@ -114,7 +120,7 @@ class Session:
         # The optimizer holds a reference to itself in front of the caller's arguments.
         self._changed_outside |= self._guard.before_step(
             index, [argument for argument in arguments if argument is not optimizer]
-        )
+        ) or self._averages.before_step(index)
         gradients = self._attached.gradients(index)
         if self._attached.ddp is None:
             self._compress_in_place(gradients)
@@ -156,11 +162,12 @@ class Session:
         """
         with self.stager.timed("differential_seconds"):
             self._changed_outside |= self._guard.at_commit()
-            rebases = self._changed_outside
             if not self._stepped:
                 self._warn_about_accumulation()
             # Making it consumes what changed: a commit that failed to stage it must find it again.
             differential = self._unstaged = self._unstaged or self._differential()
+            rebases = self._changed_outside
+            self._warn_about_large_items()
             self.stager.stage(
                 RecordKind.DIFFERENTIAL,
                 differential.step,
@@ -174,18 +181,20 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self.step % self._settings.snapshot_every == 0:
+        elif self.step % self._settings.snapshot_every == 0 or self._can_catch_up():
             self.snapshot()
 
     def _rebase(self) -> None:
         """The step cannot be replayed: only a snapshot of it can be recovered."""
         self._warn_once(
-            f"parameters or optimizer state were changed outside optimizer.step() around step "
-            f"{self.step} (load_state_dict, clamping, an EMA swap?); such a step costs a full "
+            f"parameters, optimizer state or their average were changed outside optimizer.step() "
+            f"and update_parameters() around step {self.step} (load_state_dict, clamping, an EMA "
+            "swap?); such a step costs a full "
             "snapshot"
         )
         self.snapshot()
-        self.stager.wait_for_snapshot()
+        if self._settings.backpressure == "block":
+            self.stager.wait_for_snapshot()
 
     def _warn_about_accumulation(self) -> None:
         """A body without a step whose gradients are kept for the next one cannot be resumed."""
@@ -199,6 +208,23 @@ class Session:
                 "are accumulated for the next step, a resumed run will lack them; run all "
                 "backward passes of an optimizer step between two commits"
             )
+
+    def _warn_about_large_items(self) -> None:
+        for name, size in self._tracker.large_items.items():
+            if name not in self._warned:
+                self._warned.add(name)
+                _logger.warning(
+                    "rank %d: %s changed, which costs %.1f MB in every step that changes it. "
+                    "This is said once",
+                    self._rank,
+                    name,
+                    size / 1e6,
+                )
+
+    @property
+    def large_items(self) -> dict[str, int]:
+        """Items of which a step logged more than 1 MiB, and the most bytes one did."""
+        return dict(self._tracker.large_items)
 
     def _warn_once(self, text: str) -> None:
         kind = text.partition(" ")[0]
@@ -218,12 +244,16 @@ class Session:
                 steps.append(done)
             else:
                 steps.append(replace(done, committed=_copied(groups)))
+        self._committed_held = self._attached.held()
         old_scale, self._scale = self._scale, self._loss_scale()
         self._residual.advance(
             stepped=any(s.stepped and not s.found_inf for s in steps),
             scale_ratio=self._scale / old_scale,
         )
         step = self.step + 1
+        digest = self._digest(step)
+        averages, replayable = self._averages.commit(self._digester, digest)
+        self._changed_outside |= not replayable
         return Differential(
             step=step,
             incarnation=self._incarnation,
@@ -231,11 +261,12 @@ class Session:
             world_size=self._world_size,
             optimizers=tuple(steps),
             absent=tuple(sorted(self._absent)),
-            held=tuple(self._attached.held()),
+            held=tuple(self._committed_held),
             payload=self.reducer.payload(),
             items=self._tracker.changed(),
             residual=self._residual.mark(),
-            digest=self._digest(step),
+            digest=digest,
+            averages=averages,
         )
 
     def _loss_scale(self) -> float:
@@ -245,9 +276,7 @@ class Session:
     def _digest(self, step: int) -> Digest | None:
         if self._attached.device.type != "cpu":
             return None  # reading parameters back would stop the GPU at every step
-        return self._digester.digest(
-            self._attached.flat_parameters(), step, self._rank, self._world_size
-        )
+        return self._digester.digest(self._attached.parameters, step, self._rank, self._world_size)
 
     def _begin(self) -> None:
         self._stepped.clear()
@@ -273,8 +302,19 @@ class Session:
         )
         self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), base.payload)
 
-    def snapshot(self) -> None:
-        """Stage a full snapshot of the current step, unless that was the last one staged."""
+    def _can_catch_up(self) -> bool:
+        """Whether to take a snapshot that is owed; several ranks do so when the next one is due.
+
+        A snapshot exists only with every rank's shard, and ranks may owe theirs at different steps.
+        """
+        return self._world_size == 1 and self.stager.owes_snapshot(self.step)
+
+    def snapshot(self, *, required: bool = False) -> None:
+        """Stage a full snapshot of the current step, unless that was the last one staged.
+
+        Raises:
+            StorageError: If it is required and there is no memory for it.
+        """
         if self.stager.snapshot_step != self.step:
             self.stager.stage_snapshot(
                 self.step,
@@ -282,9 +322,13 @@ class Session:
                     self._attached,
                     self._tracker,
                     self._residual.current(),
+                    self._averages.named_tensors(),
+                    held=self._committed_held,
+                    shares_constants=self._shares_constants,
                     rank=self._rank,
                     world_size=self._world_size,
                 ),
+                required=required,
             )
 
     def is_as_committed(self) -> bool:
@@ -294,6 +338,7 @@ class Session:
             not self._stepped
             and not self._guard.at_commit()
             and same(groups, self._committed_groups)
+            and self._averages.is_as_committed
             and self._tracker.is_as_committed()
         )
 

@@ -11,6 +11,7 @@ from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.protocols import Compressor
 
 ON_ERROR = ("warn", "raise")
+BACKPRESSURE = ("block", "degrade")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Settings:
         staging: Folder on tmpfs for the staging logs of all runs.
         retention: Newest snapshots to keep, with their differentials; None keeps everything.
         store: URL of the run in an object store; None for none.
+        backpressure: Whether training waits for storage, or gives up durable steps, once ``2 b``
+            steps are at risk or staging is full.
         on_error: Whether the writer's trouble is a warning or an error at the next commit.
         flush_seconds: A batch is written after so long even if it is not full.
         lock_seconds: How long ``attach`` waits for another trainer to let go of the run.
@@ -37,6 +40,7 @@ class Settings:
     staging: Path = field(default_factory=default_staging_root)
     retention: int | None = 2
     store: str | None = None
+    backpressure: str = "block"
     on_error: str = "warn"
     flush_seconds: float = 5.0
     lock_seconds: float = 30.0
@@ -50,6 +54,8 @@ class Settings:
             raise ConfigError(
                 f"retention keeps at least 1 snapshot, got {self.retention}; None keeps all"
             )
+        if self.backpressure not in BACKPRESSURE:
+            raise ConfigError(f"backpressure is one of {BACKPRESSURE}, got {self.backpressure!r}")
         if self.on_error not in ON_ERROR:
             raise ConfigError(f"on_error is one of {ON_ERROR}, got {self.on_error!r}")
         if self.store is not None:

@@ -13,6 +13,7 @@ from lowdiff.layout import byte_view, dtype_name
 from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
 from lowdiff.persistence.values import encode
 from lowdiff.recovery.optimizers import SCALAR_STATE
+from lowdiff.recovery.state import AVERAGE_ITEM
 from lowdiff.types import ITEM_BYTES, Layout
 
 _CODES = {
@@ -44,7 +45,10 @@ def shard_tensors(
     attached: Attached,
     tracker: ItemTracker,
     residual: Mapping[int, torch.Tensor],
+    averages: Mapping[str, Mapping[int, torch.Tensor]],
     *,
+    held: Sequence[int],
+    shares_constants: bool,
     rank: int,
     world_size: int,
 ) -> list[ImageTensor]:
@@ -54,6 +58,9 @@ def shard_tensors(
         attached: Model and optimizers.
         tracker: Their items.
         residual: Flat residual by layout index; every rank stores its own whole.
+        averages: Name of each replayed average -> layout index -> tensor.
+        held: Layout indices of parameters that held a gradient at the last commit.
+        shares_constants: Whether frozen parameters as they were at the start are stored apart.
         rank: This rank.
         world_size: Number of ranks.
     """
@@ -73,8 +80,17 @@ def shard_tensors(
                 tensors.append(_image(name, value))
             else:
                 state[attached.owner[i]].setdefault(spec.name, {})[key] = value
-    # Tensor names hold the item's own prefix: "buffer/..." or "frozen/...".
-    tensors += [_image(name, value) for name, value in tracker.tensors.items()]
+        tensors += [
+            _image(f"{AVERAGE_ITEM}{name}/{spec.name}", values[i])
+            for name, values in averages.items()
+            if i in values
+        ]
+    # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
+    tensors += [
+        _image(name, value)
+        for name, value in tracker.tensors.items()
+        if not (shares_constants and tracker.is_as_started(name))
+    ]
     specs = attached.layout.parameters
     tensors += [
         _image(RESIDUAL + specs[i].name, values, specs[i].shape, specs[i].strides)
@@ -83,12 +99,17 @@ def shard_tensors(
     scalars = {
         "groups": [list(hyper_parameters(o)) for o in attached.optimizers],
         "state": state,
-        "held": attached.held(),
+        "held": list(held),
         "items": dict(tracker.committed),
     }
     data = torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)
     tensors.append(_image(SCALARS, data))
     return tensors
+
+
+def constant_images(attached: Attached) -> list[ImageTensor]:
+    """The frozen parameters, to be stored once for all snapshots."""
+    return [_image(name, tensor) for name, tensor in attached.frozen.items()]
 
 
 def _image(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lowdiff.errors import WriterFailed
+from lowdiff.errors import StorageError, WriterFailed
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
 from lowdiff.persistence.staging import StagingLog
@@ -33,6 +33,8 @@ class Counters:
     differential_seconds: float = 0.0
     snapshot_seconds: float = 0.0
     waiting_seconds: float = 0.0
+    unprotected_steps: int = 0
+    dropped_steps: int = 0
 
 
 class Stager:
@@ -47,6 +49,7 @@ class Stager:
         self._settings = settings
         self._rank = rank
         self._snapshot_step = -1
+        self._owes_snapshot = False
         self._warned = self._warned_of_store = ""
 
     @property
@@ -65,15 +68,21 @@ class Stager:
     ) -> None:
         """Stage a record, as soon as at most ``2 b`` steps are at risk and memory is free.
 
+        With ``backpressure="degrade"`` at once, whatever that drops.
+
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
         """
         if kind is RecordKind.DIFFERENTIAL:
             limit = step - 2 * self._settings.batch_size
-            self._wait_until(
-                lambda status: status.durable_step >= limit, f"step {limit} to be durable"
-            )
+            if not self._degrades:
+                self._wait_until(
+                    lambda status: status.durable_step >= limit, f"step {limit} to be durable"
+                )
+            elif self._status().durable_step < limit:
+                self.counters.unprotected_steps += 1
         written: list[int] = []
+        dropped_before = self._log.dropped_step
 
         def fits(status: WriterStatus) -> bool:
             size = self._log.append(
@@ -83,6 +92,7 @@ class Stager:
                 payload.sections,
                 durable_step=status.durable_step,
                 rebases=rebases,
+                drop=self._degrades,
             )
             if size is not None:
                 written.append(size)
@@ -90,15 +100,69 @@ class Stager:
 
         self._wait_until(fits, "staging memory")
         self.counters.staged_bytes += written[0]
+        if self._log.dropped_step > dropped_before:
+            self._note_dropped(max(dropped_before, self._status().durable_step))
 
-    def stage_snapshot(self, step: int, tensors: Callable[[], Sequence[ImageTensor]]) -> None:
-        """Stage a full snapshot; waits for the one before it, whose memory it takes."""
+    def stage_snapshot(
+        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
+    ) -> None:
+        """Stage a full snapshot; waits for the one before it, whose memory it takes.
+
+        Unless it is required, it is owed where it would stop training: with
+        ``backpressure="degrade"`` instead of waiting, and when there is no memory for it.
+
+        Raises:
+            StorageError: If there is no memory for a required one.
+        """
+        is_busy = self._snapshot_step > self._status().durable_snapshot
+        if self._degrades and is_busy and not required:
+            self._owes_snapshot = True
+            return
         self.wait_for_snapshot()
         with self.timed("snapshot_seconds"):
-            size, checksum = stage_image(self._log.folder.snapshot, tensors())
+            try:
+                size, checksum = stage_image(self._log.folder.snapshot, tensors())
+            except StorageError as error:
+                if required or self._settings.on_error == "raise":
+                    raise
+                self._owe_for(error)
+                return
             self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
         self._snapshot_step = step
+        self._owes_snapshot = False
         self.counters.snapshots += 1
+
+    def owes_snapshot(self, step: int) -> bool:
+        """Whether a snapshot that could not be taken should be tried now, after ``step``."""
+        if not self._owes_snapshot:
+            return False
+        status = self._status()
+        return (
+            not status.error
+            and status.durable_snapshot >= self._snapshot_step
+            and status.durable_step >= step - 2 * self._settings.batch_size
+        )
+
+    @property
+    def _degrades(self) -> bool:
+        return self._settings.backpressure == "degrade"
+
+    def _note_dropped(self, durable_step: int) -> None:
+        """Steps after ``durable_step`` are gone; what follows needs a snapshot to be of use."""
+        if not self._owes_snapshot:
+            _logger.warning(
+                "rank %d: storage is too slow and staging memory is full, so steps from %d on are "
+                "given up; a full snapshot follows when storage is back",
+                self._rank,
+                durable_step + 1,
+            )
+        self._owes_snapshot = True
+        self.counters.dropped_steps += self._log.dropped_step - durable_step
+
+    def _owe_for(self, error: StorageError) -> None:
+        if not self._owes_snapshot:
+            _logger.warning("rank %d: no full snapshot now: %s", self._rank, error)
+        self._owes_snapshot = True
 
     def wait_for_snapshot(self) -> None:
         """Wait until the last staged snapshot is durable."""
@@ -155,11 +219,12 @@ class Stager:
             if self._settings.on_error == "raise":
                 raise WriterFailed(f"the writer of rank {self._rank} reports: {status.error}")
             _logger.warning(
-                "rank %d: checkpoints are not durable now: %s; training goes on, and waits once "
-                "%d steps are at risk",
+                "rank %d: checkpoints are not durable now: %s; training goes on%s",
                 self._rank,
                 status.error,
-                2 * self._settings.batch_size,
+                ""
+                if self._degrades
+                else f", and waits once {2 * self._settings.batch_size} steps are at risk",
             )
         self._warned = status.error
         if status.remote_error and status.remote_error != self._warned_of_store:

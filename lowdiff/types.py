@@ -157,6 +157,33 @@ class OptimizerStep:
 
 
 @dataclass(frozen=True, slots=True)
+class AverageStep:
+    """What happened to one ``torch.optim.swa_utils.AveragedModel`` in one step.
+
+    Attributes:
+        updated: Whether it took in the parameters that the step left.
+        function: Which of torch's averages it is: the name of the function in ``swa_utils`` that
+            makes it, or ``""`` for the default.
+        decay: Decay of an exponential average, else None.
+        count: Number of updates before this step.
+        digest: As `Digest.value`, of its tensors in the slice that the step's digest covers.
+    """
+
+    updated: bool
+    function: str
+    decay: float | None
+    count: int
+    digest: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRef:
+    """Stands in an encoded object for a tensor that is stored by itself, under this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class ResidualMark:
     """Names the staging slot that holds a rank's error-feedback residual of one step.
 
@@ -205,6 +232,7 @@ class Differential:
         items: Encoded buffers, RNG and stateful objects whose bytes changed, by name.
         residual: Where this rank's residual lies, if it lies in a staging slot.
         digest: Checksum of one rotating slice of the parameters after the step.
+        averages: Name of a stateful object that is an average of the parameters -> what it did.
     """
 
     step: int
@@ -218,6 +246,7 @@ class Differential:
     items: Mapping[str, bytes] = field(default_factory=dict)
     residual: ResidualMark | None = None
     digest: Digest | None = None
+    averages: Mapping[str, AverageStep] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +275,8 @@ class Fence:
         compressor: Name and settings of the compressor; ``"none"`` never occurs yet.
         names: Keys of ``model.state_dict()`` -> name of the parameter or item behind each.
         stateful: Names of the user's stateful objects -> their classes.
+        averages: Those of them that average parameters, and are replayed -> names of these.
+        constants: Content hash of the frozen parameters that its snapshots share; "" without.
     """
 
     run_id: str
@@ -260,3 +291,5 @@ class Fence:
     compressor: Mapping[str, Any]
     names: Mapping[str, str]
     stateful: Mapping[str, str] = field(default_factory=dict)
+    averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    constants: str = ""

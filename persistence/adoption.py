@@ -13,7 +13,7 @@ from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.paths import StagingFolder
-from lowdiff.persistence.segments import Batch, SegmentWriter, coded_record, durable_step
+from lowdiff.persistence.segments import SegmentWriter, batches_of, durable_step
 from lowdiff.persistence.staging import staged_records
 from lowdiff.persistence.writer_settings import WriterSettings
 
@@ -65,4 +65,5 @@ async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
                 sequence=0,
             )
             segments = SegmentWriter(settings.folder, file_header)
-        await segments.append(Batch(coded_record(record, codec), header.step, header.step))
+        for batch in batches_of([record], codec):
+            await segments.append(batch)

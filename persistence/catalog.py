@@ -51,6 +51,11 @@ class SnapshotSet:
     manifests: tuple[Manifest, ...]
 
     @property
+    def run(self) -> Path:
+        """The run folder."""
+        return self.folder.parents[1]
+
+    @property
     def bytes(self) -> int:
         """Bytes over all shards."""
         return sum(manifest.bytes for manifest in self.manifests)

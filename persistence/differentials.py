@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,30 @@ from lowdiff.persistence.catalog import StoredRecord
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.sections import read_sections
 from lowdiff.persistence.values import BadEncoding, decode, encode
-from lowdiff.types import Differential, Digest, OptimizerStep, Payload, ResidualMark
+from lowdiff.types import (
+    AverageStep,
+    Differential,
+    Digest,
+    OptimizerStep,
+    Payload,
+    ResidualMark,
+)
 
 
 def encode_scalars(differential: Differential) -> bytes:
     """Everything but the payload, as the meta part of a record."""
     residual, digest = differential.residual, differential.digest
-    return encode(
-        {
-            "optimizers": [_optimizer_part(o) for o in differential.optimizers],
-            "absent": _bitmap(differential.absent),
-            "held": _bitmap(differential.held),
-            "items": dict(differential.items),
-            "residual": residual and [residual.slot, residual.checksum, residual.scale],
-            "digest": digest and [digest.start, digest.stop, digest.value],
-        }
-    )
+    scalars: dict[str, Any] = {
+        "optimizers": [_optimizer_part(o) for o in differential.optimizers],
+        "absent": _bitmap(differential.absent),
+        "held": _bitmap(differential.held),
+        "items": dict(differential.items),
+        "residual": residual and [residual.slot, residual.checksum, residual.scale],
+        "digest": digest and [digest.start, digest.stop, digest.value],
+    }
+    if differential.averages:
+        scalars["averages"] = {n: list(astuple(a)) for n, a in differential.averages.items()}
+    return encode(scalars)
 
 
 def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
@@ -59,6 +67,7 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
             items=scalars["items"],
             residual=scalars["residual"] and ResidualMark(*scalars["residual"]),
             digest=scalars["digest"] and Digest(*scalars["digest"]),
+            averages={name: AverageStep(*a) for name, a in scalars.get("averages", {}).items()},
         )
     except (BadEncoding, KeyError, TypeError) as error:
         raise DamagedFile(

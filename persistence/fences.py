@@ -79,4 +79,11 @@ def _fence(document: dict[str, Any]) -> Fence:
         for o in document.pop("optimizers")
     )
     environment = Environment(**document.pop("environment"))
-    return Fence(layout=layout, optimizers=optimizers, environment=environment, **document)
+    averages = {name: tuple(names) for name, names in document.pop("averages", {}).items()}
+    return Fence(
+        layout=layout,
+        optimizers=optimizers,
+        environment=environment,
+        averages=averages,
+        **document,
+    )

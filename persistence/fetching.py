@@ -25,7 +25,7 @@ from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import HEADER_BYTES, padded
 from lowdiff.persistence.lineage import Span, lineage
 from lowdiff.persistence.object_store import ObjectStore
-from lowdiff.persistence.paths import RUN_FILE, RunFile, RunFolder
+from lowdiff.persistence.paths import CONSTANTS_NAME, RUN_FILE, RunFile, RunFolder
 from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file
 from lowdiff.types import Fence
 
@@ -63,6 +63,13 @@ class Listing:
         """Files of some kinds, by name; anything with another name is no part of a run."""
         found = (RunFile.parse(name) for name in sorted(self.sizes))
         return [file for file in found if file is not None and file.kind in kinds]
+
+    def constants(self, fence: Fence | None = None) -> list[str]:
+        """Names of files of frozen parameters: all, or those that an incarnation's fence names."""
+        found = [name for name in self.sizes if CONSTANTS_NAME.fullmatch(name)]
+        return [
+            n for n in found if fence is None or n == f"constants/{fence.constants}.safetensors"
+        ]
 
     def snapshots(self, fences: Mapping[int, Fence]) -> list[tuple[int, int]]:
         """``(step, incarnation)`` of snapshots all of whose manifests are there (R17)."""
@@ -169,8 +176,9 @@ def fetch_all(store: ObjectStore, folder: RunFolder, *, shards: bool) -> None:
     def bring(listing: Listing) -> None:
         fetch_fences(store, folder, listing)
         here = Listing.of_folder(folder).sizes
-        names = [file.name for file in listing.files(*kinds) if file.name not in here]
-        _download(store, folder, names, listing)
+        names = [file.name for file in listing.files(*kinds)]
+        names += listing.constants() if shards else []
+        _download(store, folder, [name for name in names if name not in here], listing)
 
     _looking_again(store, bring)
 
@@ -214,6 +222,8 @@ def _fetch_history(
             break
         passed_over.add(base)
     if base is not None:
+        constants = listing.constants(fences[base[1]])
+        _download(store, folder, [name for name in constants if name not in here.sizes], listing)
         catalog = scan(folder, staging_roots)
         wanted = [
             extent.file.name

@@ -6,6 +6,7 @@
     RUN/incarnations/i000002/rank-0000.json              fences
     RUN/snapshots/i000002-s0000000200/rank-0000.*        .safetensors, .json (manifest)
     RUN/segments/rank-0000/i000002-s0000000201.seg       differentials 201, 202, ...
+    RUN/constants/0123...def.safetensors                 frozen parameters, by SHA-256
     RUN/locks/rank-0000.lock
 
     STAGING/RUN_ID/i000002-r0000/log-00000000.chunk      staging log
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN_FILE = "run.json"
+CONSTANTS_NAME = re.compile(r"constants/[0-9a-f]{64}\.safetensors")
 
 _FILE_NAMES = (
     ("fence", re.compile(r"incarnations/i(?P<incarnation>\d{6})/rank-(?P<rank>\d{4})\.json")),
@@ -138,6 +140,10 @@ class RunFolder:
     def segment(self, incarnation: int, rank: int, first: int) -> Path:
         """One segment, by the step of its first record."""
         return self.segments_of(rank) / f"i{incarnation:06d}-s{first:010d}.seg"
+
+    def constants(self, content_hash: str) -> Path:
+        """Frozen parameters that snapshots share."""
+        return self.root / "constants" / f"{content_hash}.safetensors"
 
     def lock(self, rank: int) -> Path:
         """Lock held by the trainer of this rank."""

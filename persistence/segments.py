@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from lowdiff.persistence.framing import (
 )
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.sections import encode_sections, read_sections
+
+_logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 256 << 20
 _OBJECT_BYTES = 16 << 20
@@ -66,9 +70,12 @@ class SegmentWriter:
         self._header = header
         self._path: Path | None = None
         self._size = 0
+        self._last = -1
 
     async def append(self, batch: Batch) -> int:
         """Write and fsync one batch; after a failure the same batch can be given again."""
+        if batch.first != self._last + 1:
+            self.roll()  # a segment's steps ascend by one: some were dropped while storage was slow
         if self._path is None:
             path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
             header = replace(self._header, sequence=batch.first).pack()
@@ -80,6 +87,7 @@ class SegmentWriter:
                 await asyncio.to_thread(os.fsync, file.fileno())
             await asyncio.to_thread(fsync_directory, path.parent)
             self._path, self._size = path, len(header) + len(batch.data)
+            self._last = batch.last
             return self._size
         async with aiofiles.open(self._path, "r+b") as file:
             await file.truncate(self._size)  # what an earlier, failed attempt may have left
@@ -88,6 +96,7 @@ class SegmentWriter:
             await file.flush()
             await asyncio.to_thread(os.fdatasync, file.fileno())
         self._size += len(batch.data)
+        self._last = batch.last
         if self._size > _SEGMENT_BYTES:
             self.roll()
         return len(batch.data)
@@ -105,6 +114,29 @@ def coded_record(record: RecordRef, codec: Codec) -> bytes:
     body = meta + sections
     coded = replace(header, coded=True, body_bytes=len(body), body_checksum=crc32c(body), lap=0)
     return coded.pack() + body + bytes(-len(body) % 8)
+
+
+def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:
+    """Encoded records in batches of consecutive steps, without those that were overwritten."""
+    runs: list[list[RecordRef]] = []
+    for record in records:
+        # Copied before it is checked: while storage is slow, a trainer may drop what it staged.
+        own = replace(record, body=memoryview(bytes(record.body)))
+        step = own.header.step
+        if crc32c(own.body) != own.header.body_checksum:
+            _logger.warning("step %d was dropped before it was durable", step)
+        elif runs and runs[-1][-1].header.step + 1 == step:
+            runs[-1].append(own)
+        else:
+            runs.append([own])
+    return [
+        Batch(
+            b"".join(coded_record(record, codec) for record in run),
+            run[0].header.step,
+            run[-1].header.step,
+        )
+        for run in runs
+    ]
 
 
 def durable_step(folder: RunFolder, incarnation: int, rank: int, base_step: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.durable import read_json
 from lowdiff.persistence.memory import MappedFile, read_view
 
@@ -43,6 +43,12 @@ class ImageTensor:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes per element."""
+        digits = "".join(c for c in self.dtype if c.isdigit())
+        return int(digits) // 8 if digits else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +119,13 @@ def stage_image(path: Path, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
         Its length in bytes and its CRC-32C. The image is whole when this returns.
     """
     # Widest items first keeps every tensor aligned to its own size.
-    ordered = sorted(tensors, key=lambda t: (-_item_bytes(t), t.name))
+    ordered = sorted(tensors, key=lambda t: (-t.item_bytes, t.name))
     header = image_header(ordered)
-    file = MappedFile(path, len(header) + sum(t.data.nbytes for t in ordered))
+    try:
+        file = MappedFile(path, len(header) + sum(t.data.nbytes for t in ordered))
+    except StorageError:
+        path.unlink(missing_ok=True)  # the image before it is durable: its memory may help
+        raise
     file.view[: len(header)] = header
     checksum, offset = crc32c(header), len(header)
     for tensor in ordered:
@@ -153,8 +163,3 @@ def check_shard(folder: Path, manifest: Manifest) -> Path:
     if crc32c(view) != manifest.checksum:
         raise DamagedFile(path, "the file fails its checksum")
     return path
-
-
-def _item_bytes(tensor: ImageTensor) -> int:
-    digits = "".join(c for c in tensor.dtype if c.isdigit())
-    return int(digits) // 8 if digits else 1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.framing import (
     HEADER_BYTES,
     FileHeader,
@@ -60,6 +60,8 @@ class StagingLog:
         self._chunks: deque[_Chunk] = deque()
         self._offset = 0
         self._mark: tuple[int, bytes] | None = None
+        #: Last step that was dropped before it was durable, -1 for none.
+        self.dropped_step = -1
         self._open_chunk(0, chunk_bytes)
 
     @property
@@ -76,6 +78,7 @@ class StagingLog:
         *,
         durable_step: int,
         rebases: bool = False,
+        drop: bool = False,
     ) -> int | None:
         """Stage one record.
 
@@ -86,12 +89,16 @@ class StagingLog:
             sections: Payload, copied.
             durable_step: Records up to here may be overwritten.
             rebases: Whether the step cannot be replayed.
+            drop: Whether at the cap the oldest records go, durable or not; see `dropped_step`.
 
         Returns:
             Bytes written, or None if the log is at its cap: wait until more is durable.
+
+        Raises:
+            StorageError: If not even two chunks fit into memory.
         """
         size = HEADER_BYTES + padded(len(meta)) + sections_bytes(sections)
-        if not self._reserve(size, durable_step):
+        if not self._reserve(size, durable_step, drop=drop):
             return None
         if kind is RecordKind.SNAPSHOT:
             self._mark = step, meta
@@ -132,31 +139,54 @@ class StagingLog:
         chunk.last_step = step
         self._offset = start + body_bytes
 
-    def _reserve(self, size: int, durable_step: int) -> bool:
+    def _reserve(self, size: int, durable_step: int, *, drop: bool) -> bool:
         chunk = self._chunks[-1]
         if self._offset + size <= chunk.file.size:
             return True
         mark = HEADER_BYTES + padded(len(self._mark[1])) if self._mark else 0
-        return self._next_chunk(max(self._chunk_bytes, HEADER_BYTES + mark + size), durable_step)
+        chunk_bytes = max(self._chunk_bytes, HEADER_BYTES + mark + size)
+        if self._next_chunk(chunk_bytes, durable_step):
+            return True
+        return drop and self._drop_oldest(chunk_bytes, durable_step)
 
     def _next_chunk(self, size: int, durable_step: int) -> bool:
-        sequence = self._chunks[-1].sequence + 1
-        oldest = self._chunks[0]
-        if len(self._chunks) > 1 and oldest.last_step <= durable_step:
-            if oldest.file.size >= size:
-                self._chunks.popleft()
-                oldest.file.renamed(self.folder.chunk(sequence))
-                self._install(_Chunk(sequence, oldest.file, last_step=-1))
-                return True
-            self._chunks.popleft()
-            oldest.file.path.unlink()
+        if len(self._chunks) > 1 and self._chunks[0].last_step <= durable_step:
+            return self._reuse_oldest(size)
         if self.bytes_held + size > max(self._cap_bytes, self._chunks[-1].file.size + size):
             return False
-        self._open_chunk(sequence, size)
+        try:
+            self._open_chunk(self._chunks[-1].sequence + 1, size)
+        except StorageError:
+            if len(self._chunks) == 1:
+                raise
+            return False  # somebody else took the memory: make do with what there is
+        return True
+
+    def _drop_oldest(self, size: int, durable_step: int) -> bool:
+        if len(self._chunks) == 1:
+            return False
+        if self._chunks[0].last_step > durable_step:
+            self.dropped_step = self._chunks[0].last_step
+        return self._reuse_oldest(size)
+
+    def _reuse_oldest(self, size: int) -> bool:
+        oldest = self._chunks.popleft()
+        sequence = self._chunks[-1].sequence + 1
+        if oldest.file.size >= size:
+            oldest.file.renamed(self.folder.chunk(sequence))
+            self._install(_Chunk(sequence, oldest.file, last_step=-1))
+        else:
+            oldest.file.path.unlink()
+            self._open_chunk(sequence, size)
         return True
 
     def _open_chunk(self, sequence: int, size: int) -> None:
-        file = MappedFile(self.folder.chunk(sequence), size)
+        path = self.folder.chunk(sequence)
+        try:
+            file = MappedFile(path, size)
+        except StorageError:
+            path.unlink(missing_ok=True)  # what could be allocated of it
+            raise
         self._install(_Chunk(sequence, file, last_step=-1))
 
     def _install(self, chunk: _Chunk) -> None:

@@ -129,8 +129,10 @@ class Uploader:
     # What has to be there before any batch
 
     async def _begin(self) -> None:
-        """``run.json`` and fences; then what the store has already."""
+        """``run.json``, frozen parameters and fences; then what the store has already."""
         folder = self._settings.folder
+        if self._is_mine(0):
+            await self._upload_constants()
         fences = [path for _, rank, path in folder.fences() if self._is_mine(rank)]
         for path in [folder.run_file, *fences]:
             await self._create(
@@ -156,6 +158,17 @@ class Uploader:
         own = newest.get((self._settings.incarnation, self._settings.rank))
         if own is not None and own.step > self._page.status.durable_step:
             raise self._mismatch(own.name)
+
+    async def _upload_constants(self) -> None:
+        """Frozen parameters that fences name, before those fences."""
+        folder = self._settings.folder
+        there = await self._retrying("fences", lambda: self._store.sizes("constants"))
+        here = await asyncio.to_thread(Listing.of_folder, folder)
+        for name in here.constants():
+            if there.get(name) != here.sizes[name]:
+                upload = partial(self._store.upload, name, folder.root / name)
+                await self._retrying("fences", upload)
+                self._count(here.sizes[name])
 
     async def _compare(self, found: RunFile, path: Path, uploaded: Uploaded) -> None:
         """Fences of two lives that went on from one step may be equal; what followed is not."""

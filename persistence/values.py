@@ -23,6 +23,7 @@ import msgpack
 import numpy as np
 
 from lowdiff.errors import ConfigError
+from lowdiff.types import ItemRef
 
 if TYPE_CHECKING:
     import torch
@@ -216,6 +217,7 @@ _FORMS: dict[type, _Form] = {
     slice: _Form(12, _split_bounds, lambda parts: slice(parts[0], parts[1], parts[2])),
     **{dtype.type: _NUMPY_SCALAR for dtype in _NUMPY_DTYPES.values()},
     np.ndarray: _Form(17, _split_array, _join_array, _ARRAY_PARTS),
+    ItemRef: _Form(18, lambda r: [("name", r.name)], lambda parts: ItemRef(*parts), (str,)),
 }
 
 

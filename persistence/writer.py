@@ -36,7 +36,7 @@ from lowdiff.persistence.retention import collect
 from lowdiff.persistence.segments import (
     Batch,
     SegmentWriter,
-    coded_record,
+    batches_of,
     durable_step,
     make_run_directory,
 )
@@ -169,12 +169,9 @@ class Writer:
 
     async def _flush(self, pending: list[RecordRef]) -> None:
         if pending:
-            data = await asyncio.to_thread(self._join, list(pending))
-            await self._queue.put(Batch(data, pending[0].header.step, pending[-1].header.step))
+            for batch in await asyncio.to_thread(batches_of, list(pending), self._codec):
+                await self._queue.put(batch)
             pending.clear()
-
-    def _join(self, records: Sequence[RecordRef]) -> bytes:
-        return b"".join(coded_record(record, self._codec) for record in records)
 
     async def _persist(self) -> None:
         """Write batches in order; a snapshot is copied beside them."""

@@ -34,6 +34,16 @@ class Unit:
         """Number of elements."""
         return sum(block.stop - block.start for block in self.blocks)
 
+    @property
+    def scratch_elements(self) -> int:
+        """Elements of memory for its gradient; many small blocks need far more than they hold."""
+        return sum(aligned(block.stop - block.start) for block in self.blocks)
+
+
+def aligned(count: int) -> int:
+    """Elements of memory for a block's gradient, so that the next one starts on a vector."""
+    return count + -count % 16
+
 
 def chunks(numel: int, num_threads: int, *, fused: bool) -> Iterator[tuple[int, int]]:
     """The live run's intra-op chunks of one parameter, as ``[start, stop)``.

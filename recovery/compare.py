@@ -21,8 +21,14 @@ def differences(left: RecoveredState, right: RecoveredState) -> Iterator[str]:
             yield from _mapping(
                 f"optimizer {index}, {name}:", mine.state.get(name, {}), theirs.state.get(name, {})
             )
+    for name in sorted(set(left.averages) | set(right.averages)):
+        yield from _mapping(
+            f"average {name}:", left.averages.get(name, {}), right.averages.get(name, {})
+        )
     for rank, (ours, others) in enumerate(zip(left.items, right.items, strict=True)):
         yield from _mapping(f"rank {rank}: item", ours, others)
+    if left.held != right.held:
+        yield f"parameters that hold a gradient tensor ({left.held} against {right.held})"
 
 
 def _mapping(what: str, left: dict[str, Any], right: dict[str, Any]) -> Iterator[str]:

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from lowdiff.errors import DamagedFile
 from lowdiff.layout import flat_like
 from lowdiff.persistence.catalog import SnapshotSet
+from lowdiff.persistence.constants import check_constants
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import (
     OPTIMIZER,
     PARAMETER,
@@ -20,7 +22,14 @@ from lowdiff.persistence.snapshots import (
     check_shard,
 )
 from lowdiff.persistence.values import BadEncoding, decode, encode
-from lowdiff.recovery.state import BUFFER_ITEM, FROZEN_ITEM, OptimizerState, RecoveredState
+from lowdiff.recovery.state import (
+    AVERAGE_ITEM,
+    BUFFER_ITEM,
+    FROZEN_ITEM,
+    TENSOR_ITEM,
+    OptimizerState,
+    RecoveredState,
+)
 from lowdiff.types import Fence, ParameterSpec
 
 
@@ -46,12 +55,13 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
         base_step=snapshot.step,
     )
     specs = {spec.name: spec for spec in fence.layout.parameters}
+    constants = _load_constants(RunFolder(snapshot.run), fence)
     for manifest in snapshot.manifests:
         path = check_shard(snapshot.folder, manifest)
         try:
             tensors = load_file(path)
             scalars = decode(tensors.pop(SCALARS).numpy().tobytes())
-            _add_shard(state, tensors, scalars, specs)
+            _add_shard(state, tensors, scalars, specs, constants)
         except (SafetensorError, BadEncoding, KeyError, TypeError, ValueError) as error:
             raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
     missing = sorted(set(specs) - set(state.parameters))
@@ -60,11 +70,23 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
     return state
 
 
+def _load_constants(folder: RunFolder, fence: Fence) -> dict[str, bytes]:
+    """The frozen parameters that all snapshots of an incarnation share, as items."""
+    if not fence.constants:
+        return {}
+    path = check_constants(folder, fence.constants)
+    try:
+        return {name: encode(tensor) for name, tensor in load_file(path).items()}
+    except (SafetensorError, ValueError) as error:
+        raise DamagedFile(path, f"not a file of tensors ({error!r})") from error
+
+
 def _add_shard(
     state: RecoveredState,
     tensors: Mapping[str, torch.Tensor],
     scalars: Mapping[str, Any],
     specs: Mapping[str, ParameterSpec],
+    constants: Mapping[str, bytes],
 ) -> None:
     """Add one rank's shard. Tensors are copied: replay works in place."""
     state.held = tuple(scalars["held"])
@@ -73,7 +95,7 @@ def _add_shard(
     for optimizer, entries in zip(state.optimizers, scalars["state"], strict=True):
         for name, values in entries.items():
             optimizer.state.setdefault(name, {}).update(values)
-    items = dict(scalars["items"])
+    items = {**constants, **scalars["items"]}
     residual = {}
     for full_name, tensor in tensors.items():
         prefix, _, name = full_name.partition("/")
@@ -83,8 +105,11 @@ def _add_shard(
             index, parameter, key = name.split("/", 2)
             owner = state.optimizers[int(index)].state.setdefault(parameter, {})
             owner[key] = _own(tensor, specs[parameter])
-        elif full_name.startswith((BUFFER_ITEM, FROZEN_ITEM)):
+        elif full_name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM)):
             items[full_name] = encode(tensor.clone())
+        elif prefix + "/" == AVERAGE_ITEM:
+            average, _, parameter = name.partition("/")
+            state.averages.setdefault(average, {})[parameter] = _own(tensor, specs[parameter])
         elif prefix + "/" == RESIDUAL:
             residual[name] = _own(tensor, specs[name])
     state.items.append(items)

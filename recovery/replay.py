@@ -6,30 +6,27 @@ is read and decoded meanwhile, so memory is bounded whatever the number of diffe
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from typing_extensions import Self
 
 from lowdiff.compressors import from_settings
 from lowdiff.digests import Digester
-from lowdiff.errors import ReplayMismatch
-from lowdiff.layout import flat, shaped
+from lowdiff.errors import ReplayMismatch, RunMismatch
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
-from lowdiff.protocols import Decoder
 from lowdiff.recovery.blocks import Unit, element_units, tensor_units
-from lowdiff.recovery.optimizers import build, granularity
+from lowdiff.recovery.optimizers import granularity
 from lowdiff.recovery.plan import PlannedStep
-from lowdiff.recovery.state import RecoveredState, inherit, is_aligned
-from lowdiff.types import Block, Differential, Fence
+from lowdiff.recovery.state import RecoveredState, inherit
+from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState
+from lowdiff.types import Differential, Fence
 
 #: Measured: smaller units pay Python's cost per optimizer step too often, larger ones leave the
 #: cache.
@@ -38,21 +35,6 @@ _WINDOW_BYTES = 128 << 20
 #: glibc hands memory above its mmap threshold back to the kernel at every free; freeing one piece of
 #: this size raises the threshold to it, so a unit's temporaries keep their pages.
 _KEPT_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """One differential, read and ready to be replayed.
-
-    Attributes:
-        shards: One per rank, in rank order.
-        absent: Parameters without a gradient.
-        decode: Writes a block of the gradient.
-    """
-
-    shards: tuple[Differential, ...]
-    absent: frozenset[int]
-    decode: Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +85,7 @@ def replay(
         if fence.world_size != len(state.items) or fence.incarnation != state.fence.incarnation:
             state.items = inherit(state.items, fence.world_size)
         state.fence = fence
+        state.averages = _continued_averages(state, fence)
         own = list(group)
         with _Replay(state, fence, options) as running:
             for window in _windows(own, fence):
@@ -111,6 +94,16 @@ def replay(
                 if options.progress:
                     options.progress(done)
     return state
+
+
+def _continued_averages(state: RecoveredState, fence: Fence) -> dict[str, dict[str, torch.Tensor]]:
+    lost = sorted(set(fence.averages) - set(state.averages))
+    if lost:
+        raise RunMismatch(
+            f"averages {lost} were attached after step {state.step}, and the snapshot that was "
+            "taken then is lost; recover a step before or after it"
+        )
+    return {name: state.averages[name] for name in fence.averages}
 
 
 def _windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]:
@@ -152,9 +145,9 @@ class _Replay:
         self._digester = Digester(fence.layout)
         self._options = options
         self._threads = fence.environment.num_threads if options.whole else 1
-        self._units = [_UnitState(unit, state, fence) for unit in plan_units(state, fence, options)]
+        self._units = [UnitState(unit, state, fence) for unit in plan_units(state, fence, options)]
         self._pool = ThreadPoolExecutor(options.workers, thread_name_prefix="lowdiff-replay")
-        self._scratch = _Scratch(max((u.unit.elements for u in self._units), default=0))
+        self._scratch = Scratch(max((u.unit.scratch_elements for u in self._units), default=0))
 
     def __enter__(self) -> Self:
         return self
@@ -171,19 +164,19 @@ class _Replay:
         queue = iter(self._units)  # next() on a list iterator is atomic
         with _one_thread_each(self._threads):
             jobs = [self._pool.submit(self._work, queue, window) for _ in range(workers)]
-            sums: dict[tuple[int, int], int] = {}
+            sums: Sums = {}
             for job in jobs:
                 for key, value in job.result().items():
                     sums[key] = Digester.add(sums.get(key, 0), value)
         for step in window:
             for shard in step.shards:
-                self._check(shard, sums.get((shard.step, shard.rank), 0))
+                self._check(shard, sums)
             self._take_scalars(step.shards)
 
-    def _work(self, queue: Iterator[_UnitState], window: Sequence[Step]) -> _Sums:
-        sums: _Sums = {}
+    def _work(self, queue: Iterator[UnitState], window: Sequence[Step]) -> Sums:
+        sums: Sums = {}
         torch.set_num_threads(self._threads)  # per thread; see _one_thread_each
-        scratch = _Scratch(self._scratch.elements)
+        scratch = Scratch(self._scratch.elements)
         torch.empty(_KEPT_BYTES, dtype=torch.uint8)
         with torch.no_grad():
             for unit in queue:
@@ -192,13 +185,20 @@ class _Replay:
                     unit.add_digests(step.shards, self._digester, sums)
         return sums
 
-    def _check(self, shard: Differential, found: int) -> None:
-        if shard.digest is not None and shard.digest.value != found:
-            raise ReplayMismatch(
-                f"after step {shard.step}, elements {shard.digest.start} to {shard.digest.stop} "
-                f"of the parameters differ from what rank {shard.rank} recorded: a parameter was "
-                "changed outside the optimizer, or this machine rounds differently"
-            )
+    def _check(self, shard: Differential, sums: Sums) -> None:
+        if shard.digest is None:
+            return
+        recorded = {"": shard.digest.value} | {
+            name: average.digest for name, average in shard.averages.items()
+        }
+        for name, value in recorded.items():
+            if value is not None and value != sums.get((shard.step, shard.rank, name), 0):
+                raise ReplayMismatch(
+                    f"after step {shard.step}, elements {shard.digest.start} to "
+                    f"{shard.digest.stop} of the parameters{name and f' as {name!r} averages them'} "
+                    f"differ from what rank {shard.rank} recorded: a parameter was changed outside "
+                    "the optimizer, or this machine rounds differently"
+                )
 
     def _take_scalars(self, shards: Sequence[Differential]) -> None:
         state = self._state
@@ -207,155 +207,14 @@ class _Replay:
         for optimizer, step in zip(state.optimizers, first.optimizers, strict=True):
             optimizer.groups = [dict(group) for group in step.after]
         for shard in shards:
-            state.items[shard.rank].update(shard.items)
+            items = state.items[shard.rank]
+            for name, data in shard.items.items():
+                if data:
+                    items[name] = data
+                else:
+                    items.pop(name, None)
         state.held = first.held
         state.residual_marks = [shard.residual for shard in shards]
-
-
-_Sums = dict[tuple[int, int], int]
-
-
-@dataclass(slots=True)
-class _Scratch:
-    """A worker's gradient memory, reused for every unit and step."""
-
-    elements: int
-    _by_dtype: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
-
-    def zeros(self, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
-        if dtype not in self._by_dtype:
-            self._by_dtype[dtype] = torch.empty(self.elements + 64, dtype=dtype)
-        return self._by_dtype[dtype][start : start + count].zero_()
-
-
-class _UnitState:
-    """One unit, its optimizer over views of the full tensors, and its place in the layout."""
-
-    def __init__(self, unit: Unit, state: RecoveredState, fence: Fence) -> None:
-        self.unit = unit
-        self._layout = fence.layout
-        self._spec = fence.optimizers[unit.optimizer]
-        self._group_of = {name: g for g, names in enumerate(self._spec.groups) for name in names}
-        # Optimizers that couple a tensor's elements need its true shape; others take it flat.
-        self._shaped = granularity(self._spec) != "element"
-        self._parameters = [
-            torch.nn.Parameter(self._piece(block, state.parameters[self._name(block)]))
-            for block in unit.blocks
-        ]
-        places = [fence.layout.parameters[b.parameter].offset for b in unit.blocks]
-        self._first = places[0] + unit.blocks[0].start
-        self._last = places[-1] + unit.blocks[-1].stop
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._groups: list[int] = sorted({self._group(b.parameter) for b in unit.blocks})
-        self._restored = state.optimizers[unit.optimizer]
-
-    def step(self, step: Step, scratch: _Scratch) -> None:
-        """Apply one differential."""
-        done = step.shards[0].optimizers[self.unit.optimizer]
-        if not done.stepped:
-            return
-        optimizer = self._optimizer or self._build(done.consumed)
-        position = 0
-        for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
-            count = block.stop - block.start
-            if block.parameter in step.absent:
-                parameter.grad = None
-                continue
-            gradient = scratch.zeros(parameter.dtype, position, count)
-            step.decode(block, gradient)
-            parameter.grad = self._reshaped(block, gradient)
-            position += count + (-count % 16)
-        for group, index in zip(optimizer.param_groups, self._groups, strict=True):
-            group.update(done.consumed[index])
-        if done.found_inf is not None:
-            # After an explicit unscale_ the scaler hands over found_inf without a scale (R2).
-            scale = None if done.grad_scale is None else torch.tensor(done.grad_scale)
-            optimizer.grad_scale = scale  # type: ignore[attr-defined]
-            optimizer.found_inf = torch.tensor(done.found_inf)  # type: ignore[attr-defined]
-        elif hasattr(optimizer, "found_inf"):
-            del optimizer.found_inf
-        # The bare method: hooks and the profiler's record would cost as much as a small block.
-        self._bare_step(optimizer)
-
-    def add_digests(self, shards: Sequence[Differential], digester: Digester, sums: _Sums) -> None:
-        """Add what this unit holds of the slices that the live run digested at this step."""
-        for shard in shards:
-            if (
-                shard.digest is None
-                or shard.digest.stop <= self._first
-                or self._last <= shard.digest.start
-            ):
-                continue
-            for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
-                offset = self._layout.parameters[block.parameter].offset + block.start
-                if offset < shard.digest.stop and shard.digest.start < offset + parameter.numel():
-                    key = (shard.step, shard.rank)
-                    part = digester.partial(
-                        flat(parameter), offset, shard.digest.start, shard.digest.stop
-                    )
-                    sums[key] = Digester.add(sums.get(key, 0), part)
-
-    def collect(self, state: RecoveredState) -> None:
-        """Put the optimizer's state for these blocks where the full state lives."""
-        if self._optimizer is None:
-            return
-        target = state.optimizers[self.unit.optimizer].state
-        for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
-            entries = self._optimizer.state.get(parameter, {})
-            full = target.setdefault(self._name(block), {})
-            for key, value in entries.items():
-                if not is_aligned(key, value, parameter.numel()):
-                    full[key] = value
-                    continue
-                if key not in full or not isinstance(full[key], torch.Tensor):
-                    full[key] = torch.empty(self._numel(block.parameter), dtype=value.dtype)
-                destination = full[key][block.start : block.stop]
-                if destination.data_ptr() != value.data_ptr():
-                    destination.copy_(flat(value))
-
-    def _build(self, consumed: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-        grouped = [
-            (
-                consumed[index],
-                [
-                    parameter
-                    for block, parameter in zip(self.unit.blocks, self._parameters, strict=True)
-                    if self._group(block.parameter) == index
-                ],
-            )
-            for index in self._groups
-        ]
-        optimizer = build(self._spec, grouped)
-        for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
-            entries = self._restored.state.get(self._name(block), {})
-            if entries:
-                optimizer.state[parameter] = {
-                    key: self._own(block, key, value) for key, value in entries.items()
-                }
-        self._optimizer = optimizer
-        self._bare_step = inspect.unwrap(type(optimizer).step)
-        return optimizer
-
-    def _own(self, block: Block, key: str, value: Any) -> Any:
-        """A state entry for one block: a view where it has an element per element."""
-        if is_aligned(key, value, self._numel(block.parameter)):
-            return self._piece(block, value)
-        return value.clone() if isinstance(value, torch.Tensor) else value
-
-    def _piece(self, block: Block, values: torch.Tensor) -> torch.Tensor:
-        return self._reshaped(block, values[block.start : block.stop])
-
-    def _reshaped(self, block: Block, values: torch.Tensor) -> torch.Tensor:
-        return shaped(values, self._layout.parameters[block.parameter]) if self._shaped else values
-
-    def _name(self, block: Block) -> str:
-        return self._layout.parameters[block.parameter].name
-
-    def _group(self, parameter: int) -> int:
-        return self._group_of[self._layout.parameters[parameter].name]
-
-    def _numel(self, parameter: int) -> int:
-        return self._layout.parameters[parameter].numel
 
 
 def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> list[Unit]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from lowdiff.errors import DamagedFile
 from lowdiff.layout import shaped
 from lowdiff.persistence.values import BadEncoding, decode
 from lowdiff.recovery.optimizers import SCALAR_STATE
-from lowdiff.types import Fence, ResidualMark
+from lowdiff.types import Fence, ItemRef, ResidualMark
 
 #: Prefixes of item names; the rest of the name is the buffer's or the object's.
 BUFFER_ITEM, STATEFUL_ITEM, RNG_ITEM, FROZEN_ITEM = "buffer/", "stateful/", "rng/", "frozen/"
+#: Large tensors inside stateful objects; and what averages follow, which is no item but replayed.
+TENSOR_ITEM, AVERAGE_ITEM = "tensor/", "average/"
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +49,8 @@ class RecoveredState:
         residuals: Per rank: parameter name -> flat residual, as the base snapshot holds it; only
             right for this step when the step is the snapshot's.
         base_step: Step of the snapshot it was rebuilt from.
+        averages: Name of a stateful object that averages parameters -> parameter name -> flat
+            average.
     """
 
     step: int
@@ -57,6 +62,7 @@ class RecoveredState:
     residual_marks: list[ResidualMark | None]
     residuals: list[dict[str, torch.Tensor]]
     base_step: int
+    averages: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameter name -> tensor of its logical shape, sharing memory."""
@@ -71,7 +77,40 @@ class RecoveredState:
         Raises:
             DamagedFile: If it does not decode.
         """
-        return decode_item(name, self.items[rank][name])
+        return self.resolved(name, self.items[rank])
+
+    def resolved(self, name: str, items: Mapping[str, bytes]) -> Any:
+        """One decoded item out of ``items``, with the tensors that are stored apart put in.
+
+        Raises:
+            DamagedFile: If it does not decode, or refers to what is not there.
+        """
+        return self._filled(name, decode_item(name, items[name]), items)
+
+    def _filled(self, name: str, value: Any, items: Mapping[str, bytes]) -> Any:
+        if isinstance(value, ItemRef):
+            return self._referenced(name, value.name, items)
+        if isinstance(value, dict):
+            for key, part in value.items():
+                value[key] = self._filled(name, part, items)
+        elif isinstance(value, list):
+            value[:] = (self._filled(name, part, items) for part in value)
+        elif type(value) is tuple:
+            return tuple(self._filled(name, part, items) for part in value)
+        return value
+
+    def _referenced(self, name: str, reference: str, items: Mapping[str, bytes]) -> torch.Tensor:
+        prefix, _, rest = reference.partition("/")
+        average, _, parameter = rest.partition("/")
+        try:
+            if prefix + "/" == AVERAGE_ITEM:
+                values = self.averages[average][parameter]
+                spec = next(p for p in self.fence.layout.parameters if p.name == parameter)
+                return shaped(values, spec)
+            tensor: torch.Tensor = decode_item(reference, items[reference])
+        except KeyError as error:
+            raise DamagedFile(name, f"it refers to {reference}, which is not there") from error
+        return tensor
 
     def model_state_dict(self, rank: int = 0) -> dict[str, torch.Tensor]:
         """What ``model.state_dict()`` was, with the buffers of ``rank``."""
@@ -133,5 +172,17 @@ def decode_item(name: str, data: bytes) -> Any:
 
 
 def inherit(items: list[dict[str, bytes]], world_size: int) -> list[dict[str, bytes]]:
-    """Items of a new world: rank ``r`` starts from those of old rank ``r`` modulo the old size."""
-    return [dict(items[rank % len(items)]) for rank in range(world_size)]
+    """Items of a new world: rank ``r`` starts from those of old rank ``r`` modulo the old size.
+
+    A rank that the old world did not have gets no generators: it keeps its own as its script
+    seeded them, else it would repeat the dropout masks and augmentations of another rank.
+    """
+    old_size = len(items)
+    return [
+        {
+            name: data
+            for name, data in items[rank % old_size].items()
+            if rank < old_size or not name.startswith(RNG_ITEM)
+        }
+        for rank in range(world_size)
+    ]

@@ -118,6 +118,18 @@ def test_models_that_cannot_be_laid_out(tmp_path: Path) -> None:
         attach(tmp_path, expanded, torch.optim.SGD(expanded.parameters(), lr=0.1))
 
 
+def test_several_modules_are_told_to_come_under_one_roof(tmp_path: Path) -> None:
+    first, second = Loop(tmp_path), Loop(tmp_path)
+    several: Any
+    for several in ([first.model, second.model], (first.model, second.model)):
+        with pytest.raises(ConfigError, match=r"got a (list|tuple); wrap several in one torch\.nn"):
+            first.checkpointer.attach(several, [first.optimizer, second.optimizer])
+    first.attach()
+    with pytest.raises(UsageError, match=r"attached already.*go into one torch\.nn\.ModuleDict"):
+        first.checkpointer.attach(second.model, second.optimizer)
+    first.die()
+
+
 def test_a_stateful_object_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, StepNotFound, StorageError, UsageError
 from lowdiff.persistence.values import same
+from lowdiff.recovery.compare import differences
+from lowdiff.recovery.verify import verify
 from tests.face.loops import Loop, small_model
-from tests.scenarios.lives import history
+from tests.scenarios.lives import Kill, assert_identical, history
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
 
@@ -75,6 +78,39 @@ def test_another_world_size_continues_from_the_same_state(
     at_end = lowdiff.recover(tmp_path / "run", 14, staging=tmp_path / "staging")
     assert len(at_end.items) == after
     assert at_eight.step == 8
+
+
+def test_a_rank_that_joins_keeps_its_own_random_stream_and_resumes_bit_for_bit(
+    pool: Pool, tmp_path: Path
+) -> None:
+    build = TRAININGS["gpt_adamw"]  # dropout draws from each rank's generator
+    settings = {"retention": None}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    history(pool, build, whole, world_size=2, until=8, settings=settings)
+    shutil.copytree(whole, killed)
+    longer: dict[str, Any] = {"world_size": 3, "until": 14, "settings": settings}
+    uninterrupted = history(pool, build, whole, **longer)
+    kills = [Kill(9), Kill(11, staged_by=frozenset(range(3))), Kill(13, staged_by=frozenset({2}))]
+    interrupted = history(pool, build, killed, kills=kills, **longer)
+    assert interrupted.resumed == [8, 11, 12]
+    assert_identical(interrupted, uninterrupted)
+    streams = [end["rng/torch"] for end in uninterrupted.ends()]
+    assert streams[0] == streams[1]  # this script seeds all ranks alike
+    assert streams[2] != streams[0]  # but the third began six steps later
+    for folder in (whole, killed):
+        report = verify(folder / "run", folder / "staging")
+        assert not report.failures
+    # Without the snapshot that the new world began with, replay crosses the change.
+    stored = lowdiff.recover(whole / "run", 13)
+    shutil.rmtree(whole / "run/snapshots/i000001-s0000000008")
+    crossed = lowdiff.recover(whole / "run", 13)
+    assert (stored.base_step, crossed.base_step) == (8, 8)
+    assert crossed.fence.world_size == 3
+    # Generators that never moved are in no record: they are as the script seeds them.
+    assert list(differences(stored, crossed)) == [
+        "rank 2: item rng/numpy (only on one side)",
+        "rank 2: item rng/python (only on one side)",
+    ]
 
 
 def test_an_older_step_can_be_gone_back_to_and_later_ones_are_void(tmp_path: Path) -> None:
@@ -254,6 +290,18 @@ def test_a_scheduler_moved_after_the_last_commit_is_not_half_saved(tmp_path: Pat
     state = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
     assert state.stateful["scheduler"]["last_epoch"] == 0
     assert state.optimizer_state_dict()["param_groups"][0]["lr"] == 1e-2
+
+
+def test_gradients_cleared_after_the_last_commit_are_no_difference(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.attach()
+    for number in range(3):
+        loop.step(number)
+        loop.checkpointer.commit()
+        loop.optimizer.zero_grad()
+    loop.checkpointer.close()
+    assert lowdiff.recover(tmp_path / "run").held == tuple(range(6))
+    assert not verify(tmp_path / "run").failures
 
 
 def test_unfreezing_after_attach_is_refused(tmp_path: Path) -> None:

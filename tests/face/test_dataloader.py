@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lowdiff
 from lowdiff.compressors import TopK
@@ -27,7 +27,40 @@ class Noisy(Dataset[Any]):
         return index, torch.rand(4)
 
 
-def life(folder: Path, until: int, die_at: int | None, num_workers: int) -> list[Any]:
+class Indices(Noisy):
+    """Samples without augmentation."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.full((4,), float(index))
+
+
+def ours(checkpointer: lowdiff.Checkpointer, num_workers: int) -> Any:
+    """lowdiff's own loader."""
+    return checkpointer.dataloader(Noisy(), batch_size=4, num_workers=num_workers, seed=1)
+
+
+def seeded(checkpointer: lowdiff.Checkpointer, num_workers: int) -> Any:
+    """torchdata's loader with a generator of its own."""
+    return torchdatas(checkpointer, num_workers, torch.Generator().manual_seed(1))
+
+
+def torchdatas(
+    checkpointer: lowdiff.Checkpointer, num_workers: int, generator: torch.Generator | None = None
+) -> Any:
+    """torchdata's loader, by default with the global generator as most scripts have it."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    # Random augmentation in a worker goes on from its seed: torchdata keeps no generator of it.
+    dataset = Noisy() if num_workers == 0 else Indices()
+    return checkpointer.dataloader(
+        torchdata.StatefulDataLoader(
+            dataset, batch_size=4, num_workers=num_workers, shuffle=True, generator=generator
+        )
+    )
+
+
+def life(
+    folder: Path, until: int, die_at: int | None, num_workers: int, make: Any = ours
+) -> list[Any]:
     """What a process saw: ``(epoch, indices, augmentation)`` of every step it committed."""
     torch.manual_seed(3)
     model = torch.nn.Linear(4, 1)
@@ -35,7 +68,7 @@ def life(folder: Path, until: int, die_at: int | None, num_workers: int) -> list
     checkpointer = lowdiff.Checkpointer(
         folder / "run", compressor=TopK(1.0), staging=folder / "staging", snapshot_every=5
     )
-    loader = checkpointer.dataloader(Noisy(), batch_size=4, num_workers=num_workers, seed=1)
+    loader = make(checkpointer, num_workers)
     step = checkpointer.attach(model, optimizer)
     seen: list[Any] = []
     while step < until:
@@ -56,18 +89,73 @@ def life(folder: Path, until: int, die_at: int | None, num_workers: int) -> list
     return seen
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_three_kills_show_the_same_batches_as_none(tmp_path: Path, num_workers: int) -> None:
-    whole = life(tmp_path / "whole", 18, None, num_workers)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(
+    ("make", "num_workers"), [(ours, 0), (ours, 2), (torchdatas, 0), (torchdatas, 2), (seeded, 0)]
+)
+def test_three_kills_show_the_same_batches_as_none(
+    tmp_path: Path, make: Any, num_workers: int
+) -> None:
+    whole = life(tmp_path / "whole", 18, None, num_workers, make)
     seen: list[Any] = []
     # In mid-epoch, at an epoch's edge (6 batches an epoch), and twice in one epoch.
     for die_at in (3, 6, 9, None):
-        seen += life(tmp_path / "killed", 18, die_at, num_workers)
+        seen += life(tmp_path / "killed", 18, die_at, num_workers, make)
     assert seen == whole
     for epoch in range(3):
         samples = [i for e, indices, *_ in seen if e == epoch for i in indices]
         assert sorted(samples) == list(range(23))
     assert whole[0][1] != whole[6][1]  # another order in another epoch
+
+
+def attached_by_hand(
+    folder: Path, until: int, die_at: int | None, num_workers: int
+) -> list[tuple[list[int], float]]:
+    """Indices and loss of every committed step, with a loader that ``attach`` got by name."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    checkpointer = lowdiff.Checkpointer(
+        folder / "run", compressor=TopK(1.0), staging=folder / "staging", snapshot_every=5
+    )
+    loader = torchdata.StatefulDataLoader(
+        Indices(), batch_size=4, num_workers=num_workers, shuffle=True
+    )
+    step = checkpointer.attach(model, optimizer, loader=loader)
+    seen: list[tuple[list[int], float]] = []
+    while step < until:
+        for indices, inputs in loader:
+            loss = model(inputs).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step == die_at:
+                abandon(checkpointer, Kill(step))
+                return seen
+            checkpointer.commit()
+            step += 1
+            seen.append((indices.tolist(), loss.item()))
+    checkpointer.close()
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_may_also_be_attached_by_name(
+    tmp_path: Path, num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = attached_by_hand(tmp_path / "whole", 12, None, num_workers)
+    seen: list[tuple[list[int], float]] = []
+    for die_at in (3, 8, None):  # at an epoch's edge dropout needs checkpointer.dataloader
+        seen += attached_by_hand(tmp_path / "killed", 12, die_at, num_workers)
+    assert seen == whole
+    for epoch in range(2):
+        samples = [i for indices, _ in seen[6 * epoch : 6 * epoch + 6] for i in indices]
+        assert sorted(samples) == list(range(23))
+    # That the loader noticed the end of its epoch after the last commit costs no last snapshot.
+    assert not caplog.messages
+    assert lowdiff.recover(tmp_path / "whole/run").base_step == 12
 
 
 def test_ranks_share_an_epoch_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +184,12 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     with lowdiff.Checkpointer(
         tmp_path / "run", compressor=TopK(1.0), staging=tmp_path / "staging"
     ) as checkpointer:
+        with pytest.raises(ConfigError, match="at least 1, got None"):
+            checkpointer.dataloader(Noisy())
+        with pytest.raises(ConfigError, match="DataLoader does not know its position; pass its"):
+            checkpointer.dataloader(DataLoader(Noisy(), batch_size=4))
+        with pytest.raises(ConfigError, match="has its batch_size and options already"):
+            checkpointer.dataloader(DataLoader(Noisy(), batch_size=4), shuffle=True)
         checkpointer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(UsageError, match="before attach"):
             checkpointer.dataloader(Noisy(), batch_size=1)

@@ -111,6 +111,29 @@ def test_a_killed_run_is_recovered_from_the_store_alone(tmp_path: Path, url: str
     third.checkpointer.close()
 
 
+@pytest.mark.slow
+def test_frozen_parameters_are_in_the_store(tmp_path: Path, url: str) -> None:
+    def weight(loop: Loop) -> torch.Tensor:
+        return loop.model.get_parameter("0.weight")
+
+    def frozen(folder: Path) -> Loop:
+        loop = loop_in(folder, url)
+        weight(loop).requires_grad_(False)
+        return loop
+
+    loop = frozen(tmp_path / "node")
+    loop.run(3)
+    lose(tmp_path / "node")
+    assert_same_weights(lowdiff.recover(url, staging=tmp_path / "none"), loop)
+    other = frozen(tmp_path / "other")
+    with torch.no_grad():
+        weight(other).zero_()
+    assert other.run(4) == 3
+    assert torch.equal(weight(other), weight(loop))
+    report = verify(url, tmp_path / "none")
+    assert report.ok, report.failures
+
+
 def test_recovery_reads_one_snapshot_and_the_differentials_after_it(
     tmp_path: Path, url: str, server: S3Server
 ) -> None:
@@ -214,22 +237,22 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_out(
 ) -> None:
     loop = loop_in(tmp_path / "node", url)
     loop.attach()
-    killed: list[str] = []
+    opened = loop.checkpointer._opened
+    assert opened is not None
+    writer = opened.session.stager.writer
+    killed: list[int] = []
 
     def kill(method: str, name: str) -> bool:
         if method not in ("PUT", "POST") or victim not in name or killed:
             return False
-        killed.append(name)
-        opened = loop.checkpointer._opened
-        assert opened is not None
-        os.kill(opened.session.stager.writer.pid, signal.SIGKILL)
+        killed.append(writer.pid)
+        os.kill(writer.pid, signal.SIGKILL)
         return True  # what was under way is not stored
 
     server.throttled = kill
     train(loop, 7)
-    wait_until(loop, lambda stats: killed and stats["remote_step"] == 7)
+    wait_until(loop, lambda stats: killed not in ([], [writer.pid]) and reached(7)(stats))
     loop.checkpointer.close()
-    assert killed
     report = verify(url, tmp_path / "no-staging")
     assert report.ok, report.failures
     assert report.recoverable == ((0, 7),)

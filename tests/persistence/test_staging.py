@@ -22,6 +22,7 @@ from lowdiff.persistence.framing import RecordKind, RecordRef
 from lowdiff.persistence.memory import MappedFile, read_view
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.sections import read_sections
+from lowdiff.persistence.segments import batches_of
 from lowdiff.persistence.staging import LogTail, StagingLog, open_chunk, staged_records
 from lowdiff.types import Section
 
@@ -186,6 +187,36 @@ def test_at_its_cap_the_log_refuses_until_more_is_durable(tmp_path: Path) -> Non
     assert steps(folder) == list(range(1, 17))
     assert append(log, step, durable=8)
     assert steps(folder) == list(range(9, 18))
+
+
+def test_where_it_may_drop_the_log_takes_every_step_and_says_what_went(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=2 * CHUNK)
+    tail = LogTail(folder)
+    for step in range(1, 30):
+        meta = b"step %d" % step
+        size = log.append(
+            RecordKind.DIFFERENTIAL, step, meta, payload(step), durable_step=3, drop=True
+        )
+        assert size
+        assert log.dropped_step == (-1 if step < 17 else 8 if step < 25 else 16)
+    assert steps(folder) == list(range(17, 30))
+    assert [check(record) for record in drained(tail)] == list(range(17, 30))
+
+
+def test_a_reader_never_passes_on_what_was_dropped_under_it(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=2 * CHUNK)
+    for step in range(1, 17):
+        append(log, step)
+    held = drained(LogTail(folder))
+    assert [check(record) for record in held] == list(range(1, 17))
+    assert log.append(
+        RecordKind.DIFFERENTIAL, 17, b"step 17", payload(17), durable_step=-1, drop=True
+    )
+    batches = batches_of(held, Codec())
+    # Where the new record lies, an old one is gone; the others are whole, if stale.
+    assert [(batch.first, batch.last) for batch in batches] == [(2, 16)]
 
 
 def test_the_newest_chunk_is_never_given_up_even_if_all_in_it_is_durable(tmp_path: Path) -> None:
@@ -408,32 +439,30 @@ def full_tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 FILLER = (
     TRAINER.replace("step - 30", "-1")
-    .replace("while True:", "from lowdiff.errors import StorageError\nwhile True:")
-    .replace("    log.append", "    try:\n        log.append")
-    .replace(
-        "    print(step, flush=True)",
-        """    except StorageError as error:
-        print(error)
-        break
+    .replace("    log.append", "    size = log.append")
+    .replace("    print(step, flush=True)", "    if size is None:\n        break")
+    + """
 Path(sys.argv[1], "filler").unlink()
-log.append(RecordKind.DIFFERENTIAL, step, b"step %d" % step, [data], durable_step=-1)
-print(step)""",
-    )
+assert log.append(RecordKind.DIFFERENTIAL, step, b"step %d" % step, [data], durable_step=-1)
+print(step)"""
 )
 
 
-def test_a_full_tmpfs_is_a_storage_error_and_the_log_goes_on_when_there_is_room(
-    full_tmpfs: Path,
-) -> None:
+def test_in_a_full_tmpfs_the_log_waits_and_goes_on_when_there_is_room(full_tmpfs: Path) -> None:
     # In a process of its own: a store into a hole would be SIGBUS, which kills it.
     with start(FILLER, full_tmpfs, RUN_ID) as trainer:
         out, _ = trainer.communicate(timeout=20)
     assert trainer.returncode == 0
-    message, last = out.splitlines()
-    assert "staging needs 0.0 MiB at" in message
-    assert "full; free it, enlarge it, or pass Checkpointer(..., staging=OTHER_FOLDER)" in message
-    assert steps(folder_in(full_tmpfs)) == list(range(1, int(last) + 1))
-    assert int(last) > 50
+    assert steps(folder_in(full_tmpfs)) == list(range(1, int(out) + 1))
+    assert int(out) > 50
+
+
+def test_a_log_that_finds_no_memory_at_all_says_what_to_do(full_tmpfs: Path) -> None:
+    with pytest.raises(StorageError, match="full; free it, enlarge it, or pass Checkpointer") as e:
+        StagingLog(
+            folder_in(full_tmpfs), run_id=RUN_ID, world_size=1, chunk_bytes=1 << 19, cap_bytes=1
+        )
+    assert "staging needs 0.5 MiB at" in str(e.value)
 
 
 def test_a_file_that_did_not_fit_has_no_length_that_a_reader_could_stumble_over(

@@ -438,6 +438,70 @@ def two_optimizers(rank: int, world_size: int) -> Training:
     return Training(ddp, [often, seldom], step)
 
 
+class Adversaries(nn.ModuleDict):
+    """A generator and a discriminator under one roof; DDP needs the forward."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            {
+                "generator": nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 40)),
+                "discriminator": nn.Sequential(nn.Linear(40, 64), nn.BatchNorm1d(64), nn.ReLU()),
+                "judge": nn.Linear(64, 1),
+            }
+        )
+
+    def forward(self, name: str, real: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        fake = self["generator"](noise)
+        if name == "generator":
+            judged: torch.Tensor = self["judge"](self["discriminator"](fake))
+            return nn.functional.softplus(-judged).mean()
+        both = self["judge"](self["discriminator"](torch.cat([real, fake.detach()])))
+        signs = torch.ones_like(both)
+        signs[: len(real)] = -1
+        return nn.functional.softplus(signs * both).mean()
+
+
+def _gan(model: nn.Module, inner: Adversaries, rank: int) -> Training:
+    made = inner["generator"]
+    judges = [*inner["discriminator"].parameters(), *inner["judge"].parameters()]
+    optimizers = {
+        "discriminator": torch.optim.Adam(judges, lr=2e-3, betas=(0.5, 0.999)),
+        "generator": torch.optim.Adam(made.parameters(), lr=1e-3, betas=(0.5, 0.999)),
+    }
+
+    def step(t: int) -> torch.Tensor:
+        losses = []
+        for name, optimizer in optimizers.items():
+            # Else the generator's loss would leave gradients, and a residual, with the judges.
+            for parameter in judges:
+                parameter.requires_grad_(name == "discriminator")
+            # All of them: DDP hands gradients left from the other's turn to the hook as well.
+            model.zero_grad()
+            loss = model(name, batch(t, rank, 16, 40), batch(t + 500, rank, 16, 8))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        for parameter in judges:
+            parameter.requires_grad_(True)
+        return torch.stack(losses).sum()
+
+    return Training(model, list(optimizers.values()), step)
+
+
+@training
+def gan(rank: int, world_size: int) -> Training:
+    """Two modules in one ModuleDict, each with its optimizer, taking turns in every step."""
+    inner = Adversaries()
+    return _gan(wrapped(inner, find_unused_parameters=True), inner, rank)
+
+
+@training
+def gan_without_ddp(rank: int, world_size: int) -> Training:
+    """The same without DDP."""
+    inner = Adversaries()
+    return _gan(inner, inner, rank)
+
+
 @training
 def nan_gradients(rank: int, world_size: int) -> Training:
     """R7: NaN in one gradient, spread by clipping to all of them; training goes on."""
@@ -495,7 +559,7 @@ def weight_tying_two_names(rank: int, world_size: int) -> Training:
     return Training(ddp, optimizer, plain_loop(ddp, optimizer, rank))
 
 
-PLAIN = {"plain_module"}
+PLAIN = {"plain_module", "gan_without_ddp"}
 
 
 @training

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios import more_trainings
+from tests.scenarios import averaged_trainings, more_trainings
 from tests.scenarios.lives import Kill, assert_identical, history
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
 
 STEPS = 16
-NAMES = sorted(n for n, b in TRAININGS.items() if b.__module__ == more_trainings.__name__)
+MODULES = {more_trainings.__name__, averaged_trainings.__name__}
+NAMES = sorted(n for n, b in TRAININGS.items() if b.__module__ in MODULES)
 
 
 def world_sizes(name: str) -> list[int]:

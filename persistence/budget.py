@@ -1,0 +1,159 @@
+"""Whether staging fits where it shall lie, decided before anything is written (design rule R8).
+
+Memory on tmpfs counts twice: against the file system's size, and against the memory limit of the
+control group, whose breach is the kernel's SIGKILL for every process in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowdiff.errors import StorageError
+
+#: What training itself may still need of a control group's memory.
+_RESERVE = 0.05
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class StagingNeed:
+    """What one rank wants of staging, in bytes.
+
+    Attributes:
+        residual_bytes: Slots of the error-feedback residual.
+        snapshot_bytes: Image of its shard of a full snapshot, an estimate before the first step.
+        log_bytes: The log, as long as storage keeps up with a delay of many steps.
+        least_log_bytes: The log, where memory is short: training waits for storage earlier.
+    """
+
+    residual_bytes: int
+    snapshot_bytes: int
+    log_bytes: int
+    least_log_bytes: int
+
+    @property
+    def least_bytes(self) -> int:
+        """Without this much nothing works."""
+        return self.residual_bytes + self.snapshot_bytes + self.least_log_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is free where staging shall lie, in bytes.
+
+    Attributes:
+        root: The folder.
+        file_system_bytes: Free in its file system.
+        memory_bytes: Free under the control group's limit; None if there is none, or if the
+            folder is not in memory.
+    """
+
+    root: Path
+    file_system_bytes: int
+    memory_bytes: int | None
+
+    @property
+    def free_bytes(self) -> int:
+        """The smaller of both."""
+        if self.memory_bytes is None:
+            return self.file_system_bytes
+        return min(self.file_system_bytes, self.memory_bytes)
+
+
+def room_at(root: Path) -> Room:
+    """Look at the file system and the control group."""
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    found = os.statvfs(existing)
+    limit = memory_headroom() if is_in_memory(existing) else None
+    return Room(root, found.f_bavail * found.f_frsize, limit)
+
+
+def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
+    """How long this rank's log may become, where ``needs`` of several ranks share the room.
+
+    Raises:
+        StorageError: If not even the least fits; says how much is missing and what to do.
+    """
+    least = sum(need.least_bytes for need in needs)
+    if least > room.free_bytes:
+        raise StorageError(
+            f"staging needs {_mib(least)} at {room.root} for {len(needs)} rank(s) of this machine "
+            f"({_mib(sum(n.residual_bytes for n in needs))} residuals, "
+            f"{_mib(sum(n.snapshot_bytes for n in needs))} snapshot images, "
+            f"{_mib(sum(n.least_log_bytes for n in needs))} logs), but {_mib(room.free_bytes)} are "
+            f"free{_limited(room)}; enlarge it (docker: --shm-size), free it with "
+            "`lowdiff gc --staging`, or pass Checkpointer(..., staging=OTHER_FOLDER)"
+        )
+    wanted = sum(need.log_bytes - need.least_log_bytes for need in needs)
+    share = min(1.0, (room.free_bytes - least) / wanted) if wanted else 1.0
+    return mine.least_log_bytes + int(share * (mine.log_bytes - mine.least_log_bytes))
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether a folder lies on a tmpfs."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in (_PROC / "self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        if fields[2] == wanted:
+            return fields[fields.index("-") + 1] in ("tmpfs", "ramfs")
+    return False
+
+
+def memory_headroom(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
+    """Bytes that the control groups of this process still allow; None without a limit."""
+    found = [room for room in _headrooms(proc, cgroups) if room is not None]
+    return min(found) if found else None
+
+
+def _headrooms(proc: Path, cgroups: Path) -> Iterator[int | None]:
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            yield from _of_groups(cgroups, name, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            yield from _of_groups(
+                cgroups / "memory",
+                name,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+
+
+def _of_groups(
+    root: Path, name: str, limit_file: str, usage_file: str, reclaimable: str
+) -> Iterator[int | None]:
+    """The group and all above it; in a container only the root of the hierarchy may be visible."""
+    group = root / name.lstrip("/")
+    for folder in (group, *group.parents):
+        if (folder / limit_file).is_file() and (folder / usage_file).is_file():
+            text = (folder / limit_file).read_text().strip()
+            # Version 1 says "no limit" with a number near 2**63.
+            if text != "max" and int(text) < 1 << 60:
+                used = int((folder / usage_file).read_text())
+                free = int(text) - used + _stat(folder / "memory.stat", reclaimable)
+                yield max(0, free - int(_RESERVE * int(text)))
+        if folder == root:
+            return
+    yield None
+
+
+def _stat(path: Path, name: str) -> int:
+    if not path.is_file():
+        return 0
+    values = dict(line.split() for line in path.read_text().splitlines())
+    return int(values.get(name, 0))
+
+
+def _limited(room: Room) -> str:
+    if room.memory_bytes is None or room.file_system_bytes <= room.memory_bytes:
+        return ""
+    return " under the memory limit of the control group"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

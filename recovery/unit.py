@@ -1,0 +1,206 @@
+"""A few blocks of the layout and the real torch optimizer that steps them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lowdiff.digests import Digester
+from lowdiff.layout import flat, shaped
+from lowdiff.protocols import Decoder
+from lowdiff.recovery.averages import BlockAverage
+from lowdiff.recovery.blocks import Unit, aligned
+from lowdiff.recovery.optimizers import build, granularity
+from lowdiff.recovery.state import RecoveredState, is_aligned
+from lowdiff.types import Block, Differential, Fence, OptimizerStep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One differential, read and ready to be replayed.
+
+    Attributes:
+        shards: One per rank, in rank order.
+        absent: Parameters without a gradient.
+        decode: Writes a block of the gradient.
+    """
+
+    shards: tuple[Differential, ...]
+    absent: frozenset[int]
+    decode: Decoder
+
+
+#: ``(step, rank, average)`` -> sum over elements seen so far; no name for the parameters themselves.
+Sums = dict[tuple[int, int, str], int]
+
+
+@dataclass(slots=True)
+class Scratch:
+    """A worker's gradient memory, reused for every unit and step."""
+
+    elements: int
+    _by_dtype: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    def zeros(self, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
+        """``count`` zeros, the same memory as in the last call with this ``start``."""
+        if dtype not in self._by_dtype:
+            self._by_dtype[dtype] = torch.empty(self.elements, dtype=dtype)
+        return self._by_dtype[dtype][start : start + count].zero_()
+
+
+class UnitState:
+    """One unit, its optimizer over views of the full tensors, and its place in the layout."""
+
+    def __init__(self, unit: Unit, state: RecoveredState, fence: Fence) -> None:
+        self.unit = unit
+        self._layout = fence.layout
+        self._spec = fence.optimizers[unit.optimizer]
+        self._group_of = {name: g for g, names in enumerate(self._spec.groups) for name in names}
+        # Optimizers that couple a tensor's elements need its true shape; others take it flat.
+        self._shaped = granularity(self._spec) != "element"
+        self._parameters = [
+            torch.nn.Parameter(self._piece(block, state.parameters[self._name(block)]))
+            for block in unit.blocks
+        ]
+        places = [fence.layout.parameters[b.parameter].offset for b in unit.blocks]
+        self._first = places[0] + unit.blocks[0].start
+        self._last = places[-1] + unit.blocks[-1].stop
+        self._averages = {
+            name: self._average(state.averages[name], set(names))
+            for name, names in fence.averages.items()
+        }
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._groups: list[int] = sorted({self._group(b.parameter) for b in unit.blocks})
+        self._restored = state.optimizers[unit.optimizer]
+
+    def step(self, step: Step, scratch: Scratch) -> None:
+        """Apply one differential: the optimizer first, then the averages of what it left."""
+        done = step.shards[0].optimizers[self.unit.optimizer]
+        if done.stepped:
+            self._step_optimizer(step, done, scratch)
+        for name, average in step.shards[0].averages.items():
+            if average.updated:
+                self._averages[name].update(average)
+
+    def _step_optimizer(self, step: Step, done: OptimizerStep, scratch: Scratch) -> None:
+        optimizer = self._optimizer or self._build(done.consumed)
+        position = 0
+        for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
+            count = block.stop - block.start
+            if block.parameter in step.absent:
+                parameter.grad = None
+                continue
+            gradient = scratch.zeros(parameter.dtype, position, count)
+            step.decode(block, gradient)
+            parameter.grad = self._reshaped(block, gradient)
+            position += aligned(count)
+        for group, index in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(done.consumed[index])
+        if done.found_inf is not None:
+            # After an explicit unscale_ the scaler hands over found_inf without a scale (R2).
+            scale = None if done.grad_scale is None else torch.tensor(done.grad_scale)
+            optimizer.grad_scale = scale  # type: ignore[attr-defined]
+            optimizer.found_inf = torch.tensor(done.found_inf)  # type: ignore[attr-defined]
+        elif hasattr(optimizer, "found_inf"):
+            del optimizer.found_inf
+        # The bare method: hooks and the profiler's record would cost as much as a small block.
+        self._bare_step(optimizer)
+
+    def add_digests(self, shards: Sequence[Differential], digester: Digester, sums: Sums) -> None:
+        """Add what this unit holds of the slices that the live run digested at this step."""
+        for shard in shards:
+            if (
+                shard.digest is None
+                or shard.digest.stop <= self._first
+                or self._last <= shard.digest.start
+            ):
+                continue
+            for average, tensors in self._digested(shard):
+                key = (shard.step, shard.rank, average)
+                for block, tensor in tensors:
+                    offset = self._layout.parameters[block.parameter].offset + block.start
+                    part = digester.partial(
+                        flat(tensor), offset, shard.digest.start, shard.digest.stop
+                    )
+                    sums[key] = Digester.add(sums.get(key, 0), part)
+
+    def _digested(
+        self, shard: Differential
+    ) -> Iterator[tuple[str, list[tuple[Block, torch.Tensor]]]]:
+        """What the digests of a step are over: parameters under no name, averages under theirs."""
+        yield "", list(zip(self.unit.blocks, self._parameters, strict=True))
+        for name in shard.averages:
+            yield name, self._averages[name].blocks
+
+    def collect(self, state: RecoveredState) -> None:
+        """Put the optimizer's state for these blocks where the full state lives."""
+        if self._optimizer is None:
+            return
+        target = state.optimizers[self.unit.optimizer].state
+        for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
+            entries = self._optimizer.state.get(parameter, {})
+            full = target.setdefault(self._name(block), {})
+            for key, value in entries.items():
+                if not is_aligned(key, value, parameter.numel()):
+                    full[key] = value
+                    continue
+                if key not in full or not isinstance(full[key], torch.Tensor):
+                    full[key] = torch.empty(self._numel(block.parameter), dtype=value.dtype)
+                destination = full[key][block.start : block.stop]
+                if destination.data_ptr() != value.data_ptr():
+                    destination.copy_(flat(value))
+
+    def _build(self, consumed: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        grouped = [
+            (
+                consumed[index],
+                [
+                    parameter
+                    for block, parameter in zip(self.unit.blocks, self._parameters, strict=True)
+                    if self._group(block.parameter) == index
+                ],
+            )
+            for index in self._groups
+        ]
+        optimizer = build(self._spec, grouped)
+        for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
+            entries = self._restored.state.get(self._name(block), {})
+            if entries:
+                optimizer.state[parameter] = {
+                    key: self._own(block, key, value) for key, value in entries.items()
+                }
+        self._optimizer = optimizer
+        self._bare_step = inspect.unwrap(type(optimizer).step)
+        return optimizer
+
+    def _own(self, block: Block, key: str, value: Any) -> Any:
+        """A state entry for one block: a view where it has an element per element."""
+        if is_aligned(key, value, self._numel(block.parameter)):
+            return self._piece(block, value)
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def _piece(self, block: Block, values: torch.Tensor) -> torch.Tensor:
+        return self._reshaped(block, values[block.start : block.stop])
+
+    def _reshaped(self, block: Block, values: torch.Tensor) -> torch.Tensor:
+        return shaped(values, self._layout.parameters[block.parameter]) if self._shaped else values
+
+    def _average(self, tensors: Mapping[str, torch.Tensor], followed: set[str]) -> BlockAverage:
+        return BlockAverage(
+            (block, parameter, self._piece(block, tensors[self._name(block)]))
+            for block, parameter in zip(self.unit.blocks, self._parameters, strict=True)
+            if self._name(block) in followed
+        )
+
+    def _name(self, block: Block) -> str:
+        return self._layout.parameters[block.parameter].name
+
+    def _group(self, parameter: int) -> int:
+        return self._group_of[self._layout.parameters[parameter].name]
+
+    def _numel(self, parameter: int) -> int:
+        return self._layout.parameters[parameter].numel

@@ -1,0 +1,165 @@
+"""Slow or absent storage: training waits, or goes on and gives up what the user allowed it to."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.values import same
+from tests.face.loops import Loop
+
+PATIENCE_SECONDS = 20.0
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount command to make a small tmpfs with")
+    command = ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {result.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path, spare_bytes: int = 0) -> Path:
+    filler = folder / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(folder).free - spare_bytes))
+    return filler
+
+
+def wide_loop(folder: Path, **settings: object) -> Loop:
+    """Steps of 1.5 MB at density 0.9, so that staging, 66 MB, fills up within fifty."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(20, 6000), torch.nn.ReLU(), torch.nn.Linear(6000, 3)
+    )
+    options = {"compressor": TopK(0.9), "snapshot_every": 1000, "batch_size": 2, **settings}
+    return Loop(folder, model, settings=options)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_degraded_training_goes_on_drops_steps_and_recovers_once_storage_is_back(
+    disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = wide_loop(tmp_path, backpressure="degrade")
+    loop.checkpointer = lowdiff.Checkpointer(
+        disk / "run",
+        staging=tmp_path / "staging",
+        compressor=TopK(0.9),
+        snapshot_every=1000,
+        batch_size=2,
+        retention=None,
+        backpressure="degrade",
+    )
+    loop.attach()
+    live: dict[int, dict[str, torch.Tensor]] = {}
+
+    def train(until: int) -> None:
+        for number in loop.checkpointer.steps(until):
+            loop.step(number)
+            live[number + 1] = loop.weights()
+
+    train(6)
+    wait_until(lambda: loop.checkpointer.stats()["durable_step"] == 6)
+    waited = loop.checkpointer.stats()["waiting_seconds"]
+    filler = fill(disk, spare_bytes=4096)
+    with caplog.at_level(logging.WARNING):
+        train(120)
+    stats = loop.checkpointer.stats()
+    assert stats["waiting_seconds"] == waited
+    assert stats["unprotected_steps"] > 100
+    assert 0 < stats["dropped_steps"] < 114
+    assert "steps from 7 on are given up" in caplog.text
+    filler.unlink()
+    wait_until(lambda: loop.checkpointer.stats()["writer_error"] == "")
+    wait_until(lambda: loop.checkpointer.stats()["durable_step"] >= 120)
+    train(125)
+    assert loop.checkpointer.stats()["snapshots"] == 2
+    loop.die()
+    recovered = lowdiff.recover(disk / "run", staging=tmp_path / "staging")
+    assert recovered.step == 125
+    for step in (3, 6, 121, 125):
+        found = lowdiff.recover(disk / "run", step, staging=tmp_path / "staging")
+        assert same(dict(found.model_state_dict()), live[step])
+    with pytest.raises(lowdiff.LowDiffError, match=r"differential of step \d+ is missing"):
+        lowdiff.recover(disk / "run", 60, staging=tmp_path / "staging")
+
+
+def test_a_snapshot_without_memory_is_a_warning_and_comes_later(
+    disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = wide_loop(tmp_path)
+    loop.checkpointer = lowdiff.Checkpointer(
+        tmp_path / "run",
+        staging=disk,
+        compressor=TopK(0.1),
+        snapshot_every=5,
+        batch_size=2,
+        retention=None,
+    )
+    loop.attach()
+    steps = loop.checkpointer.steps(1000)
+    loop.step(next(steps))
+    filler = fill(disk)  # from now on AdamW's state is in a snapshot as well
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            loop.step(next(steps))
+    assert "no full snapshot now: staging needs" in caplog.text
+    assert loop.checkpointer.stats()["snapshots"] == 1
+    filler.unlink()
+    for _ in range(2):
+        loop.step(next(steps))
+    next(steps)
+    wait_until(lambda: loop.checkpointer.stats()["durable_step"] == 8)
+    assert {s for _, s, _ in RunFolder(tmp_path / "run").snapshots()} == {0, 6}
+    expected = loop.weights()
+    loop.die()
+    recovered = lowdiff.recover(tmp_path / "run", staging=disk)
+    assert (recovered.step, recovered.base_step) == (8, 6)
+    assert same(dict(recovered.model_state_dict()), expected)
+
+
+def test_without_memory_for_a_last_snapshot_staging_stays_and_helps(
+    disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> Loop:
+        loop = wide_loop(tmp_path)
+        loop.checkpointer = lowdiff.Checkpointer(
+            tmp_path / "run", staging=disk, compressor=TopK(0.1), snapshot_every=1000
+        )
+        return loop
+
+    loop = make()
+    loop.attach()
+    for number in loop.checkpointer.steps(3):
+        loop.step(number)
+    filler = fill(disk)
+    with caplog.at_level(logging.WARNING):
+        loop.checkpointer.close()
+    assert "no last snapshot is taken: staging needs" in caplog.text
+    filler.unlink()
+    again = make()
+    assert again.attach() == 3
+    assert same(again.weights(), loop.weights())
+    again.checkpointer.close()

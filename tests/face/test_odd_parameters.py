@@ -1,0 +1,92 @@
+"""Parameters of unusual sizes and memory layouts are recovered bit for bit, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.errors import UnsupportedModel
+from lowdiff.persistence.values import same
+from tests.scenarios.lives import Kill, abandon
+
+
+def transposed() -> torch.Tensor:
+    """Dense, but not in row order."""
+    return torch.randn(40, 30).t()
+
+
+def inside() -> torch.Tensor:
+    """A dense range in the middle of a larger memory."""
+    return torch.randn(3000)[500:2500].view(40, 50)
+
+
+def with_holes() -> torch.Tensor:
+    """Every row is followed by memory that is not its own."""
+    return torch.randn(40, 60)[:, :30]
+
+
+class Sum(nn.Module):
+    """As many parameters as it is given."""
+
+    def __init__(self, *values: torch.Tensor) -> None:
+        super().__init__()
+        self.values = nn.ParameterList([nn.Parameter(value) for value in values])
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([value.square().sum() for value in self.values]).sum()
+
+
+def train(folder: Path, model: nn.Module, until: int, *, dies: bool) -> int:
+    """One life; returns where it resumed."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    checkpointer = lowdiff.Checkpointer(
+        folder / "run",
+        compressor=TopK(0.1),
+        staging=folder / "staging",
+        snapshot_every=4,
+    )
+    resumed = checkpointer.attach(model, optimizer)
+    for _ in checkpointer.steps(until):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+    if dies:
+        abandon(checkpointer, Kill(until))
+    else:
+        checkpointer.close()
+    return resumed
+
+
+MODELS: dict[str, Callable[[], list[torch.Tensor]]] = {
+    "without_elements": lambda: [torch.randn(3), torch.randn(0), torch.randn(5, 0), transposed()],
+    "nothing_but_no_elements": lambda: [torch.randn(0, 7)],
+    "a_single_element": lambda: [torch.randn(1)],
+    "dense_views": lambda: [transposed(), inside()],
+    "hundreds_of_tiny_ones": lambda: [torch.randn(1 + i % 5) for i in range(400)],
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_resumes_and_is_recovered_bit_for_bit(tmp_path: Path, name: str) -> None:
+    models = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        models.append(Sum(*MODELS[name]()))
+    whole, first, second = models
+    train(tmp_path / "whole", whole, 7, dies=False)
+    assert train(tmp_path / "killed", first, 5, dies=True) == 0
+    assert train(tmp_path / "killed", second, 7, dies=False) == 5
+    assert same(dict(second.state_dict()), dict(whole.state_dict()))
+    recovered = lowdiff.recover(tmp_path / "killed/run").model_state_dict()
+    assert same(dict(recovered), dict(whole.state_dict()))
+
+
+def test_a_parameter_with_holes_in_its_memory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"'values.0' does not cover its memory densely"):
+        train(tmp_path, Sum(with_holes()), 1, dies=False)
