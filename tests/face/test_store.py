@@ -353,7 +353,7 @@ def test_an_older_history_gets_into_a_store_that_comes_later(
     train(loop, 6)
     loop.die()  # the last steps are in staging only
     # Long enough for an attach that does not wait for all of it to be found out.
-    server.requested = lambda method, name: time.sleep("i000000-s" in name)
+    server.requested = lambda method, name: time.sleep("snapshots/i" in name)
     with_store = loop_in(tmp_path / "node", url)
     assert with_store.attach() == 6
     assert with_store.checkpointer.stats()["remote_step"] == 6

@@ -188,6 +188,31 @@ def test_a_request_whose_answer_is_lost_is_no_other_history(
     assert steps_uploaded(ObjectStore(server.url("lost"))) == [1, 2]
 
 
+def test_steps_that_only_a_snapshot_leads_to_count_when_it_is_there(
+    tmp_path: Path, server: S3Server
+) -> None:
+    """A gap: retention collected here what the store, which was away, never got."""
+    settings = settings_in(tmp_path, store=server.url("gap"), batch_size=1)
+    log, store = log_of(settings), ObjectStore(settings.store or "")
+    with writing(settings) as writer:
+        append(log, 1)
+        wait_until(writer, has_uploaded(1))
+        with server.away():
+            append(log, 2)
+            wait_until(writer, lambda status: status.remote_error)  # it has read step 2
+            append(log, 3)
+            stage_snapshot(log, 3, 10)
+            wait_until(writer, lambda status: status.durable_snapshot == 3)
+            append(log, 4)
+            wait_until(writer, lambda status: status.durable_step == 4)
+            (tmp_path / "run/segments/rank-0000/i000000-s0000000001.seg").unlink()
+            server.throttled = lambda method, name: "snapshots" in name
+        wait_until(writer, lambda status: steps_uploaded(store) == [1, 2, 4])
+        assert writer.status().remote_step == 2
+        server.forget()
+        wait_until(writer, has_uploaded(4))
+
+
 def test_batches_are_cut_at_whole_records(tmp_path: Path) -> None:
     settings = settings_in(tmp_path, batch_size=1)
     log = log_of(settings)
