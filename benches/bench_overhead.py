@@ -55,6 +55,7 @@ from lowdiff.persistence.values import same
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.engine import carry_out
 from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.types import Payload
 
 TARGET = 0.03
 _MODEL = GPTConfig(layers=6, heads=6, width=384, dropout=0.0)
@@ -86,6 +87,11 @@ class Compression:
             gradient = flat(parameter.grad)
             self._reducer.reduce([i], [gradient], gradient).wait()
         self.seconds.append(time.perf_counter() - started)
+
+    def payload(self, consumed: Sequence[torch.Tensor | None]) -> Payload:
+        """What would be staged of the gradients that the optimizer consumed."""
+        self._reducer.consume(consumed)
+        return self._reducer.payload()
 
     def end_step(self) -> None:
         """What is left of a commit."""

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from lowdiff.checkpointer import Checkpointer
     from lowdiff.errors import LowDiffError
     from lowdiff.hook import comm_hook
+    from lowdiff.persistence.policy import Retention
     from lowdiff.recovery import RecoveredState, recover
 
-__all__ = ["Checkpointer", "LowDiffError", "RecoveredState", "comm_hook", "recover"]
+__all__ = ["Checkpointer", "LowDiffError", "RecoveredState", "Retention", "comm_hook", "recover"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpointer": "lowdiff.checkpointer",
     "LowDiffError": "lowdiff.errors",
     "RecoveredState": "lowdiff.recovery",
+    "Retention": "lowdiff.persistence.policy",
     "comm_hook": "lowdiff.hook",
     "recover": "lowdiff.recovery",
 }

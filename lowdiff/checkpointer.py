@@ -20,9 +20,11 @@ from lowdiff.capture import Stateful
 from lowdiff.dataloader import ResumableLoader, StatefulEpochs
 from lowdiff.errors import ConfigError, StorageError, UsageError
 from lowdiff.hook import HookState, comm_hook
+from lowdiff.keeping import keep_step
 from lowdiff.opening import Opened, open_session
 from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.paths import default_staging_root
+from lowdiff.persistence.policy import Retention
 from lowdiff.protocols import Compressor
 from lowdiff.session import Session
 from lowdiff.settings import Settings
@@ -59,8 +61,8 @@ class Checkpointer:
         store: URL of an object store, e.g. ``"s3://bucket/runs/gpt"``, that gets a copy of all
             that is durable, so that the run survives its nodes. Credentials come from the
             environment. Needs ``lowdiff[object-store]``.
-        retention: How many of the newest snapshots to keep, with their differentials; None keeps
-            every step of the run.
+        retention: How many of the newest snapshots to keep, with their differentials, or a
+            ``lowdiff.Retention``; None keeps every step of the run.
         backpressure: What happens once ``2 * batch_size`` steps are not durable, or staging memory is
             full, because storage is slow or out of order. ``"block"``: training waits, and ``stats()``
             counts for how long. ``"degrade"``: training goes on and gives up the bound on
@@ -83,7 +85,7 @@ class Checkpointer:
         batch_size: int = 16,
         staging: str | Path | None = None,
         store: str | None = None,
-        retention: int | None = 2,
+        retention: int | Retention | None = 2,
         backpressure: str = "block",
         on_error: str = "warn",
     ) -> None:
@@ -105,7 +107,7 @@ class Checkpointer:
             batch_size=batch_size,
             staging=default_staging_root() if staging is None else Path(staging).absolute(),
             store=store,
-            retention=retention,
+            retention=Retention(retention) if isinstance(retention, int) else retention,
             backpressure=backpressure,
             on_error=on_error,
         )
@@ -294,6 +296,29 @@ class Checkpointer:
             "remote_error": status.remote_error,
         }
 
+    def keep(self, step: int | None = None, *, label: str | None = None) -> int:
+        """Pin a step: retention spares it until ``lowdiff gc RUN --unpin LABEL``.
+
+        It costs the snapshot before the step and the differentials in between. Call it on one
+        rank or on all; where every node has a run folder of its own, on all.
+
+        Args:
+            step: Which; None for the newest that is committed on all ranks as far as this rank
+                knows, which in the body of ``steps()`` is the one before.
+            label: Letters, digits, ``_``, ``-`` and ``.``; by default ``step-N``. A label names
+                one step: given again, it moves.
+
+        Returns:
+            The step.
+
+        Raises:
+            StepNotFound: If the step is not there any more, or not yet.
+            ConfigError: If the label is no name for a file.
+        """
+        if self._opened is None:
+            raise UsageError("call attach(model, optimizer) first")
+        return keep_step(self._settings, self._opened, step, label)
+
     def close(self) -> None:
         """Commit a finished step, make everything durable and let go of the run.
 
@@ -335,6 +360,7 @@ class Checkpointer:
             if self._forward_hook is not None:
                 self._forward_hook.remove()
             opened.ranks.close()
+            opened.staging_lock.release()
             opened.lock.release()
             self._opened = None
 

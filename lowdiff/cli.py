@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from lowdiff import __version__
 from lowdiff.errors import ConfigError, LowDiffError
+from lowdiff.gc_command import gc
+from lowdiff.terminal import AsJson, RunArgument, count, print_json, size
 
 if TYPE_CHECKING:
     from lowdiff.recovery.inspection import Inspection
@@ -32,13 +33,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RunFolder = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="Folder given to lowdiff.Checkpointer(...), or the URL given to it as store=...",
-    ),
-]
 Staging = Annotated[
     Path | None,
     typer.Option(
@@ -50,7 +44,6 @@ Staging = Annotated[
 Workers = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Replay threads; default: all cores.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
 def main() -> NoReturn:
@@ -129,7 +122,7 @@ def demo(
     "lowdiff inspect runs/gpt\n\n"
     "lowdiff inspect runs/gpt --json | jq .recoverable.last"
 )
-def inspect(run: RunFolder, as_json: AsJson = False, staging: Staging = None) -> None:
+def inspect(run: RunArgument, as_json: AsJson = False, staging: Staging = None) -> None:
     """Say what a run holds and which steps can be recovered.
 
     Reads headers and checksums only; safe while the run is training. JSON keys: run_id,
@@ -141,7 +134,7 @@ def inspect(run: RunFolder, as_json: AsJson = False, staging: Staging = None) ->
 
     found = look(run, staging)
     if as_json:
-        _print_json(found.document())
+        print_json(found.document())
     else:
         _print_inspection(run, found)
 
@@ -152,7 +145,7 @@ def inspect(run: RunFolder, as_json: AsJson = False, staging: Staging = None) ->
     "lowdiff verify runs/gpt --json | jq -r '.failures[].message'"
 )
 def verify(
-    run: RunFolder, as_json: AsJson = False, staging: Staging = None, workers: Workers = None
+    run: RunArgument, as_json: AsJson = False, staging: Staging = None, workers: Workers = None
 ) -> None:
     """Check every checksum, replay from snapshot to snapshot, compare bit for bit.
 
@@ -166,7 +159,7 @@ def verify(
     with _progress("Replaying") as show:
         report = check(run, staging, options=ReplayOptions(num_workers=workers), progress=show)
     if as_json:
-        _print_json(report.document())
+        print_json(report.document())
     else:
         _print_report(report)
     raise typer.Exit(0 if report.ok else _FAILED)
@@ -178,7 +171,7 @@ def verify(
     "lowdiff recover runs/gpt --step 4217 --out step4217.safetensors"
 )
 def recover(
-    run: RunFolder,
+    run: RunArgument,
     out: Annotated[
         Path,
         typer.Option(
@@ -210,9 +203,17 @@ def recover(
         state = rebuild(run, step, staging=staging, options=options, progress=show)
     export(state, out, overwrite=force)
     typer.echo(
-        f"{out}: step {state.step} of {run}, {_size(out.stat().st_size)}, rebuilt from snapshot "
+        f"{out}: step {state.step} of {run}, {size(out.stat().st_size)}, rebuilt from snapshot "
         f"{state.base_step} in {time.perf_counter() - started:.1f} s"
     )
+
+
+app.command(
+    epilog="Examples:\n\n"
+    "lowdiff gc runs/gpt --dry-run\n\n"
+    "lowdiff gc runs/gpt --keep-snapshots 5 --every-steps 10000\n\n"
+    "lowdiff gc --staging"
+)(gc)
 
 
 @contextmanager
@@ -229,10 +230,6 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, TextColumn("steps"), console=console, transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=max(done, total))
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    typer.echo(json.dumps(document, indent=2))
 
 
 def _print_inspection(run: str, found: Inspection) -> None:
@@ -256,29 +253,32 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.compressor is not None:
         settings = ", ".join(f"{k}={v}" for k, v in found.compressor["settings"].items())
         yield "compressor", f"{found.compressor['name']}({settings})"
-    yield "ranks", f"{found.world_size}, {_count(found.incarnations, 'incarnation')}"
-    yield "snapshots", f"{_list(found.snapshots)} ({_size(found.snapshot_bytes)})"
+    yield "ranks", f"{found.world_size}, {count(found.incarnations, 'incarnation')}"
+    yield "snapshots", f"{_list(found.snapshots)} ({size(found.snapshot_bytes)})"
     stored = found.differentials
     if stored is None:
         yield "differentials", "none"
     else:
-        mean = _size(round(stored.bytes / stored.count))
+        mean = size(round(stored.bytes / stored.count))
         steps = f"{stored.count}, of steps {stored.first} to {stored.last}"
         staged = f", {stored.staged} only in staging" if stored.staged else ""
-        yield "differentials", f"{steps} ({_size(stored.bytes)}, {mean} a step{staged})"
+        yield "differentials", f"{steps} ({size(stored.bytes)}, {mean} a step{staged})"
     ranges = [f"{r.first} to {r.last}" for r in found.recoverable_ranges]
     yield "recoverable", f"steps {', '.join(ranges)}" if ranges else "no step"
+    if found.pins:
+        pins = (f"{p.label}: step {p.step}{' (void)' if p.is_void else ''}" for p in found.pins)
+        yield "pinned", ", ".join(pins)
     if found.damaged:
         names = "names it" if found.damaged == 1 else "names them"
-        yield "damaged", f"{_count(found.damaged, 'file')}; `lowdiff verify` {names}"
+        yield "damaged", f"{count(found.damaged, 'file')}; `lowdiff verify` {names}"
 
 
 def _print_report(report: VerifyReport) -> None:
     checked = report.checked
     typer.echo(
-        f"Checksums: {_count(checked.fences, 'fence')}, {_count(checked.shards, 'snapshot file')}, "
-        f"{_count(checked.segments, 'segment')}, {_count(checked.chunks, 'staging file')} with "
-        f"{_count(checked.records, 'differential')}"
+        f"Checksums: {count(checked.fences, 'fence')}, {count(checked.shards, 'snapshot file')}, "
+        f"{count(checked.segments, 'segment')}, {count(checked.chunks, 'staging file')} with "
+        f"{count(checked.records, 'differential')}"
     )
     for replay in report.replays:
         against = f"every bit as in snapshot {replay.last}"
@@ -290,20 +290,10 @@ def _print_report(report: VerifyReport) -> None:
     for failure in report.failures:
         typer.secho(f"FAILED: {failure.message}", fg="red")
     ranges = ", ".join(f"{first} to {last}" for first, last in report.recoverable)
-    verdict = "The run is whole" if report.ok else f"{_count(len(report.failures), 'failure')}"
+    verdict = "The run is whole" if report.ok else f"{count(len(report.failures), 'failure')}"
     typer.echo(f"{verdict}; recoverable steps: {ranges or 'none'}")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _list(steps: Sequence[int]) -> str:
     shown = [str(step) for step in steps[-_STEPS_SHOWN:]]
     return ", ".join(["...", *shown] if len(steps) > _STEPS_SHOWN else shown) or "none"
-
-
-def _size(num_bytes: int) -> str:
-    from rich.filesize import decimal
-
-    return decimal(num_bytes)

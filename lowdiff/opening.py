@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,17 +16,21 @@ from torch.amp.grad_scaler import GradScaler
 
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
-from lowdiff.averages import Averages, LiveAverage, find_averages, followed_names
-from lowdiff.capture import LARGE_ITEM_BYTES, ItemTracker, Stateful, check_stateful
+from lowdiff.averages import Averages, followed_names
+from lowdiff.capture import LARGE_ITEM_BYTES, ItemTracker, Stateful
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch
+from lowdiff.given import Given, watch
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.fences import create_run, new_run_id, read_run_id, write_fence
 from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.ownership import claim, staging_of_run
 from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.retention import retention_locked
+from lowdiff.persistence.retention_notes import note_policy
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
@@ -56,6 +59,7 @@ class Opened:
 
     session: Session
     lock: FileLock
+    staging_lock: FileLock
     ranks: Ranks
     staging: StagingFolder
     random_states: Mapping[str, bytes]
@@ -95,12 +99,10 @@ def _locked(settings: Settings, ranks: Ranks) -> FileLock:
     return lock
 
 
-def _agreed_catalog(
-    settings: Settings, ranks: Ranks, imported: Path, restore: str, step: int | None
-) -> Catalog:
-    """The run's files as every rank sees them, after fetching what only others or a store have.
+def _agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolder], bool]:
+    """The run's identity, what this machine has of it in staging, and if the store holds it.
 
-    Durable files become part of this rank's run folder; staged ones are needed only now.
+    No dead writer works on any more.
     """
     folder = settings.folder
     with ranks.together():
@@ -117,34 +119,42 @@ def _agreed_catalog(
     run_id = remote_id or (ids.pop() if ids else proposal)
     with ranks.together():
         create_run(folder, run_id)
-        _wait_for_writers(settings, run_id)
-    ranks.share_files(_visible(settings.staging / run_id, "*.chunk"), imported / run_id)
-    _share_run(settings, ranks)
-    if remote_id is not None:
-        roots = [settings.staging, imported]
-        fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
-        _share_run(settings, ranks)
-    with ranks.together():
-        return scan(folder, [settings.staging, imported])
+        stages = _wait_for_writers(settings, run_id)
+    return run_id, stages, remote_id is not None
 
 
-def _share_run(settings: Settings, ranks: Ranks) -> None:
+def _shared_catalog(
+    settings: Settings, ranks: Ranks, run_id: str, stages: list[StagingFolder], imported: Path
+) -> Catalog:
+    """The run's files as every rank sees them, after fetching what only others can see.
+
+    Durable files become part of this rank's run folder; staged ones are needed only now.
+    """
+    chunks = [(f"{s.root.name}/{path.name}", path) for s in stages for _, path in s.chunks()]
+    ranks.share_files(chunks, imported / run_id)
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
         ranks.share_files(_visible(settings.run, pattern), settings.run)
+    with ranks.together():
+        return scan(settings.folder, [settings.staging, imported])
 
 
-def _wait_for_writers(settings: Settings, run_id: str) -> None:
+def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     """Let the writers of dead trainers finish: until then files still appear and are collected.
 
     A writer that cannot finish, because the disk is full, is not waited for longer: its records
     are read from staging.
+
+    Returns:
+        What this machine has in staging of the run.
     """
-    for stage in StagingFolder.all_of_run(settings.staging, run_id):
+    stages = staging_of_run(settings.staging, settings.folder, run_id)
+    for stage in stages:
         lock = FileLock(stage.writer_lock)
         if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
             lock.release()
         else:
             _logger.warning("%s still works on %s; going on", lock.holder(), stage.root)
+    return stages
 
 
 def _visible(folder: Path, pattern: str) -> list[tuple[str, Path]]:
@@ -168,84 +178,89 @@ def open_session(
         StepNotFound: If ``step`` cannot be recovered.
     """
     ranks = Ranks(training_group(attached))
-    averages = find_averages(stateful, attached)
     with ranks.together():
-        check_stateful(stateful)
-        readers = {name: thing.state_dict for name, thing in stateful.items()} | {
-            name: partial(average.outline, attached.layout) for name, average in averages.items()
-        }
-        tracker = ItemTracker(attached.constants, readers, attached.device)
-    lock = _locked(settings, ranks)
+        given = watch(attached, stateful)
+    locks = [_locked(settings, ranks)]
     try:
-        with tempfile.TemporaryDirectory(prefix="lowdiff-") as imported:
-            catalog = _agreed_catalog(settings, ranks, Path(imported), restore, step)
+        run_id, stages, is_in_store = _agreed_run(settings, ranks)
+        with ExitStack() as held:
+            # What is recovered must still be there when the fences say that it is the base.
+            _keep_files(settings, ranks, held)
+            imported = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lowdiff-")))
+            catalog = _shared_catalog(settings, ranks, run_id, stages, imported)
+            if is_in_store:
+                roots = [settings.staging, imported]
+                fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
+                catalog = _shared_catalog(settings, ranks, run_id, stages, imported)
             state = None
             if restore != "none":
                 state = recover_together(settings, attached, catalog, ranks, step)
             with ranks.together():
-                start = load_start(
-                    settings, attached, stateful, averages, tracker, catalog, ranks, state, restore
-                )
-        return _begin(settings, attached, stateful, averages, tracker, catalog, ranks, lock, start)
+                start = load_start(settings, given, catalog, ranks, state, restore)
+            fence = _fenced(settings, given, catalog, ranks, start)
+        return _begin(settings, given, ranks, fence, start, locks)
     except BaseException:
-        lock.release()
+        for lock in locks:
+            lock.release()
         raise
+
+
+def _keep_files(settings: Settings, ranks: Ranks, held: ExitStack) -> None:
+    """Keep retention from removing anything for as long as ``held`` lasts."""
+    with ranks.together():
+        held.enter_context(
+            retention_locked(settings.folder, timeout_seconds=settings.lock_seconds, shared=True)
+        )
+
+
+def _fenced(
+    settings: Settings, given: Given, catalog: Catalog, ranks: Ranks, start: Start
+) -> Fence:
+    """The new incarnation; on return every rank's fence is durable."""
+    incarnation: int = max(ranks.gather(catalog.num_incarnations))
+    parent = max(catalog.incarnations, default=None) if start.continues else None
+    compressor = settings.compressor
+    with ranks.together():
+        constants = write_constants(settings.folder, constant_images(given.attached))
+    if len(set(ranks.gather(constants))) > 1:
+        constants = ""  # DDP was told to leave them as they are: every rank stores its own
+    attached, stateful = given.attached, given.stateful
+    fence = Fence(
+        run_id=catalog.run_id,
+        incarnation=incarnation,
+        parent=parent,
+        base_step=start.step,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        environment=environment_of(attached.device),
+        layout=attached.layout,
+        optimizers=attached.specs,
+        compressor={"name": compressor.name, "settings": dict(compressor.settings())},
+        names=attached.names,
+        stateful={name: class_of(thing) for name, thing in stateful.items()},
+        averages=followed_names(given.averages, attached.layout),
+        constants=constants,
+    )
+    with ranks.together():  # nobody stages before every rank's fence is durable
+        write_fence(settings.folder, fence)
+        note_policy(settings.folder, catalog.run_id, settings.retention)
+    return fence
 
 
 def _begin(
     settings: Settings,
-    attached: Attached,
-    stateful: Mapping[str, Stateful],
-    averages: Mapping[str, LiveAverage],
-    tracker: ItemTracker,
-    catalog: Catalog,
+    given: Given,
     ranks: Ranks,
-    lock: FileLock,
+    fence: Fence,
     start: Start,
+    locks: list[FileLock],
 ) -> Opened:
-    """Fence on every rank; then staging, writer and session."""
-    incarnation = max(ranks.gather(catalog.num_incarnations))
-    parent = max(catalog.incarnations, default=None) if start.continues else None
-    compressor = settings.compressor
-    with ranks.together():
-        constants = write_constants(settings.folder, constant_images(attached))
-    if len(set(ranks.gather(constants))) > 1:
-        constants = ""  # DDP was told to leave them as they are: every rank stores its own
-    with ranks.together():  # nobody stages before every rank's fence is durable
-        write_fence(
-            settings.folder,
-            Fence(
-                run_id=catalog.run_id,
-                incarnation=incarnation,
-                parent=parent,
-                base_step=start.step,
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-                environment=environment_of(attached.device),
-                layout=attached.layout,
-                optimizers=attached.specs,
-                compressor={"name": compressor.name, "settings": dict(compressor.settings())},
-                names=attached.names,
-                stateful={name: class_of(thing) for name, thing in stateful.items()},
-                averages=followed_names(averages, attached.layout),
-                constants=constants,
-            ),
-        )
-    staging = StagingFolder.of(settings.staging, catalog.run_id, incarnation, ranks.rank)
+    """Staging, writer and session. Adds staging's lock to ``locks``."""
+    staging = StagingFolder.of(settings.staging, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo:
         with ranks.together():
-            session = _session(
-                settings,
-                attached,
-                stateful,
-                averages,
-                tracker,
-                ranks,
-                staging,
-                start,
-                constants,
-                undo,
-            )
+            locks.append(_new_staging(settings, staging))
+            session = _session(settings, given, ranks, fence, start, staging, undo)
             if start.needs_snapshot:
                 session.snapshot(required=True)
                 session.stager.wait_for_snapshot()  # G3 holds from the return of attach
@@ -253,24 +268,22 @@ def _begin(
                 session.stager.wait_for_store(start.step)
         undo.pop_all()
     if ranks.rank == 0:
-        _name_large_items(tracker)
-    return Opened(session, lock, ranks, staging, start.items)
+        _name_large_items(given.tracker)
+    run_lock, staging_lock = locks
+    return Opened(session, run_lock, staging_lock, ranks, staging, start.items)
 
 
 def _session(
     settings: Settings,
-    attached: Attached,
-    stateful: Mapping[str, Stateful],
-    averages: Mapping[str, LiveAverage],
-    tracker: ItemTracker,
+    given: Given,
     ranks: Ranks,
-    staging: StagingFolder,
+    fence: Fence,
     start: Start,
-    constants: str,
+    staging: StagingFolder,
     undo: ExitStack,
 ) -> Session:
-    """This rank's staging, writer and session; ``undo`` learns how to take them back."""
-    staging.root.mkdir(mode=0o700, parents=True)
+    """This rank's writer and session; ``undo`` learns how to take them back."""
+    attached = given.attached
     if attached.device.type == "cpu":
         residual: RotatingResidual = StagedResidual(staging.residual, attached.layout)
     else:
@@ -280,7 +293,7 @@ def _session(
     model_bytes = sum(p.numel * ITEM_BYTES[p.dtype] for p in attached.layout.parameters)
     log = StagingLog(
         staging,
-        run_id=staging.run_id,
+        run_id=fence.run_id,
         world_size=ranks.world_size,
         chunk_bytes=min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES),
         cap_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
@@ -289,15 +302,15 @@ def _session(
         WriterSettings(
             run=str(settings.run),
             staging_root=str(settings.staging),
-            run_id=staging.run_id,
-            incarnation=staging.incarnation,
+            run_id=fence.run_id,
+            incarnation=fence.incarnation,
             rank=ranks.rank,
             world_size=ranks.world_size,
             base_step=start.step,
             trainer_pid=os.getpid(),
             batch_size=settings.batch_size,
             flush_seconds=settings.flush_seconds,
-            keep_snapshots=settings.retention,
+            retention=settings.retention,
             store=settings.store,
         )
     )
@@ -311,12 +324,12 @@ def _session(
         step=start.step,
         reducer=settings.compressor.bind(attached.layout, residual, ranks.training_group),
         residual=residual,
-        tracker=tracker,
+        tracker=given.tracker,
         items=start.items,
         stager=Stager(log, writer, settings, ranks.rank),
-        scaler=_hook_scaler(attached, stateful),
-        averages=Averages(averages, attached),
-        shares_constants=constants != "",
+        scaler=_hook_scaler(attached, given.stateful),
+        averages=Averages(given.averages, attached),
+        shares_constants=fence.constants != "",
     )
     undo.callback(session.detach)
     return session
@@ -329,6 +342,18 @@ def _name_large_items(tracker: ItemTracker) -> None:
             "a step logs these whole if it changes them: %s",
             ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items()),
         )
+
+
+def _new_staging(settings: Settings, staging: StagingFolder) -> FileLock:
+    """Make this rank's staging folder, and hold its lock."""
+    lock = FileLock(staging.trainer_lock)
+    try:
+        staging.root.mkdir(mode=0o700, parents=True)
+    except FileExistsError as error:  # a copy of the run folder attaches at this very moment
+        raise RunInUse(staging.root, "a trainer of a copy of the run folder", 0.0) from error
+    lock.acquire(f"process {os.getpid()}")
+    claim(staging, settings.folder)
+    return lock
 
 
 def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:

@@ -12,12 +12,13 @@ import torch
 
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
-from lowdiff.averages import LiveAverage, followed_names
-from lowdiff.capture import ItemTracker, Stateful
+from lowdiff.averages import followed_names
+from lowdiff.given import Given
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.recovery.engine import recover_from
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
@@ -54,16 +55,14 @@ class Start:
 
 def load_start(
     settings: Settings,
-    attached: Attached,
-    stateful: Mapping[str, Stateful],
-    averages: Mapping[str, LiveAverage],
-    tracker: ItemTracker,
+    given: Given,
     catalog: Catalog,
     ranks: Ranks,
     state: RecoveredState | None,
     restore: str,
 ) -> Start:
     """Load what is to be restored into the live objects."""
+    attached, stateful, tracker = given.attached, given.stateful, given.tracker
     if state is None:
         return Start(0, False, True, [], tracker.read())
     items = inherit(state.items, ranks.world_size)[ranks.rank]
@@ -88,7 +87,7 @@ def load_start(
         attached.constants(),
         {name: thing for name, thing in stateful.items() if name not in replaced},
     )
-    changes = _changes(settings, fence, ranks, followed_names(averages, attached.layout))
+    changes = _changes(settings, fence, ranks, followed_names(given.averages, attached.layout))
     if ranks.rank == 0 and (differences or replaced or changes):
         _logger.info(
             "resuming at step %d: %s",
@@ -168,7 +167,8 @@ def _residual_of(
         stored = catalog.records.get((number, rank), {}).get(state.step)
         if stored is None:
             continue
-        mark = read_differential(stored, Codec()).residual
+        codec = Codec(max_payload_bytes=max_payload_bytes(layout))
+        mark = read_differential(stored, codec).residual
         staging = StagingFolder.of(settings.staging, catalog.run_id, number, rank)
         found = mark and read_residual(staging.residual, layout, mark)
         if found:

@@ -181,7 +181,7 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self.step % self._settings.snapshot_every == 0 or self._can_catch_up():
+        elif self._settings.takes_snapshot_at(self.step) or self._can_catch_up():
             self.snapshot()
 
     def _rebase(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.policy import Retention
 from lowdiff.protocols import Compressor
 
 ON_ERROR = ("warn", "raise")
@@ -24,7 +25,7 @@ class Settings:
         snapshot_every: Steps between full snapshots (``f``).
         batch_size: Differentials per durable write (``b``).
         staging: Folder on tmpfs for the staging logs of all runs.
-        retention: Newest snapshots to keep, with their differentials; None keeps everything.
+        retention: Which steps stay; None keeps everything.
         store: URL of the run in an object store; None for none.
         backpressure: Whether training waits for storage, or gives up durable steps, once ``2 b``
             steps are at risk or staging is full.
@@ -38,7 +39,7 @@ class Settings:
     snapshot_every: int
     batch_size: int
     staging: Path = field(default_factory=default_staging_root)
-    retention: int | None = 2
+    retention: Retention | None = field(default_factory=Retention)
     store: str | None = None
     backpressure: str = "block"
     on_error: str = "warn"
@@ -50,16 +51,17 @@ class Settings:
             raise ConfigError(f"snapshot_every counts steps, at least 1, got {self.snapshot_every}")
         if self.batch_size < 1:
             raise ConfigError(f"batch_size counts steps, at least 1, got {self.batch_size}")
-        if self.retention is not None and self.retention < 1:
-            raise ConfigError(
-                f"retention keeps at least 1 snapshot, got {self.retention}; None keeps all"
-            )
         if self.backpressure not in BACKPRESSURE:
             raise ConfigError(f"backpressure is one of {BACKPRESSURE}, got {self.backpressure!r}")
         if self.on_error not in ON_ERROR:
             raise ConfigError(f"on_error is one of {ON_ERROR}, got {self.on_error!r}")
         if self.store is not None:
             ObjectStore(self.store, make=True)  # refuses what cannot work
+
+    def takes_snapshot_at(self, step: int) -> bool:
+        """Whether a full snapshot is due at a step: regularly, and where it is kept for ever."""
+        kept = None if self.retention is None else self.retention.last_kept_step(step, step)
+        return step % self.snapshot_every == 0 or kept is not None
 
     @property
     def folder(self) -> RunFolder:

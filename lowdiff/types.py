@@ -122,6 +122,11 @@ class Payload:
 
     sections: tuple[Section, ...]
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the arrays, as they are in memory."""
+        return sum(section.data.nbytes for section in self.sections)
+
     def section(self, name: str) -> Section | None:
         """The section of that name, or None."""
         return next((s for s in self.sections if s.name == name), None)

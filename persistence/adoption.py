@@ -12,6 +12,7 @@ from lowdiff.errors import StorageError
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind
 from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.segments import SegmentWriter, batches_of, durable_step
 from lowdiff.persistence.staging import staged_records
@@ -27,7 +28,7 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
     out over those that do.
     """
     root = Path(settings.staging_root)
-    for stage in StagingFolder.all_of_run(root, settings.run_id):
+    for stage in staging_of_run(root, settings.folder, settings.run_id):
         mine = stage.rank == settings.rank or (
             stage.rank >= settings.world_size and stage.rank % settings.world_size == settings.rank
         )

@@ -7,14 +7,17 @@ over all tiers, and `recovery` plans with that value.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.fences import read_fence, read_run_id
 from lowdiff.persistence.framing import FileHeader, RecordKind, RecordRef, read_records
 from lowdiff.persistence.memory import read_view
+from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.retention_notes import Collected, read_notes, read_pins
+from lowdiff.persistence.retention_plan import Pin
 from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file
 from lowdiff.persistence.staging import staged_records
 from lowdiff.types import Fence
@@ -81,6 +84,8 @@ class Catalog:
             under its base step.
         staging: Staging folders seen.
         damage: What failed a check; none of it is listed above.
+        collected: What retention has removed.
+        pins: What it spares, by label.
     """
 
     run_id: str
@@ -91,6 +96,8 @@ class Catalog:
     staging: tuple[StagingFolder, ...]
     damage: tuple[DamagedFile, ...]
     num_incarnations: int
+    collected: Collected = field(default_factory=Collected)
+    pins: tuple[Pin, ...] = ()
 
     def last_staged(self, incarnation: int, rank: int, base_step: int) -> int:
         """Last step of an unbroken sequence of one rank's records after ``base_step``."""
@@ -117,11 +124,12 @@ def scan(
     run_id = read_run_id(folder)
     damage: list[DamagedFile] = []
     records: dict[tuple[int, int], dict[int, StoredRecord]] = {}
-    staging = [s for root in staging_roots for s in StagingFolder.all_of_run(root, run_id)]
+    staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
     for stage in staging:
         for path, record in staged_records(stage):
             _add(records, StoredRecord(record, path, staged=True))
     fences, numbers = _fences(folder, run_id, damage)
+    collected, pins = _retention(folder, run_id, damage)
     for found in _segment_records(folder, run_id, damage):
         _add(records, found)
     return Catalog(
@@ -132,9 +140,36 @@ def scan(
         records=records,
         staging=tuple(staging),
         damage=tuple(damage),
-        # Also those that only staging remembers, as on a node that comes back with old memory.
-        num_incarnations=max([*numbers, *(s.incarnation for s in staging)], default=-1) + 1,
+        num_incarnations=_num_incarnations(numbers, run_id, staging_roots),
+        collected=collected,
+        pins=pins,
     )
+
+
+def _retention(
+    folder: RunFolder, run_id: str, damage: list[DamagedFile]
+) -> tuple[Collected, tuple[Pin, ...]]:
+    collected, pins = Collected(), []
+    try:
+        collected = read_notes(folder, run_id).collected
+    except DamagedFile as error:
+        damage.append(error)
+    for label, path in folder.pins():
+        try:
+            pins += read_pins(folder, run_id, label)
+        except DamagedFile as error:
+            damage.append(DamagedFile(path, error.what))
+    return collected, tuple(pins)
+
+
+def _num_incarnations(numbers: set[int], run_id: str, staging_roots: Sequence[Path]) -> int:
+    """One more than the highest number taken.
+
+    Also those that only staging remembers, as on a node that comes back with old memory, and those
+    of a copy of the run folder: two incarnations never share a name in staging.
+    """
+    staged = [s for root in staging_roots for s in StagingFolder.all_of_run(root, run_id)]
+    return max([*numbers, *(s.incarnation for s in staged)], default=-1) + 1
 
 
 def _has_begun(folder: RunFolder, fence: Fence) -> bool:
@@ -157,9 +192,22 @@ def complete_snapshots(folder: RunFolder, run_id: str) -> tuple[SnapshotSet, ...
 
 
 def complete_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
-    """Rank 0's fence of every incarnation whose ranks have all written theirs."""
+    """Rank 0's fence of every incarnation whose ranks have all written theirs, begun or not."""
     found, _ = _fences(folder, run_id, [])
     return {number: incarnation.fence for number, incarnation in found.items()}
+
+
+def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
+    """Rank 0's fence of every incarnation that began.
+
+    Raises:
+        DamagedFile: If a fence is damaged, so that the run's history is not known for sure.
+    """
+    damage: list[DamagedFile] = []
+    found, _ = _fences(folder, run_id, damage)
+    if damage:
+        raise damage[0]
+    return {n: i.fence for n, i in found.items() if _has_begun(folder, i.fence)}
 
 
 def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, int] | None:

@@ -1,4 +1,4 @@
-"""Shrinks the arrays of a payload without loss: gaps, byte planes, zstd.
+"""Shrinks what a record holds without loss: arrays by gaps, byte planes and zstd, text by zstd.
 
 Why planes: the bytes of one significance look alike (exponents repeat, high bytes of gaps are
 mostly 0), so each plane is compressed on its own, and one of noise is stored as it is. A coded
@@ -28,6 +28,8 @@ _INT64 = np.dtype("<i8")
 _UNSIGNED = tuple(map(np.dtype, ("<u1", "<u2", "<u4", "<u8")))
 # A zstd block of 4 bytes makes at most 128 KiB.
 _MAX_RATIO = 1 << 15
+# Scalars have no count of their own to be checked against, so what they may grow to is bounded here.
+_MAX_TEXT_RATIO = 256
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -37,10 +39,13 @@ class Codec:
 
     Args:
         level: zstd level. Level 3 saves at most 1 % more than 1 on selected gradients.
+        max_payload_bytes: Most bytes that a record's sections may decode to, for records that
+            anybody may have written; None leaves only what zstd itself cannot exceed.
     """
 
-    def __init__(self, level: int = 1) -> None:
+    def __init__(self, level: int = 1, *, max_payload_bytes: int | None = None) -> None:
         self._zstd = _Contexts(level)
+        self.max_payload_bytes = max_payload_bytes
 
     def encode(self, coding: str, data: Bits) -> bytes:
         """Code a one-dimensional array.
@@ -93,6 +98,26 @@ class Codec:
             raise BadEncoding(f"{len(planes)} byte planes for {dtype}")
         return self._joined(planes, dtype, count)
 
+    def shrink(self, text: bytes | memoryview) -> bytes | None:
+        """``text`` as one zstd frame that holds its size; None if it must be stored as it is.
+
+        That is when a frame would not be smaller, or would expand more than 256 times.
+        """
+        frame = self._zstd.compressor.compress(text)
+        return frame if len(frame) < len(text) <= _MAX_TEXT_RATIO * len(frame) else None
+
+    def expand(self, frame: bytes | memoryview) -> bytes:
+        """Undo ``shrink``.
+
+        Raises:
+            BadEncoding: If ``frame`` is not exactly one such frame; one that claims to expand more
+                than 256 times is refused before anything is allocated.
+        """
+        size = _content_size(frame)
+        if not len(frame) < size <= _MAX_TEXT_RATIO * len(frame):
+            raise BadEncoding(f"a zstd frame of {size} bytes in {len(frame)}")
+        return self._expanded(frame)
+
     def _shrunk(self, plane: npt.NDArray[np.uint8]) -> bytes | memoryview:
         frame = self._zstd.compressor.compress(plane.data)
         # Strictly smaller: the length then tells a frame from a plane stored as it is.
@@ -108,7 +133,7 @@ class Codec:
             columns[:, i] = np.frombuffer(stored, np.uint8)
         return words
 
-    def _expanded(self, frame: memoryview) -> bytes:
+    def _expanded(self, frame: bytes | memoryview) -> bytes:
         try:
             return self._zstd.decompressor.decompress(frame, allow_extra_data=False)
         except zstandard.ZstdError as e:
@@ -128,12 +153,17 @@ def _check_plane(plane: memoryview, count: int) -> None:
         return
     if not len(plane) < count <= len(plane) * _MAX_RATIO:
         raise BadEncoding(f"{len(plane)} bytes for a plane of {count}")
-    try:
-        size = zstandard.frame_content_size(plane)
-    except zstandard.ZstdError as e:
-        raise BadEncoding(f"no zstd frame: {e}") from e
+    size = _content_size(plane)
     if size != count:
         raise BadEncoding(f"a zstd frame of {size} bytes for a plane of {count}")
+
+
+def _content_size(frame: bytes | memoryview) -> int:
+    """What a zstd frame says that it expands to; -1 if it does not say."""
+    try:
+        return zstandard.frame_content_size(frame)
+    except zstandard.ZstdError as e:
+        raise BadEncoding(f"no zstd frame: {e}") from e
 
 
 def _check_type(coding: str, dtype: np.dtype[Any], error: type[ConfigError | BadEncoding]) -> None:
@@ -155,8 +185,10 @@ def _gaps(data: Bits) -> tuple[_Unsigned, int]:
             "coding 'ascending' takes positions in strictly ascending order from 0 up; sort them "
             "and drop duplicates, or use coding 'raw'"
         )
-    gaps = np.diff(data, prepend=data.dtype.type(-1))
-    gaps -= 1
+    gaps = np.empty_like(data)  # np.diff with prepend makes two more passes over memory
+    gaps[0] = data[0]
+    np.subtract(data[1:], data[:-1], out=gaps[1:])
+    gaps[1:] -= 1
     num_bytes = max(1, (int(gaps.max()).bit_length() + 7) // 8)
     return gaps.astype(_word_of(num_bytes)), num_bytes
 

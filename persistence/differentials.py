@@ -53,7 +53,7 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
         if crc32c(record.body) != header.body_checksum:
             raise DamagedFile(stored.path, f"step {header.step} was overwritten by its trainer")
     try:
-        scalars = decode(bytes(record.meta))
+        scalars = decode(codec.expand(record.meta) if header.meta_coded else bytes(record.meta))
         sections = read_sections(record.sections, codec, coded=header.coded)
         return Differential(
             step=header.step,

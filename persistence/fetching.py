@@ -25,7 +25,7 @@ from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import HEADER_BYTES, padded
 from lowdiff.persistence.lineage import Span, lineage
 from lowdiff.persistence.object_store import ObjectStore
-from lowdiff.persistence.paths import CONSTANTS_NAME, RUN_FILE, RunFile, RunFolder
+from lowdiff.persistence.paths import CONSTANTS_NAME, NOTES_NAME, RUN_FILE, RunFile, RunFolder
 from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file
 from lowdiff.types import Fence
 
@@ -70,6 +70,10 @@ class Listing:
         return [
             n for n in found if fence is None or n == f"constants/{fence.constants}.safetensors"
         ]
+
+    def notes(self) -> list[str]:
+        """Names of what retention writes down: policy and removals, pins."""
+        return [name for name in self.sizes if NOTES_NAME.fullmatch(name)]
 
     def snapshots(self, fences: Mapping[int, Fence]) -> list[tuple[int, int]]:
         """``(step, incarnation)`` of snapshots all of whose manifests are there (R17)."""
@@ -116,7 +120,7 @@ def read_store_run_id(store: ObjectStore) -> str | None:
 
 
 def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> None:
-    """Bring ``run.json`` and all fences; compare those that are there already.
+    """Bring ``run.json``, all fences and retention's notes; compare the fences that are there already.
 
     Raises:
         NotARun: If the store holds no run.
@@ -126,7 +130,8 @@ def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> Non
         raise NotARun(store.url, "it has no run.json")
     names = [file.name for file in listing.files("fence")]
     here = Listing.of_folder(folder).sizes if folder.root.is_dir() else {}
-    _download(store, folder, [n for n in [RUN_FILE, *names] if n not in here], listing)
+    small = [RUN_FILE, *names, *listing.notes()]
+    _download(store, folder, [name for name in small if name not in here], listing)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         common = [name for name in [RUN_FILE, *names] if name in here]
         for name, data in zip(common, pool.map(store.read, common), strict=True):

@@ -103,11 +103,12 @@ class RecordHeader:
 
     Attributes:
         coded: True when the sections are compressed, as in segments.
-        meta_bytes: Length of the body's first part, the differential's scalars.
+        meta_bytes: Length, as stored, of the body's first part, the differential's scalars.
         body_bytes: Length of the whole body, without padding.
         lap: Sequence of the staging chunk it was written to.
         rebases: True when the step cannot be replayed, because something was changed outside the
             optimizer; only a snapshot leads to it.
+        meta_coded: True when the scalars are compressed.
     """
 
     kind: RecordKind
@@ -121,6 +122,7 @@ class RecordHeader:
     world_size: int
     lap: int
     rebases: bool = False
+    meta_coded: bool = False
 
     def pack(self) -> bytes:
         """64 bytes; the CRC-32C covers everything after itself."""
@@ -128,7 +130,7 @@ class RecordHeader:
             _RECORD_MAGIC,
             0,
             self.kind,
-            self.coded | self.rebases << 1,
+            self.coded | self.rebases << 1 | self.meta_coded << 2,
             self.meta_bytes,
             self.body_bytes,
             self.body_checksum,
@@ -163,6 +165,7 @@ class RecordHeader:
             world_size=world,
             lap=lap,
             rebases=bool(flags & 2),
+            meta_coded=bool(flags & 4),
         )
 
 

@@ -21,19 +21,28 @@ class FileLock:
         self.path = path
         self._descriptor: int | None = None
 
-    def acquire(self, description: str, *, timeout_seconds: float = 0.0) -> bool:
-        """Take the lock, waiting at most so long; False if somebody else holds it."""
+    def acquire(
+        self, description: str, *, timeout_seconds: float = 0.0, shared: bool = False
+    ) -> bool:
+        """Take the lock, waiting at most so long; False if somebody else holds it.
+
+        Args:
+            description: Who takes it, for others to read; not written by those who share it.
+            timeout_seconds: How long to wait.
+            shared: Let others share it, and keep out only those who want it alone.
+        """
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + timeout_seconds
-        while not _try_lock(descriptor):
+        while not _try_lock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
             if time.monotonic() >= deadline:
                 os.close(descriptor)
                 return False
             time.sleep(0.02)
         self._descriptor = descriptor
         with contextlib.suppress(OSError):  # a full disk keeps nobody from locking
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, description.encode(), 0)
+            if not shared:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, description.encode(), 0)
         itself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _release(itself()))
         return True
@@ -52,9 +61,9 @@ class FileLock:
             self._descriptor = None
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, how: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

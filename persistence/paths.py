@@ -7,13 +7,16 @@
     RUN/snapshots/i000002-s0000000200/rank-0000.*        .safetensors, .json (manifest)
     RUN/segments/rank-0000/i000002-s0000000201.seg       differentials 201, 202, ...
     RUN/constants/0123...def.safetensors                 frozen parameters, by SHA-256
-    RUN/locks/rank-0000.lock
+    RUN/locks/rank-0000.lock, retention.lock
+    RUN/pins/LABEL.json                                  steps that retention spares
+    RUN/retention.json                                   policy, and what it has removed
 
     STAGING/RUN_ID/i000002-r0000/log-00000000.chunk      staging log
     STAGING/RUN_ID/i000002-r0000/residual                error-feedback slots
     STAGING/RUN_ID/i000002-r0000/snapshot                image of the snapshot being persisted
     STAGING/RUN_ID/i000002-r0000/status                  the writer's status page
-    STAGING/RUN_ID/i000002-r0000/writer.lock, writer.log
+    STAGING/RUN_ID/i000002-r0000/owner.json              which run folder it is for
+    STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN_FILE = "run.json"
+NOTES_NAME = re.compile(r"retention\.json|pins/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
 CONSTANTS_NAME = re.compile(r"constants/[0-9a-f]{64}\.safetensors")
 
 _FILE_NAMES = (
@@ -54,6 +58,8 @@ _SEGMENT_NAME = re.compile(r"i(\d{6})-s(\d{10})\.seg")
 _RANK_NAME = re.compile(r"rank-(\d{4})(?:\.json)?")
 _INCARNATION_NAME = re.compile(r"i(\d{6})")
 _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_PIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
 
 
 def default_staging_root() -> Path:
@@ -149,6 +155,25 @@ class RunFolder:
         """Lock held by the trainer of this rank."""
         return self.root / "locks" / f"rank-{rank:04d}.lock"
 
+    @property
+    def retention_lock(self) -> Path:
+        """Lock held while old files are removed, and shared by whoever must not lose any."""
+        return self.root / "locks" / "retention.lock"
+
+    @property
+    def retention_file(self) -> Path:
+        """Policy of the run, and what retention has removed."""
+        return self.root / "retention.json"
+
+    def pin(self, label: str) -> Path:
+        """One pin."""
+        return self.root / "pins" / f"{label}.json"
+
+    def pins(self) -> Iterator[tuple[str, Path]]:
+        """``(label, path)`` of every pin."""
+        for path in _named(self.root / "pins", _PIN_NAME):
+            yield path.stem, path
+
 
 @dataclass(frozen=True, slots=True)
 class StagingFolder:
@@ -166,9 +191,15 @@ class StagingFolder:
 
     @classmethod
     def all_of_run(cls, staging_root: Path, run_id: str) -> list[StagingFolder]:
-        """Every staging folder of a run on this machine, oldest incarnation first."""
+        """Every staging folder under a run id, oldest incarnation first, also of its copies."""
         found = _matching(staging_root / run_id, _STAGING_NAME)
         return [cls(path, incarnation, rank) for path, (incarnation, rank) in found]
+
+    @classmethod
+    def all(cls, staging_root: Path) -> Iterator[StagingFolder]:
+        """Every staging folder of every run on this machine."""
+        for path in _named(staging_root, _RUN_ID):
+            yield from cls.all_of_run(staging_root, path.name)
 
     @property
     def run_id(self) -> str:
@@ -199,6 +230,16 @@ class StagingFolder:
         return self.root / "status"
 
     @property
+    def owner(self) -> Path:
+        """Names the run folder that this memory is for."""
+        return self.root / "owner.json"
+
+    @property
+    def trainer_lock(self) -> Path:
+        """Lock held by the trainer."""
+        return self.root / "trainer.lock"
+
+    @property
     def writer_lock(self) -> Path:
         """Lock held by the writer."""
         return self.root / "writer.lock"
@@ -216,12 +257,17 @@ class StagingFolder:
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, tuple[int, ...]]]:
-    """Entries whose whole name matches, sorted, with the numbers in it. Never follows links."""
+    """Entries whose whole name matches, sorted, with the numbers in it."""
+    for path in _named(folder, pattern):
+        match = pattern.fullmatch(path.name)
+        assert match is not None
+        yield path, tuple(int(group) for group in match.groups())
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
+    """Entries whose whole name matches, sorted. Never follows links."""
     try:
         names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_symlink())
     except (FileNotFoundError, NotADirectoryError):
         return
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match:
-            yield folder / name, tuple(int(group) for group in match.groups())
+    yield from (folder / name for name in names if pattern.fullmatch(name))

@@ -1,101 +1,165 @@
-"""Which snapshots and segments may go, and removing them."""
+"""Removing what a policy no longer keeps (design rule R17), and pinning what it must.
+
+Whoever removes holds the run's retention lock alone; whoever must not lose a file between looking
+and acting (an attach, a pin) shares it.
+"""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from lowdiff.persistence.catalog import SnapshotSet, complete_fences, complete_snapshots
-from lowdiff.persistence.lineage import Span, lineage
+from lowdiff.errors import DamagedFile, RunInUse
+from lowdiff.persistence.catalog import SnapshotSet, begun_fences, complete_snapshots
+from lowdiff.persistence.durable import fsync_directory, make_directory
+from lowdiff.persistence.fences import read_fence
+from lowdiff.persistence.lineage import lineage
+from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.policy import Retention
+from lowdiff.persistence.retention_notes import note_collected, read_pins
+from lowdiff.persistence.retention_plan import (
+    CollectionPlan,
+    Inventory,
+    Removal,
+    StoredSegment,
+    StoredSnapshot,
+    plan_collection,
+)
+from lowdiff.persistence.snapshots import check_shard, manifest_file, shard_file
 
 
-@dataclass(frozen=True, slots=True)
-class StoredSegment:
-    """One segment of one rank, by name."""
-
-    incarnation: int
-    first: int
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Collection:
-    """What may be removed.
-
-    Attributes:
-        snapshots: Folders of snapshots older than the oldest kept one.
-        segments: Segments with nothing after the oldest kept snapshot.
-    """
-
-    snapshots: tuple[Path, ...]
-    segments: tuple[Path, ...]
-
-
-def plan_collection(
-    spans: Sequence[Span],
-    snapshots: Sequence[SnapshotSet],
-    segments: Sequence[StoredSegment],
-    keep_snapshots: int,
-    *,
-    folders: Sequence[tuple[int, Path]] = (),
-) -> Collection:
-    """Decide what may go. Snapshots off the lineage never count as kept.
+@contextmanager
+def retention_locked(
+    folder: RunFolder, *, timeout_seconds: float, shared: bool = False
+) -> Iterator[None]:
+    """Hold the run's retention lock.
 
     Args:
-        spans: The run's lineage.
-        snapshots: Complete snapshots, any order.
-        segments: One rank's segments.
-        keep_snapshots: How many of the newest snapshots on the lineage stay, at least 1.
-        folders: Step and folder of every snapshot, complete or not: what a crash left half
-            written or half removed goes as well.
+        folder: The run.
+        timeout_seconds: How long to wait for others.
+        shared: To keep files from being removed, instead of to remove some.
+
+    Raises:
+        RunInUse: If others hold it for longer.
     """
-    owners = {span.incarnation: span for span in spans}
-    # A set: a run that is closed and opened again takes its last snapshot twice.
-    valid = sorted(
-        {
-            s.step
-            for s in snapshots
-            if s.incarnation in owners and owners[s.incarnation].holds(s.step)
-        }
+    lock = FileLock(folder.retention_lock)
+    make_directory(lock.path.parent)
+    if not lock.acquire(
+        f"process {os.getpid()}, removing old files",
+        timeout_seconds=timeout_seconds,
+        shared=shared,
+    ):
+        raise RunInUse(folder.root, lock.holder(), timeout_seconds)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def collect(folder: RunFolder, run_id: str, policy: Retention) -> None:
+    """Remove what the policy does not keep, of every rank; several ranks may do it at once.
+
+    Raises:
+        RunInUse: If the lock is held elsewhere, as during an attach: the next time will do.
+        DamagedFile: If a fence or a pin is damaged: then it is not known what must stay.
+    """
+    with retention_locked(folder, timeout_seconds=5.0):
+        inventory = take_inventory(folder, run_id)
+        pins = read_pins(folder, run_id)
+        plan = plan_collection(inventory, policy, pins, now_seconds=time.time())
+        carry_out(folder, run_id, plan)
+
+
+def take_inventory(folder: RunFolder, run_id: str, *, check: bool = False) -> Inventory:
+    """List what retention decides about.
+
+    A snapshot counts if its manifests are all there and its shards have the lengths they say.
+
+    Args:
+        folder: The run.
+        run_id: Its identity.
+        check: Also read every shard and compare its checksum.
+
+    Raises:
+        DamagedFile: If a fence is damaged.
+    """
+    fences = begun_fences(folder, run_id)
+    newest = max(fences, default=-1)
+    beginning = [read_fence(path) for number, _, path in folder.fences() if number > newest]
+    whole = {s.folder: s for s in complete_snapshots(folder, run_id) if _is_whole(s, check)}
+    return Inventory(
+        spans=lineage(fences),
+        snapshots=tuple(
+            StoredSnapshot(
+                incarnation,
+                step,
+                path,
+                bytes=sum(_file_bytes(file) for file in path.glob("*")),
+                complete=path in whole,
+                written_seconds=_written_seconds(whole[path]) if path in whole else 0.0,
+            )
+            for incarnation, step, path in folder.snapshots()
+        ),
+        segments=tuple(
+            StoredSegment(incarnation, rank, first, path, _file_bytes(path))
+            for incarnation, rank, first, path in folder.segments()
+        ),
+        bases=tuple(fence.base_step for fence in beginning if fence.parent is not None),
     )
-    if len(valid) < keep_snapshots:
-        return Collection((), ())
-    oldest_kept = valid[-keep_snapshots]
-    # Ranks take snapshots in step order, so nothing this old is still being written.
-    old = tuple(path for step, path in folders if step < oldest_kept)
-    spent = []
-    ordered = sorted(segments, key=lambda s: (s.incarnation, s.first))
-    for segment, after in zip_longest(ordered, ordered[1:]):
-        owner = owners.get(segment.incarnation)
-        ends = [] if owner is None or owner.last is None else [owner.last]
-        if after is not None and after.incarnation == segment.incarnation:
-            ends.append(after.first - 1)
-        if ends and min(ends) <= oldest_kept:
-            spent.append(segment.path)
-    return Collection(old, tuple(spent))
 
 
-def collect(folder: RunFolder, run_id: str, keep_snapshots: int) -> None:
-    """Remove what `plan_collection` allows, of every rank; safe to run on several at once.
+def carry_out(folder: RunFolder, run_id: str, plan: CollectionPlan) -> None:
+    """Remove what a plan says; a crash in the middle leaves nothing that looks like damage.
 
-    A crash in the middle leaves only complete things: a snapshot's manifests go first, and
+    What will be missing is written down first. A snapshot's manifests go before its tensors:
     without them it no longer exists by the one definition there is.
     """
-    spans = lineage(complete_fences(folder, run_id))
-    snapshots = complete_snapshots(folder, run_id)
-    by_rank: dict[int, list[StoredSegment]] = {}
-    for incarnation, rank, first, path in folder.segments():
-        by_rank.setdefault(rank, []).append(StoredSegment(incarnation, first, path))
-    for segments in by_rank.values():
-        for path in plan_collection(spans, snapshots, segments, keep_snapshots).segments:
-            path.unlink(missing_ok=True)
-    folders = [(step, path) for _, step, path in folder.snapshots()]
-    old = plan_collection(spans, snapshots, (), keep_snapshots, folders=folders).snapshots
-    for snapshot in old:
-        for manifest in sorted(snapshot.glob("rank-*.json")):
+    if not plan.removals:
+        return
+    note_collected(folder, run_id, plan.collected)
+    for removal in plan.removals:
+        if removal.is_snapshot:
+            _remove_snapshot(removal)
+        else:
+            removal.path.unlink(missing_ok=True)
+
+
+def _remove_snapshot(removal: Removal) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another rank's writer may be at it as well
+        for manifest in sorted(removal.path.glob("rank-*.json")):
             manifest.unlink(missing_ok=True)
-        shutil.rmtree(snapshot, ignore_errors=True)
+        fsync_directory(removal.path)  # a power failure must not bring back manifests alone
+        for file in sorted(removal.path.iterdir()):
+            file.unlink(missing_ok=True)
+        removal.path.rmdir()
+
+
+def _is_whole(snapshot: SnapshotSet, check: bool) -> bool:
+    for manifest in snapshot.manifests:
+        if _file_bytes(shard_file(snapshot.folder, manifest.rank)) != manifest.bytes:
+            return False
+        if check:
+            try:
+                check_shard(snapshot.folder, manifest)
+            except DamagedFile:
+                return False
+    return True
+
+
+def _written_seconds(snapshot: SnapshotSet) -> float:
+    """When the last manifest was written; long ago if they are just being removed."""
+    files = [manifest_file(snapshot.folder, manifest.rank) for manifest in snapshot.manifests]
+    with contextlib.suppress(FileNotFoundError):
+        return max(file.stat().st_mtime for file in files)
+    return 0.0
+
+
+def _file_bytes(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0

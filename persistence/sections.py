@@ -10,7 +10,7 @@ import numpy as np
 from lowdiff.persistence.codec import CODINGS, Codec
 from lowdiff.persistence.framing import padded
 from lowdiff.persistence.values import BadEncoding
-from lowdiff.types import Section
+from lowdiff.types import Layout, Section
 
 #: name length, coding, item bytes, reserved, number of items, stored bytes
 _HEAD = struct.Struct("<HBBIQQ")
@@ -20,6 +20,14 @@ _SIGNED = {"ascending"}
 def sections_bytes(sections: Sequence[Section]) -> int:
     """Bytes that ``write_sections`` needs."""
     return sum(_size(section, section.data.nbytes) for section in sections)
+
+
+def max_payload_bytes(layout: Layout) -> int:
+    """Most bytes that one record's sections may decode to: several times the whole gradient.
+
+    Dense, with positions, a float64 gradient takes 16 bytes an element.
+    """
+    return 64 * layout.elements + (1 << 20)
 
 
 def write_sections(target: memoryview, sections: Sequence[Section]) -> None:
@@ -50,9 +58,11 @@ def read_sections(source: memoryview, codec: Codec, *, coded: bool) -> tuple[Sec
     Uncoded data stays a view of ``source``.
 
     Raises:
-        BadEncoding: If the bytes are not sections.
+        BadEncoding: If the bytes are not sections, or would decode to more than the codec's
+            ``max_payload_bytes``; nothing is allocated for what exceeds it.
     """
     sections = []
+    decoded_bytes = 0
     offset = 0
     while offset < len(source):
         if len(source) - offset < _HEAD.size:
@@ -62,6 +72,11 @@ def read_sections(source: memoryview, codec: Codec, *, coded: bool) -> tuple[Sec
         data = source[start : start + stored]
         if code >= len(CODINGS) or item_bytes not in (1, 2, 4, 8) or len(data) != stored:
             raise BadEncoding(f"a section of coding {code}, item size {item_bytes} is cut short")
+        decoded_bytes += count * item_bytes
+        if codec.max_payload_bytes is not None and decoded_bytes > codec.max_payload_bytes:
+            raise BadEncoding(
+                f"sections of {decoded_bytes} bytes, where {codec.max_payload_bytes} are allowed"
+            )
         coding = CODINGS[code]
         name_at = offset + _HEAD.size
         try:

@@ -76,6 +76,8 @@ class SegmentWriter:
         """Write and fsync one batch; after a failure the same batch can be given again."""
         if batch.first != self._last + 1:
             self.roll()  # a segment's steps ascend by one: some were dropped while storage was slow
+        if self._path is not None and self._folder.run_file.exists() and not self._path.exists():
+            self.roll()  # the run went back before this incarnation, and retention took its steps
         if self._path is None:
             path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
             header = replace(self._header, sequence=batch.first).pack()
@@ -110,9 +112,18 @@ def coded_record(record: RecordRef, codec: Codec) -> bytes:
     """A staged record as it stands in a segment."""
     header = record.header
     sections = encode_sections(read_sections(record.sections, codec, coded=False), codec)
-    meta = bytes(record.meta).ljust(padded(header.meta_bytes), b"\0")
-    body = meta + sections
-    coded = replace(header, coded=True, body_bytes=len(body), body_checksum=crc32c(body), lap=0)
+    frame = codec.shrink(record.meta)
+    meta = bytes(record.meta) if frame is None else frame
+    body = meta.ljust(padded(len(meta)), b"\0") + sections
+    coded = replace(
+        header,
+        coded=True,
+        meta_coded=frame is not None,
+        meta_bytes=len(meta),
+        body_bytes=len(body),
+        body_checksum=crc32c(body),
+        lap=0,
+    )
     return coded.pack() + body + bytes(-len(body) % 8)
 
 

@@ -163,3 +163,9 @@ def check_shard(folder: Path, manifest: Manifest) -> Path:
     if crc32c(view) != manifest.checksum:
         raise DamagedFile(path, "the file fails its checksum")
     return path
+
+
+def was_removed(path: Path) -> bool:
+    """Whether a file of a snapshot vanished while it was read: retention takes manifests first."""
+    folder = path if path.is_dir() else path.parent
+    return folder.parent.name == "snapshots" and not manifest_file(folder, 0).exists()

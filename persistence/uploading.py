@@ -14,19 +14,16 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
-from lowdiff.errors import RunMismatch, StorageError, StoreError
-from lowdiff.persistence.catalog import SnapshotSet, complete_fences
-from lowdiff.persistence.fences import read_fence
+from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.fetching import Listing
 from lowdiff.persistence.framing import HEADER_BYTES
-from lowdiff.persistence.lineage import lineage
 from lowdiff.persistence.object_store import ObjectStore
-from lowdiff.persistence.paths import RunFile
-from lowdiff.persistence.retention import Collection, StoredSegment, plan_collection
+from lowdiff.persistence.paths import RunFile, RunFolder
+from lowdiff.persistence.remote_retention import spent
 from lowdiff.persistence.segments import Uploaded, read_batch, uploaded_records
 from lowdiff.persistence.snapshots import manifest_file, shard_file
 from lowdiff.persistence.status import StatusPage
@@ -56,7 +53,8 @@ class Uploader:
         self._listing = Listing({})
         self._cursors: dict[Path, int] = {}
         self._done: set[Path] = set()
-        self._old = Collection((), ())
+        self._old: frozenset[Path] = frozenset()
+        self._notes: dict[str, bytes] = {}
         self._last = settings.base_step
         self._is_base_there = False
         self._needed_snapshot = -1
@@ -139,7 +137,7 @@ class Uploader:
                 "fences", folder.name(path), await asyncio.to_thread(path.read_bytes)
             )
         self._listing = await self._retrying("fences", self._my_listing)
-        self._old = await asyncio.to_thread(self._collection, Listing.of_folder(folder))
+        self._old = await asyncio.to_thread(self._spent, Listing.of_folder(folder))
         newest = {(f.incarnation, f.rank): f for f in self._listing.files("segment")}
         segments = list(folder.segments(self._is_mine))
         for (incarnation, rank, _, path), after in zip_longest(segments, segments[1:]):
@@ -226,7 +224,7 @@ class Uploader:
         for incarnation, rank, _, path in segments:
             # Until its log is adopted, an earlier incarnation's segments may have another writer.
             late = path not in own and not self._adopted.is_set()
-            if late or path in self._done or path in self._old.segments:
+            if late or path in self._done or path in self._old:
                 continue
             await self._upload_segment(incarnation, rank, path, is_own=path in own)
             if not late and path not in own[-1:]:
@@ -272,7 +270,7 @@ class Uploader:
         settings, folder = self._settings, self._settings.folder
         uploaded = False
         for incarnation, step, path in list(folder.snapshots()):
-            if path in self._old.snapshots:
+            if path in self._old:
                 continue
             for manifest in sorted(path.glob("rank-*.json")):
                 file = RunFile.parse(folder.name(manifest))
@@ -288,7 +286,7 @@ class Uploader:
                     newest = max(step, self._page.status.remote_snapshot)
                     self._page.update(remote_snapshot=newest)
                     self._publish_step(self._last)
-        if uploaded and settings.keep_snapshots is not None:
+        if uploaded and settings.retention is not None:
             await self._collect()
         if not self._snapshots_passed.is_set():
             self._snapshots_passed.set()
@@ -308,54 +306,46 @@ class Uploader:
 
     # Retention
 
+    async def _upload_notes(self) -> None:
+        """What retention wrote down: rank 0's view replaces what the store has."""
+        folder = self._settings.folder
+        here = (await asyncio.to_thread(Listing.of_folder, folder)).notes()
+        for name in here:
+            content = await asyncio.to_thread((folder.root / name).read_bytes)
+            if self._notes.get(name) != content:
+                upload = partial(self._store.upload, name, folder.root / name)
+                await self._retrying("retention", upload)
+                self._notes[name] = content
+        there = await self._retrying("retention", lambda: self._store.sizes("pins"))
+        unpinned = [name for name in Listing(there).notes() if name not in here]
+        await self._retrying("retention", lambda: self._store.delete(unpinned))
+
     async def _collect(self) -> None:
         """Remove from the store what retention no longer needs there, of this rank's."""
+        if self._is_mine(0):
+            await self._upload_notes()
         self._listing = await self._retrying("retention", self._my_listing)
-        plan = await asyncio.to_thread(self._collection, self._listing)
+        gone = await asyncio.to_thread(self._spent, self._listing)
         folder = self._settings.folder
-        snapshots = {folder.name(path) for path in plan.snapshots}
         names = [
             file.name
-            for kind in ("manifest", "shard")  # without its manifests it does not exist
+            for kind in ("manifest", "shard", "segment")  # without its manifests it does not exist
             for file in self._listing.files(kind)
-            if self._is_mine(file.rank) and file.name.rpartition("/")[0] in snapshots
+            if self._is_mine(file.rank) and not gone.isdisjoint(_places(folder, file))
         ]
-        names += [folder.name(path) for path in plan.segments]
         await self._retrying("retention", lambda: self._store.delete(names))
         left = {n: size for n, size in self._listing.sizes.items() if n not in set(names)}
         self._listing = Listing(left)
         here = await asyncio.to_thread(Listing.of_folder, folder)
-        self._old = await asyncio.to_thread(self._collection, here)
+        self._old = await asyncio.to_thread(self._spent, here)
 
-    def _collection(self, listing: Listing) -> Collection:
-        """What of a listing may go, given the snapshots that are in the store.
-
-        Of the store's own, that is what retention removes; of the run folder's, what is not worth
-        uploading any more.
-        """
-        settings, folder = self._settings, self._settings.folder
-        if settings.keep_snapshots is None:
-            return Collection((), ())
-        own = read_fence(folder.fence(settings.incarnation, settings.rank))
-        # With run folders of their own, ranks do not see each other's newest fences.
-        fences = {own.incarnation: own, **complete_fences(folder, settings.run_id)}
-        snapshots = [
-            SnapshotSet(number, step, folder.snapshot(number, step), ())
-            for step, number in self._listing.snapshots(fences)
-        ]
-        plan = partial(plan_collection, lineage(fences), snapshots)
-        folders = {
-            (file.step, folder.snapshot(file.incarnation, file.step))
-            for file in listing.files("manifest", "shard")
-        }
-        by_rank: dict[int, list[StoredSegment]] = {}
-        for file in listing.files("segment"):
-            if self._is_mine(file.rank):
-                stored = StoredSegment(file.incarnation, file.step, folder.root / file.name)
-                by_rank.setdefault(file.rank, []).append(stored)
-        spent = [plan(s, settings.keep_snapshots).segments for s in by_rank.values()]
-        old = plan((), settings.keep_snapshots, folders=sorted(folders)).snapshots
-        return Collection(old, tuple(chain.from_iterable(spent)))
+    def _spent(self, listing: Listing) -> frozenset[Path]:
+        mine = {f.name for f in listing.files("segment") if self._is_mine(f.rank)}
+        try:
+            return spent(self._settings, self._listing, listing, mine)
+        except DamagedFile as error:
+            _logger.warning("rank %d: old objects stay: %s", self._settings.rank, error)
+            return frozenset()
 
     # Trouble
 
@@ -398,3 +388,9 @@ class Uploader:
         text = "; ".join(filter(None, self._errors.values()))
         if text != self._page.status.remote_error:
             self._page.update(remote_error=text)
+
+
+def _places(folder: RunFolder, file: RunFile) -> set[Path]:
+    """The path of a file, and the folder of the snapshot it belongs to."""
+    path = folder.root / file.name
+    return {path} if file.kind == "segment" else {path.parent}

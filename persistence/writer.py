@@ -24,7 +24,7 @@ from typing import TypeVar
 import aiofiles
 from crc32c import crc32c
 
-from lowdiff.errors import StorageError
+from lowdiff.errors import LowDiffError, StorageError
 from lowdiff.persistence.adoption import adopt_predecessors
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.durable import fsync_directory, write_json
@@ -220,12 +220,12 @@ class Writer:
     async def _snapshot(self, mark: _SnapshotMark) -> None:
         await self._retrying(self._persist_snapshot, mark)
         settings = self._settings
-        if settings.keep_snapshots is not None:
+        if settings.retention is not None:
             try:
                 await asyncio.to_thread(
-                    collect, settings.folder, settings.run_id, settings.keep_snapshots
+                    collect, settings.folder, settings.run_id, settings.retention
                 )
-            except (OSError, StorageError) as error:
+            except (OSError, LowDiffError) as error:
                 _logger.warning("rank %d: old files stay: %s", settings.rank, error)
 
     async def _persist_snapshot(self, mark: _SnapshotMark) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.policy import Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class WriterSettings:
         trainer_pid: The process whose end it watches for.
         batch_size: Differentials per durable write (``b``).
         flush_seconds: A shorter batch is written after so long.
-        keep_snapshots: Retention: newest complete snapshots to keep; None keeps all.
+        retention: What is kept; None keeps all.
         store: URL of the run in an object store, if it is to be there as well.
         store_patience_seconds: How long a store may stay away once the trainer is gone.
     """
@@ -32,7 +33,7 @@ class WriterSettings:
     trainer_pid: int
     batch_size: int
     flush_seconds: float
-    keep_snapshots: int | None
+    retention: Retention | None
     store: str | None = None
     store_patience_seconds: float = 60.0
 
@@ -53,4 +54,6 @@ class WriterSettings:
     @classmethod
     def from_json(cls, text: str) -> WriterSettings:
         """What ``to_json`` made."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        policy = fields.pop("retention")
+        return cls(**fields, retention=None if policy is None else Retention(**policy))

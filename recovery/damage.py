@@ -23,11 +23,10 @@ from lowdiff.persistence.framing import (
     read_record,
     read_records,
 )
-from lowdiff.persistence.lineage import Span, lineage
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
-from lowdiff.persistence.snapshots import manifest_file
-from lowdiff.recovery.plan import recoverable
+from lowdiff.persistence.snapshots import was_removed
+from lowdiff.recovery.plan import recoverable, spans_of
 
 _RECORD_START = re.compile(rb"LDRC")
 
@@ -69,13 +68,13 @@ def judge(folder: RunFolder, catalog: Catalog) -> tuple[list[Finding], list[Find
     notes: list[Finding] = []
     segments = {path: (number, rank, at) for number, rank, at, path in folder.segments()}
     for error in catalog.damage:
-        if error.path in segments:
+        if error.path in segments and error.path.exists():
             number, rank, first = segments[error.path]
             reason = _excuse(error, catalog, number, rank, first)
             if reason is not None:
                 notes.append(Finding.of(error, f"it is cut short; no step is lost ({reason})"))
                 continue
-        elif _was_removed(error.path):
+        elif was_removed(error.path):
             continue
         failures.append(Finding.of(error))
     failures += _staging_damage(catalog)
@@ -88,23 +87,36 @@ def judge(folder: RunFolder, catalog: Catalog) -> tuple[list[Finding], list[Find
     return failures, notes
 
 
-def spans_of(catalog: Catalog) -> tuple[Span, ...]:
-    """Which incarnation owns which steps of the run's history."""
-    return lineage({number: life.fence for number, life in catalog.incarnations.items()})
-
-
 def first_gap(catalog: Catalog, base: int, last: int) -> Finding | None:
     """The first differential after ``base``, up to ``last``, that some rank lacks."""
+    step, owner, rank = _first_missing(catalog, base, last)
+    if step is None:
+        return None
+    if owner is None:
+        return Finding(f"step {step} belongs to no incarnation that can be read")
+    path, reason = _place_of(catalog, owner, rank, step)
+    return Finding(f"step {step} of rank {rank} is lost: {path} {reason}", str(path))
+
+
+def last_kept(catalog: Catalog, base: int, last: int) -> int:
+    """``last``, or the step before the first one after ``base`` that retention removed."""
+    step, owner, _ = _first_missing(catalog, base, last)
+    if step is None or owner is None or not catalog.collected.holds(owner, step):
+        return last
+    return step - 1
+
+
+def _first_missing(catalog: Catalog, base: int, last: int) -> tuple[int | None, int | None, int]:
+    """First missing step in ``base + 1 ... last``, whose it is, and the rank that lacks it."""
     spans = spans_of(catalog)
     for step in range(base + 1, last + 1):
         owner = next((span for span in spans if span.owns(step)), None)
         if owner is None:
-            return Finding(f"step {step} belongs to no incarnation that can be read")
+            return step, None, 0
         for rank in range(owner.world_size):
             if step not in catalog.records.get((owner.incarnation, rank), {}):
-                path, reason = _place_of(catalog, owner.incarnation, rank, step)
-                return Finding(f"step {step} of rank {rank} is lost: {path} {reason}", str(path))
-    return None
+                return step, owner.incarnation, rank
+    return None, None, 0
 
 
 def lost_after(catalog: Catalog, last: int) -> list[Finding]:
@@ -159,12 +171,6 @@ def _is_cut_short(rest: memoryview) -> bool:
         or not any(data[-HEADER_BYTES:])
         or (header is not None and HEADER_BYTES + header.body_bytes > len(data))
     )
-
-
-def _was_removed(path: Path) -> bool:
-    """Whether a snapshot vanished while it was read: retention takes manifests first."""
-    folder = path if path.is_dir() else path.parent
-    return folder.parent.name == "snapshots" and not manifest_file(folder, 0).exists()
 
 
 def _staging_damage(catalog: Catalog) -> Iterator[Finding]:

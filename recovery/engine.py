@@ -13,6 +13,7 @@ from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_history, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.snapshots import was_removed
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
 from lowdiff.recovery.replay import ReplayOptions, replay
@@ -101,19 +102,21 @@ def reporting(
 def look_again(
     folder: RunFolder, staging: Path, catalog: Catalog, act: Callable[[Catalog], _Result]
 ) -> _Result:
-    """Act on a run that may be alive: its trainer reuses staging memory once that is durable.
+    """Act on a run that may be alive.
+
+    Its trainer reuses staging memory once that is durable, and its writer removes old snapshots.
 
     Args:
         folder: The run's folder.
         staging: Root of its staging folders.
         catalog: What was seen of it.
-        act: Called with the catalog, and again with a newer one if staged records are gone.
+        act: Called with the catalog, and again with a newer one if what it lists is gone.
     """
     for _ in range(_LOOKS):
         try:
             return act(catalog)
         except DamagedFile as error:
-            if staging not in error.path.parents:
+            if staging not in error.path.parents and not was_removed(error.path):
                 raise
             catalog = scan(folder, [staging])
     return act(catalog)
@@ -127,7 +130,8 @@ def recover_from(catalog: Catalog, step: int | None, options: ReplayOptions) -> 
             return carry_out(catalog, plan, options)
         except DamagedFile as error:
             others = tuple(s for s in catalog.snapshots if s is not plan.base)
-            if not others or plan.base.folder not in error.path.parents:
+            removed = was_removed(error.path)
+            if removed or not others or plan.base.folder not in error.path.parents:
                 raise
             _logger.warning("%s; going back to an older snapshot", error)
             catalog = replace(catalog, snapshots=others, damage=(*catalog.damage, error))

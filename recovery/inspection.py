@@ -10,10 +10,10 @@ from typing import Any
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.framing import HEADER_BYTES, padded
-from lowdiff.persistence.lineage import lineage
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
-from lowdiff.recovery.plan import recoverable, usable_snapshots
+from lowdiff.persistence.retention_plan import is_valid
+from lowdiff.recovery.plan import recoverable, spans_of, usable_snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,19 @@ class StoredDifferentials:
 
 
 @dataclass(frozen=True, slots=True)
+class PinnedStep:
+    """A pin.
+
+    Attributes:
+        is_void: Whether the run has gone back before the step since, so that it is lost.
+    """
+
+    label: str
+    step: int
+    is_void: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Inspection:
     """What a run holds.
 
@@ -61,6 +74,7 @@ class Inspection:
         incarnations: How often the run began or resumed.
         snapshot_bytes: Bytes of all complete snapshots.
         damaged: Number of files with bytes that fail a check; `verify` names them.
+        pins: Steps that retention spares, by label.
     """
 
     run_id: str
@@ -77,6 +91,7 @@ class Inspection:
     incarnations: int
     snapshot_bytes: int
     damaged: int
+    pins: tuple[PinnedStep, ...]
 
     def document(self) -> dict[str, Any]:
         """As JSON content."""
@@ -131,13 +146,17 @@ def _summary(catalog: Catalog, durable: Catalog) -> Inspection:
         incarnations=len(catalog.incarnations),
         snapshot_bytes=sum(snapshot.bytes for snapshot in catalog.snapshots),
         damaged=len({error.path for error in catalog.damage}),
+        pins=tuple(
+            PinnedStep(pin.label, pin.step, is_void=not is_valid(spans_of(catalog), pin))
+            for pin in catalog.pins
+        ),
     )
 
 
 def _differentials(catalog: Catalog, durable: Catalog) -> StoredDifferentials | None:
     steps: list[int] = []
     size = staged = 0
-    for span in lineage({n: life.fence for n, life in catalog.incarnations.items()}):
+    for span in spans_of(catalog):
         keys = [(span.incarnation, rank) for rank in range(span.world_size)]
         shards = [catalog.records.get(key, {}) for key in keys]
         on_disk = [durable.records.get(key, {}) for key in keys]

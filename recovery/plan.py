@@ -46,7 +46,7 @@ class RecoveryPlan:
 
 def usable_snapshots(catalog: Catalog) -> list[SnapshotSet]:
     """Snapshots that lie on the run's history, oldest first."""
-    spans = {span.incarnation: span for span in _spans(catalog)}
+    spans = {span.incarnation: span for span in spans_of(catalog)}
     return [
         s
         for s in catalog.snapshots
@@ -56,7 +56,7 @@ def usable_snapshots(catalog: Catalog) -> list[SnapshotSet]:
 
 def recoverable(catalog: Catalog) -> list[tuple[int, int]]:
     """Ranges of steps, both ends inclusive, that can be rebuilt."""
-    spans = _spans(catalog)
+    spans = spans_of(catalog)
     ranges: list[tuple[int, int]] = []
     for base in usable_snapshots(catalog):
         if ranges and base.step <= ranges[-1][1]:
@@ -77,7 +77,7 @@ def plan_recovery(catalog: Catalog, step: int | None = None) -> RecoveryPlan:
     Raises:
         StepNotFound: If no snapshot and unbroken sequence of differentials leads there.
     """
-    spans = _spans(catalog)
+    spans = spans_of(catalog)
     ranges = recoverable(catalog)
     target = ranges[-1][1] if step is None and ranges else step
     if target is None:
@@ -93,7 +93,8 @@ def plan_recovery(catalog: Catalog, step: int | None = None) -> RecoveryPlan:
     return RecoveryPlan(target, incarnation, base, planned)
 
 
-def _spans(catalog: Catalog) -> tuple[Span, ...]:
+def spans_of(catalog: Catalog) -> tuple[Span, ...]:
+    """Which incarnation owns which steps of the run's history."""
     return lineage({n: incarnation.fence for n, incarnation in catalog.incarnations.items()})
 
 
@@ -117,6 +118,8 @@ def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], 
     for step in range(bases[-1].step + 1, target + 1):
         if _planned(catalog, spans, step) is None:
             owner = next((span for span in spans if span.owns(step)), None)
+            if owner is not None and catalog.collected.holds(owner.incarnation, step):
+                return f"retention removed the differential of step {step}"
             missing = [
                 str(rank)
                 for rank in range(owner.world_size if owner else 0)

@@ -21,6 +21,7 @@ from lowdiff.digests import Digester
 from lowdiff.errors import ReplayMismatch, RunMismatch
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
+from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.recovery.blocks import Unit, element_units, tensor_units
 from lowdiff.recovery.optimizers import granularity
 from lowdiff.recovery.plan import PlannedStep
@@ -107,16 +108,11 @@ def _continued_averages(state: RecoveredState, fence: Fence) -> dict[str, dict[s
 
 
 def _windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]:
-    """Decoded steps in windows of bounded size; the next is decoded while one is in use."""
-    plans: list[list[PlannedStep]] = []
-    size = _WINDOW_BYTES
-    for step in steps:
-        if size + 3 * step.bytes > _WINDOW_BYTES:
-            plans.append([])
-            size = 0
-        plans[-1].append(step)
-        size += 3 * step.bytes
-    codec = Codec()
+    """Decoded steps in windows of bounded size; the next is decoded while one is in use.
+
+    What counts is the decoded size: a gradient of zeros or NaN takes next to nothing when stored.
+    """
+    codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
     compressor = from_settings(fence.compressor["name"], fence.compressor["settings"])
 
     def read(step: PlannedStep) -> Step:
@@ -124,16 +120,23 @@ def _windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]
         decode = compressor.decoder([shard.payload for shard in shards], fence.layout)
         return Step(shards, frozenset(shards[0].absent), decode)
 
-    def read_all(window: list[PlannedStep]) -> list[Step]:
-        return [read(step) for step in window]
+    unread = iter(steps)
+
+    def read_window() -> list[Step]:
+        window: list[Step] = []
+        size = 0
+        while size < _WINDOW_BYTES and (step := next(unread, None)) is not None:
+            window.append(read(step))
+            size += sum(shard.payload.bytes for shard in window[-1].shards)
+            size += sum(len(item) for shard in window[-1].shards for item in shard.items.values())
+        return window
 
     with ThreadPoolExecutor(1, thread_name_prefix="lowdiff-decode") as reader:
-        ahead = reader.submit(read_all, plans[0]) if plans else None
-        for following in [*plans[1:], None]:
-            assert ahead is not None
-            window = ahead.result()
-            ahead = reader.submit(read_all, following) if following is not None else None
+        window = read_window()
+        while window:
+            ahead = reader.submit(read_window)
             yield window
+            window = ahead.result()
 
 
 class _Replay:

@@ -16,8 +16,9 @@ from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.snapshots import manifest_file
 from lowdiff.recovery.compare import differences
-from lowdiff.recovery.damage import Finding, first_gap, judge, lost_after
+from lowdiff.recovery.damage import Finding, first_gap, judge, last_kept, lost_after
 from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
@@ -170,12 +171,14 @@ def _verify(
     for leg in legs:
         own = reporting(options, progress, done, total)
         failure = _carry_out(folder, root, catalog, leg, own)
-        if failure is None:
+        if any(snapshot and _is_gone(snapshot) for snapshot in (leg.base, leg.target)):
+            notes.append(_removed(leg))  # whatever came of it
+        elif failure is None:
             replays.append(Replayed(leg.base.step, leg.last, leg.target is not None))
         else:
             failures.append(failure)
         done += leg.last - leg.base.step
-    failures += lost_after(catalog, legs[-1].last) if legs else _nothing_recoverable(catalog)
+    failures += lost_after(catalog, _newest(catalog)) if legs else _nothing_recoverable(catalog)
     return VerifyReport(
         run=run,
         run_id=catalog.run_id,
@@ -190,11 +193,21 @@ def _verify(
 
 def _legs(catalog: Catalog) -> list[_Leg]:
     snapshots = usable_snapshots(catalog)
-    legs = [_Leg(base, target, target.step) for base, target in pairwise(snapshots)]
-    newest = max((last for _, last in recoverable(catalog)), default=-1)
+    legs = []
+    for base, target in pairwise(snapshots):
+        last = last_kept(catalog, base.step, target.step)
+        if last == target.step:
+            legs.append(_Leg(base, target, last))
+        elif last > base.step:
+            legs.append(_Leg(base, None, last))
+    newest = _newest(catalog)
     if snapshots and (newest > snapshots[-1].step or not legs):
         legs.append(_Leg(snapshots[-1], None, newest))
     return legs
+
+
+def _newest(catalog: Catalog) -> int:
+    return max((last for _, last in recoverable(catalog)), default=-1)
 
 
 def _carry_out(
@@ -210,6 +223,16 @@ def _carry_out(
         return Finding.of(error)
     except LowDiffError as error:
         return Finding(str(error))
+
+
+def _is_gone(snapshot: SnapshotSet) -> bool:
+    return not manifest_file(snapshot.folder, 0).is_file()
+
+
+def _removed(leg: _Leg) -> Finding:
+    return Finding(
+        f"retention removed a snapshot while steps {leg.base.step} to {leg.last} were verified"
+    )
 
 
 def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> Finding | None:

@@ -20,6 +20,12 @@ FIGURES = {
         "speedup_two_workers",
         "speedup_vs_published",
     },
+    "codec": {
+        "bytes_per_entry_float32",
+        "bytes_per_entry_bfloat16",
+        "encode_entries_per_second",
+        "decode_bytes_per_second",
+    },
 }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -55,12 +55,21 @@ def test_any_bit_patterns_come_back(data: st.DataObject, dtype: Any, coding: str
     assert_same(round_trip(coding, bits), bits)
 
 
+@given(st.data(), st.sampled_from(UNSIGNED), st.integers(2, 60))
+def test_patterns_that_shrink_to_frames_come_back(data: st.DataObject, dtype: Any, n: int) -> None:
+    bits = np.tile(data.draw(hnp.arrays(dtype, st.integers(1, 100))), n)
+    assert_same(round_trip("planes", bits), bits)
+
+
 @given(st.lists(st.integers(0, LARGEST), unique=True, max_size=300).map(sorted))
 def test_any_ascending_positions_come_back(values: list[int]) -> None:
     assert_same(round_trip("ascending", positions(*values)), positions(*values))
 
 
-@given(st.lists(st.integers(1, 2**62) | st.integers(1, 70_000), max_size=200))
+WIDE_GAPS = st.sampled_from([1, 2, 256, 257, 2**16, 2**31, 2**32, 2**32 + 1, 2**40, 2**56, 2**62])
+
+
+@given(st.lists(st.integers(1, 2**62) | st.integers(1, 70_000) | WIDE_GAPS, max_size=200))
 def test_gaps_of_every_width_come_back(gaps: list[int]) -> None:
     values = [v for v in np.cumsum(np.array(gaps, object)).tolist() if v <= LARGEST]
     assert_same(round_trip("ascending", positions(*values)), positions(*values))
@@ -152,6 +161,18 @@ def test_positions_that_do_not_ascend_are_refused(values: Bits) -> None:
         CODEC.encode("ascending", values)
 
 
+@given(
+    st.lists(st.integers(-3, 12) | WIDE_GAPS | WIDE_GAPS.map(lambda v: -2 * v), max_size=5)
+    | st.lists(st.integers(0, LARGEST), unique=True, max_size=5).map(sorted)
+)
+def test_exactly_what_ascends_from_0_up_is_encoded(values: list[int]) -> None:
+    if values == sorted(set(values)) and (not values or values[0] >= 0):
+        assert_same(round_trip("ascending", positions(*values)), positions(*values))
+    else:
+        with pytest.raises(ConfigError, match="sort them"):
+            CODEC.encode("ascending", positions(*values))
+
+
 @pytest.mark.parametrize(
     ("coding", "data"),
     [
@@ -187,6 +208,15 @@ SAMPLES: list[tuple[str, Bits]] = [
     ("planes", np.arange(1_000, 1_120, dtype=np.uint32)),
     ("planes", np.array([1, 2**63], np.uint64)),
     ("raw", np.arange(20, dtype=np.uint16)),
+]
+
+
+#: Long enough for frames: gaps of one byte and of three, planes of noise between planes that shrink.
+LONG_SAMPLES: list[tuple[str, Bits]] = [
+    ("ascending", np.arange(4000) * 100),
+    ("ascending", np.concatenate([np.arange(2000) * 300, 2**20 + np.arange(2000)])),
+    ("planes", np.arange(4000, dtype=np.uint32) // 3),
+    ("planes", np.arange(3000, dtype=np.uint64) % 7),
 ]
 
 
@@ -264,6 +294,27 @@ def test_a_frame_that_claims_more_than_it_can_hold_allocates_nothing() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_damage_in_frames_takes_no_more_memory_than_the_entries_do(data: st.DataObject) -> None:
+    coding, original = data.draw(st.sampled_from(LONG_SAMPLES))
+    stored = bytearray(CODEC.encode(coding, original))
+    for _ in range(data.draw(st.integers(1, 3))):
+        stored[data.draw(st.integers(0, len(stored) - 1))] ^= data.draw(st.integers(1, 255))
+    kept = data.draw(st.just(len(stored)) | st.integers(0, len(stored)))
+    tracemalloc.start()
+    try:
+        found = CODEC.decode(coding, original.dtype, original.size, bytes(stored[:kept]))
+        assert found.size == original.size
+    except BadEncoding:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    # The words, one plane, what undoing the gaps needs besides, and the copy that is decoded here.
+    assert peak < 5 * original.nbytes + len(stored) + (16 << 10)
 
 
 @pytest.mark.parametrize(

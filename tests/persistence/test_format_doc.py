@@ -111,7 +111,7 @@ def read_segment(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     )
     records, offset = [], 64
     while offset + 64 <= len(data):
-        names = "kind coded meta_bytes body_bytes body_crc world_size step incarnation rank lap"
+        names = "kind flags meta_bytes body_bytes body_crc world_size step incarnation rank lap"
         magic, crc, *fields = struct.unpack_from("<4sIHHIQIIQIIQ8x", data, offset)
         record: dict[str, Any] = dict(zip(names.split(), fields, strict=True))
         if magic != b"LDRC" or crc != crc32c(data[offset + 8 : offset + 64]):
@@ -122,6 +122,8 @@ def read_segment(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if any(record[key] != file[key] for key in ("incarnation", "rank", "world_size")):
             break
         record["meta"] = body[: record["meta_bytes"]]
+        if record["flags"] & 4:
+            record["meta"] = zstandard.ZstdDecompressor().decompress(record["meta"])
         record["sections"] = read_sections(body[padded(record["meta_bytes"]) :])
         records.append(record)
         offset += 64 + record["body_bytes"]
@@ -177,7 +179,7 @@ def test_a_reader_written_from_the_page_reads_the_worked_example() -> None:
         "first": 201,
         "run_id": bytes.fromhex(RUN_ID),
     }
-    assert (record["kind"], record["coded"], record["step"], record["lap"]) == (1, 1, 201, 0)
+    assert (record["kind"], record["flags"], record["step"], record["lap"]) == (1, 1, 201, 0)
     assert typed(record["meta"]) == {
         "optimizers": [[True, [{"lr": 0.5}], None, None, None]],
         "absent": b"",
@@ -215,6 +217,7 @@ def test_it_reads_what_lowdiff_writes_of_longer_arrays_and_several_steps(tmp_pat
     assert b"\x28\xb5\x2f\xfd" in data, "at least one plane is a zstd frame"
     _, records = read_segment(data)
     assert [record["step"] for record in records] == [7, 8, 9]
+    assert {record["flags"] for record in records} == {5}, "sections and meta are coded"
     for record, differential in zip(records, written, strict=True):
         meta = typed(record["meta"])
         (optimizer,) = meta["optimizers"]
@@ -284,7 +287,11 @@ def test_the_names_on_the_page_are_those_on_disk() -> None:
         snapshot / "rank-0000.safetensors",
         run.segment(2, 0, 201),
         run.lock(0),
+        run.retention_lock,
+        run.retention_file,
+        run.pin("LABEL"),
         staging.chunk(0),
+        staging.owner,
         staging.residual,
         staging.snapshot,
         staging.status,

@@ -54,6 +54,8 @@ record_headers = st.builds(
     rank=u32,
     world_size=u32,
     lap=u64,
+    rebases=st.booleans(),
+    meta_coded=st.booleans(),
 )
 
 

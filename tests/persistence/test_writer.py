@@ -30,6 +30,7 @@ from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, Record
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.sections import read_sections
 from lowdiff.persistence.segments import Batch, SegmentWriter, durable_step
 from lowdiff.persistence.snapshots import ImageTensor, encode_mark, shard_file, stage_image
@@ -59,7 +60,7 @@ def settings_in(root: Path, run: Path | None = None, **changes: object) -> Write
         trainer_pid=os.getpid(),
         batch_size=4,
         flush_seconds=1000.0,
-        keep_snapshots=None,
+        retention=None,
     )
     settings = replace(settings, **changes)  # type: ignore[arg-type]
     create_run(settings.folder, RUN_ID)
@@ -203,7 +204,7 @@ def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
     from lowdiff.persistence.fences import write_fence
     from lowdiff.types import Environment, Fence, Layout
 
-    settings = settings_in(tmp_path, batch_size=1, keep_snapshots=1)
+    settings = settings_in(tmp_path, batch_size=1, retention=Retention(snapshots=1))
     environment = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
     write_fence(
         settings.folder, Fence(RUN_ID, 0, None, 0, 0, 1, environment, Layout(()), (), {}, {})

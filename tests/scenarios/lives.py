@@ -111,6 +111,7 @@ def abandon(checkpointer: lowdiff.Checkpointer, kill: Kill) -> None:
         process.wait()
     opened.session.detach()
     opened.lock.release()
+    opened.staging_lock.release()
     checkpointer.hook_state.close()
     checkpointer._opened = None
 

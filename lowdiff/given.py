@@ -1,0 +1,43 @@
+"""What a trainer gave to ``attach``, and what watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from lowdiff.attached import Attached
+from lowdiff.averages import LiveAverage, find_averages
+from lowdiff.capture import ItemTracker, Stateful, check_stateful
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Everything whose state is checkpointed.
+
+    Attributes:
+        attached: Model and optimizers.
+        stateful: Further objects by name.
+        averages: Those of them that are replayed averages of the parameters.
+        tracker: Finds what changed of buffers, generators and stateful objects.
+    """
+
+    attached: Attached
+    stateful: Mapping[str, Stateful]
+    averages: Mapping[str, LiveAverage]
+    tracker: ItemTracker
+
+
+def watch(attached: Attached, stateful: Mapping[str, Stateful]) -> Given:
+    """Look at what is given.
+
+    Raises:
+        ConfigError: If an object cannot be saved and restored.
+    """
+    check_stateful(stateful)
+    averages = find_averages(stateful, attached)
+    readers = {name: thing.state_dict for name, thing in stateful.items()} | {
+        name: partial(average.outline, attached.layout) for name, average in averages.items()
+    }
+    tracker = ItemTracker(attached.constants, readers, attached.device)
+    return Given(attached, stateful, averages, tracker)

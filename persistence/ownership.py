@@ -1,0 +1,78 @@
+"""Whose a staging folder is: a copied run folder shares its run id, but not its memory.
+
+Every staging folder names the run folder it was made for. Another folder with the same run id may
+use it only if that one is gone, because then it was moved; a copy of the staging folder itself
+belongs to whoever holds it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lowdiff.errors import DamagedFile, LowDiffError, NotARun
+from lowdiff.persistence.durable import read_json, write_json
+from lowdiff.persistence.fences import read_run_id
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Where a staging folder was made, and for which run folder.
+
+    Attributes:
+        run: The run folder, without symbolic links.
+        run_place: Device and inode of the run folder.
+        staging_place: Device and inode of the staging folder.
+    """
+
+    run: str
+    run_place: Sequence[int]
+    staging_place: Sequence[int]
+
+    @classmethod
+    def read(cls, stage: StagingFolder) -> Owner | None:
+        """What the folder says; None if its trainer died before it could, or it is damaged."""
+        try:
+            return cls(**read_json(stage.owner))
+        except (FileNotFoundError, DamagedFile, TypeError):
+            return None
+
+
+def claim(stage: StagingFolder, folder: RunFolder) -> None:
+    """Write into a new staging folder whose it is."""
+    owner = Owner(os.path.realpath(folder.root), _place(folder.root), _place(stage.root))
+    write_json(stage.owner, asdict(owner))
+
+
+def staging_of_run(staging_root: Path, folder: RunFolder, run_id: str) -> list[StagingFolder]:
+    """Staging folders on this machine of this very run folder, oldest incarnation first."""
+    return [
+        stage
+        for stage in StagingFolder.all_of_run(staging_root, run_id)
+        if not _belongs_to_another(stage, folder, run_id)
+    ]
+
+
+def _belongs_to_another(stage: StagingFolder, folder: RunFolder, run_id: str) -> bool:
+    owner = Owner.read(stage)
+    if owner is None or list(owner.staging_place) != _place(stage.root):
+        return False
+    if owner.run == os.path.realpath(folder.root) or list(owner.run_place) == _place(folder.root):
+        return False
+    try:
+        return read_run_id(RunFolder(Path(owner.run))) == run_id
+    except NotARun:
+        return False
+    except (LowDiffError, OSError):
+        return True  # something is there, and it may be the run
+
+
+def _place(path: Path) -> list[int]:
+    try:
+        found = path.stat()
+    except FileNotFoundError:  # adopted and removed while it was looked at
+        return []
+    return [found.st_dev, found.st_ino]

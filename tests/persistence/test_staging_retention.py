@@ -1,0 +1,158 @@
+"""What dead runs left on tmpfs goes only when nothing is lost with it and nobody uses it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lowdiff.persistence.fences import create_run
+from lowdiff.persistence.framing import RecordKind
+from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.ownership import Owner, claim, staging_of_run
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.staging import StagingLog
+from lowdiff.persistence.staging_retention import StagingVerdict, clear_staging
+from lowdiff.persistence.writer_process import WriterProcess
+from lowdiff.persistence.writer_settings import WriterSettings
+
+RUN_ID = "00112233445566778899aabbccddeeff"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "run")
+    create_run(folder, RUN_ID)
+    return folder
+
+
+def staged(run: RunFolder, steps: int, rank: int = 0) -> StagingFolder:
+    """A staging folder of a trainer that died after so many steps; nothing of it is durable."""
+    root = run.root.parent.parent / "staging"
+    stage = StagingFolder.of(root, RUN_ID, 0, rank)
+    stage.root.mkdir(parents=True)
+    claim(stage, run)
+    append(stage, steps)
+    return stage
+
+
+def append(stage: StagingFolder, steps: int) -> None:
+    """Stage steps from the first on."""
+    log = StagingLog(stage, run_id=RUN_ID, world_size=1, chunk_bytes=4096, cap_bytes=1 << 20)
+    log.append(RecordKind.BASE, 0, b"", (), durable_step=-1)
+    for step in range(1, steps + 1):
+        log.append(RecordKind.DIFFERENTIAL, step, b"", (), durable_step=-1)
+
+
+def made_durable(run: RunFolder, stage: StagingFolder) -> None:
+    """Let a writer do its work."""
+    settings = WriterSettings(
+        run=str(run.root),
+        staging_root=str(stage.root.parent.parent),
+        run_id=RUN_ID,
+        incarnation=0,
+        rank=stage.rank,
+        world_size=1,
+        base_step=0,
+        trainer_pid=0,
+        batch_size=4,
+        flush_seconds=1.0,
+        retention=None,
+    )
+    WriterProcess(settings).finish(20.0)
+
+
+def cleared(stage: StagingFolder, **options: bool) -> StagingVerdict:
+    (verdict,) = clear_staging(stage.root.parent.parent, **options)
+    assert verdict.path == stage.root
+    return verdict
+
+
+def test_steps_that_are_nowhere_else_stay(run: RunFolder) -> None:
+    stage = staged(run, 3)
+    verdict = cleared(stage)
+    assert (verdict.goes, verdict.run) == (False, str(run.root))
+    assert verdict.reason == "steps 1 to 3 are here only; the next attach moves them"
+    assert stage.chunk(0).exists()
+    assert cleared(stage, force=True).goes
+    assert not stage.root.parent.exists()
+
+
+def test_steps_that_are_all_durable_go(run: RunFolder) -> None:
+    stage = staged(run, 3)
+    made_durable(run, stage)
+    assert cleared(stage, dry_run=True).reason == f"its steps are all in {run.root}"
+    assert stage.chunk(0).exists()
+    assert cleared(stage).goes
+    assert not stage.root.exists()
+
+
+def test_one_step_that_is_not_durable_keeps_the_folder(run: RunFolder) -> None:
+    stage = staged(run, 2)
+    made_durable(run, stage)
+    append(stage, 3)
+    assert cleared(stage).reason == "steps 3 to 3 are here only; the next attach moves them"
+
+
+def test_a_folder_without_a_step_goes(run: RunFolder) -> None:
+    assert cleared(staged(run, 0)).reason == "it holds no step"
+
+
+@pytest.mark.parametrize("name", ["trainer_lock", "writer_lock"])
+def test_what_is_in_use_stays_even_by_force(run: RunFolder, name: str) -> None:
+    stage = staged(run, 0)
+    lock = FileLock(getattr(stage, name))
+    assert lock.acquire("process 7 on some host")
+    verdict = cleared(stage, force=True)
+    assert (verdict.goes, verdict.is_in_use) == (False, True)
+    assert verdict.reason == "in use by process 7 on some host"
+    lock.release()
+    assert cleared(stage).goes
+
+
+def test_what_belongs_to_a_deleted_run_goes(run: RunFolder) -> None:
+    stage = staged(run, 3)
+    shutil.rmtree(run.root)
+    assert cleared(stage).reason == f"{run.root} is gone"
+    assert not stage.root.exists()
+
+
+def test_what_belongs_to_a_run_that_may_only_be_unmounted_stays(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = staged(run, 3)
+    shutil.rmtree(run.root.parent)
+    assert not cleared(stage).goes
+    run.root.parent.mkdir()
+    owner = Owner.read(stage)
+    assert owner is not None
+    other = Owner(owner.run, [owner.run_place[0] + 1, 1], owner.staging_place)
+    with monkeypatch.context() as patch:
+        patch.setattr(Owner, "read", lambda _: other)
+        assert "is its file system mounted?" in cleared(stage).reason
+    assert stage.chunk(0).exists()
+
+
+def test_a_run_that_was_replaced_by_another_is_gone(run: RunFolder) -> None:
+    stage = staged(run, 3)
+    shutil.rmtree(run.root)
+    create_run(run, "ff" * 16)
+    assert cleared(stage).reason == f"{run.root} is another run now"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"\xff"])
+def test_a_folder_that_names_no_run_stays(run: RunFolder, content: bytes | None) -> None:
+    stage = staged(run, 3)
+    stage.owner.unlink() if content is None else stage.owner.write_bytes(content)
+    assert cleared(stage).reason == "step 3 may be here only: no run is named"
+    assert staging_of_run(stage.root.parent.parent, run, RUN_ID) == [stage]
+
+
+def test_every_rank_is_judged_by_itself(run: RunFolder, tmp_path: Path) -> None:
+    staged(run, 0), staged(run, 2, rank=1)
+    (tmp_path / "staging" / "something else").mkdir()
+    found: Iterator[StagingVerdict] = clear_staging(tmp_path / "staging")
+    assert [verdict.goes for verdict in found] == [True, False]
+    assert list(clear_staging(tmp_path / "nowhere")) == []

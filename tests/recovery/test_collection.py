@@ -1,0 +1,149 @@
+"""Collections of real runs: interrupted after every deletion, and beside readers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowdiff
+from lowdiff.errors import StepNotFound
+from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.fences import read_run_id
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.policy import Retention
+from lowdiff.persistence.retention import collect
+from lowdiff.persistence.retention_notes import write_pin
+from lowdiff.persistence.retention_plan import Pin
+from lowdiff.persistence.values import same
+from lowdiff.recovery import verify as verify_module
+from lowdiff.recovery.damage import judge
+from lowdiff.recovery.verify import verify
+from tests.recovery.training import Trained, train
+
+POLICY = Retention(snapshots=1, every_steps=9)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Snapshots at 0, 3, 6 ... 15 and 16; step 4 is pinned, step 9 kept for ever."""
+    made = train(tmp_path_factory.mktemp("collection"), 16, snapshot_every=3)
+    folder = RunFolder(made.run)
+    write_pin(folder, read_run_id(folder), Pin("best", 4, 0))
+    return made
+
+
+@pytest.fixture
+def copy(trained: Trained, tmp_path: Path) -> Trained:
+    return trained.copied(tmp_path)
+
+
+class Killed(BaseException):
+    """SIGKILL, as far as files are concerned."""
+
+
+@contextmanager
+def killed_after(operations: int) -> Iterator[list[Any]]:
+    """Whoever deletes the next file or folder after so many is killed."""
+    done: list[Any] = []
+
+    def counted(real: Callable[..., None]) -> Callable[..., None]:
+        def operation(*arguments: Any, **options: Any) -> None:
+            if len(done) == operations:
+                raise Killed
+            done.append(arguments)
+            real(*arguments, **options)
+
+        return operation
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", counted(os.unlink))
+        patch.setattr(os, "rmdir", counted(os.rmdir))
+        yield done
+
+
+def collected(run: Path) -> None:
+    folder = RunFolder(run)
+    collect(folder, read_run_id(folder), POLICY)
+
+
+def test_killed_after_any_deletion_all_that_is_kept_is_exact_and_nothing_looks_lost(
+    trained: Trained, tmp_path: Path
+) -> None:
+    for operations in range(1000):
+        (tmp_path / str(operations)).mkdir()
+        copy = trained.copied(tmp_path / str(operations))
+        with killed_after(operations) as done:
+            try:
+                collected(copy.run)
+            except Killed:
+                finished = False
+            else:
+                finished = True
+        report = verify(copy.run, copy.staging)
+        assert report.failures == (), operations
+        assert report.recoverable[-1][1] == 16
+        for step in (4, 9, 16):
+            state = lowdiff.recover(copy.run, step, staging=copy.staging)
+            assert same(dict(state.model_state_dict()), dict(trained.models[step]))
+        if finished:
+            break
+    assert len(done) > 15
+    assert [step for _, step, _ in RunFolder(copy.run).snapshots()] == [3, 9, 16]
+    with pytest.raises(StepNotFound, match="recoverable steps: 3 to 6, 9, 16"):
+        lowdiff.recover(copy.run, 8, staging=copy.staging)
+
+
+def test_a_step_that_retention_did_not_remove_is_still_missed(copy: Trained) -> None:
+    collected(copy.run)
+    copy.segment(4).unlink()  # of the pinned step
+    assert verify(copy.run, copy.staging).recoverable == ((3, 3), (9, 9), (16, 16))
+    assert not verify(copy.run, copy.staging).ok
+
+
+def test_without_its_notes_what_is_kept_is_still_exact(copy: Trained) -> None:
+    collected(copy.run)
+    notes = RunFolder(copy.run).retention_file
+    notes.write_bytes(notes.read_bytes()[:-20])
+    assert str(notes) in [f.path for f in verify(copy.run, copy.staging).failures]
+    state = lowdiff.recover(copy.run, 4, staging=copy.staging)
+    assert same(dict(state.model_state_dict()), dict(copy.models[4]))
+    notes.unlink()
+    assert verify(copy.run, copy.staging).failures  # what was removed passes for lost
+    assert lowdiff.recover(copy.run, staging=copy.staging).step == 16
+
+
+def test_a_snapshot_that_goes_while_a_run_is_verified_is_a_note(
+    copy: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(folder: RunFolder, catalog: Any) -> Any:
+        found = judge(folder, catalog)
+        collected(copy.run)
+        return found
+
+    monkeypatch.setattr(verify_module, "judge", late)
+    report = verify(copy.run, copy.staging)
+    assert report.failures == ()
+    assert any("retention removed a snapshot while" in note.message for note in report.notes)
+
+
+def test_a_reader_whose_snapshot_goes_looks_again(
+    copy: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scans: list[Catalog] = []
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        catalog = scan(*arguments, **options)
+        if not scans:
+            collected(copy.run)
+        scans.append(catalog)
+        return catalog
+
+    monkeypatch.setattr("lowdiff.recovery.engine.scan", late)
+    with pytest.raises(StepNotFound, match=r"step 7 .* retention removed"):
+        lowdiff.recover(copy.run, 7, staging=copy.staging)
+    assert len(scans) == 2

@@ -1,0 +1,164 @@
+"""``lowdiff gc``, as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lowdiff.persistence.fences import read_run_id
+from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.policy import Retention
+from lowdiff.persistence.retention_notes import note_policy, write_pin
+from lowdiff.persistence.retention_plan import Pin
+from tests.recovery.training import Trained, flip, train
+from tests.test_cli import Command, command
+
+__all__ = ["command"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Snapshots at 0, 5, 10 and 12; every step is kept."""
+    return train(tmp_path_factory.mktemp("gc"), 12)
+
+
+@pytest.fixture
+def copy(trained: Trained, tmp_path: Path) -> Trained:
+    return trained.copied(tmp_path)
+
+
+def snapshots(copy: Trained) -> list[int]:
+    return [step for _, step, _ in RunFolder(copy.run).snapshots()]
+
+
+def test_it_says_what_goes_and_what_stays(command: Command, copy: Trained) -> None:
+    result = command("gc", copy.run, "--keep-snapshots", "1", "--every-steps", "5", "--dry-run")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0].startswith("Would remove snapshots/i000000-s0000000000 (")
+    assert lines[0].endswith("): older than what is kept")
+    assert lines[3:6] == [
+        "Kept step 5: every 5 steps",
+        "Kept step 10: every 5 steps",
+        "Kept step 12 to the newest: the newest snapshots",
+    ]
+    assert lines[6].startswith("Would remove ")
+    assert " in 3 items; " in lines[6]
+    assert snapshots(copy) == [0, 5, 10, 12]
+    result = command("gc", copy.run, "--keep-snapshots", "1", "--every-steps", "5")
+    assert result.out == "\n".join(lines).replace("Would remove", "Removed") + "\n"
+    assert snapshots(copy) == [5, 10, 12]
+    assert command("verify", copy.run, "--staging", copy.staging).code == 0
+
+
+def test_it_keeps_what_the_trainer_was_told_to_keep(command: Command, copy: Trained) -> None:
+    result = command("gc", copy.run)
+    assert result.code == 2
+    assert "keeps every step; say what to keep" in result.error
+    folder = RunFolder(copy.run)
+    note_policy(folder, read_run_id(folder), Retention(2))
+    result = command("gc", copy.run, "--json")
+    document = json.loads(result.out)
+    assert document["policy"]["snapshots"] == 2
+    assert len(document["removed"]) == 4
+    assert document["bytes_removed"] == sum(entry["bytes"] for entry in document["removed"]) > 0
+    assert document["kept"] == [{"first": 10, "last": None, "reason": "the newest snapshots"}]
+    assert snapshots(copy) == [10, 12]
+
+
+def test_a_limit_of_bytes_keeps_as_many_snapshots_as_fit(command: Command, copy: Trained) -> None:
+    everything = json.loads(command("gc", copy.run, "--total-bytes", 10**9, "--json").out)
+    assert everything["removed"] == []
+    limit = everything["bytes_kept"] - 1
+    assert command("gc", copy.run, "--total-bytes", limit).code == 0
+    assert snapshots(copy) == [5, 10, 12]
+    result = command("gc", copy.run, "--total-bytes", "1")
+    assert "That is more than 1 byte: the newest snapshot" in result.out
+    assert snapshots(copy) == [12]
+
+
+def test_a_pin_is_shown_obeyed_and_removed(command: Command, copy: Trained) -> None:
+    folder = RunFolder(copy.run)
+    run_id = read_run_id(folder)
+    write_pin(folder, run_id, Pin("best", 7, 0))
+    write_pin(folder, run_id, Pin("lost", 7, 3))
+    shown = command("inspect", copy.run, "--staging", copy.staging)
+    assert "best: step 7, lost: step 7 (void)" in shown.out
+    result = command("gc", copy.run, "--keep-snapshots", "1")
+    assert "Kept step 5 to 7: pinned: best" in result.out
+    assert "Pin lost keeps nothing: the run went back before step 7; --unpin lost" in result.out
+    assert snapshots(copy) == [5, 12]
+    result = command("gc", copy.run, "--keep-snapshots", "1", "--unpin", "bset")
+    assert result.code == 2
+    assert "has no pin 'bset'; there are: best, lost" in result.error
+    for options, left in ((["--dry-run"], [5, 12]), ([], [12])):
+        arguments = ["--keep-snapshots", "1", "--unpin", "best", "--unpin", "lost", *options]
+        assert command("gc", copy.run, *arguments).code == 0
+        assert snapshots(copy) == left
+    assert list(folder.pins()) == []
+
+
+def test_only_snapshots_whose_checksums_hold_count(command: Command, copy: Trained) -> None:
+    flip(copy.shard(10), 700)
+    assert command("gc", copy.run, "--keep-snapshots", "2").code == 0
+    assert snapshots(copy) == [5, 10, 12]
+    assert command("recover", copy.run, "--out", copy.run / "x.pt", "--step", "11").code == 0
+
+
+def test_damage_that_hides_what_must_stay_stops_it(command: Command, copy: Trained) -> None:
+    flip(RunFolder(copy.run).fence(0, 0), 40)
+    result = command("gc", copy.run, "--keep-snapshots", "1")
+    assert result.code == 1
+    assert "is damaged" in result.error
+    assert snapshots(copy) == [0, 5, 10, 12]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "say which run"),
+        (["run", "--force"], "--force goes with --staging"),
+        (["run", "--staging", "--every-steps", "3"], "--staging goes with"),
+        (["run", "--staging", "--unpin", "x"], "--staging goes with"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together_are_refused(
+    command: Command, arguments: list[str], message: str
+) -> None:
+    result = command("gc", *arguments)
+    assert result.code == 2
+    assert message in result.error
+
+
+def test_bad_values_and_folders_are_refused(command: Command, copy: Trained) -> None:
+    assert command("gc", copy.run, "--keep-snapshots", "0").code == 2
+    assert command("gc", copy.run, "--unpin", "../run").code == 2
+    assert command("gc", copy.run.parent, "--keep-snapshots", "1").code == 1
+
+
+def test_staging_memory_of_dead_runs_is_cleared(command: Command, tmp_path: Path) -> None:
+    crashed = train(tmp_path / "crashed", 6, end="crash")
+    killed = train(tmp_path / "killed", 6, end="kill", batch_size=1000)
+    assert "Removed 1 folder of" in command("gc", "--staging", crashed.staging).out
+    assert not any(crashed.staging.iterdir())
+    (stage,) = killed.staging.glob("*/i*")
+    result = command("gc", killed.staging, "--staging")
+    assert f"Kept {stage} (" in result.out
+    assert "are here only; the next attach moves them" in result.out
+    lock = FileLock(stage / "trainer.lock")
+    assert lock.acquire("process 7")
+    document = json.loads(command("gc", "--staging", killed.staging, "--force", "--json").out)
+    assert [f["reason"] for f in document["folders"]] == ["in use by process 7"]
+    lock.release()
+    assert (
+        "Would remove 1 folder"
+        in command("gc", "--staging", killed.staging, "--force", "--dry-run").out
+    )
+    assert stage.exists()
+    assert command("gc", "--staging", killed.staging, "--force").code == 0
+    assert not stage.exists()
+    assert train(tmp_path / "crashed", 8).models[8]  # goes on from what is durable
