@@ -12,8 +12,38 @@ import torch.distributed as dist
 
 from lowdiff.errors import UsageError
 
-_HEADER_WORDS = 4
+_HEADER_WORDS = 5
 _HEADER_BYTES = 8 * _HEADER_WORDS
+_NOTE_BYTES = 8
+
+
+class Notes:
+    """A small number from every rank to all, on the back of a step's exchanges."""
+
+    def __init__(self) -> None:
+        self.own = 0
+        self._heard: list[torch.Tensor] = []
+
+    def begin(self, own: int) -> None:
+        """Start a step, in which this rank says ``own``."""
+        self.own = own
+        self._heard.clear()
+
+    def hear(self, words: torch.Tensor) -> None:
+        """Take in an exchange's words, int64 ``[world_size]``; they are not read before commit."""
+        self._heard.append(words)
+
+    def heard(self) -> tuple[int, ...]:
+        """What each rank said since ``begin``, bits of several exchanges together; equal on all.
+
+        Empty if nothing was exchanged.
+        """
+        if not self._heard:
+            return ()
+        said = [0] * self._heard[0].numel()
+        for words in torch.stack(self._heard).tolist():
+            said = [a | b for a, b in zip(said, words, strict=True)]
+        return tuple(said)
 
 
 def exchange(
@@ -23,6 +53,7 @@ def exchange(
     *,
     stamp: int,
     group: dist.ProcessGroup | None,
+    notes: Notes | None = None,
 ) -> torch.futures.Future[torch.Tensor]:
     """Replace ``buffer`` by the sum over ranks of everyone's entries.
 
@@ -32,6 +63,7 @@ def exchange(
         values: ``[k]``, dtype of ``buffer``; already divided by the world size.
         stamp: Must be equal on all ranks; names incarnation and step.
         group: Process group, or None for a single process.
+        notes: What this rank says, and hears from all if there are several.
 
     Returns:
         Future of ``buffer``. It fails if a rank is at another step; torch wraps that UsageError
@@ -44,12 +76,14 @@ def exchange(
         done.set_result(buffer)
         return done
 
-    wire = _pack(buffer, positions, values, stamp, dist.get_rank(group))
+    notes = Notes() if notes is None else notes
+    wire = _pack(buffer, positions, values, [dist.get_rank(group), stamp], notes.own)
     gathered = torch.empty(world_size * wire.numel(), dtype=torch.uint8, device=wire.device)
     shares = list(gathered.chunk(world_size))
     work = dist.all_gather(shares, wire, group=group, async_op=True)
 
     def add_in_rank_order(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        notes.hear(_notes(gathered, world_size))
         buffer.zero_()
         for rank, share in enumerate(shares):
             _check_header(share, [rank, stamp, buffer.numel(), positions.numel()])
@@ -62,14 +96,18 @@ def exchange(
 
 
 def _pack(
-    buffer: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, stamp: int, rank: int
+    buffer: torch.Tensor,
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    origin: list[int],
+    note: int,
 ) -> torch.Tensor:
-    """``[header int64 x 4 | positions int32 padded to 8 | values]`` as bytes."""
+    """``[header int64 x 5 | positions int32 padded to 8 | values]`` as bytes."""
     index_bytes = _index_bytes(positions.numel())
     total = _HEADER_BYTES + index_bytes + values.numel() * values.element_size()
     total += -total % 8  # every rank's share stays aligned inside the gathered tensor
     wire = torch.zeros(total, dtype=torch.uint8, device=buffer.device)
-    header = torch.tensor([rank, stamp, buffer.numel(), positions.numel()])
+    header = torch.tensor([*origin, buffer.numel(), positions.numel(), note])
     wire[:_HEADER_BYTES].view(torch.int64).copy_(header, non_blocking=True)
     indices, entries = _unpack(wire, values.dtype, positions.numel())
     indices.copy_(positions)
@@ -84,6 +122,12 @@ def _unpack(share: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.
     return indices, values
 
 
+def _notes(gathered: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Last word of every rank's header, copied: the exchange itself is soon freed."""
+    words = gathered.view(world_size, -1)[:, _HEADER_BYTES - _NOTE_BYTES : _HEADER_BYTES]
+    return words.contiguous().view(torch.int64).flatten()
+
+
 def _index_bytes(count: int) -> int:
     return 4 * count + (4 * count) % 8
 
@@ -91,7 +135,7 @@ def _index_bytes(count: int) -> int:
 def _check_header(share: torch.Tensor, expected: list[int]) -> None:
     if share.is_cuda:
         return  # reading it would stop the host; the session checks CUDA exchanges at commit
-    found = share[:_HEADER_BYTES].view(torch.int64).tolist()
+    found = share[: _HEADER_BYTES - _NOTE_BYTES].view(torch.int64).tolist()
     rank, stamp, *counts = expected
     if found[:2] != [rank, stamp]:
         raise UsageError(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.exchange import exchange
+from lowdiff.compressors.exchange import Notes, exchange
 from lowdiff.compressors.selection import MagnitudeSelector
 from lowdiff.errors import ConfigError, GradientChanged
 from lowdiff.layout import bits
@@ -114,16 +114,22 @@ class TopKReducer:
         self._selected: dict[int, torch.Tensor] = {}
         self._consumed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._exchanged: dict[int, int] = {}
+        self._notes = Notes()
         self._stamp = 0
         self._audit = False
 
-    def begin(self, stamp: int, *, audit: bool = False) -> None:
+    def begin(self, stamp: int, *, audit: bool = False, note: int = 0) -> None:
         """See ``Reducer.begin``: forget the last step's selection."""
         self._selected.clear()
         self._consumed.clear()
         self._exchanged.clear()
         self._stamp = stamp
         self._audit = audit
+        self._notes.begin(note)
+
+    def heard(self) -> tuple[int, ...]:
+        """See ``Reducer.heard``."""
+        return self._notes.heard()
 
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -147,7 +153,14 @@ class TopKReducer:
         entries = torch.cat(values)
         if self._world_size > 1:
             entries.div_(self._world_size)  # before the sum, as DDP itself averages
-        done = exchange(buffer, torch.cat(positions), entries, stamp=self._stamp, group=self._group)
+        done = exchange(
+            buffer,
+            torch.cat(positions),
+            entries,
+            stamp=self._stamp,
+            group=self._group,
+            notes=self._notes,
+        )
         if not self._audit:
             return done
 

@@ -17,14 +17,18 @@ from typing_extensions import Self
 
 from lowdiff.attached import describe
 from lowdiff.capture import Stateful
+from lowdiff.closing import take_last_snapshot
+from lowdiff.counters import writer_document
 from lowdiff.dataloader import ResumableLoader, StatefulEpochs
-from lowdiff.errors import ConfigError, StorageError, UsageError
+from lowdiff.errors import ConfigError, UsageError
+from lowdiff.events import log_event
 from lowdiff.hook import HookState, comm_hook
 from lowdiff.keeping import keep_step
 from lowdiff.opening import Opened, open_session
 from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.paths import default_staging_root
 from lowdiff.persistence.policy import Retention
+from lowdiff.preemption import SignalWatch
 from lowdiff.protocols import Compressor
 from lowdiff.session import Session
 from lowdiff.settings import Settings
@@ -33,7 +37,6 @@ _logger = logging.getLogger(__name__)
 
 _RESTORE = ("all", "model", "none")
 _FINISH_SECONDS = 600.0
-_MEET_SECONDS = 60.0
 
 
 class Checkpointer:
@@ -69,7 +72,7 @@ class Checkpointer:
             power failures; if staging fills up, the oldest steps that are not durable are dropped,
             and a full snapshot is taken once storage is back.
         on_error: ``"warn"``: storage trouble is a warning, training goes on. ``"raise"``: it is
-            an error at the next commit.
+            an error at the next commit, the same commit on every rank.
 
     Raises:
         ConfigError: If a value cannot work.
@@ -119,6 +122,8 @@ class Checkpointer:
         self._pending_random: Mapping[str, bytes] | None = None
         self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
         self._attach_seconds = 0.0
+        self._signals: SignalWatch | None = None
+        self._was_preempted = False
         self._final_stats: dict[str, Any] = {}
 
     def attach(
@@ -177,7 +182,15 @@ class Checkpointer:
         self._pending_random = self._opened.random_states
         self._commits = "unknown"
         self._forward_hook = model.register_forward_pre_hook(self._before_forward)
+        self._was_preempted = False
+        self._signals = SignalWatch(self._session.preempt)
         self._attach_seconds = time.perf_counter() - started
+        self._say(
+            "attached",
+            f"{self._settings.run} goes on after step {self._session.step}",
+            step=self._session.step,
+            seconds=self._attach_seconds,
+        )
         return self._session.step
 
     def dataloader(
@@ -255,45 +268,54 @@ class Checkpointer:
         self._restore_random_states()
         self._session.commit()
 
-    def stats(self) -> dict[str, Any]:
-        """Counters of this rank since ``attach``; still there after ``close()``.
+    @property
+    def preempted(self) -> bool:
+        """Whether SIGTERM or SIGUSR1 came to any rank since ``attach``.
 
-        Keys: ``steps``, ``snapshots``, ``staged_bytes``, ``durable_bytes`` (differentials),
-        ``snapshot_bytes``, ``committed_step`` (staged on all ranks, as far as this rank
-        knows), ``durable_step`` (of this rank), ``training_thread_seconds`` (differentials, without
-        snapshots), ``snapshot_seconds``, ``waiting_seconds`` (for storage), ``unprotected_steps`` and
-        ``dropped_steps`` (with ``backpressure="degrade"``: staged while more than ``2 * batch_size`` steps
-        were at risk; given up), ``attach_seconds``,
-        ``large_items`` (buffers and stateful tensors of which a step logged more than 1 MiB -> most
-        bytes of one step), ``writer_error``. Of the store, for this rank: ``remote_step``
-        (everything up to it is there; -1 before the base is), ``remote_bytes``, ``remote_retries``,
-        ``remote_error``.
+        ::
+
+            for step in checkpointer.steps(until=10_000):
+                ...
+                if checkpointer.preempted:
+                    break
+            checkpointer.close()
+
+        The signal alone ends nothing, but at once, even while a collective blocks the main
+        thread, the tail of the log is made durable, and from then on each step as it is staged.
+        A handler that was there before is called as ever. With several ranks this turns true on
+        all of them at the same commit, one step after the signal, so that all leave the loop
+        together; with one it does so at once.
         """
-        if self._opened is None:
+        opened = self._opened
+        if opened is not None and opened.session.is_preempted:
+            self._was_preempted = True
+        return self._was_preempted
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this rank since ``attach``; still there after ``close()``; for any thread.
+
+        docs/observability.md says what each key is: counters (``steps``, ``durable_bytes``,
+        ``waiting_seconds``, ``retries``, ``dropped_steps``, ...), positions (``committed_step``,
+        ``durable_step``), ``writer_error``, ``preempted``.
+
+        Histograms ``stall_seconds``, ``step_bytes``, ``lag_steps`` (per step) and
+        ``batch_seconds`` (per durable write) are dicts of ``count``, ``sum``, ``max``, estimates
+        ``p50``, ``p90`` and ``p99``, and ``buckets``: pairs of an inclusive upper bound and the
+        number of observations up to it.
+        """
+        opened = self._opened
+        if opened is None:
             return dict(self._final_stats)
-        session = self._session
-        status = session.stager.writer.status()
-        counters = session.stager.counters
+        writer = opened.session.stager.writer
         return {
-            "steps": counters.steps,
-            "snapshots": counters.snapshots,
-            "staged_bytes": counters.staged_bytes,
-            "durable_bytes": status.segment_bytes,
-            "snapshot_bytes": status.snapshot_bytes,
-            "committed_step": session.committed_step,
-            "durable_step": status.durable_step,
-            "training_thread_seconds": counters.differential_seconds,
-            "snapshot_seconds": counters.snapshot_seconds,
-            "waiting_seconds": counters.waiting_seconds,
-            "unprotected_steps": counters.unprotected_steps,
-            "dropped_steps": counters.dropped_steps,
+            "rank": opened.ranks.rank,
+            **opened.session.stager.counters.document(),
+            **writer_document(writer.read_status()),
+            "committed_step": opened.session.committed_step,
             "attach_seconds": self._attach_seconds,
-            "large_items": session.large_items,
-            "writer_error": status.error,
-            "remote_step": status.remote_step,
-            "remote_bytes": status.remote_bytes,
-            "remote_retries": status.remote_retries,
-            "remote_error": status.remote_error,
+            "large_items": opened.session.large_items,
+            "writer_restarts": writer.restarts,
+            "preempted": self.preempted,
         }
 
     def keep(self, step: int | None = None, *, label: str | None = None) -> int:
@@ -347,14 +369,17 @@ class Checkpointer:
         try:
             if not failed and session.has_finished_step:
                 session.commit()
-            is_last_snapshot = not failed and self._take_last_snapshot(opened)
+            is_last_snapshot = not failed and take_last_snapshot(opened)
             session.stager.writer.finish(_FINISH_SECONDS)
             if is_last_snapshot:
                 opened.ranks.barrier()  # it exists only with every rank's shard
                 session.committed_step = session.step
                 opened.staging.remove()
             self._final_stats = self.stats()
+            self._say("closed", f"{self._settings.run} is closed", step=session.step)
         finally:
+            if self._signals is not None:
+                self._signals.close()
             self.hook_state.close()
             session.detach()
             if self._forward_hook is not None:
@@ -364,37 +389,10 @@ class Checkpointer:
             opened.lock.release()
             self._opened = None
 
-    def _take_last_snapshot(self, opened: Opened) -> bool:
-        """Make staging memory, which alone holds the newest residual, unnecessary."""
-        if not opened.ranks.meet(_MEET_SECONDS):
-            _logger.warning(
-                "another rank did not reach close() within %.0f s, so no last snapshot is taken; "
-                "the next attach resumes from the last commit, with the help of %s",
-                _MEET_SECONDS,
-                opened.staging.root,
-            )
-            return False
-        if all(opened.ranks.gather(opened.session.is_as_committed())):
-            error = ""
-            try:
-                opened.session.snapshot(required=True)
-            except StorageError as failure:
-                error = str(failure)
-            failures = list(filter(None, opened.ranks.gather(error)))
-            if failures:
-                _logger.warning(
-                    "no last snapshot is taken: %s; the next attach resumes with the help of %s",
-                    failures[0],
-                    opened.staging.root,
-                )
-            return not failures
-        _logger.warning(
-            "the model changed after its last commit (step %d), so no last snapshot is taken; "
-            "the next attach resumes from that commit, with the help of %s",
-            opened.session.step,
-            opened.staging.root,
-        )
-        return False
+    def _say(self, event: str, text: str, **fields: Any) -> None:
+        assert self._opened is not None
+        rank = self._opened.ranks.rank
+        log_event(_logger, logging.INFO, event, f"rank {rank}: {text}", rank=rank, **fields)
 
     @property
     def _session(self) -> Session:

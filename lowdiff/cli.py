@@ -120,9 +120,24 @@ def demo(
 @app.command(
     epilog="Examples:\n\n"
     "lowdiff inspect runs/gpt\n\n"
-    "lowdiff inspect runs/gpt --json | jq .recoverable.last"
+    "lowdiff inspect runs/gpt --json | jq .recoverable.last\n\n"
+    "lowdiff inspect runs/gpt --watch"
 )
-def inspect(run: RunArgument, as_json: AsJson = False, staging: Staging = None) -> None:
+def inspect(
+    run: RunArgument,
+    as_json: AsJson = False,
+    staging: Staging = None,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Show how far each rank is, until Ctrl-C; with --json a line per refresh.",
+        ),
+    ] = False,
+    every: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Between refreshes of --watch.")
+    ] = 1.0,
+) -> None:
     """Say what a run holds and which steps can be recovered.
 
     Reads headers and checksums only; safe while the run is training. JSON keys: run_id,
@@ -130,6 +145,14 @@ def inspect(run: RunArgument, as_json: AsJson = False, staging: Staging = None) 
     recoverable (first, last), bytes_per_step, compressor, optimizer, and some more. Ranges include
     both ends.
     """
+    if watch:
+        from lowdiff.persistence.object_store import is_url
+        from lowdiff.watch import watch as show
+
+        if is_url(run):
+            raise ConfigError("--watch follows a run folder, where its trainers are; give that")
+        show(Path(run), staging, as_json=as_json, every_seconds=every)
+        return
     from lowdiff.recovery.inspection import inspect as look
 
     found = look(run, staging)

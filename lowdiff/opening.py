@@ -326,7 +326,7 @@ def _session(
         residual=residual,
         tracker=given.tracker,
         items=start.items,
-        stager=Stager(log, writer, settings, ranks.rank),
+        stager=Stager(log, writer, settings, ranks.rank, ranks.world_size),
         scaler=_hook_scaler(attached, given.stateful),
         averages=Averages(given.averages, attached),
         shares_constants=fence.constants != "",

@@ -36,13 +36,21 @@ class ResidualStore(Protocol):
 class Reducer(Protocol):
     """A compressor bound to one run: makes the averaged gradient and its payload."""
 
-    def begin(self, stamp: int, *, audit: bool) -> None:
+    def begin(self, stamp: int, *, audit: bool, note: int = 0) -> None:
         """Start a step.
 
         Args:
             stamp: Travels with every exchange; must agree on all ranks.
             audit: Whether ``consume`` shall check that the gradients have no entries but those
                 that were exchanged.
+            note: Bits that this rank tells all others with its exchanges of this step.
+        """
+        ...
+
+    def heard(self) -> tuple[int, ...]:
+        """Every rank's bits in the exchanges since ``begin``, equal on all ranks.
+
+        Empty if nothing was exchanged: a single process, or a step without a backward pass.
         """
         ...
 

@@ -25,6 +25,10 @@ from lowdiff.snapshot import shard_tensors
 from lowdiff.stager import Stager
 from lowdiff.types import Differential, Digest, OptimizerStep, Payload
 
+#: What a rank tells all others on the back of the gradients' exchange.
+_PREEMPTED = 1
+_IN_TROUBLE = 2
+
 _logger = logging.getLogger(__name__)
 
 #: Steps whose gradients are counted against what was exchanged: the first, and then a few.
@@ -74,11 +78,15 @@ class Session:
         self._absent: set[int] = set()
         self._unstaged: Differential | None = None
         self._changed_outside = False
+        self._is_signalled = False
+        self._all_preempted = False
+        self._heeded_step = -1
         self._warned: set[str] = set()
         self._committed_groups = [_copied(hyper_parameters(o)) for o in attached.optimizers]
         self._committed_held = attached.held()
         tracker.start(items)
         self._stage_base()
+        self.stager.show(step, step)
         self._begin()
         self._guard = StepGuard(attached)
         self._handles = []
@@ -161,6 +169,8 @@ class Session:
             StorageError: If staging memory is exhausted.
         """
         with self.stager.timed("differential_seconds"):
+            notes = self.reducer.heard()
+            self._heed(notes)
             self._changed_outside |= self._guard.at_commit()
             if not self._stepped:
                 self._warn_about_accumulation()
@@ -177,12 +187,31 @@ class Session:
             )
             self._unstaged = None
             self.step += 1
-            self.stager.counters.steps += 1
+            self._all_preempted |= any(note & _PREEMPTED for note in notes)
             self._begin()
         if rebases:
             self._rebase()
         elif self._settings.takes_snapshot_at(self.step) or self._can_catch_up():
             self.snapshot()
+        self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether a rank was told to stop soon; turns true at the same commit on all ranks."""
+        return self._all_preempted or (self._world_size == 1 and self._is_signalled)
+
+    def preempt(self) -> None:
+        """Prepare for a near end and tell the other ranks with the next exchange; any thread."""
+        self._is_signalled = True
+        self.stager.writer.write_through()
+
+    def _heed(self, notes: tuple[int, ...]) -> None:
+        """Act on what ranks told each other in this step, once if the commit is repeated."""
+        if self._heeded_step < self.step:
+            self._heeded_step = self.step
+            if any(note & _PREEMPTED for note in notes) and not self._is_signalled:
+                self.preempt()
+            self.stager.heed([rank for rank, note in enumerate(notes) if note & _IN_TROUBLE])
 
     def _rebase(self) -> None:
         """The step cannot be replayed: only a snapshot of it can be recovered."""
@@ -285,7 +314,8 @@ class Session:
         self._changed_outside = False
         step = self.step + 1
         audit = step - self._base_step <= _AUDITED_FIRST or step % _AUDITED_EVERY == 0
-        self.reducer.begin(self._incarnation << 40 | step, audit=audit)
+        note = _PREEMPTED * self._is_signalled | _IN_TROUBLE * self.stager.in_trouble
+        self.reducer.begin(self._incarnation << 40 | step, audit=audit, note=note)
 
     def _stage_base(self) -> None:
         """Name the residual this incarnation starts from, should it die in its first step."""

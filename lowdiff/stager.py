@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from lowdiff.counters import Counters
 from lowdiff.errors import StorageError, WriterFailed
+from lowdiff.events import log_event
 from lowdiff.persistence.framing import RecordKind
+from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
 from lowdiff.persistence.staging import StagingLog
-from lowdiff.persistence.status import WriterStatus
+from lowdiff.persistence.status import StatusReader, TrainerPage, TrainerStatus, WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.settings import Settings
 from lowdiff.types import Payload
@@ -23,34 +26,27 @@ _WAIT_SECONDS = 0.001
 _NOTICE_SECONDS = 30.0
 
 
-@dataclass(slots=True)
-class Counters:
-    """What this rank has done since ``attach``; times are of the training thread."""
-
-    steps: int = 0
-    snapshots: int = 0
-    staged_bytes: int = 0
-    differential_seconds: float = 0.0
-    snapshot_seconds: float = 0.0
-    waiting_seconds: float = 0.0
-    unprotected_steps: int = 0
-    dropped_steps: int = 0
-
-
 class Stager:
     """One rank's staging log and its writer."""
 
     def __init__(
-        self, log: StagingLog, writer: WriterProcess, settings: Settings, rank: int
+        self,
+        log: StagingLog,
+        writer: WriterProcess,
+        settings: Settings,
+        rank: int,
+        world_size: int,
     ) -> None:
         self.counters = Counters()
         self.writer = writer
         self._log = log
         self._settings = settings
-        self._rank = rank
+        self._rank, self._world_size = rank, world_size
+        self._page = TrainerPage(log.folder.trainer_status)
         self._snapshot_step = -1
         self._owes_snapshot = False
-        self._warned = self._warned_of_store = ""
+        self._error = self._error_of_store = ""
+        self._troubled: tuple[int, ...] = ()
 
     @property
     def snapshot_step(self) -> int:
@@ -75,12 +71,10 @@ class Stager:
         """
         if kind is RecordKind.DIFFERENTIAL:
             limit = step - 2 * self._settings.batch_size
-            if not self._degrades:
-                self._wait_until(
-                    lambda status: status.durable_step >= limit, f"step {limit} to be durable"
-                )
-            elif self._status().durable_step < limit:
-                self.counters.unprotected_steps += 1
+            if self._degrades:
+                self.counters.unprotected_steps += self._status().durable_step < limit
+            else:
+                self._wait_for_step(limit)
         written: list[int] = []
         dropped_before = self._log.dropped_step
 
@@ -143,6 +137,15 @@ class Stager:
             and status.durable_step >= step - 2 * self._settings.batch_size
         )
 
+    def _wait_for_step(self, limit: int) -> None:
+        if self._raises and self._world_size > 1:
+            # The last step that may be at risk is kept for telling the other ranks of trouble.
+            self._wait_until(
+                lambda status: status.durable_step > limit or bool(status.error),
+                f"step {limit + 1} to be durable",
+            )
+        self._wait_until(lambda status: status.durable_step >= limit, f"step {limit} to be durable")
+
     @property
     def _degrades(self) -> bool:
         return self._settings.backpressure == "degrade"
@@ -150,11 +153,14 @@ class Stager:
     def _note_dropped(self, durable_step: int) -> None:
         """Steps after ``durable_step`` are gone; what follows needs a snapshot to be of use."""
         if not self._owes_snapshot:
-            _logger.warning(
-                "rank %d: storage is too slow and staging memory is full, so steps from %d on are "
-                "given up; a full snapshot follows when storage is back",
-                self._rank,
-                durable_step + 1,
+            log_event(
+                _logger,
+                logging.WARNING,
+                "steps_dropped",
+                f"rank {self._rank}: storage is too slow and staging memory is full, so steps from "
+                f"{durable_step + 1} on are given up; a full snapshot follows when storage is back",
+                rank=self._rank,
+                step=durable_step + 1,
             )
         self._owes_snapshot = True
         self.counters.dropped_steps += self._log.dropped_step - durable_step
@@ -187,6 +193,8 @@ class Stager:
             ),
             f"step {base_step} to be in {self._settings.store}",
         )
+        if self._error_of_store and self._raises:
+            raise WriterFailed(self._complaint([self._rank]))
 
     @contextmanager
     def timed(self, counter: str) -> Iterator[None]:
@@ -203,38 +211,115 @@ class Stager:
         if condition(self._status()):
             return
         started = noticed = time.perf_counter()
-        while not condition(self._status()):
+        while not condition(status := self._status()):
+            if status.error and self._raises:
+                raise WriterFailed(self._complaint([self._rank]))
             time.sleep(_WAIT_SECONDS)
             now = time.perf_counter()
             if now - noticed > _NOTICE_SECONDS:
                 noticed = now
-                _logger.warning(
-                    "rank %d: training has waited %.0f s for %s", self._rank, now - started, what
+                log_event(
+                    _logger,
+                    logging.WARNING,
+                    "waiting",
+                    f"rank {self._rank}: training has waited {now - started:.0f} s for {what}",
+                    rank=self._rank,
+                    seconds=now - started,
                 )
         self.counters.waiting_seconds += time.perf_counter() - started
 
+    @property
+    def in_trouble(self) -> bool:
+        """Whether this rank's writer reported trouble when it was last asked."""
+        return bool(self._error or (self._raises and self._error_of_store))
+
+    @property
+    def _raises(self) -> bool:
+        return self._settings.on_error == "raise"
+
+    def heed(self, troubled: Sequence[int]) -> None:
+        """Say, or raise, that durable writing is in trouble; on all ranks at the same commit.
+
+        Args:
+            troubled: Ranks that said so with the exchanges of this step. A single process
+                exchanges nothing and asks its own writer.
+
+        Raises:
+            WriterFailed: If ``on_error="raise"`` and a rank is in trouble.
+        """
+        if self._world_size == 1:
+            self._status()
+            troubled = [0] if self.in_trouble else []
+        if troubled and self._raises:
+            raise WriterFailed(self._complaint(troubled))
+        others = tuple(rank for rank in troubled if rank != self._rank)
+        if others and others != self._troubled:
+            text = f"rank {self._rank} hears: {self._complaint(others)}"
+            log_event(_logger, logging.WARNING, "other_writer_error", text, rank=self._rank)
+        self._troubled = others
+
+    def step_done(self, step: int, committed_step: int, *, preempted: bool) -> None:
+        """Count a commit and show it."""
+        durable_step = self.writer.read_status().durable_step
+        self.counters.step_done(max(0, committed_step - durable_step))
+        self.show(step, committed_step, preempted=preempted)
+
+    def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
+        """Tell whoever watches the run how far this rank is."""
+        self._page.publish(TrainerStatus(os.getpid(), step, committed_step, time.time(), preempted))
+
     def _status(self) -> WriterStatus:
         status = self.writer.status()
-        if status.error and status.error != self._warned:
-            if self._settings.on_error == "raise":
-                raise WriterFailed(f"the writer of rank {self._rank} reports: {status.error}")
-            _logger.warning(
-                "rank %d: checkpoints are not durable now: %s; training goes on%s",
-                self._rank,
-                status.error,
-                ""
-                if self._degrades
-                else f", and waits once {2 * self._settings.batch_size} steps are at risk",
+        if status.error != self._error:
+            self._error = status.error
+            self._say_trouble() if status.error else self._say_recovery()
+        if status.remote_error and status.remote_error != self._error_of_store:
+            log_event(
+                _logger,
+                logging.WARNING,
+                "store_error",
+                f"rank {self._rank}: nothing reaches the store now; training goes on, and what is "
+                "durable is uploaded later",
+                rank=self._rank,
+                error=status.remote_error,
             )
-        self._warned = status.error
-        if status.remote_error and status.remote_error != self._warned_of_store:
-            if self._settings.on_error == "raise":
-                raise WriterFailed(f"the writer of rank {self._rank}: {status.remote_error}")
-            _logger.warning(
-                "rank %d: nothing reaches the store now: %s; training goes on, and what is durable "
-                "is uploaded later",
-                self._rank,
-                status.remote_error,
-            )
-        self._warned_of_store = status.remote_error
+        self._error_of_store = status.remote_error
         return status
+
+    def _say_trouble(self) -> None:
+        if self._raises:
+            effect = "this is an error at the next commit"
+        elif self._degrades:
+            effect = "training goes on"
+        else:
+            at_risk = 2 * self._settings.batch_size
+            effect = f"training goes on, and waits once {at_risk} steps are at risk"
+        log_event(
+            _logger,
+            logging.WARNING,
+            "writer_error",
+            f"rank {self._rank}: checkpoints are not durable now; {effect}",
+            rank=self._rank,
+            error=self._error,
+        )
+
+    def _say_recovery(self) -> None:
+        text = f"rank {self._rank}: checkpoints become durable again"
+        log_event(_logger, logging.INFO, "writer_recovered", text, rank=self._rank)
+
+    def _complaint(self, troubled: Sequence[int]) -> str:
+        return "; ".join(
+            f"the writer of rank {rank} reports: {self._error_of(rank) or 'trouble, see its log'}"
+            for rank in troubled
+        )
+
+    def _error_of(self, rank: int) -> str:
+        """A writer's error, if its page can be seen from here: not that of another node."""
+        mine = self._log.folder
+        root = mine.root.parent.parent
+        page = StagingFolder.of(root, mine.run_id, mine.incarnation, rank).status
+        try:
+            status = StatusReader(page).read()
+            return status.error or status.remote_error
+        except FileNotFoundError:
+            return ""

@@ -15,6 +15,7 @@
     STAGING/RUN_ID/i000002-r0000/residual                error-feedback slots
     STAGING/RUN_ID/i000002-r0000/snapshot                image of the snapshot being persisted
     STAGING/RUN_ID/i000002-r0000/status                  the writer's status page
+    STAGING/RUN_ID/i000002-r0000/trainer                 the trainer's
     STAGING/RUN_ID/i000002-r0000/owner.json              which run folder it is for
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -59,6 +60,7 @@ _RANK_NAME = re.compile(r"rank-(\d{4})(?:\.json)?")
 _INCARNATION_NAME = re.compile(r"i(\d{6})")
 _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
+_CONSTANTS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _PIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
 
 
@@ -151,6 +153,11 @@ class RunFolder:
         """Frozen parameters that snapshots share."""
         return self.root / "constants" / f"{content_hash}.safetensors"
 
+    def all_constants(self) -> Iterator[tuple[str, Path]]:
+        """``(content hash, path)`` of every file of frozen parameters."""
+        for path in _named(self.root / "constants", _CONSTANTS_NAME):
+            yield path.stem, path
+
     def lock(self, rank: int) -> Path:
         """Lock held by the trainer of this rank."""
         return self.root / "locks" / f"rank-{rank:04d}.lock"
@@ -228,6 +235,11 @@ class StagingFolder:
     def status(self) -> Path:
         """The writer's status page."""
         return self.root / "status"
+
+    @property
+    def trainer_status(self) -> Path:
+        """The trainer's status page."""
+        return self.root / "trainer"
 
     @property
     def owner(self) -> Path:

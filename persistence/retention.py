@@ -127,6 +127,18 @@ def carry_out(folder: RunFolder, run_id: str, plan: CollectionPlan) -> None:
             _remove_snapshot(removal)
         else:
             removal.path.unlink(missing_ok=True)
+    _remove_unused_constants(folder)
+
+
+def _remove_unused_constants(folder: RunFolder) -> None:
+    """Frozen parameters that no snapshot shares any more, nor the newest life."""
+    in_use = {incarnation for incarnation, _, _ in folder.snapshots()}
+    fences = [(number, read_fence(path).constants) for number, _, path in folder.fences()]
+    newest = max((number for number, _ in fences), default=-1)
+    needed = {found for number, found in fences if number in in_use or number >= newest}
+    for content_hash, path in folder.all_constants():
+        if content_hash not in needed:
+            path.unlink(missing_ok=True)
 
 
 def _remove_snapshot(removal: Removal) -> None:

@@ -1,19 +1,13 @@
-"""The page through which the writer process tells the trainer how far it is."""
+"""What writer and trainer tell each other, and whoever watches a run, through shared memory."""
 
 from __future__ import annotations
 
-import struct
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import msgpack
-from crc32c import crc32c
-
-from lowdiff.persistence.memory import MappedFile, read_view
-
-_SLOT_BYTES = 2048
-_HEAD = struct.Struct("<QII")
+from lowdiff.persistence.histogram import SECONDS, HistogramValue
+from lowdiff.persistence.page import Page, PageReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +20,8 @@ class WriterStatus:
         segment_bytes: Bytes of differentials written, framing included.
         snapshot_bytes: Bytes of snapshots written.
         batches: Durable writes of differentials.
+        batch_seconds: How long each took to be fsynced, failed attempts included.
+        retries: Attempts to write or fsync that failed and were made again.
         error: What went wrong last, empty when all is well.
         remote_step: Differentials up to here, and all they build on, are in the store; -1 before
             the base step is, or without a store.
@@ -41,6 +37,8 @@ class WriterStatus:
     segment_bytes: int = 0
     snapshot_bytes: int = 0
     batches: int = 0
+    batch_seconds: HistogramValue = SECONDS
+    retries: int = 0
     error: str = ""
     remote_step: int = -1
     remote_snapshot: int = -1
@@ -50,57 +48,83 @@ class WriterStatus:
     closed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerStatus:
+    """How far the trainer of one rank is.
+
+    Attributes:
+        pid: Its process.
+        step: Newest staged step.
+        committed_step: Newest step that it knows to be staged on all ranks.
+        committed_at_unix_seconds: When it staged its newest step.
+        preempted: Whether it was told to stop soon.
+    """
+
+    pid: int
+    step: int
+    committed_step: int
+    committed_at_unix_seconds: float
+    preempted: bool
+
+
 class StatusPage:
-    """Two alternating checksummed slots: a reader always finds one whole."""
+    """The writer's end."""
 
     def __init__(self, path: Path, status: WriterStatus) -> None:
-        self._file = MappedFile(path, 2 * _SLOT_BYTES)
-        self._sequence = _newest(self._file.view)[0]
+        self._page = Page(path)
         self.status = status
         self.update()
 
     def update(self, **changes: object) -> None:
         """Change some fields and publish."""
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
-        content = asdict(self.status)
+        content = _values(self.status)
+        content["batch_seconds"] = self.status.batch_seconds.encoded()
         content["error"] = _fitting(self.status.error, 1000)
         content["remote_error"] = _fitting(self.status.remote_error, 600)
-        body = msgpack.packb(content)
-        self._sequence += 1
-        start = (self._sequence % 2) * _SLOT_BYTES
-        head = _HEAD.pack(self._sequence, len(body), _checksum(self._sequence, body))
-        self._file.view[start + _HEAD.size : start + _HEAD.size + len(body)] = body
-        self._file.view[start : start + _HEAD.size] = head
+        self._page.publish(content)
 
 
 class StatusReader:
     """The trainer's end; keeps the page mapped."""
 
     def __init__(self, path: Path) -> None:
-        self._view = read_view(path)
-        self._last: tuple[int, dict[str, Any]] = (0, {"durable_step": -1})
+        self._page = PageReader(path)
+        self._content: dict[str, Any] = {}
+        self._status = WriterStatus(durable_step=-1)
 
     def read(self) -> WriterStatus:
         """The newest whole status; ``durable_step`` is -1 while there is none."""
-        # A reader that was held up between the slots may find both in the middle of an update.
-        self._last = max(_newest(self._view), self._last, key=lambda found: found[0])
-        return WriterStatus(**self._last[1])
+        content = self._page.read()
+        if content and content is not self._content:
+            histogram = HistogramValue.decoded(content["batch_seconds"])
+            self._status = WriterStatus(**{**content, "batch_seconds": histogram})
+            self._content = content
+        return self._status
 
 
-def _newest(view: memoryview) -> tuple[int, dict[str, Any]]:
-    found: tuple[int, dict[str, Any]] = (0, {"durable_step": -1})
-    # Whoever opens the page while it is being created finds a file of no length.
-    for start in range(0, len(view), _SLOT_BYTES):
-        sequence, size, checksum = _HEAD.unpack_from(view, start)
-        body = bytes(view[start + _HEAD.size : start + _HEAD.size + min(size, _SLOT_BYTES)])
-        if sequence > found[0] and len(body) == size and checksum == _checksum(sequence, body):
-            found = (sequence, msgpack.unpackb(body))
-    return found
+class TrainerPage:
+    """Where the trainer says how far it is; nobody has to listen."""
+
+    def __init__(self, path: Path) -> None:
+        self._page = Page(path)
+
+    def publish(self, status: TrainerStatus) -> None:
+        """Replace what readers find."""
+        self._page.publish(_values(status))
 
 
-def _checksum(sequence: int, body: bytes) -> int:
-    # With the sequence, or a torn head could pass an old body off as the newest.
-    return int(crc32c(body, crc32c(sequence.to_bytes(8, "little"))))
+def read_trainer_status(path: Path) -> TrainerStatus | None:
+    """What a trainer said last; None if it is not there or said nothing yet."""
+    try:
+        content = PageReader(path).read()
+    except FileNotFoundError:
+        return None
+    return TrainerStatus(**content) if content else None
+
+
+def _values(status: WriterStatus | TrainerStatus) -> dict[str, Any]:
+    return {field.name: getattr(status, field.name) for field in fields(status)}
 
 
 def _fitting(error: str, most_bytes: int) -> str:

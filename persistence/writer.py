@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,10 +25,12 @@ import aiofiles
 from crc32c import crc32c
 
 from lowdiff.errors import LowDiffError, StorageError
+from lowdiff.events import log_event
 from lowdiff.persistence.adoption import adopt_predecessors
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.durable import fsync_directory, write_json
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef
+from lowdiff.persistence.histogram import Histogram
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
@@ -42,9 +44,9 @@ from lowdiff.persistence.segments import (
 )
 from lowdiff.persistence.snapshots import Manifest, decode_mark, manifest_file, shard_file
 from lowdiff.persistence.staging import LogTail
-from lowdiff.persistence.status import StatusPage, WriterStatus
+from lowdiff.persistence.status import StatusPage, StatusReader, WriterStatus
 from lowdiff.persistence.uploading import Uploader
-from lowdiff.persistence.writer_settings import WriterSettings
+from lowdiff.persistence.writer_settings import END, WRITE_THROUGH, WriterSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +79,10 @@ class Writer:
             settings.folder, settings.incarnation, settings.rank, settings.base_step
         )
         snapshot = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
-        self._status = StatusPage(settings.staging.status, WriterStatus(durable, snapshot))
+        self._status = _status_page(settings, durable, snapshot)
+        self._batch_seconds = Histogram(self._status.status.batch_seconds)
+        self._batch_began = 0.0
+        self._write_through = False
         header = FileHeader(
             FileKind.SEGMENT,
             settings.run_id,
@@ -147,7 +152,7 @@ class Writer:
                 pending.append(record)
             full = len(pending) >= self._settings.batch_size
             late = bool(pending) and time.monotonic() - oldest > self._settings.flush_seconds
-            if full or late or (record is None and gone):
+            if full or late or (record is None and (gone or self._write_through)):
                 await self._flush(pending)
             if record is None:
                 if gone:
@@ -159,11 +164,13 @@ class Writer:
         """Whether nothing more will be staged: the trainer said so, or it died."""
         if not self._trainer_gone.is_set():
             try:
-                said = os.read(sys.stdin.fileno(), 1) is not None
+                said = os.read(sys.stdin.fileno(), 64) or END
             except BlockingIOError:
-                said = False
+                said = b""
+            if WRITE_THROUGH in said:
+                self._write_through = True
             # Forked DataLoader workers may hold the pipe open after the trainer's death.
-            if said or os.getppid() != self._settings.trainer_pid:
+            if END in said or os.getppid() != self._settings.trainer_pid:
                 self._trainer_gone.set()
         return self._trainer_gone.is_set()
 
@@ -183,6 +190,7 @@ class Writer:
                 self._segments.roll()
                 copying = asyncio.create_task(self._snapshot(work))
             else:
+                self._batch_began = time.monotonic()
                 await self._retrying(self._persist_batch, work)
         if copying is not None:
             await copying
@@ -193,8 +201,10 @@ class Writer:
             try:
                 await action(work)
             except (OSError, StorageError) as error:
+                self._status.update(retries=self._status.status.retries + 1)
                 self._report(action.__name__, f"{type(error).__name__}: {error}")
-                _logger.warning("rank %d: %s", self._settings.rank, error)
+                text = f"rank {self._settings.rank}: {error}"
+                log_event(_logger, logging.WARNING, "write_failed", text, task=action.__name__)
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 self._report(action.__name__, "")
@@ -210,10 +220,12 @@ class Writer:
     async def _persist_batch(self, batch: Batch) -> None:
         written = await self._segments.append(batch)
         status = self._status.status
+        self._batch_seconds.observe(time.monotonic() - self._batch_began)
         self._status.update(
             durable_step=batch.last,
             segment_bytes=status.segment_bytes + written,
             batches=status.batches + 1,
+            batch_seconds=self._batch_seconds.value(),
         )
         self._wake_uploader()
 
@@ -257,6 +269,8 @@ class Writer:
         self._status.update(
             durable_snapshot=mark.step, snapshot_bytes=status.snapshot_bytes + mark.bytes
         )
+        text = f"rank {settings.rank}: the snapshot of step {mark.step} is durable"
+        log_event(_logger, logging.INFO, "snapshot_durable", text, step=mark.step, bytes=mark.bytes)
         self._wake_uploader()
 
     def _wake_uploader(self) -> None:
@@ -287,6 +301,20 @@ def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
             fsync_directory(path)  # its writer may have been killed before it could
             steps.append(step)
     return max(steps)
+
+
+def _status_page(settings: WriterSettings, durable_step: int, durable_snapshot: int) -> StatusPage:
+    """The page of this writer, whose counters go on where those of a dead one stopped."""
+    path = settings.staging.status
+    before = StatusReader(path).read() if path.exists() else WriterStatus(durable_step)
+    now = replace(
+        before,
+        durable_step=durable_step,
+        durable_snapshot=durable_snapshot,
+        error="",
+        closed=False,
+    )
+    return StatusPage(path, now)
 
 
 def _mark(record: RecordRef) -> _SnapshotMark:

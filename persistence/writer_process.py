@@ -6,13 +6,15 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from lowdiff.errors import WriterFailed
+from lowdiff.events import log_event
 from lowdiff.persistence.status import StatusReader, WriterStatus
-from lowdiff.persistence.writer_settings import WriterSettings
+from lowdiff.persistence.writer_settings import END, WRITE_THROUGH, WriterSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -30,6 +32,9 @@ class WriterProcess:
             staging_root=os.path.abspath(settings.staging_root),
             trainer_pid=os.getpid(),
         )
+        self._pipe = threading.Lock()  # of whoever starts, tells or ends the process
+        self._write_through = False
+        self.restarts = 0
         self._process = self._start()
         self._finishing = False
         self._checked = time.monotonic()
@@ -40,21 +45,36 @@ class WriterProcess:
         """Process id of the writer."""
         return self._process.pid
 
+    def read_status(self) -> WriterStatus:
+        """What the writer has done; for any thread."""
+        return self._status.read()
+
+    def write_through(self) -> None:
+        """Have each step made durable as soon as it is staged, from now on; for any thread.
+
+        What is staged by now and waits for its batch to fill is written at once. Steps that are
+        staged while the disk is busy still share a batch.
+        """
+        with self._pipe:
+            self._write_through = True
+            self._tell(WRITE_THROUGH)
+
     def status(self) -> WriterStatus:
-        """What the writer has done; restarts it if it is no longer there."""
+        """What the writer has done; restarts it if it is no longer there. For one thread."""
         now = time.monotonic()
         if not self._finishing and now - self._checked > _CHECK_SECONDS:
             self._checked = now
             if self._process.poll() is not None:
-                _logger.warning(
-                    "the writer of rank %d ended with %s (its log: %s); starting another",
-                    self._settings.rank,
-                    self._process.returncode,
-                    self._settings.staging.writer_log,
+                log_event(
+                    _logger,
+                    logging.WARNING,
+                    "writer_restarted",
+                    f"the writer of rank {self._settings.rank} ended; starting another",
+                    rank=self._settings.rank,
+                    exit_code=self._process.returncode,
+                    writer_log=str(self._settings.staging.writer_log),
                 )
-                assert self._process.stdin is not None
-                self._process.stdin.close()
-                self._process = self._start()
+                self._restart()
         return self._status.read()
 
     def finish(self, timeout_seconds: float) -> WriterStatus:
@@ -66,14 +86,11 @@ class WriterProcess:
         self._checked = 0.0
         self.status()  # a writer that died unnoticed has a successor, which drains
         self._finishing = True
-        assert self._process.stdin is not None
-        try:
-            if not self._process.stdin.closed:
-                # A byte, not only the pipe's end: forked DataLoader workers may hold it open.
-                self._process.stdin.write(b".")
-                self._process.stdin.close()
-        except BrokenPipeError:
-            _logger.warning("the writer of rank %d had ended before", self._settings.rank)
+        with self._pipe:
+            # A byte, not only the pipe's end: forked DataLoader workers may hold it open.
+            self._tell(END)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
         try:
             self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -104,12 +121,32 @@ class WriterProcess:
         with self._process:  # closes its pipe and waits
             pass
 
+    def _restart(self) -> None:
+        with self._pipe:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process = self._start()
+            self.restarts += 1
+            if self._write_through:
+                self._tell(WRITE_THROUGH)
+
+    def _tell(self, word: bytes) -> None:
+        """Write to the process; `_pipe` is held. One that has ended has nothing to be told."""
+        pipe = self._process.stdin
+        assert pipe is not None
+        if not pipe.closed:
+            try:
+                pipe.write(word)
+            except BrokenPipeError:
+                _logger.warning("the writer of rank %d had ended before", self._settings.rank)
+
     def _start(self) -> subprocess.Popen[bytes]:
         # In its own session, so that a launcher's kill of our process group does not reach it.
         with self._settings.staging.writer_log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "lowdiff.persistence.writer", self._settings.to_json()],
                 stdin=subprocess.PIPE,
+                bufsize=0,  # what it is told goes out at once
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

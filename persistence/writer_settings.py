@@ -1,4 +1,4 @@
-"""What a writer process is told on its command line."""
+"""What a writer process is told: settings on its command line, later a byte on its stdin."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from pathlib import Path
 
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.policy import Retention
+
+#: Nothing more will be staged.
+END = b"."
+#: From now on each step is to be durable as soon as it is staged, also in a batch that is not full.
+WRITE_THROUGH = b"!"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 GROUND = (
     "lowdiff.digests",
     "lowdiff.errors",
+    "lowdiff.events",
     "lowdiff.layout",
     "lowdiff.protocols",
     "lowdiff.types",

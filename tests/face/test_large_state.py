@@ -138,6 +138,26 @@ def test_a_frozen_parameter_that_is_written_after_all_is_exact_at_every_step(
     assert frozen_loop(tmp_path).run(11) == 10
 
 
+def test_frozen_parameters_of_an_abandoned_history_go_with_its_last_snapshot(
+    tmp_path: Path,
+) -> None:
+    frozen_loop(tmp_path, retention=1).run(4)
+    (before,) = (tmp_path / "run/constants").glob("*")
+    other = frozen_loop(tmp_path, retention=1)
+    with torch.no_grad():
+        other.model.get_parameter("0.bias").fill_(7.0)
+    other.attach(restore="none")
+    assert {p.name for p in (tmp_path / "run/constants").glob("*")} > {before.name}
+    for number in other.checkpointer.steps(8):
+        other.step(number)
+    other.checkpointer.close()
+    (after,) = (tmp_path / "run/constants").glob("*")
+    assert after != before
+    assert verify(tmp_path / "run", tmp_path / "staging").ok
+    weights = lowdiff.recover(tmp_path / "run").model_state_dict()
+    assert torch.equal(weights["0.bias"], torch.full((500,), 7.0))
+
+
 def test_a_damaged_file_of_frozen_parameters_is_named(tmp_path: Path) -> None:
     frozen_loop(tmp_path).run(4)
     (stored,) = (tmp_path / "run/constants").glob("*")

@@ -251,7 +251,9 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_out(
 
     server.throttled = kill
     train(loop, 7)
-    wait_until(loop, lambda stats: killed not in ([], [writer.pid]) and reached(7)(stats))
+    # Asking for its status is what starts another one.
+    wait_until(loop, lambda _: writer.status() and killed not in ([], [writer.pid]))
+    wait_until(loop, reached(7))
     loop.checkpointer.close()
     report = verify(url, tmp_path / "no-staging")
     assert report.ok, report.failures

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from lowdiff.persistence.histogram import HistogramValue
 from lowdiff.persistence.status import StatusPage, StatusReader, WriterStatus
 
-SLOT = 2048
+SLOT = 4096
 FULL = WriterStatus(
     durable_step=41,
     durable_snapshot=40,
     segment_bytes=2**40,
     snapshot_bytes=7,
     batches=3,
+    batch_seconds=HistogramValue(1e-6, (0, *range(2**40, 2**40 + 30), 7), 1e300, 1e299),
+    retries=11,
     error="OSError: [Errno 28] No space left on device",
     closed=True,
 )
@@ -30,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 def test_every_field_is_read_as_it_was_published(path: Path) -> None:
     page = StatusPage(path, WriterStatus(durable_step=5))
     assert StatusReader(path).read() == WriterStatus(durable_step=5)
-    page.update(**dataclasses.asdict(FULL))
+    page.update(**{f.name: getattr(FULL, f.name) for f in dataclasses.fields(FULL)})
     assert StatusReader(path).read() == FULL
 
 

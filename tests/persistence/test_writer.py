@@ -173,6 +173,26 @@ def test_a_batch_that_is_not_full_is_written_after_a_while(tmp_path: Path) -> No
         assert wait_until(writer, lambda s: s.durable_step == 2).batches == 1
 
 
+def test_write_through_flushes_the_tail_and_outlives_the_writer(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, batch_size=100)
+    log = log_of(settings)
+    with writing(settings) as writer:
+        append(log, 1)
+        append(log, 2)
+        writer.write_through()
+        status = wait_until(writer, lambda s: s.durable_step == 2)
+        append(log, 3)
+        batches = wait_until(writer, lambda s: s.durable_step == 3).batches
+        assert batches > status.batches
+        os.kill(writer.pid, signal.SIGKILL)
+        wait_until(writer, lambda _: writer.restarts == 1)
+        append(log, 4)
+        # The successor's counters go on where those of the dead one stopped.
+        status = wait_until(writer, lambda s: s.durable_step == 4)
+        assert status.batches == status.batch_seconds.count == batches + 1
+    assert stored(settings.folder) == [1, 2, 3, 4]
+
+
 def test_a_base_record_is_for_staging_only_and_steps_count_from_the_base(tmp_path: Path) -> None:
     settings = settings_in(tmp_path, incarnation=3, base_step=40, batch_size=1)
     log = log_of(settings)

@@ -113,6 +113,8 @@ def abandon(checkpointer: lowdiff.Checkpointer, kill: Kill) -> None:
     opened.lock.release()
     opened.staging_lock.release()
     checkpointer.hook_state.close()
+    if checkpointer._signals is not None:
+        checkpointer._signals.close()
     checkpointer._opened = None
 
 

@@ -1,0 +1,105 @@
+"""A writer's trouble is never silent: a warning or an error, on every rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.errors import WriterFailed
+from lowdiff.persistence.catalog import last_segment
+from lowdiff.persistence.paths import RunFolder
+from tests.face.loops import Loop, small_model
+from tests.scenarios.pool import Pool
+
+PATIENCE_SECONDS = 20.0
+
+
+def wait_for_error(checkpointer: lowdiff.Checkpointer, *, present: bool) -> None:
+    """Wait until this rank's writer reports an error, or reports none any more."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while bool(checkpointer.stats()["writer_error"]) != present:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def train_until_trouble(
+    rank: int, world_size: int, folder: str, on_error: str
+) -> tuple[int, str, list[str]]:
+    """Train while rank 1's run folder is away. Returns the last step, the error, and warnings."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(vars(record).get("event", ""))  # type: ignore[method-assign]
+    logging.getLogger("lowdiff").addHandler(handler)
+    model = DistributedDataParallel(small_model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    run, away = Path(folder, f"run-{rank}"), Path(folder, "away")
+    checkpointer = lowdiff.Checkpointer(
+        run, staging=Path(folder, "staging"), compressor=TopK(0.1), batch_size=4, on_error=on_error
+    )
+    checkpointer.attach(model, optimizer)
+    step, error = 0, ""
+    try:
+        for step in checkpointer.steps(until=16):
+            model(torch.full((4, 20), step + 1.0)).square().mean().backward()
+            optimizer.step()
+            if rank == 1:
+                if step == 2:
+                    run.rename(away)
+                if step == 4:
+                    wait_for_error(checkpointer, present=True)
+                if step == 8:
+                    away.rename(run)
+                    wait_for_error(checkpointer, present=False)
+    except WriterFailed as failure:
+        error = str(failure)
+        if rank == 1:
+            away.rename(run)
+    checkpointer.close()
+    logging.getLogger("lowdiff").removeHandler(handler)
+    return step, error, said
+
+
+def test_raise_is_raised_at_the_same_commit_on_every_rank(tmp_path: Path, pool: Pool) -> None:
+    results = pool.run(train_until_trouble, 3, str(tmp_path), "raise")
+    steps = {step for step, _, _ in results}
+    assert len(steps) == 1
+    assert 4 <= steps.pop() < 8
+    for _, error, _ in results:
+        assert error.startswith("the writer of rank 1 reports: ")
+        assert str(tmp_path / "run-1") in error
+
+
+def test_warn_is_said_on_every_rank_and_training_goes_on(tmp_path: Path, pool: Pool) -> None:
+    results = pool.run(train_until_trouble, 2, str(tmp_path), "warn")
+    assert [(step, error) for step, error, _ in results] == [(15, "")] * 2
+    assert results[0][2] == ["other_writer_error"]
+    assert results[1][2] == ["writer_error"]
+    segment = last_segment(RunFolder(tmp_path / "run-1"), 0, 1)
+    assert segment is not None
+    assert segment[1] == 16  # nothing was left out
+
+
+def test_a_single_process_raises_at_the_next_commit_and_may_go_on(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, settings={"batch_size": 1, "on_error": "raise"})
+    run = tmp_path / "run"
+    loop.attach()
+    run.rename(tmp_path / "gone")
+    loop.step(0)
+    loop.checkpointer.commit()
+    wait_for_error(loop.checkpointer, present=True)
+    loop.step(1)
+    with pytest.raises(WriterFailed, match=r"rank 0 reports: StorageError: .* is gone"):
+        loop.checkpointer.commit()
+    (tmp_path / "gone").rename(run)
+    wait_for_error(loop.checkpointer, present=False)
+    loop.checkpointer.commit()
+    assert loop.checkpointer.stats()["retries"] > 0
+    loop.checkpointer.close()
+    assert lowdiff.recover(run).step == 2
