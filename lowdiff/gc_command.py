@@ -1,25 +1,14 @@
-"""``lowdiff gc``: free what a run no longer needs. Loads no torch."""
+"""Options of ``lowdiff gc``. The work is loaded only when it is to be done."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from lowdiff.errors import ConfigError
-from lowdiff.persistence.fences import read_run_id
-from lowdiff.persistence.paths import RunFolder, default_staging_root
-from lowdiff.persistence.policy import Retention
-from lowdiff.persistence.retention import carry_out, retention_locked, take_inventory
-from lowdiff.persistence.retention_notes import check_label, read_notes, read_pins, remove_pin
-from lowdiff.persistence.retention_plan import CollectionPlan, Pin, is_valid, plan_collection
-from lowdiff.persistence.staging_retention import StagingVerdict, clear_staging
-from lowdiff.terminal import AsJson, count, print_json, size
-
-_LOCK_SECONDS = 30.0
+from lowdiff.terminal import AsJson
 
 Folder = Annotated[
     Path | None,
@@ -75,6 +64,8 @@ def gc(
     always stay, and only snapshots whose checksums hold count. Safe while the run is training, and
     when it is interrupted.
     """
+    from lowdiff.collecting import clear_memory, collect_run
+
     given = {
         "snapshots": keep_snapshots,
         "every_steps": every_steps,
@@ -85,118 +76,10 @@ def gc(
     if staging:
         if changes or unpin:
             raise ConfigError("--staging goes with --force, --dry-run and --json only")
-        _clear(default_staging_root() if run is None else run, force, dry_run, as_json)
+        clear_memory(run, force, dry_run, as_json)
     elif run is None:
         raise ConfigError("say which run: lowdiff gc RUN, or lowdiff gc --staging")
     elif force:
         raise ConfigError("--force goes with --staging only")
     else:
-        _collect(RunFolder(run), changes, unpin or [], dry_run, as_json)
-
-
-def _collect(
-    folder: RunFolder, changes: dict[str, Any], unpin: list[str], dry_run: bool, as_json: bool
-) -> None:
-    run_id = read_run_id(folder)
-    recorded = read_notes(folder, run_id).policy
-    if recorded is None and not changes and not unpin:
-        raise ConfigError(
-            f"{folder.root} keeps every step; say what to keep, e.g. --keep-snapshots 2"
-        )
-    policy = None
-    if changes or recorded is not None:
-        # A limit of bytes alone says to keep as many snapshots as fit.
-        default = Retention(snapshots=None) if set(changes) == {"total_bytes"} else Retention()
-        policy = replace(recorded or default, **changes)
-    for label in unpin:
-        check_label(label)
-    with retention_locked(folder, timeout_seconds=_LOCK_SECONDS, shared=dry_run):
-        if not dry_run:
-            for label in unpin:
-                remove_pin(folder, label)
-        pins = [pin for pin in read_pins(folder, run_id) if pin.label not in unpin]
-        inventory = take_inventory(folder, run_id, check=True)
-        plan = plan_collection(
-            inventory, policy or Retention(snapshots=None), pins, now_seconds=time.time()
-        )
-        if not dry_run:
-            carry_out(folder, run_id, plan)
-    void = [pin for pin in pins if not is_valid(inventory.spans, pin)]
-    if as_json:
-        print_json(_document(folder, policy, plan, pins, void, dry_run))
-    else:
-        _print(folder, policy, plan, void, dry_run)
-
-
-def _document(
-    folder: RunFolder,
-    policy: Retention | None,
-    plan: CollectionPlan,
-    pins: list[Pin],
-    void: list[Pin],
-    dry_run: bool,
-) -> dict[str, Any]:
-    return {
-        "run": str(folder.root),
-        "dry_run": dry_run,
-        "policy": None if policy is None else asdict(policy),
-        "removed": [
-            {"path": str(r.path), "bytes": r.bytes, "reason": r.reason} for r in plan.removals
-        ],
-        "kept": [asdict(stretch) for stretch in plan.kept],
-        "pins": [{"label": p.label, "step": p.step, "is_void": p in void} for p in pins],
-        "bytes_removed": plan.bytes_removed,
-        "bytes_kept": plan.bytes_kept,
-    }
-
-
-def _print(
-    folder: RunFolder,
-    policy: Retention | None,
-    plan: CollectionPlan,
-    void: list[Pin],
-    dry_run: bool,
-) -> None:
-    for removal in plan.removals:
-        name = removal.path.relative_to(folder.root)
-        typer.echo(f"{_verb(dry_run)} {name} ({size(removal.bytes)}): {removal.reason}")
-    for stretch in plan.kept:
-        steps = f"{stretch.first}" if stretch.last == stretch.first else f"{stretch.first} to "
-        if stretch.last != stretch.first:
-            steps += "the newest" if stretch.last is None else f"{stretch.last}"
-        typer.echo(f"Kept step {steps}: {stretch.reason}")
-    for pin in void:
-        typer.echo(
-            f"Pin {pin.label} keeps nothing: the run went back before step {pin.step}; "
-            f"--unpin {pin.label} removes it"
-        )
-    typer.echo(
-        f"{_verb(dry_run)} {size(plan.bytes_removed)} in {count(len(plan.removals), 'item')}; "
-        f"{size(plan.bytes_kept)} stay"
-    )
-    limit = None if policy is None else policy.total_bytes
-    if limit is not None and plan.bytes_kept > limit:
-        typer.echo(
-            f"That is more than {size(limit)}: the newest snapshot, pins and kept steps never go"
-        )
-
-
-def _clear(root: Path, force: bool, dry_run: bool, as_json: bool) -> None:
-    verdicts = list(clear_staging(root, force=force, dry_run=dry_run))
-    if as_json:
-        folders = [{**asdict(v), "path": str(v.path)} for v in verdicts]
-        print_json({"staging": str(root), "dry_run": dry_run, "folders": folders})
-        return
-    for verdict in verdicts:
-        what = _verb(dry_run) if verdict.goes else "Kept"
-        typer.echo(f"{what} {verdict.path} ({size(verdict.bytes)}): {verdict.reason}")
-    _print_freed(root, [v for v in verdicts if v.goes], dry_run)
-
-
-def _print_freed(root: Path, gone: list[StagingVerdict], dry_run: bool) -> None:
-    freed = size(sum(verdict.bytes for verdict in gone))
-    typer.echo(f"{_verb(dry_run)} {count(len(gone), 'folder')} of {root}, {freed}")
-
-
-def _verb(dry_run: bool) -> str:
-    return "Would remove" if dry_run else "Removed"
+        collect_run(run, changes, unpin or [], dry_run, as_json)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,18 +103,12 @@ def test_help_teaches_by_examples(command: Command, name: str, options: list[str
     assert result.out == command(name, "-h").out
 
 
-def test_help_comes_at_once() -> None:
-    def seconds() -> float:
-        started = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", "lowdiff", "recover", "--help"],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-        )
-        return time.perf_counter() - started
-
-    assert min(seconds() for _ in range(3)) < 0.5
+def test_help_loads_nothing_that_takes_long() -> None:
+    code = "import sys, lowdiff.cli; print({'torch', 'numpy', 'rich.live'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize(

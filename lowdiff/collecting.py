@@ -1,0 +1,146 @@
+"""What ``lowdiff gc`` does and says. Loads no torch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from lowdiff.errors import ConfigError
+from lowdiff.persistence.fences import read_run_id
+from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.policy import Retention
+from lowdiff.persistence.retention import carry_out, retention_locked, take_inventory
+from lowdiff.persistence.retention_notes import check_label, read_notes, read_pins, remove_pin
+from lowdiff.persistence.retention_plan import CollectionPlan, Pin, is_valid, plan_collection
+from lowdiff.persistence.staging_retention import StagingVerdict, clear_staging
+from lowdiff.terminal import count, print_json, size
+
+_LOCK_SECONDS = 30.0
+
+
+def collect_run(
+    run: Path, changes: dict[str, Any], unpin: list[str], dry_run: bool, as_json: bool
+) -> None:
+    """Remove what a run's policy, with some parts replaced, no longer keeps.
+
+    Args:
+        run: The run folder.
+        changes: Fields of `Retention` -> values that replace the trainer's.
+        unpin: Labels of pins to remove first.
+        dry_run: Only say what would go.
+        as_json: Whether to say it as JSON.
+
+    Raises:
+        ConfigError: If nothing says what to keep.
+        RunInUse: If somebody else holds the run's retention lock.
+    """
+    folder = RunFolder(run)
+    run_id = read_run_id(folder)
+    recorded = read_notes(folder, run_id).policy
+    if recorded is None and not changes and not unpin:
+        raise ConfigError(
+            f"{folder.root} keeps every step; say what to keep, e.g. --keep-snapshots 2"
+        )
+    policy = None
+    if changes or recorded is not None:
+        # A limit of bytes alone says to keep as many snapshots as fit.
+        default = Retention(snapshots=None) if set(changes) == {"total_bytes"} else Retention()
+        policy = replace(recorded or default, **changes)
+    for label in unpin:
+        check_label(label)
+    with retention_locked(folder, timeout_seconds=_LOCK_SECONDS, shared=dry_run):
+        if not dry_run:
+            for label in unpin:
+                remove_pin(folder, label)
+        pins = [pin for pin in read_pins(folder, run_id) if pin.label not in unpin]
+        inventory = take_inventory(folder, run_id, check=True)
+        plan = plan_collection(
+            inventory, policy or Retention(snapshots=None), pins, now_seconds=time.time()
+        )
+        if not dry_run:
+            carry_out(folder, run_id, plan)
+    void = [pin for pin in pins if not is_valid(inventory.spans, pin)]
+    if as_json:
+        print_json(_document(folder, policy, plan, pins, void, dry_run))
+    else:
+        _print(folder, policy, plan, void, dry_run)
+
+
+def _document(
+    folder: RunFolder,
+    policy: Retention | None,
+    plan: CollectionPlan,
+    pins: list[Pin],
+    void: list[Pin],
+    dry_run: bool,
+) -> dict[str, Any]:
+    return {
+        "run": str(folder.root),
+        "dry_run": dry_run,
+        "policy": None if policy is None else asdict(policy),
+        "removed": [
+            {"path": str(r.path), "bytes": r.bytes, "reason": r.reason} for r in plan.removals
+        ],
+        "kept": [asdict(stretch) for stretch in plan.kept],
+        "pins": [{"label": p.label, "step": p.step, "is_void": p in void} for p in pins],
+        "bytes_removed": plan.bytes_removed,
+        "bytes_kept": plan.bytes_kept,
+    }
+
+
+def _print(
+    folder: RunFolder,
+    policy: Retention | None,
+    plan: CollectionPlan,
+    void: list[Pin],
+    dry_run: bool,
+) -> None:
+    for removal in plan.removals:
+        name = removal.path.relative_to(folder.root)
+        typer.echo(f"{_verb(dry_run)} {name} ({size(removal.bytes)}): {removal.reason}")
+    for stretch in plan.kept:
+        steps = f"{stretch.first}" if stretch.last == stretch.first else f"{stretch.first} to "
+        if stretch.last != stretch.first:
+            steps += "the newest" if stretch.last is None else f"{stretch.last}"
+        typer.echo(f"Kept step {steps}: {stretch.reason}")
+    for pin in void:
+        typer.echo(
+            f"Pin {pin.label} keeps nothing: the run went back before step {pin.step}; "
+            f"--unpin {pin.label} removes it"
+        )
+    typer.echo(
+        f"{_verb(dry_run)} {size(plan.bytes_removed)} in {count(len(plan.removals), 'item')}; "
+        f"{size(plan.bytes_kept)} stay"
+    )
+    limit = None if policy is None else policy.total_bytes
+    if limit is not None and plan.bytes_kept > limit:
+        typer.echo(
+            f"That is more than {size(limit)}: the newest snapshot, pins and kept steps never go"
+        )
+
+
+def clear_memory(root: Path | None, force: bool, dry_run: bool, as_json: bool) -> None:
+    """Remove what dead runs left in staging, by default where staging is by default."""
+    root = default_staging_root() if root is None else root
+    verdicts = list(clear_staging(root, force=force, dry_run=dry_run))
+    if as_json:
+        folders = [{**asdict(v), "path": str(v.path)} for v in verdicts]
+        print_json({"staging": str(root), "dry_run": dry_run, "folders": folders})
+        return
+    for verdict in verdicts:
+        what = _verb(dry_run) if verdict.goes else "Kept"
+        typer.echo(f"{what} {verdict.path} ({size(verdict.bytes)}): {verdict.reason}")
+    _print_freed(root, [v for v in verdicts if v.goes], dry_run)
+
+
+def _print_freed(root: Path, gone: list[StagingVerdict], dry_run: bool) -> None:
+    freed = size(sum(verdict.bytes for verdict in gone))
+    typer.echo(f"{_verb(dry_run)} {count(len(gone), 'folder')} of {root}, {freed}")
+
+
+def _verb(dry_run: bool) -> str:
+    return "Would remove" if dry_run else "Removed"
