@@ -25,6 +25,7 @@ from lowdiff.events import log_event
 from lowdiff.hook import HookState, comm_hook
 from lowdiff.keeping import keep_step
 from lowdiff.opening import Opened, open_session
+from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.paths import default_staging_root
 from lowdiff.persistence.policy import Retention
 from lowdiff.preemption import SignalWatch
@@ -60,6 +61,9 @@ class Checkpointer:
             step whatever it is; the loss of the machine's power at most ``2 * batch_size``.
         staging: Folder in memory (tmpfs) for logs that survive the process; by default
             ``/dev/shm/lowdiff-UID``.
+        store: URL of an object store, e.g. ``"s3://bucket/runs/gpt"``, that gets a copy of all
+            that is durable, so that the run survives its nodes. Credentials come from the
+            environment. Needs ``lowdiff[object-store]``.
         retention: How many of the newest snapshots to keep, with their differentials, or a
             ``lowdiff.Retention``; None keeps every step of the run.
         backpressure: What happens once ``2 * batch_size`` steps are not durable, or staging memory is
@@ -83,10 +87,15 @@ class Checkpointer:
         snapshot_every: int = 100,
         batch_size: int = 16,
         staging: str | Path | None = None,
+        store: str | None = None,
         retention: int | Retention | None = 2,
         backpressure: str = "block",
         on_error: str = "warn",
     ) -> None:
+        if is_url(run):
+            raise ConfigError(
+                f"run={run!r}: the run folder is on a disk; give Checkpointer(FOLDER, store={run!r})"
+            )
         if compressor is None:
             raise ConfigError(
                 "Checkpointer needs compressor=TopK(density=...) from lowdiff.compressors; "
@@ -100,6 +109,7 @@ class Checkpointer:
             snapshot_every=snapshot_every,
             batch_size=batch_size,
             staging=default_staging_root() if staging is None else Path(staging).absolute(),
+            store=store,
             retention=Retention(retention) if isinstance(retention, int) else retention,
             backpressure=backpressure,
             on_error=on_error,
@@ -129,7 +139,8 @@ class Checkpointer:
 
         Call it on every rank, after wrapping the model in DDP and building optimizer and
         scheduler, before the first backward pass. Registers DDP's communication hook and hooks
-        around ``optimizer.step``. On return the base of the run is durable.
+        around ``optimizer.step``. On return the base of the run is durable, and in the store if
+        there is one and it answers.
 
         Args:
             model: The model, in ``DistributedDataParallel`` if there are several processes.
@@ -148,6 +159,7 @@ class Checkpointer:
             RunInUse: If another live trainer holds the run.
             RunMismatch: If the run's history belongs to another model or optimizer.
             StepNotFound: If ``step`` cannot be recovered.
+            StoreError: If the store does not answer, and the run folder has no history.
         """
         if self._opened is not None:
             raise UsageError(

@@ -146,9 +146,12 @@ def inspect(
     both ends.
     """
     if watch:
+        from lowdiff.persistence.object_store import is_url
         from lowdiff.watch import watch as show
 
-        show(run, staging, as_json=as_json, every_seconds=every)
+        if is_url(run):
+            raise ConfigError("--watch follows a run folder, where its trainers are; give that")
+        show(Path(run), staging, as_json=as_json, every_seconds=every)
         return
     from lowdiff.recovery.inspection import inspect as look
 
@@ -252,12 +255,12 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: bars.update(task, completed=done, total=max(done, total))
 
 
-def _print_inspection(run: Path, found: Inspection) -> None:
+def _print_inspection(run: str, found: Inspection) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=str(run), title_justify="left", show_header=False, box=box.SIMPLE)
+    table = Table(title=run, title_justify="left", show_header=False, box=box.SIMPLE)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in _rows(found):

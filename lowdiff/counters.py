@@ -69,4 +69,8 @@ def writer_document(status: WriterStatus) -> dict[str, Any]:
         "batch_seconds": status.batch_seconds.document(),
         "retries": status.retries,
         "writer_error": status.error,
+        "remote_step": status.remote_step,
+        "remote_bytes": status.remote_bytes,
+        "remote_retries": status.remote_retries,
+        "remote_error": status.remote_error,
     }

@@ -15,6 +15,7 @@
     ├── StorageError           bytes could not be written or read
     │   ├── DamagedFile            bytes were read but are not what was written
     │   ├── NewerFormat            written by a later version of lowdiff
+    │   ├── StoreError             an object store refused, or did not answer
     │   └── WriterFailed           the background writer reported a failure
     └── RecoveryError          no consistent state can be rebuilt
         ├── StepNotFound           that step is not in the run
@@ -69,10 +70,10 @@ class RunError(LowDiffError):
 class NotARun(RunError):
     """The folder holds no lowdiff run."""
 
-    def __init__(self, path: Path, reason: str) -> None:
+    def __init__(self, path: Path | str, reason: str) -> None:
         self.path = path
         super().__init__(
-            f"{path} is not a lowdiff run: {reason}; give the folder that was passed to "
+            f"{path} is not a lowdiff run: {reason}; give the folder or store that was passed to "
             "lowdiff.Checkpointer(...)"
         )
 
@@ -119,6 +120,29 @@ class NewerFormat(StorageError):
         )
 
 
+class StoreError(StorageError):
+    """An object store did not do what it was asked.
+
+    Attributes:
+        is_missing: Whether it answered that there is no such object or bucket.
+        is_refused: Whether asking again soon is pointless: no permission, or nothing there.
+    """
+
+    def __init__(
+        self, url: str, doing: str, why: str, *, is_missing: bool = False, is_refused: bool = False
+    ) -> None:
+        self.url = url
+        self.is_missing = is_missing
+        self.is_refused = is_refused
+        hint = ""
+        if is_refused:
+            hint = (
+                "; check the URL, and the credentials in the environment (AWS_ACCESS_KEY_ID, "
+                "AWS_ENDPOINT_URL and the like)"
+            )
+        super().__init__(f"{url}: {doing} failed: {why}{hint}")
+
+
 class WriterFailed(StorageError):
     """The background writer process reported a failure."""
 
@@ -130,9 +154,12 @@ class RecoveryError(LowDiffError):
 class StepNotFound(RecoveryError):
     """The requested step cannot be rebuilt; says which steps can."""
 
-    def __init__(self, path: Path, step: int | None, ranges: Sequence[tuple[int, int]], why: str):
+    def __init__(
+        self, path: Path | str, step: int | None, ranges: Sequence[tuple[int, int]], why: str
+    ) -> None:
         self.path = path
         self.step = step
+        self.why = why
         self.recoverable = tuple(ranges)
         spans = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in ranges) or "none"
         wanted = "no step" if step is None else f"step {step}"

@@ -36,11 +36,14 @@ _COUNTERS = {
     "unprotected_steps": "Steps staged while more were at risk than power failures may cost.",
     "dropped_steps": "Steps given up because storage was too slow and staging memory full.",
     "retries": "Attempts to write or fsync that failed and were made again.",
+    "remote_bytes": "Bytes uploaded to the store.",
+    "remote_retries": "Uploads that failed and were or will be repeated.",
     "writer_restarts": "Writer processes that died and were replaced.",
 }
 _GAUGES = {
     "committed_step": "Newest step staged on all ranks, as far as this rank knows.",
     "durable_step": "Newest step of this rank that is fsynced.",
+    "remote_step": "Newest step of this rank that is in the store with all it builds on.",
     "attach_seconds": "Seconds that attach took.",
 }
 _HISTOGRAMS = {

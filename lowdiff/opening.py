@@ -34,6 +34,7 @@ from lowdiff.persistence.retention_notes import note_policy
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
+from lowdiff.remote import fetch_from_store, run_in_store
 from lowdiff.residuals import StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.session import Session
@@ -99,20 +100,28 @@ def _locked(settings: Settings, ranks: Ranks) -> FileLock:
     return lock
 
 
-def _agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolder]]:
-    """The run's identity, and what this machine has of it in staging; no dead writer works on."""
+def _agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolder], bool]:
+    """The run's identity, what this machine has of it in staging, and if the store holds it.
+
+    No dead writer works on any more.
+    """
     folder = settings.folder
     with ranks.together():
         known = known_run_id(folder)
     ids = {run_id for run_id in ranks.gather(known) if run_id is not None}
     if len(ids) > 1:
         raise RunMismatch(f"the ranks' folders {settings.run} belong to different runs")
+    remote_id = run_in_store(settings, ranks)
+    if ids and remote_id not in (None, *ids):
+        raise RunMismatch(
+            f"{settings.store} holds another run than {settings.run}; give each run its own URL"
+        )
     proposal = ranks.gather(new_run_id())[0]
-    run_id = ids.pop() if ids else proposal
+    run_id = remote_id or (ids.pop() if ids else proposal)
     with ranks.together():
         create_run(folder, run_id)
         stages = _wait_for_writers(settings, run_id)
-    return run_id, stages
+    return run_id, stages, remote_id is not None
 
 
 def _shared_catalog(
@@ -122,11 +131,10 @@ def _shared_catalog(
 
     Durable files become part of this rank's run folder; staged ones are needed only now.
     """
-    ranks.share_files(_visible(settings.run, "rank-*.json"), settings.run)
-    ranks.share_files(_visible(settings.run, "*.safetensors"), settings.run)
-    ranks.share_files(_visible(settings.run, "*.seg"), settings.run)
     chunks = [(f"{s.root.name}/{path.name}", path) for s in stages for _, path in s.chunks()]
     ranks.share_files(chunks, imported / run_id)
+    for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
+        ranks.share_files(_visible(settings.run, pattern), settings.run)
     with ranks.together():
         return scan(settings.folder, [settings.staging, imported])
 
@@ -175,12 +183,16 @@ def open_session(
         given = watch(attached, stateful)
     locks = [_locked(settings, ranks)]
     try:
-        run_id, stages = _agreed_run(settings, ranks)
+        run_id, stages, is_in_store = _agreed_run(settings, ranks)
         with ExitStack() as held:
             # What is recovered must still be there when the fences say that it is the base.
             _keep_files(settings, ranks, held)
             imported = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lowdiff-")))
             catalog = _shared_catalog(settings, ranks, run_id, stages, imported)
+            if is_in_store:
+                roots = [settings.staging, imported]
+                fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
+                catalog = _shared_catalog(settings, ranks, run_id, stages, imported)
             state = None
             if restore != "none":
                 state = recover_together(settings, attached, catalog, ranks, step)
@@ -256,6 +268,8 @@ def _begin(
                 session.stager.wait_for_snapshot()
             if start.continues:
                 session.stager.wait_for_adoption()
+            if settings.store is not None:
+                session.stager.wait_for_store(start.step)
         undo.pop_all()
     if ranks.rank == 0:
         _name_large_items(given.tracker)
@@ -301,6 +315,7 @@ def _session(
             batch_size=settings.batch_size,
             flush_seconds=settings.flush_seconds,
             retention=settings.retention,
+            store=settings.store,
         )
     )
     undo.callback(writer.stop)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowdiff.errors import ConfigError
+from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.policy import Retention
 from lowdiff.protocols import Compressor
@@ -25,6 +26,7 @@ class Settings:
         batch_size: Differentials per durable write (``b``).
         staging: Folder on tmpfs for the staging logs of all runs.
         retention: Which steps stay; None keeps everything.
+        store: URL of the run in an object store; None for none.
         backpressure: Whether training waits for storage, or gives up durable steps, once ``2 b``
             steps are at risk or staging is full.
         on_error: Whether the writer's trouble is a warning or an error at the next commit.
@@ -38,6 +40,7 @@ class Settings:
     batch_size: int
     staging: Path = field(default_factory=default_staging_root)
     retention: Retention | None = field(default_factory=Retention)
+    store: str | None = None
     backpressure: str = "block"
     on_error: str = "warn"
     flush_seconds: float = 5.0
@@ -52,6 +55,8 @@ class Settings:
             raise ConfigError(f"backpressure is one of {BACKPRESSURE}, got {self.backpressure!r}")
         if self.on_error not in ON_ERROR:
             raise ConfigError(f"on_error is one of {ON_ERROR}, got {self.on_error!r}")
+        if self.store is not None:
+            ObjectStore(self.store, make=True)  # refuses what cannot work
 
     def takes_snapshot_at(self, step: int) -> bool:
         """Whether a full snapshot is due at a step: regularly, and where it is kept for ever."""

@@ -45,7 +45,7 @@ class Stager:
         self._page = TrainerPage(log.folder.trainer_status)
         self._snapshot_step = -1
         self._owes_snapshot = False
-        self._error = ""
+        self._error = self._error_of_store = ""
         self._troubled: tuple[int, ...] = ()
 
     @property
@@ -183,6 +183,25 @@ class Stager:
             lambda status: status.adopted, "the steps of the life before to be durable"
         )
 
+    def wait_for_store(self, base_step: int) -> None:
+        """Wait until all that training starts from is in the store, or the store is in trouble.
+
+        Raises:
+            WriterFailed: If ``on_error="raise"`` and it is in trouble.
+        """
+        self._wait_until(
+            lambda status: (
+                bool(status.remote_error)
+                or (
+                    status.remote_step >= base_step
+                    and status.remote_snapshot >= self._snapshot_step
+                )
+            ),
+            f"step {base_step} to be in {self._settings.store}",
+        )
+        if self._error_of_store and self._raises:
+            raise WriterFailed(self._complaint([self._rank]))
+
     @contextmanager
     def timed(self, counter: str) -> Iterator[None]:
         """Add the time spent, without waiting, to a counter."""
@@ -218,7 +237,7 @@ class Stager:
     @property
     def in_trouble(self) -> bool:
         """Whether this rank's writer reported trouble when it was last asked."""
-        return bool(self._error)
+        return bool(self._error or (self._raises and self._error_of_store))
 
     @property
     def _raises(self) -> bool:
@@ -235,7 +254,8 @@ class Stager:
             WriterFailed: If ``on_error="raise"`` and a rank is in trouble.
         """
         if self._world_size == 1:
-            troubled = [0] if self._status().error else []
+            self._status()
+            troubled = [0] if self.in_trouble else []
         if troubled and self._raises:
             raise WriterFailed(self._complaint(troubled))
         others = tuple(rank for rank in troubled if rank != self._rank)
@@ -259,6 +279,17 @@ class Stager:
         if status.error != self._error:
             self._error = status.error
             self._say_trouble() if status.error else self._say_recovery()
+        if status.remote_error and status.remote_error != self._error_of_store:
+            log_event(
+                _logger,
+                logging.WARNING,
+                "store_error",
+                f"rank {self._rank}: nothing reaches the store now; training goes on, and what is "
+                "durable is uploaded later",
+                rank=self._rank,
+                error=status.remote_error,
+            )
+        self._error_of_store = status.remote_error
         return status
 
     def _say_trouble(self) -> None:
@@ -294,6 +325,7 @@ class Stager:
         root = mine.root.parent.parent
         page = StagingFolder.of(root, mine.run_id, mine.incarnation, rank).status
         try:
-            return StatusReader(page).read().error
+            status = StatusReader(page).read()
+            return status.error or status.remote_error
         except FileNotFoundError:
             return ""

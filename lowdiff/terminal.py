@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder given to lowdiff.Checkpointer(...).")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Folder given to lowdiff.Checkpointer(...), or the URL given to it as store=...",
+    ),
 ]
 
 

@@ -191,6 +191,12 @@ def complete_snapshots(folder: RunFolder, run_id: str) -> tuple[SnapshotSet, ...
     return tuple(_snapshots(folder, run_id, [], check=False))
 
 
+def complete_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
+    """Rank 0's fence of every incarnation whose ranks have all written theirs, begun or not."""
+    found, _ = _fences(folder, run_id, [])
+    return {number: incarnation.fence for number, incarnation in found.items()}
+
+
 def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
     """Rank 0's fence of every incarnation that began.
 

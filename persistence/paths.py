@@ -27,12 +27,35 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
 
+RUN_FILE = "run.json"
+NOTES_NAME = re.compile(r"retention\.json|pins/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
+CONSTANTS_NAME = re.compile(r"constants/[0-9a-f]{64}\.safetensors")
+
+_FILE_NAMES = (
+    ("fence", re.compile(r"incarnations/i(?P<incarnation>\d{6})/rank-(?P<rank>\d{4})\.json")),
+    (
+        "manifest",
+        re.compile(
+            r"snapshots/i(?P<incarnation>\d{6})-s(?P<step>\d{10})/rank-(?P<rank>\d{4})\.json"
+        ),
+    ),
+    (
+        "shard",
+        re.compile(
+            r"snapshots/i(?P<incarnation>\d{6})-s(?P<step>\d{10})/rank-(?P<rank>\d{4})\.safetensors"
+        ),
+    ),
+    (
+        "segment",
+        re.compile(r"segments/rank-(?P<rank>\d{4})/i(?P<incarnation>\d{6})-s(?P<step>\d{10})\.seg"),
+    ),
+)
 _STAGING_NAME = re.compile(r"i(\d{6})-r(\d{4})")
 _SNAPSHOT_NAME = re.compile(r"i(\d{6})-s(\d{10})")
 _SEGMENT_NAME = re.compile(r"i(\d{6})-s(\d{10})\.seg")
@@ -50,6 +73,34 @@ def default_staging_root() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
+class RunFile:
+    """What the name of a file of a run, relative to the run, says about it.
+
+    Attributes:
+        kind: ``"fence"``, ``"manifest"``, ``"shard"`` or ``"segment"``.
+        step: Of the snapshot; of the segment's first record; 0 for a fence.
+    """
+
+    name: str
+    kind: str
+    incarnation: int
+    rank: int
+    step: int
+
+    @classmethod
+    def parse(cls, name: str) -> RunFile | None:
+        """The file of this name, or None for any other name."""
+        for kind, pattern in _FILE_NAMES:
+            match = pattern.fullmatch(name)
+            if match:
+                numbers = {key: int(value) for key, value in match.groupdict().items()}
+                return cls(
+                    name, kind, numbers["incarnation"], numbers["rank"], numbers.get("step", 0)
+                )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Names inside one run folder."""
 
@@ -58,7 +109,11 @@ class RunFolder:
     @property
     def run_file(self) -> Path:
         """Identity of the run."""
-        return self.root / "run.json"
+        return self.root / RUN_FILE
+
+    def name(self, path: Path) -> str:
+        """A path's name inside the run, as a store knows it."""
+        return path.relative_to(self.root).as_posix()
 
     def fence(self, incarnation: int, rank: int) -> Path:
         """Fence of one rank."""
@@ -83,9 +138,13 @@ class RunFolder:
         """Folder of one rank's segments."""
         return self.root / "segments" / f"rank-{rank:04d}"
 
-    def segments(self) -> Iterator[tuple[int, int, int, Path]]:
-        """``(incarnation, rank, first step, path)`` of every segment."""
+    def segments(
+        self, is_wanted: Callable[[int], bool] = lambda rank: True
+    ) -> Iterator[tuple[int, int, int, Path]]:
+        """``(incarnation, rank, first step, path)`` of every segment of the wanted ranks."""
         for folder, (rank,) in _matching(self.root / "segments", _RANK_NAME):
+            if not is_wanted(rank):
+                continue
             for path, (incarnation, first) in _matching(folder, _SEGMENT_NAME):
                 yield incarnation, rank, first, path
 

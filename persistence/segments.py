@@ -1,4 +1,4 @@
-"""Appending to a run's segments, batch by batch, and finding where a dead writer stopped."""
+"""Appending to a run's segments, finding where a dead writer stopped, and cutting them for a store."""
 
 from __future__ import annotations
 
@@ -12,25 +12,53 @@ from pathlib import Path
 import aiofiles
 from crc32c import crc32c
 
-from lowdiff.errors import StorageError
+from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.catalog import last_segment
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.durable import fsync_directory, make_directory
-from lowdiff.persistence.framing import FileHeader, RecordRef, padded
+from lowdiff.persistence.framing import (
+    HEADER_BYTES,
+    FileHeader,
+    RecordHeader,
+    RecordRef,
+    padded,
+    read_records,
+)
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.sections import encode_sections, read_sections
 
 _logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 256 << 20
+_OBJECT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Encoded records that are written and fsynced together."""
+    """Encoded records that are written and fsynced together, or uploaded.
+
+    Attributes:
+        rebase: Last step in it that only a snapshot leads to, -1 for none.
+    """
 
     data: bytes
     first: int
+    last: int
+    rebase: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """Which part of a segment is in the store.
+
+    Attributes:
+        start: Offset of the newest object's first record; None if it is not in this segment.
+        end: Offset of the first record that is not in the store.
+        last: Step before it; -1 for none.
+    """
+
+    start: int | None
+    end: int
     last: int
 
 
@@ -152,3 +180,51 @@ def make_run_directory(run: RunFolder, path: Path) -> None:
     """Make a directory of a run that is there; `StorageError` if it is not."""
     require_run(run)
     make_directory(path)
+
+
+def read_batch(path: Path, start: int) -> Batch | None:
+    """Whole records of a segment from ``start`` on, as a segment file of their own.
+
+    Read, not mapped: the file may be cut back to its last whole record at any moment. At most
+    16 MiB, unless a single record is longer. None if no whole record starts there.
+    """
+    with path.open("rb") as file:
+        header = _file_header(file.read(HEADER_BYTES), path)
+        file.seek(start)
+        record = RecordHeader.unpack(file.read(HEADER_BYTES))
+        if header is None or record is None:
+            return None
+        file.seek(start)
+        size = max(_OBJECT_BYTES, HEADER_BYTES + padded(record.body_bytes))
+        data = replace(header, sequence=record.step).pack() + file.read(size)
+    records = list(read_records(memoryview(data), header))
+    if not records:
+        return None
+    rebases = [found.header.step for found in records if found.header.rebases]
+    last = records[-1]
+    return Batch(data[: last.end], record.step, last.header.step, max(rebases, default=-1))
+
+
+def uploaded_records(path: Path, first: int, size: int) -> Uploaded:
+    """What of a segment the store has, if its newest object is ``size`` bytes from ``first`` on."""
+    start, offset, last = None, HEADER_BYTES, -1
+    with path.open("rb") as file:
+        if _file_header(file.read(HEADER_BYTES), path) is None:
+            return Uploaded(start, offset, last)
+        while (record := RecordHeader.unpack(file.read(HEADER_BYTES))) is not None:
+            if record.step == first:
+                start = offset
+            end = HEADER_BYTES if start is None else start + size - HEADER_BYTES
+            after = offset + HEADER_BYTES + padded(record.body_bytes)
+            if record.step >= first and after > end:
+                break
+            offset, last = after, record.step
+            file.seek(offset)
+    return Uploaded(start, offset, last)
+
+
+def _file_header(data: bytes, path: Path) -> FileHeader | None:
+    try:
+        return FileHeader.unpack(data, path)
+    except DamagedFile:
+        return None  # a dead writer's first, torn record

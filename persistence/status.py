@@ -24,6 +24,12 @@ class WriterStatus:
         retries: Attempts to write or fsync that failed and were made again.
         error: What went wrong last, empty when all is well.
         adopted: Whether what earlier incarnations of this rank left in staging is durable.
+        remote_step: Differentials up to here, and all they build on, are in the store; -1 before
+            the base step is, or without a store.
+        remote_snapshot: Step of the newest snapshot of this incarnation in the store, -1 for none.
+        remote_bytes: Bytes uploaded.
+        remote_retries: Uploads that failed and were or will be repeated.
+        remote_error: Why uploads do not go on now, empty when all is well.
         closed: True once everything staged before the trainer's end is durable.
     """
 
@@ -36,6 +42,11 @@ class WriterStatus:
     retries: int = 0
     error: str = ""
     adopted: bool = False
+    remote_step: int = -1
+    remote_snapshot: int = -1
+    remote_bytes: int = 0
+    remote_retries: int = 0
+    remote_error: str = ""
     closed: bool = False
 
 
@@ -71,7 +82,8 @@ class StatusPage:
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
         content = _values(self.status)
         content["batch_seconds"] = self.status.batch_seconds.encoded()
-        content["error"] = _fitting(self.status.error)
+        content["error"] = _fitting(self.status.error, 1000)
+        content["remote_error"] = _fitting(self.status.remote_error, 600)
         self._page.publish(content)
 
 
@@ -117,6 +129,6 @@ def _values(status: WriterStatus | TrainerStatus) -> dict[str, Any]:
     return {field.name: getattr(status, field.name) for field in fields(status)}
 
 
-def _fitting(error: str) -> str:
+def _fitting(error: str, most_bytes: int) -> str:
     """The beginning of a message, so that it fits a slot whatever its alphabet."""
-    return error.encode(errors="replace")[:1000].decode(errors="ignore")
+    return error.encode(errors="replace")[:most_bytes].decode(errors="ignore")

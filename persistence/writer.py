@@ -45,6 +45,7 @@ from lowdiff.persistence.segments import (
 from lowdiff.persistence.snapshots import Manifest, decode_mark, manifest_file, shard_file
 from lowdiff.persistence.staging import LogTail
 from lowdiff.persistence.status import StatusPage, StatusReader, WriterStatus
+from lowdiff.persistence.uploading import Uploader
 from lowdiff.persistence.writer_settings import END, WRITE_THROUGH, WriterSettings
 
 _logger = logging.getLogger(__name__)
@@ -91,13 +92,28 @@ class Writer:
             sequence=0,
         )
         self._segments = SegmentWriter(settings.folder, header)
+        self._uploader = None if settings.store is None else Uploader(settings, self._status)
         self._errors: dict[str, str] = {}
         self._trainer_gone = threading.Event()
         self._has_begun = threading.Event()
         os.set_blocking(sys.stdin.fileno(), False)
 
-    async def run(self) -> None:
-        """Work until the trainer is gone and everything staged is durable."""
+    async def run(self, lock: FileLock) -> None:
+        """Work until the trainer is gone and everything staged is durable, and in the store.
+
+        The lock is given back once all is durable: a next incarnation need not wait for a store.
+        """
+        uploading = None
+        if self._uploader is not None:
+            uploading = asyncio.create_task(self._uploader.run())
+        await self._make_durable()
+        self._status.update(closed=True)
+        lock.release()
+        if uploading is not None and self._uploader is not None:
+            self._uploader.end()
+            await uploading
+
+    async def _make_durable(self) -> None:
         adoption = asyncio.create_task(self._adopt())
         try:
             # Whatever fails unexpectedly ends the process; the trainer notices and starts another.
@@ -105,7 +121,6 @@ class Writer:
         finally:
             self._trainer_gone.set()  # or the process would wait for the adopting thread
         await adoption
-        self._status.update(closed=True)
 
     async def _adopt(self) -> None:
         """Take over what dead predecessors left, once this log names the residual it needs."""
@@ -116,6 +131,8 @@ class Writer:
             self._report("adopt", error)
             if not error:
                 self._status.update(adopted=True)
+                if self._uploader is not None:
+                    self._uploader.adopted()
             if not error or self._trainer_gone.is_set():
                 return
             await asyncio.sleep(_RETRY_SECONDS)
@@ -216,6 +233,7 @@ class Writer:
             batches=status.batches + 1,
             batch_seconds=self._batch_seconds.value(),
         )
+        self._wake_uploader()
 
     async def _snapshot(self, mark: _SnapshotMark) -> None:
         await self._retrying(self._persist_snapshot, mark)
@@ -259,6 +277,11 @@ class Writer:
         )
         text = f"rank {settings.rank}: the snapshot of step {mark.step} is durable"
         log_event(_logger, logging.INFO, "snapshot_durable", text, step=mark.step, bytes=mark.bytes)
+        self._wake_uploader()
+
+    def _wake_uploader(self) -> None:
+        if self._uploader is not None:
+            self._uploader.wake()
 
     async def _copy_image(self, mark: _SnapshotMark, partial: Path) -> None:
         source = read_view(self._settings.staging.snapshot)[: mark.bytes]
@@ -312,7 +335,7 @@ def main(arguments: Sequence[str]) -> int:
     if not lock.acquire(f"writer {os.getpid()}", timeout_seconds=30.0):
         _logger.error("another writer holds %s", lock.path)
         return 1
-    asyncio.run(Writer(settings).run())
+    asyncio.run(Writer(settings).run(lock))
     return 0
 
 

@@ -102,6 +102,16 @@ class WriterProcess:
                 f"{timeout_seconds:.0f} s ({status.error or 'no error reported'}); nothing is "
                 f"lost: it goes on, and the next attach adopts {self._settings.staging.root}"
             )
+        if status.remote_error:
+            _logger.warning(
+                "rank %d: %s lacks the steps after %d: %s; they are in %s, and the next attach "
+                "uploads them",
+                self._settings.rank,
+                self._settings.store,
+                status.remote_step,
+                status.remote_error,
+                self._settings.run,
+            )
         return status
 
     def stop(self) -> None:

@@ -24,6 +24,8 @@ class WriterSettings:
         batch_size: Differentials per durable write (``b``).
         flush_seconds: A shorter batch is written after so long.
         retention: What is kept; None keeps all.
+        store: URL of the run in an object store, if it is to be there as well.
+        store_patience_seconds: How long a store may stay away once the trainer is gone.
     """
 
     run: str
@@ -37,6 +39,8 @@ class WriterSettings:
     batch_size: int
     flush_seconds: float
     retention: Retention | None
+    store: str | None = None
+    store_patience_seconds: float = 60.0
 
     @property
     def folder(self) -> RunFolder:

@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch
+from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch, StepNotFound
 from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.fetching import fetch_history, temporary_folder
+from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import was_removed
 from lowdiff.recovery.damage import judge
@@ -41,20 +43,43 @@ def recover(
     """Rebuild the state of a run at any committed step; the training code is not needed.
 
     Args:
-        run: The run folder.
+        run: The run folder, or the URL of its store. Of a store only the nearest snapshot and the
+            differentials after it are read, into a temporary folder (``TMPDIR``).
         step: Which step; None for the newest.
         staging: Where the run's staging memory lives, if it was set by hand.
         options: Workers and block size.
         progress: Told about each window of steps.
 
     Raises:
-        NotARun: If the folder holds no run.
+        NotARun: If the folder or store holds no run.
+        StoreError: If the store does not answer.
         StepNotFound: If the step cannot be rebuilt; says which can.
         DamagedFile: If the bytes needed are damaged.
         ReplayMismatch: If replay does not reproduce what the live run recorded.
     """
-    folder = RunFolder(Path(run))
     root = default_staging_root() if staging is None else Path(staging)
+    if not is_url(run):
+        return _recover(RunFolder(Path(run)), step, root, options, progress)
+    with temporary_folder() as folder:
+        snapshots = fetch_history(ObjectStore(str(run)), folder, step, [root])
+        try:
+            return _recover(folder, step, root, options, progress)
+        except StepNotFound as error:
+            # What was fetched is not all there is, and the rest is not worth fetching for this.
+            others = {(found, found) for found in snapshots}
+            covered = {s for s, _ in others for a, b in error.recoverable if a <= s <= b}
+            ranges = sorted({*error.recoverable, *(r for r in others if r[0] not in covered)})
+            why = f"{error.why} (elsewhere only snapshots are listed here, not what lies between)"
+            raise StepNotFound(str(run), error.step, ranges, why) from error
+
+
+def _recover(
+    folder: RunFolder,
+    step: int | None,
+    root: Path,
+    options: ReplayOptions | None,
+    progress: Progress | None,
+) -> RecoveredState:
     catalog = scan(folder, [root])
     for finding in judge(folder, catalog)[0]:
         _logger.warning("%s", finding.message)

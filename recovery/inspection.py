@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.framing import HEADER_BYTES, padded
+from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.retention_plan import is_valid
 from lowdiff.recovery.plan import recoverable, spans_of, usable_snapshots
@@ -100,14 +102,24 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
     """List what a run holds.
 
     Args:
-        run: The run folder.
+        run: The run folder, or the URL of its store. Of a store everything but the snapshots'
+            tensors is read, into a temporary folder (``TMPDIR``).
         staging: Where the run's staging memory lives, if it was set by hand.
 
     Raises:
-        NotARun: If the folder holds no run.
+        NotARun: If the folder or store holds no run.
+        StoreError: If the store does not answer.
     """
-    folder = RunFolder(Path(run))
-    catalog = scan(folder, [default_staging_root() if staging is None else Path(staging)])
+    root = default_staging_root() if staging is None else Path(staging)
+    if not is_url(run):
+        return _inspect(RunFolder(Path(run)), root)
+    with temporary_folder() as folder:
+        fetch_all(ObjectStore(str(run)), folder, shards=False)
+        return _inspect(folder, root)
+
+
+def _inspect(folder: RunFolder, staging: Path) -> Inspection:
+    catalog = scan(folder, [staging])
     # A step may be in both tiers, and the catalog lists staging first.
     return _summary(catalog, scan(folder) if catalog.staging else catalog)
 

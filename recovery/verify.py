@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 
 from lowdiff.errors import DamagedFile, LowDiffError, StepNotFound
 from lowdiff.persistence.catalog import Catalog, SnapshotSet, scan
+from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.framing import RecordKind
+from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import manifest_file
 from lowdiff.recovery.compare import differences
@@ -118,18 +121,47 @@ def verify(
     reported, never raised.
 
     Args:
-        run: The run folder; nothing in it is changed.
+        run: The run folder, or the URL of its store; nothing in it is changed. A store is read
+            whole, into a temporary folder (``TMPDIR``) that must have room for it.
         staging: Where the run's staging memory lives, if it was set by hand.
         options: Workers and block size.
         progress: Told about each window of steps.
 
     Raises:
-        NotARun: If the folder holds no run.
+        NotARun: If the folder or store holds no run.
+        StoreError: If the store does not answer.
         DamagedFile: If ``run.json`` is damaged, so that nothing else can be read.
         NewerFormat: If a later lowdiff wrote a file.
     """
-    folder = RunFolder(Path(run))
     root = default_staging_root() if staging is None else Path(staging)
+    if not is_url(run):
+        return _verify(RunFolder(Path(run)), root, str(run), options, progress)
+    with temporary_folder() as folder:
+        fetch_all(ObjectStore(str(run)), folder, shards=True)
+        report = _verify(folder, root, str(run), options, progress)
+
+        def named(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+            """With the names that the store knows."""
+            here = str(folder.root)
+            return tuple(
+                replace(
+                    found,
+                    message=found.message.replace(here, str(run)),
+                    path=found.path and found.path.replace(here, str(run)),
+                )
+                for found in findings
+            )
+
+        return replace(report, failures=named(report.failures), notes=named(report.notes))
+
+
+def _verify(
+    folder: RunFolder,
+    root: Path,
+    run: str,
+    options: ReplayOptions | None,
+    progress: Progress | None,
+) -> VerifyReport:
     catalog = scan(folder, [root], check_snapshots=True)
     failures, notes = judge(folder, catalog)
     legs = _legs(catalog)
@@ -148,7 +180,7 @@ def verify(
         done += leg.last - leg.base.step
     failures += lost_after(catalog, _newest(catalog)) if legs else _nothing_recoverable(catalog)
     return VerifyReport(
-        run=str(run),
+        run=run,
         run_id=catalog.run_id,
         checked=_checked(folder, catalog),
         snapshots=tuple(sorted({s.step for s in usable_snapshots(catalog)})),

@@ -400,3 +400,28 @@ def test_every_error_of_lowdiff_is_one_line(
 
     monkeypatch.setattr(demo_run, "main", run)
     assert command("demo") == Result(1, "", "lowdiff: called too early\n")
+
+
+# Runs in a store
+
+
+def test_a_store_is_given_by_its_url(command: Command, trained: Trained, tmp_path: Path) -> None:
+    url = f"file://{trained.run}"  # a store holds the very names that a run folder does
+    result = command("inspect", url, "--json", "--staging", trained.staging)
+    assert json.loads(result.out)["recoverable"] == {"first": 0, "last": 12}
+    result = command("verify", url, "--staging", trained.staging)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.endswith("The run is whole; recoverable steps: 0 to 12\n")
+    out = tmp_path / "x.pt"
+    result = command("recover", url, "--out", out, "--step", 7, "--staging", trained.staging)
+    assert result.out.startswith(f"{out}: step 7 of {url}, ")
+    assert same(torch.load(out, weights_only=True)["model"], dict(trained.models[7]))
+
+
+def test_a_store_without_a_run_is_named_in_one_line(command: Command, tmp_path: Path) -> None:
+    result = command("verify", f"file://{tmp_path}")
+    assert result.code == 1
+    assert "is not a lowdiff run: it has no run.json" in result.error
+    result = command("verify", "nfs://server/run")
+    assert result.code == 2
+    assert "begins with one of s3://" in result.error

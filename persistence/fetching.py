@@ -1,0 +1,351 @@
+"""Bringing what a recovery needs from an object store into a folder.
+
+What to bring is planned from the names in the store and from the fences, which are small. So of a
+long run only one snapshot and the differentials after it are read, and a folder that holds some of
+it already gets the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
+from lowdiff.persistence.catalog import StoredRecord, complete_fences, scan
+from lowdiff.persistence.durable import fsync_directory, make_directory
+from lowdiff.persistence.fences import read_run_id
+from lowdiff.persistence.framing import HEADER_BYTES, padded
+from lowdiff.persistence.lineage import Span, lineage
+from lowdiff.persistence.object_store import ObjectStore
+from lowdiff.persistence.paths import CONSTANTS_NAME, NOTES_NAME, RUN_FILE, RunFile, RunFolder
+from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file
+from lowdiff.types import Fence
+
+_logger = logging.getLogger(__name__)
+
+_PIECE_BYTES = 16 << 20
+_AT_ONCE = 8
+_LOOKS = 3
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Names and sizes of a run's files, in a store or in a folder.
+
+    Attributes:
+        sizes: Bytes of every file by its name inside the run.
+    """
+
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of_store(cls, store: ObjectStore) -> Listing:
+        """What a store holds."""
+        return cls(store.sizes())
+
+    @classmethod
+    def of_folder(cls, folder: RunFolder) -> Listing:
+        """What a run folder holds."""
+        files = (p for p in folder.root.rglob("*") if p.is_file() and not p.is_symlink())
+        return cls({folder.name(path): path.stat().st_size for path in files})
+
+    def files(self, *kinds: str) -> list[RunFile]:
+        """Files of some kinds, by name; anything with another name is no part of a run."""
+        found = (RunFile.parse(name) for name in sorted(self.sizes))
+        return [file for file in found if file is not None and file.kind in kinds]
+
+    def constants(self, fence: Fence | None = None) -> list[str]:
+        """Names of files of frozen parameters: all, or those that an incarnation's fence names."""
+        found = [name for name in self.sizes if CONSTANTS_NAME.fullmatch(name)]
+        return [
+            n for n in found if fence is None or n == f"constants/{fence.constants}.safetensors"
+        ]
+
+    def notes(self) -> list[str]:
+        """Names of what retention writes down: policy and removals, pins."""
+        return [name for name in self.sizes if NOTES_NAME.fullmatch(name)]
+
+    def snapshots(self, fences: Mapping[int, Fence]) -> list[tuple[int, int]]:
+        """``(step, incarnation)`` of snapshots all of whose manifests are there (R17)."""
+        ranks: dict[tuple[int, int], set[int]] = {}
+        for file in self.files("manifest"):
+            ranks.setdefault((file.step, file.incarnation), set()).add(file.rank)
+        return sorted(
+            (step, number)
+            for (step, number), found in ranks.items()
+            if number in fences and found >= set(range(fences[number].world_size))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """A segment object: which steps it holds.
+
+    Attributes:
+        last: Its last step, inclusive; None for the newest of its rank and incarnation.
+    """
+
+    file: RunFile
+    last: int | None
+
+
+def read_store_run_id(store: ObjectStore) -> str | None:
+    """Identity of the run in a store; None if there is none.
+
+    Raises:
+        StoreError: If the store does not answer.
+        DamagedFile: If its ``run.json`` is not one.
+    """
+    try:
+        data = store.read(RUN_FILE)
+    except StoreError as error:
+        # A bucket that is not there must not pass for an empty store.
+        if error.is_missing and not store.sizes():
+            return None
+        raise
+    with TemporaryDirectory(prefix="lowdiff-") as cache:
+        folder = RunFolder(Path(cache))
+        folder.run_file.write_bytes(data)
+        return read_run_id(folder)
+
+
+def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> None:
+    """Bring ``run.json``, all fences and retention's notes; compare the fences that are there already.
+
+    Raises:
+        NotARun: If the store holds no run.
+        RunMismatch: If folder and store hold histories that parted.
+    """
+    if RUN_FILE not in listing.sizes:
+        raise NotARun(store.url, "it has no run.json")
+    names = [file.name for file in listing.files("fence")]
+    here = Listing.of_folder(folder).sizes if folder.root.is_dir() else {}
+    small = [RUN_FILE, *names, *listing.notes()]
+    _download(store, folder, [name for name in small if name not in here], listing)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        common = [name for name in [RUN_FILE, *names] if name in here]
+        for name, data in zip(common, pool.map(store.read, common), strict=True):
+            if json.loads(data) != json.loads((folder.root / name).read_bytes()):
+                raise RunMismatch(
+                    f"{store.url} and {folder.root} hold different histories: their {name} "
+                    "differs; give the store a URL of its own, or move the run folder away to go "
+                    "on with what the store holds"
+                )
+
+
+def fetch_history(
+    store: ObjectStore,
+    folder: RunFolder,
+    step: int | None,
+    staging_roots: Sequence[Path] = (),
+) -> list[int]:
+    """Bring what the recovery of a step needs, and ``folder`` and staging memory lack.
+
+    Args:
+        store: Where the run is.
+        folder: Where it is brought; created if it is not there.
+        step: Which step; None for the newest.
+        staging_roots: Where staging folders of the run may live.
+
+    Returns:
+        Steps of the snapshots that lie on the run's history, in the store or in the folder.
+
+    Raises:
+        NotARun: If the store holds no run.
+        StoreError: If the store does not answer.
+    """
+    return _looking_again(
+        store, lambda listing: _fetch_history(store, folder, step, staging_roots, listing)
+    )
+
+
+def fetch_all(store: ObjectStore, folder: RunFolder, *, shards: bool) -> None:
+    """Bring the whole run, with or without the tensors of its snapshots.
+
+    Raises:
+        NotARun: If the store holds no run.
+        StoreError: If the store does not answer.
+    """
+    kinds = ("segment", "shard", "manifest") if shards else ("segment", "manifest")
+
+    def bring(listing: Listing) -> None:
+        fetch_fences(store, folder, listing)
+        here = Listing.of_folder(folder).sizes
+        names = [file.name for file in listing.files(*kinds)]
+        names += listing.constants() if shards else []
+        _download(store, folder, [name for name in names if name not in here], listing)
+
+    _looking_again(store, bring)
+
+
+def _looking_again(store: ObjectStore, fetch: Callable[[Listing], _Result]) -> _Result:
+    """Fetch from a run that may be alive: its retention removes objects that were just listed."""
+    for _ in range(_LOOKS):
+        try:
+            return fetch(Listing.of_store(store))
+        except StoreError as error:
+            if not error.is_missing:
+                raise
+    return fetch(Listing.of_store(store))
+
+
+@contextmanager
+def temporary_folder() -> Iterator[RunFolder]:
+    """A run folder to fetch into, gone afterwards."""
+    with TemporaryDirectory(prefix="lowdiff-") as cache:
+        yield RunFolder(Path(cache) / "run")
+
+
+def _fetch_history(
+    store: ObjectStore,
+    folder: RunFolder,
+    step: int | None,
+    staging_roots: Sequence[Path],
+    listing: Listing,
+) -> list[int]:
+    fetch_fences(store, folder, listing)
+    fences = complete_fences(folder, read_run_id(folder))
+    passed_over: set[tuple[int, int]] = set()
+    while True:
+        here = Listing.of_folder(folder)
+        snapshots = {*listing.snapshots(fences), *here.snapshots(fences)} - passed_over
+        spans = _spans(fences, snapshots)
+        owners = {span.incarnation: span for span in spans}
+        usable = sorted((s, n) for s, n in snapshots if n in owners and owners[n].holds(s))
+        base = max((found for found in usable if step is None or found[0] <= step), default=None)
+        if base is None or _fetch_snapshot(store, folder, base, listing, here):
+            break
+        passed_over.add(base)
+    if base is not None:
+        constants = listing.constants(fences[base[1]])
+        _download(store, folder, [name for name in constants if name not in here.sizes], listing)
+        catalog = scan(folder, staging_roots)
+        wanted = [
+            extent.file.name
+            for extent in _extents(listing, spans, base[0], step)
+            if not _holds(
+                catalog.records.get((extent.file.incarnation, extent.file.rank), {}),
+                extent,
+                listing.sizes[extent.file.name],
+            )
+        ]
+        # A longer segment of the same name holds more than its beginning, which the store has.
+        _download(
+            store, folder, [n for n in wanted if listing.sizes[n] > here.sizes.get(n, 0)], listing
+        )
+    return [found for found, _ in usable]
+
+
+def _spans(fences: Mapping[int, Fence], snapshots: set[tuple[int, int]]) -> tuple[Span, ...]:
+    """The lineage of incarnations that outlived their attach."""
+    with_snapshot = {number for _, number in snapshots}
+    begun = {n: f for n, f in fences.items() if f.parent is not None or n in with_snapshot}
+    return lineage(begun)
+
+
+def _fetch_snapshot(
+    store: ObjectStore,
+    folder: RunFolder,
+    base: tuple[int, int],
+    listing: Listing,
+    here: Listing,
+) -> bool:
+    """Bring a snapshot's missing files; False if what came is damaged. Manifests come last."""
+    step, incarnation = base
+    there = [f for f in listing.files("shard", "manifest") if (f.step, f.incarnation) == base]
+    missing = [f for f in there if f.name not in here.sizes]
+    if any(f.kind == "manifest" for f in missing):
+        for kind in ("shard", "manifest"):
+            _download(store, folder, [f.name for f in missing if f.kind == kind], listing)
+    path = folder.snapshot(incarnation, step)
+    try:
+        for file in missing:
+            if file.kind == "manifest":
+                check_shard(path, Manifest.read(manifest_file(path, file.rank)))
+    except DamagedFile as error:
+        _logger.warning("%s of %s; going back to an older snapshot", error, store.url)
+        for file in reversed(missing):  # without its manifests it does not exist
+            (folder.root / file.name).unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _extents(
+    listing: Listing, spans: Sequence[Span], base_step: int, step: int | None
+) -> Iterator[_Extent]:
+    """Segments with a step after ``base_step``, up to ``step``, that counts."""
+    owners = {span.incarnation: span for span in spans}
+    by_owner: dict[tuple[int, int], list[RunFile]] = {}
+    for file in listing.files("segment"):
+        by_owner.setdefault((file.incarnation, file.rank), []).append(file)
+    for (incarnation, _), files in by_owner.items():
+        span = owners.get(incarnation)
+        if span is None:
+            continue
+        ends = [following.step - 1 for following in files[1:]]
+        for file, last in zip(files, [*ends, None], strict=True):
+            stop = min((x for x in (step, span.last) if x is not None), default=file.step)
+            if file.step <= stop and (last is None or last > max(base_step, span.base)):
+                yield _Extent(file, last)
+
+
+def _holds(records: Mapping[int, StoredRecord], extent: _Extent, size: int) -> bool:
+    """Whether the records of a segment object are here already."""
+    first = extent.file.step
+    if extent.last is not None:
+        return all(step in records for step in range(first, extent.last + 1))
+    # Of the newest one only the length is known; encoded records have the same everywhere.
+    rest = size - HEADER_BYTES
+    while rest > 0 and first in records and not records[first].staged:
+        rest -= HEADER_BYTES + padded(records[first].record.header.body_bytes)
+        first += 1
+    return rest <= 0
+
+
+def _download(
+    store: ObjectStore, folder: RunFolder, names: Sequence[str], listing: Listing
+) -> None:
+    """Bring objects, several at once, each durable under its final name or not at all."""
+    pieces = [
+        (name, start, min(start + _PIECE_BYTES, listing.sizes[name]))
+        for name in names
+        for start in range(0, max(listing.sizes[name], 1), _PIECE_BYTES)
+    ]
+    paths = {name: folder.root / name for name in names}
+    for path in paths.values():
+        make_directory(path.parent)
+    partials = {n: p.with_name(f"{p.name}.{os.getpid()}.partial") for n, p in paths.items()}
+
+    def bring(piece: tuple[str, int, int]) -> None:
+        name, start, stop = piece
+        # A whole object by itself: an empty range is refused by stores.
+        whole = start == 0 and stop == listing.sizes[name]
+        data = store.read(name) if whole else store.read_range(name, start, stop)
+        # Not opened by `open`, which would truncate what other pieces wrote.
+        with open(os.open(partials[name], os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
+            file.seek(start)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    try:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for _ in pool.map(bring, pieces):
+                pass
+        for name, path in paths.items():
+            partials[name].replace(path)
+        for parent in {path.parent for path in paths.values()}:
+            fsync_directory(parent)
+    finally:
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,396 @@
+"""The writer's other half: what is durable in the run folder goes to the object store.
+
+Nothing is queued in memory. Each pass compares the run folder with what the store has and uploads
+the rest, so a store that was away, a writer that was killed, and batches that came faster than the
+store takes them are all the same case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import TypeVar
+
+from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
+from lowdiff.persistence.fetching import Listing
+from lowdiff.persistence.framing import HEADER_BYTES
+from lowdiff.persistence.object_store import ObjectStore
+from lowdiff.persistence.paths import RunFile, RunFolder
+from lowdiff.persistence.remote_retention import spent
+from lowdiff.persistence.segments import Uploaded, read_batch, uploaded_records
+from lowdiff.persistence.snapshots import manifest_file, shard_file
+from lowdiff.persistence.status import StatusPage
+from lowdiff.persistence.writer_settings import WriterSettings
+
+_logger = logging.getLogger(__name__)
+
+_FIRST_DELAY_SECONDS = 0.25
+_LONGEST_DELAY_SECONDS = 30.0
+_REFUSED_DELAY_SECONDS = 60.0
+_LAST_DELAY_SECONDS = 2.0
+
+_Result = TypeVar("_Result")
+
+
+class Uploader:
+    """Keeps one rank's share of a run in its store. Lives on the writer's event loop.
+
+    A rank uploads its own files, and those of ranks that are no longer there.
+    """
+
+    def __init__(self, settings: WriterSettings, page: StatusPage) -> None:
+        assert settings.store is not None
+        self._settings = settings
+        self._page = page
+        self._store = ObjectStore(settings.store, make=True)
+        self._listing = Listing({})
+        self._cursors: dict[Path, int] = {}
+        self._done: set[Path] = set()
+        self._old: frozenset[Path] = frozenset()
+        self._notes: dict[str, bytes] = {}
+        self._last = settings.base_step
+        self._is_base_there = False
+        self._needed_snapshot = -1
+        self._adopted = asyncio.Event()
+        self._snapshots_passed = asyncio.Event()
+        self._new_segments, self._new_snapshots = asyncio.Event(), asyncio.Event()
+        self._ending = asyncio.Event()
+        self._ending_since = 0.0
+        self._errors: dict[str, str] = {}
+
+    def wake(self) -> None:
+        """Something new is durable."""
+        self._new_segments.set()
+        self._new_snapshots.set()
+
+    def adopted(self) -> None:
+        """Everything of earlier incarnations is durable."""
+        self._adopted.set()
+        self.wake()
+
+    def end(self) -> None:
+        """Nothing more comes: stop when all is uploaded, or when the store stays away."""
+        self._ending_since = time.monotonic()
+        self._ending.set()
+        self.wake()
+
+    async def run(self) -> None:
+        """Upload until told to end; never raises, because what is local matters more."""
+        while True:
+            try:
+                return await self._upload()
+            except RunMismatch as error:
+                _logger.error("rank %d: %s", self._settings.rank, error)
+                return self._report("history", str(error))
+            except StoreError as error:
+                return _logger.error("rank %d: given up: %s", self._settings.rank, error)
+            except (OSError, StorageError) as error:
+                _logger.warning("rank %d: %s", self._settings.rank, error)
+                self._report("run folder", f"{type(error).__name__}: {error}")
+                if self._ending.is_set():
+                    return None
+                await self._sleep(_LAST_DELAY_SECONDS)
+            except Exception as error:
+                # A bug must cost the copy in the store only, and be seen.
+                _logger.exception("rank %d: uploads ended", self._settings.rank)
+                return self._report("uploads", f"ended by {error!r}; see the writer's log")
+
+    async def _upload(self) -> None:
+        await self._begin()
+        self._report("run folder", "")
+        tasks = [
+            asyncio.create_task(self._follow(self._new_segments, self._upload_segments)),
+            asyncio.create_task(self._follow(self._new_snapshots, self._upload_snapshots)),
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _follow(self, new: asyncio.Event, one_pass: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            is_last = self._ending.is_set()
+            new.clear()
+            await one_pass()
+            if is_last:
+                return
+            await new.wait()
+
+    # What has to be there before any batch
+
+    async def _begin(self) -> None:
+        """``run.json``, frozen parameters and fences; then what the store has already."""
+        folder = self._settings.folder
+        if self._is_mine(0):
+            await self._upload_constants()
+        fences = [path for _, rank, path in folder.fences() if self._is_mine(rank)]
+        for path in [folder.run_file, *fences]:
+            await self._create(
+                "fences", folder.name(path), await asyncio.to_thread(path.read_bytes)
+            )
+        self._listing = await self._retrying("fences", self._my_listing)
+        self._old = await asyncio.to_thread(self._spent, Listing.of_folder(folder))
+        newest = {(f.incarnation, f.rank): f for f in self._listing.files("segment")}
+        segments = list(folder.segments(self._is_mine))
+        for (incarnation, rank, _, path), after in zip_longest(segments, segments[1:]):
+            found = newest.get((incarnation, rank))
+            if found is None:
+                continue
+            if after is not None and after[:2] == (incarnation, rank) and after[2] <= found.step:
+                self._done.add(path)
+                continue
+            size = self._listing.sizes[found.name]
+            uploaded = await asyncio.to_thread(uploaded_records, path, found.step, size)
+            self._cursors[path] = uploaded.end
+            if (incarnation, rank) == (self._settings.incarnation, self._settings.rank):
+                self._last = max(self._last, uploaded.last)
+                await self._compare(found, path, uploaded)
+        own = newest.get((self._settings.incarnation, self._settings.rank))
+        if own is not None and own.step > self._page.status.durable_step:
+            raise self._mismatch(own.name)
+
+    async def _upload_constants(self) -> None:
+        """Frozen parameters that fences name, before those fences."""
+        folder = self._settings.folder
+        there = await self._retrying("fences", lambda: self._store.sizes("constants"))
+        here = await asyncio.to_thread(Listing.of_folder, folder)
+        for name in here.constants():
+            if there.get(name) != here.sizes[name]:
+                upload = partial(self._store.upload, name, folder.root / name)
+                await self._retrying("fences", upload)
+                self._count(here.sizes[name])
+
+    async def _compare(self, found: RunFile, path: Path, uploaded: Uploaded) -> None:
+        """Fences of two lives that went on from one step may be equal; what followed is not."""
+        if uploaded.start is None:
+            return
+        there = await self._retrying("segments", lambda: self._store.read(found.name))
+        with path.open("rb") as file:
+            file.seek(uploaded.start)
+            here = await asyncio.to_thread(file.read, len(there) - HEADER_BYTES)
+        if here != there[HEADER_BYTES:]:
+            raise self._mismatch(found.name)
+
+    def _mismatch(self, name: str) -> RunMismatch:
+        return RunMismatch(
+            f"{self._store.url} holds another history: its {name} differs from that of "
+            f"{self._settings.run}; nothing more is uploaded. Give the store a URL of its own"
+        )
+
+    def _my_listing(self) -> Listing:
+        """All snapshots, and this rank's segments."""
+        sizes = self._store.sizes("snapshots")
+        ranks = {rank for _, rank, _, _ in self._settings.folder.segments(self._is_mine)}
+        for rank in {self._settings.rank, *ranks}:
+            sizes |= self._store.sizes(f"segments/rank-{rank:04d}")
+        return Listing(sizes)
+
+    def _is_mine(self, rank: int) -> bool:
+        own, world_size = self._settings.rank, self._settings.world_size
+        return rank == own or (rank >= world_size and rank % world_size == own)
+
+    async def _create(self, task: str, name: str, data: bytes) -> int:
+        """Write an object once; returns how much of ``data`` the store has.
+
+        Raises:
+            RunMismatch: If another history's object is there.
+        """
+        if await self._retrying(task, lambda: self._store.create(name, data)):
+            return len(data)
+        # A request that seemed lost, or an earlier writer's.
+        there = await self._retrying(task, lambda: self._store.read(name))
+        common = min(len(there), len(data))
+        whole = name.endswith(".seg") or len(there) == len(data)
+        if there[:common] != data[:common] or not whole:
+            raise self._mismatch(name)
+        return common
+
+    # Differentials
+
+    async def _upload_segments(self) -> None:
+        settings, folder = self._settings, self._settings.folder
+        # Looked at first: what is adopted or uploaded meanwhile is for the next pass.
+        base_will_be_there = self._adopted.is_set() and self._snapshots_passed.is_set()
+        segments = list(folder.segments(self._is_mine))
+        own = [path for *key, _, path in segments if key == [settings.incarnation, settings.rank]]
+        for incarnation, rank, _, path in segments:
+            # Until its log is adopted, an earlier incarnation's segments may have another writer.
+            late = path not in own and not self._adopted.is_set()
+            if late or path in self._done or path in self._old:
+                continue
+            await self._upload_segment(incarnation, rank, path, is_own=path in own)
+            if not late and path not in own[-1:]:
+                self._done.add(path)
+        self._is_base_there |= base_will_be_there
+        self._publish_step(self._last)
+
+    async def _upload_segment(
+        self, incarnation: int, rank: int, path: Path, *, is_own: bool
+    ) -> None:
+        """What a segment holds and the store lacks; batches that piled up share an object."""
+        folder = self._settings.folder
+        while True:
+            start = self._cursors.get(path, HEADER_BYTES)
+            try:
+                batch = await asyncio.to_thread(read_batch, path, start)
+            except FileNotFoundError:
+                return  # collected
+            if batch is None:
+                return
+            name = folder.name(folder.segment(incarnation, rank, batch.first))
+            there = await self._create("segments", name, batch.data)
+            self._cursors[path] = start + there - HEADER_BYTES
+            self._count(there)
+            if is_own and there == len(batch.data):
+                if batch.first > self._last + 1:  # collected here before the store had it
+                    self._needed_snapshot = batch.first - 1
+                self._needed_snapshot = max(self._needed_snapshot, batch.rebase)
+                self._publish_step(batch.last)
+
+    def _publish_step(self, last: int) -> None:
+        """Own steps count in the store once all that they build on is there."""
+        self._last = max(self._last, last)
+        if self._is_base_there and self._page.status.remote_snapshot >= self._needed_snapshot:
+            self._page.update(remote_step=self._last)
+
+    def _count(self, uploaded: int) -> None:
+        self._page.update(remote_bytes=self._page.status.remote_bytes + uploaded)
+
+    # Snapshots
+
+    async def _upload_snapshots(self) -> None:
+        settings, folder = self._settings, self._settings.folder
+        uploaded = False
+        for incarnation, step, path in list(folder.snapshots()):
+            if path in self._old:
+                continue
+            for manifest in sorted(path.glob("rank-*.json")):
+                file = RunFile.parse(folder.name(manifest))
+                if file is None or not self._is_mine(file.rank):
+                    continue
+                if file.name not in self._listing.sizes:
+                    try:
+                        await self._upload_shard(path, file.rank)
+                    except FileNotFoundError:
+                        continue  # collected
+                    uploaded = True
+                if incarnation == settings.incarnation and file.rank == settings.rank:
+                    newest = max(step, self._page.status.remote_snapshot)
+                    self._page.update(remote_snapshot=newest)
+                    self._publish_step(self._last)
+        if uploaded and settings.retention is not None:
+            await self._collect()
+        if not self._snapshots_passed.is_set():
+            self._snapshots_passed.set()
+            self._new_segments.set()
+
+    async def _upload_shard(self, path: Path, rank: int) -> None:
+        """A shard and then its manifest, which makes it exist."""
+        folder, shard = self._settings.folder, shard_file(path, rank)
+        manifest = manifest_file(path, rank)
+        content = await asyncio.to_thread(manifest.read_bytes)
+        await asyncio.to_thread(shard.stat)  # FileNotFoundError, before the store says so
+        await self._retrying("snapshots", lambda: self._store.upload(folder.name(shard), shard))
+        await self._create("snapshots", folder.name(manifest), content)
+        sizes = {folder.name(shard): 0, folder.name(manifest): 0}
+        self._listing = Listing({**self._listing.sizes, **sizes})
+        self._count(shard.stat().st_size)
+
+    # Retention
+
+    async def _upload_notes(self) -> None:
+        """What retention wrote down: rank 0's view replaces what the store has."""
+        folder = self._settings.folder
+        here = (await asyncio.to_thread(Listing.of_folder, folder)).notes()
+        for name in here:
+            content = await asyncio.to_thread((folder.root / name).read_bytes)
+            if self._notes.get(name) != content:
+                upload = partial(self._store.upload, name, folder.root / name)
+                await self._retrying("retention", upload)
+                self._notes[name] = content
+        there = await self._retrying("retention", lambda: self._store.sizes("pins"))
+        unpinned = [name for name in Listing(there).notes() if name not in here]
+        await self._retrying("retention", lambda: self._store.delete(unpinned))
+
+    async def _collect(self) -> None:
+        """Remove from the store what retention no longer needs there, of this rank's."""
+        if self._is_mine(0):
+            await self._upload_notes()
+        self._listing = await self._retrying("retention", self._my_listing)
+        gone = await asyncio.to_thread(self._spent, self._listing)
+        folder = self._settings.folder
+        names = [
+            file.name
+            for kind in ("manifest", "shard", "segment")  # without its manifests it does not exist
+            for file in self._listing.files(kind)
+            if self._is_mine(file.rank) and not gone.isdisjoint(_places(folder, file))
+        ]
+        await self._retrying("retention", lambda: self._store.delete(names))
+        left = {n: size for n, size in self._listing.sizes.items() if n not in set(names)}
+        self._listing = Listing(left)
+        here = await asyncio.to_thread(Listing.of_folder, folder)
+        self._old = await asyncio.to_thread(self._spent, here)
+
+    def _spent(self, listing: Listing) -> frozenset[Path]:
+        mine = {f.name for f in listing.files("segment") if self._is_mine(f.rank)}
+        try:
+            return spent(self._settings, self._listing, listing, mine)
+        except DamagedFile as error:
+            _logger.warning("rank %d: old objects stay: %s", self._settings.rank, error)
+            return frozenset()
+
+    # Trouble
+
+    async def _retrying(self, task: str, request: Callable[[], _Result]) -> _Result:
+        """Ask until the store does it; once the trainer is gone, for a while only.
+
+        Raises:
+            StoreError: If the store stayed away too long after the trainer's end.
+        """
+        delay, failing_since = _FIRST_DELAY_SECONDS, 0.0
+        while True:
+            try:
+                result = await asyncio.to_thread(request)
+            except StoreError as error:
+                self._report(task, str(error))
+                self._page.update(remote_retries=self._page.status.remote_retries + 1)
+                _logger.warning("rank %d: %s", self._settings.rank, error)
+                failing_since = failing_since or time.monotonic()
+                waited = time.monotonic() - max(failing_since, self._ending_since)
+                if self._ending.is_set() and waited > self._settings.store_patience_seconds:
+                    raise
+                longest = _REFUSED_DELAY_SECONDS if error.is_refused else delay
+                await self._sleep(longest * random.uniform(0.5, 1.0))
+                delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
+            else:
+                self._report(task, "")
+                return result
+
+    async def _sleep(self, seconds: float) -> None:
+        """Wait before another attempt; not for long when the trainer is gone."""
+        if self._ending.is_set():
+            await asyncio.sleep(min(seconds, _LAST_DELAY_SECONDS))
+        else:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), seconds)
+
+    def _report(self, task: str, error: str) -> None:
+        """Publish the errors of all tasks: the success of one says nothing about another."""
+        self._errors[task] = error
+        text = "; ".join(filter(None, self._errors.values()))
+        if text != self._page.status.remote_error:
+            self._page.update(remote_error=text)
+
+
+def _places(folder: RunFolder, file: RunFile) -> set[Path]:
+    """The path of a file, and the folder of the snapshot it belongs to."""
+    path = folder.root / file.name
+    return {path} if file.kind == "segment" else {path.parent}

@@ -1,0 +1,242 @@
+"""The writer's uploads: what goes up, what a dead store cannot hold up, and when it gives up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, read_records
+from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.object_store import ObjectStore
+from lowdiff.persistence.segments import read_batch, uploaded_records
+from lowdiff.persistence.status import WriterStatus
+from lowdiff.persistence.writer_process import WriterProcess
+from lowdiff.persistence.writer_settings import WriterSettings
+from tests.persistence.s3_server import S3Server
+from tests.persistence.test_writer import (
+    append,
+    log_of,
+    settings_in,
+    stage_snapshot,
+    wait_until,
+    writing,
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with pytest.MonkeyPatch.context() as environment:
+        made = S3Server(environment)
+        yield made
+        made.stop()
+
+
+def settings_with_store(root: Path) -> WriterSettings:
+    """A store in a folder, which needs no server."""
+    return settings_in(root, store=f"file://{root}/store", batch_size=1)
+
+
+def has_uploaded(step: int) -> Callable[[WriterStatus], bool]:
+    return lambda status: status.remote_step == step
+
+
+def steps_in(store: ObjectStore, name: str) -> list[int]:
+    """Steps of a segment object, which must be a segment file with nothing behind its records."""
+    data = memoryview(store.read(name))
+    header = FileHeader.unpack(data, Path(name))
+    records = list(read_records(data, header))
+    assert records[-1].end == len(data)
+    assert (header.kind, header.sequence) == (FileKind.SEGMENT, records[0].header.step)
+    assert name.endswith(f"-s{header.sequence:010d}.seg")
+    return [record.header.step for record in records]
+
+
+def steps_uploaded(store: ObjectStore) -> list[int]:
+    return [s for name in sorted(store.sizes("segments")) for s in steps_in(store, name)]
+
+
+def test_each_object_is_a_segment_of_its_own(tmp_path: Path) -> None:
+    settings = settings_with_store(tmp_path)
+    log = log_of(settings)
+    with writing(settings) as writer:
+        for step in (1, 2, 3):
+            append(log, step)
+            wait_until(writer, has_uploaded(step))
+        stage_snapshot(log, 3, 1000)
+        wait_until(writer, lambda status: status.remote_snapshot == 3)
+        append(log, 4)
+    store = ObjectStore(f"file://{tmp_path}/store")
+    assert steps_uploaded(store) == [1, 2, 3, 4]
+    assert len(store.sizes("segments")) == 4
+    for name, size in store.sizes("snapshots").items():
+        assert store.read(name) == (tmp_path / "run" / name).read_bytes()
+        assert size
+    assert writer.status().remote_bytes == sum(
+        size for name, size in store.sizes().items() if name != "run.json"
+    ) - len(store.read("snapshots/i000000-s0000000003/rank-0000.json"))
+
+
+def test_a_restarted_writer_uploads_the_rest_and_nothing_twice(tmp_path: Path) -> None:
+    settings = settings_with_store(tmp_path)
+    log = log_of(settings)
+    with writing(replace(settings, store=None)) as writer:
+        for step in (1, 2, 3):
+            append(log, step)
+        wait_until(writer, lambda status: status.durable_step == 3)
+    with writing(settings) as writer:
+        wait_until(writer, lambda status: status.remote_step == 3)
+        append(log, 4)
+    with writing(settings) as writer:
+        wait_until(writer, lambda status: status.remote_step == 4)
+        append(log, 5)
+    assert steps_uploaded(ObjectStore(f"file://{tmp_path}/store")) == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_is_collected_meanwhile_is_no_trouble(tmp_path: Path) -> None:
+    settings = settings_with_store(tmp_path)
+    with writing(settings) as writer:
+        log = log_of(settings)
+        for step in (1, 2):
+            append(log, step)
+            wait_until(writer, has_uploaded(step))
+        stage_snapshot(log, 2, 10)
+        wait_until(writer, lambda status: status.remote_snapshot == 2)
+        next((tmp_path / "run").rglob("*.seg")).unlink()
+        append(log, 3)
+        status = wait_until(writer, lambda status: status.remote_step == 3)
+        assert not status.remote_error
+
+
+def test_a_dead_store_delays_a_writers_end_only_so_long(
+    tmp_path: Path, server: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_in(
+        tmp_path, store=server.url("dead"), store_patience_seconds=0.5, batch_size=1
+    )
+    log = log_of(settings)
+    with server.away():
+        writer = WriterProcess(settings)
+        append(log, 1)
+        wait_until(writer, lambda status: status.remote_error)
+        status = writer.finish(20.0)
+    assert status.closed
+    assert status.durable_step == 1
+    assert status.remote_step == -1
+    assert "error sending request" in status.remote_error
+    assert "lacks the steps after -1" in caplog.text
+    # What stayed behind is uploaded by whoever comes next.
+    again = replace(settings, incarnation=1, base_step=1)
+    again.staging.root.mkdir(parents=True)
+    append(log_of(again), 2)
+    with writing(again) as writer:
+        wait_until(writer, lambda status: status.remote_step == 2)
+    assert steps_uploaded(ObjectStore(server.url("dead"))) == [1, 2]
+
+
+def test_a_writer_that_only_uploads_is_not_waited_for(tmp_path: Path, server: S3Server) -> None:
+    settings = settings_in(tmp_path, store=server.url("slow"), batch_size=1)
+    log = log_of(settings)
+    with server.away():
+        writer = WriterProcess(settings)
+        append(log, 1)
+        assert writer._process.stdin is not None
+        writer._process.stdin.close()  # the trainer dies
+        wait_until(writer, lambda status: status.closed)
+        lock = FileLock(settings.staging.writer_lock)
+        assert lock.acquire("the next incarnation", timeout_seconds=5.0)
+        assert writer._process.poll() is None
+        lock.release()
+    assert writer._process.wait(30) == 0  # the store is back within its patience
+    assert steps_uploaded(ObjectStore(server.url("slow"))) == [1]
+
+
+def test_another_run_at_the_url_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    store = ObjectStore(f"file://{tmp_path}/store")
+    store.create("run.json", b"{}")
+    settings = settings_with_store(tmp_path)
+    with writing(settings) as writer:
+        append(log_of(settings), 1)
+        wait_until(writer, lambda status: "holds another history" in status.remote_error)
+        wait_until(writer, lambda status: status.durable_step == 1)
+    assert store.sizes() == {"run.json": 2}
+
+
+def test_a_request_whose_answer_is_lost_is_no_other_history(
+    tmp_path: Path, server: S3Server
+) -> None:
+    settings = settings_in(tmp_path, store=server.url("lost"), batch_size=1)
+    seen: set[str] = set()
+
+    def first_time(method: str, name: str) -> bool:
+        is_first = method == "PUT" and name not in seen
+        seen.add(name)
+        return is_first
+
+    server.lost = first_time
+    log = log_of(settings)
+    with writing(settings) as writer:
+        for step in (1, 2):
+            append(log, step)
+            status = wait_until(writer, has_uploaded(step))
+        assert not status.remote_error
+    server.forget()
+    assert steps_uploaded(ObjectStore(server.url("lost"))) == [1, 2]
+
+
+def test_steps_that_only_a_snapshot_leads_to_count_when_it_is_there(
+    tmp_path: Path, server: S3Server
+) -> None:
+    """A gap: retention collected here what the store, which was away, never got."""
+    settings = settings_in(tmp_path, store=server.url("gap"), batch_size=1)
+    log, store = log_of(settings), ObjectStore(settings.store or "")
+    with writing(settings) as writer:
+        append(log, 1)
+        wait_until(writer, has_uploaded(1))
+        with server.away():
+            append(log, 2)
+            wait_until(writer, lambda status: status.remote_error)  # it has read step 2
+            append(log, 3)
+            stage_snapshot(log, 3, 10)
+            wait_until(writer, lambda status: status.durable_snapshot == 3)
+            append(log, 4)
+            wait_until(writer, lambda status: status.durable_step == 4)
+            (tmp_path / "run/segments/rank-0000/i000000-s0000000001.seg").unlink()
+            server.throttled = lambda method, name: "snapshots" in name
+        wait_until(writer, lambda status: steps_uploaded(store) == [1, 2, 4])
+        assert writer.status().remote_step == 2
+        server.forget()
+        wait_until(writer, has_uploaded(4))
+
+
+def test_batches_are_cut_at_whole_records(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, batch_size=1)
+    log = log_of(settings)
+    with writing(settings) as writer:
+        for step in (1, 2, 3):
+            append(log, step)
+        wait_until(writer, lambda status: status.durable_step == 3)
+    (path,) = (tmp_path / "run").rglob("*.seg")
+    data = path.read_bytes()
+    ends = [record.end for record in read_records(memoryview(data), FileHeader.unpack(data, path))]
+    for cut in range(len(data)):
+        path.write_bytes(data[:cut])
+        whole = sum(end <= cut for end in ends)
+        batch = read_batch(path, HEADER_BYTES)
+        assert (batch.last if batch else 0) == whole
+        for first in (1, 2, 3):
+            size = HEADER_BYTES + ends[2] - (HEADER_BYTES, *ends)[first - 1]
+            found = uploaded_records(path, first, size)
+            assert found.end in (HEADER_BYTES, *ends)
+    path.write_bytes(data)
+    os.truncate(path, len(data) - 1)
+    rest = read_batch(path, ends[0])
+    assert rest is not None
+    assert (rest.first, rest.last) == (2, 2)
+    assert rest.data[HEADER_BYTES:] == data[ends[0] : ends[1]]
+    assert uploaded_records(path, 1, ends[1]).end == ends[1]
+    assert uploaded_records(path, 2, HEADER_BYTES + ends[1] - ends[0]).last == 2
