@@ -26,7 +26,6 @@ from lowdiff.hook import HookState, comm_hook
 from lowdiff.keeping import keep_step
 from lowdiff.opening import Opened, open_session
 from lowdiff.persistence.object_store import is_url
-from lowdiff.persistence.paths import default_staging_root
 from lowdiff.persistence.policy import Retention
 from lowdiff.preemption import SignalWatch
 from lowdiff.protocols import Compressor
@@ -108,7 +107,7 @@ class Checkpointer:
             compressor=compressor,
             snapshot_every=snapshot_every,
             batch_size=batch_size,
-            staging=default_staging_root() if staging is None else Path(staging).absolute(),
+            staging=None if staging is None else Path(staging).absolute(),
             store=store,
             retention=Retention(retention) if isinstance(retention, int) else retention,
             backpressure=backpressure,

@@ -11,7 +11,7 @@ import typer
 
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.fences import read_run_id
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, shared_staging_root
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention import carry_out, retention_locked, take_inventory
 from lowdiff.persistence.retention_notes import check_label, read_notes, read_pins, remove_pin
@@ -125,7 +125,7 @@ def _print(
 
 def clear_memory(root: Path | None, force: bool, dry_run: bool, as_json: bool) -> None:
     """Remove what dead runs left in staging, by default where staging is by default."""
-    root = default_staging_root() if root is None else root
+    root = shared_staging_root() if root is None else root
     verdicts = list(clear_staging(root, force=force, dry_run=dry_run))
     if as_json:
         folders = [{**asdict(v), "path": str(v.path)} for v in verdicts]

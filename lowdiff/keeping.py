@@ -34,7 +34,7 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
     check_label(label)
     run_id = read_run_id(folder)
     if step > session.step:
-        ranges = recoverable(scan(folder, [settings.staging]))
+        ranges = recoverable(scan(folder, [settings.staging_root]))
         raise StepNotFound(folder.root, step, ranges, "it is not committed yet")
     with retention_locked(folder, timeout_seconds=settings.lock_seconds, shared=True):
         inventory = take_inventory(folder, run_id)

@@ -22,6 +22,7 @@ from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch
 from lowdiff.given import Given, watch
+from lowdiff.memory import Memory, agree_on_memory
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.durable import make_directory
@@ -41,12 +42,9 @@ from lowdiff.session import Session
 from lowdiff.settings import Settings
 from lowdiff.snapshot import constant_images
 from lowdiff.stager import Stager
-from lowdiff.types import ITEM_BYTES, Fence
+from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
-
-_MIN_CHUNK_BYTES = 1 << 20
-_MAX_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +134,7 @@ def _shared_catalog(
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
         ranks.share_files(_visible(settings.run, pattern), settings.run)
     with ranks.together():
-        return scan(settings.folder, [settings.staging, imported])
+        return scan(settings.folder, [settings.staging_root, imported])
 
 
 def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
@@ -148,7 +146,7 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     Returns:
         What this machine has in staging of the run.
     """
-    stages = staging_of_run(settings.staging, settings.folder, run_id)
+    stages = staging_of_run(settings.staging_root, settings.folder, run_id)
     for stage in stages:
         lock = FileLock(stage.writer_lock)
         if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
@@ -184,13 +182,14 @@ def open_session(
     locks = [_locked(settings, ranks)]
     try:
         run_id, stages, is_in_store = _agreed_run(settings, ranks)
+        memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
         with ExitStack() as held:
             # What is recovered must still be there when the fences say that it is the base.
             _keep_files(settings, ranks, held)
             imported = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lowdiff-")))
             catalog = _shared_catalog(settings, ranks, run_id, stages, imported)
             if is_in_store:
-                roots = [settings.staging, imported]
+                roots = [settings.staging_root, imported]
                 fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
                 catalog = _shared_catalog(settings, ranks, run_id, stages, imported)
             state = None
@@ -199,7 +198,7 @@ def open_session(
             with ranks.together():
                 start = load_start(settings, given, catalog, ranks, state, restore)
             fence = _fenced(settings, given, catalog, ranks, start)
-        return _begin(settings, given, ranks, fence, start, locks)
+        return _begin(settings, given, ranks, fence, start, memory, locks)
     except BaseException:
         for lock in locks:
             lock.release()
@@ -254,14 +253,15 @@ def _begin(
     ranks: Ranks,
     fence: Fence,
     start: Start,
+    memory: Memory,
     locks: list[FileLock],
 ) -> Opened:
     """Staging, writer and session. Adds staging's lock to ``locks``."""
-    staging = StagingFolder.of(settings.staging, fence.run_id, fence.incarnation, ranks.rank)
+    staging = StagingFolder.of(memory.root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo:
         with ranks.together():
             locks.append(_new_staging(settings, staging))
-            session = _session(settings, given, ranks, fence, start, staging, undo)
+            session = _session(settings, given, ranks, fence, start, memory, staging, undo)
             # G3 holds from the return of attach: what it starts from is durable by then.
             if start.needs_snapshot:
                 session.snapshot(required=True)
@@ -283,6 +283,7 @@ def _session(
     ranks: Ranks,
     fence: Fence,
     start: Start,
+    memory: Memory,
     staging: StagingFolder,
     undo: ExitStack,
 ) -> Session:
@@ -294,18 +295,17 @@ def _session(
         residual = RotatingResidual.zeros(attached.layout, attached.device)
     if start.residual:
         residual.load(start.residual)
-    model_bytes = sum(p.numel * ITEM_BYTES[p.dtype] for p in attached.layout.parameters)
     log = StagingLog(
         staging,
         run_id=fence.run_id,
         world_size=ranks.world_size,
-        chunk_bytes=min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES),
-        cap_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
+        chunk_bytes=memory.chunk_bytes,
+        cap_bytes=memory.log_bytes,
     )
     writer = WriterProcess(
         WriterSettings(
             run=str(settings.run),
-            staging_root=str(settings.staging),
+            staging_root=str(memory.root),
             run_id=fence.run_id,
             incarnation=fence.incarnation,
             rank=ranks.rank,

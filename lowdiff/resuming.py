@@ -183,7 +183,7 @@ def _residual_of(
             continue
         codec = Codec(max_payload_bytes=max_payload_bytes(layout))
         mark = read_differential(stored, codec).residual
-        staging = StagingFolder.of(settings.staging, catalog.run_id, number, rank)
+        staging = StagingFolder.of(settings.staging_root, catalog.run_id, number, rank)
         found = mark and read_residual(staging.residual, layout, mark)
         if found:
             return list(found)

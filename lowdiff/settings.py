@@ -24,7 +24,7 @@ class Settings:
         compressor: How gradients are compressed.
         snapshot_every: Steps between full snapshots (``f``).
         batch_size: Differentials per durable write (``b``).
-        staging: Folder on tmpfs for the staging logs of all runs.
+        staging: Folder on tmpfs for the staging logs of all runs; None for the default one.
         retention: Which steps stay; None keeps everything.
         store: URL of the run in an object store; None for none.
         backpressure: Whether training waits for storage, or gives up durable steps, once ``2 b``
@@ -38,7 +38,7 @@ class Settings:
     compressor: Compressor
     snapshot_every: int
     batch_size: int
-    staging: Path = field(default_factory=default_staging_root)
+    staging: Path | None = None
     retention: Retention | None = field(default_factory=Retention)
     store: str | None = None
     backpressure: str = "block"
@@ -62,6 +62,11 @@ class Settings:
         """Whether a full snapshot is due at a step: regularly, and where it is kept for ever."""
         kept = None if self.retention is None else self.retention.last_kept_step(step, step)
         return step % self.snapshot_every == 0 or kept is not None
+
+    @property
+    def staging_root(self) -> Path:
+        """Where staging is looked for."""
+        return default_staging_root(self.run) if self.staging is None else self.staging
 
     @property
     def folder(self) -> RunFolder:

@@ -23,7 +23,7 @@ def watch(run: Path, staging: Path | None, *, as_json: bool, every_seconds: floa
     Raises:
         NotARun: If the folder holds no run.
     """
-    looks = RunWatch(RunFolder(run), default_staging_root() if staging is None else staging)
+    looks = RunWatch(RunFolder(run), default_staging_root(run) if staging is None else staging)
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
             while True:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, NotARun
 
 RUN_FILE = "run.json"
 NOTES_NAME = re.compile(r"retention\.json|pins/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
@@ -67,8 +67,16 @@ _CONSTANTS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _PIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
 
 
-def default_staging_root() -> Path:
-    """``/dev/shm/lowdiff-UID``: memory that survives every process."""
+def default_staging_root(run: Path) -> Path:
+    """``/dev/shm/lowdiff-UID``: memory that survives every process; or what a run used instead."""
+    instead = run / "staging"
+    if instead.is_dir() and not instead.is_symlink():
+        return instead  # there was no room in memory
+    return shared_staging_root()
+
+
+def shared_staging_root() -> Path:
+    """Where staging of all runs lies unless told otherwise."""
     return Path("/dev/shm") / f"lowdiff-{os.getuid()}"
 
 
@@ -208,6 +216,8 @@ class RunFolder:
                     pending += path.iterdir()
             except FileNotFoundError:
                 continue  # a live run's retention was faster
+            except NotADirectoryError as error:
+                raise NotARun(self.root, "a part of its path is a file") from error
             if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
                 what = "it is a link, a pipe or a device, and lowdiff makes none; remove it"
                 raise DamagedFile(path, what)

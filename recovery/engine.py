@@ -57,7 +57,7 @@ def recover(
         DamagedFile: If the bytes needed are damaged.
         ReplayMismatch: If replay does not reproduce what the live run recorded.
     """
-    root = default_staging_root() if staging is None else Path(staging)
+    root = default_staging_root(Path(run)) if staging is None else Path(staging)
     if not is_url(run):
         return _recover(RunFolder(Path(run)), step, root, options, progress)
     with temporary_folder() as folder:

@@ -110,7 +110,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         NotARun: If the folder or store holds no run.
         StoreError: If the store does not answer.
     """
-    root = default_staging_root() if staging is None else Path(staging)
+    root = default_staging_root(Path(run)) if staging is None else Path(staging)
     if not is_url(run):
         return _inspect(RunFolder(Path(run)), root)
     with temporary_folder() as folder:

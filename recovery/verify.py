@@ -133,7 +133,7 @@ def verify(
         DamagedFile: If ``run.json`` is damaged, so that nothing else can be read.
         NewerFormat: If a later lowdiff wrote a file.
     """
-    root = default_staging_root() if staging is None else Path(staging)
+    root = default_staging_root(Path(run)) if staging is None else Path(staging)
     if not is_url(run):
         return _verify(RunFolder(Path(run)), root, str(run), options, progress)
     with temporary_folder() as folder:

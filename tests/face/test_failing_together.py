@@ -52,8 +52,8 @@ def attach(
 @pytest.mark.parametrize(
     ("broken", "error", "message"),
     [
-        ("run", "FileExistsError", "file"),
-        ("staging", "NotADirectoryError", "staging-1"),
+        ("run", "NotARun", "a part of its path is a file"),
+        ("staging", "ConfigError", "staging-1 is no folder"),
         ("load_state_dict", "FileNotFoundError", "shard 7 of the data"),
     ],
 )

@@ -75,6 +75,7 @@ def test_a_signal_flushes_the_tail_and_ends_nothing(
 
 
 def test_handlers_and_wakeup_descriptor_are_put_back(tmp_path: Path) -> None:
+    signal.set_wakeup_fd(-1)
     before = [signal.getsignal(number) for number in SIGNALS]
     loop = Loop(tmp_path)
     loop.attach()

@@ -358,15 +358,17 @@ def test_snapshots_are_compared_with_their_checksums_only_when_asked(folder: Run
     assert [error.path for error in found.damage] == [shard_file(path, 0)]
 
 
-def test_links_and_strange_names_are_passed_over(folder: RunFolder, staging: Path) -> None:
+def test_strange_names_are_passed_over_and_links_refused(folder: RunFolder, staging: Path) -> None:
     path = segment(folder, stage(staging, [1]), [1])
     for name in ("i000000-s1.seg", "i000000-s0000000002.seg.partial", ".i000000-s0000000002.seg"):
         shutil.copy(path, path.with_name(name))
-    folder.segment(0, 0, 2).symlink_to(path)
     (folder.root / "snapshots").write_text("a file where a folder belongs")
     found = scan(folder)
     assert listed(found) == {1: False}
     assert found.damage == ()
+    folder.segment(0, 0, 2).symlink_to(path)
+    with pytest.raises(DamagedFile, match="it is a link"):
+        scan(folder)
 
 
 # Beside a live trainer

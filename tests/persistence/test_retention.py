@@ -35,7 +35,7 @@ from lowdiff.persistence.retention_plan import (
     plan_collection,
 )
 from lowdiff.persistence.snapshots import Manifest, manifest_file, shard_file
-from lowdiff.types import Environment, Fence, Layout
+from lowdiff.types import Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
 RUN_ID = "00112233445566778899aabbccddeeff"
 ENVIRONMENT = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
@@ -50,9 +50,9 @@ def fence(number: int, parent: int | None, base: int, world_size: int, rank: int
         rank=rank,
         world_size=world_size,
         environment=ENVIRONMENT,
-        layout=Layout(()),
-        optimizers=(),
-        compressor={},
+        layout=Layout((ParameterSpec("w", (2,), (1,), "float32", 0),)),
+        optimizers=(OptimizerSpec("torch.optim.sgd.SGD", (("w",),)),),
+        compressor={"name": "topk"},
         names={},
     )
 

@@ -222,12 +222,19 @@ def test_a_snapshot_becomes_durable_beside_the_differentials(tmp_path: Path) -> 
 
 def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
     from lowdiff.persistence.fences import write_fence
-    from lowdiff.types import Environment, Fence, Layout
+    from lowdiff.types import Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
     settings = settings_in(tmp_path, batch_size=1, retention=Retention(snapshots=1))
     environment = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
     write_fence(
-        settings.folder, Fence(RUN_ID, 0, None, 0, 0, 1, environment, Layout(()), (), {}, {})
+        settings.folder,
+        Fence(
+            *(RUN_ID, 0, None, 0, 0, 1, environment),
+            Layout((ParameterSpec("w", (2,), (1,), "float32", 0),)),
+            (OptimizerSpec("torch.optim.sgd.SGD", (("w",),)),),
+            {"name": "topk"},
+            {},
+        ),
     )
     log = log_of(settings)
     with writing(settings) as writer:

@@ -1,0 +1,144 @@
+"""Where this life's staging lies and how long its log may become, agreed on by all ranks (rule R8)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowdiff.agreement import Ranks
+from lowdiff.attached import Attached
+from lowdiff.compressors.feedback import NUM_SLOTS
+from lowdiff.errors import ConfigError, StorageError
+from lowdiff.given import Given
+from lowdiff.persistence.budget import Room, StagingNeed, log_cap, room_at
+from lowdiff.persistence.durable import make_directory
+from lowdiff.settings import Settings
+from lowdiff.types import ITEM_BYTES
+
+_logger = logging.getLogger(__name__)
+
+_MIN_CHUNK_BYTES = 1 << 20
+_MAX_CHUNK_BYTES = 64 << 20
+#: Chunks without which a log cannot work: one that is written, one that is read, one to spare.
+_LEAST_CHUNKS = 3
+#: Tensors of a parameter's size that an optimizer may make in its first step.
+_STATE_TENSORS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What this rank may use.
+
+    Attributes:
+        root: Folder of the staging folders of all runs.
+        chunk_bytes: Length of one chunk of the log.
+        log_bytes: Most that all chunks may take together.
+    """
+
+    root: Path
+    chunk_bytes: int
+    log_bytes: int
+
+
+def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_staged: bool) -> Memory:
+    """Measure what there is and what is needed; say so.
+
+    Where the default folder has no room, the run folder serves instead, with a notice.
+
+    Args:
+        settings: Say which folder.
+        given: What will be staged.
+        ranks: Those on one machine share its memory.
+        has_staged: Whether this machine holds staged records of the run, which must be found.
+
+    Raises:
+        StorageError: If it cannot fit.
+        ConfigError: If the folder is a file.
+    """
+    need, chunk_bytes = _need(given, ranks.world_size)
+    root = settings.staging_root
+    cap, error = _cap(root, need, ranks)
+    errors = [text for text in ranks.gather(error) if text]
+    if errors and settings.staging is None and not any(ranks.gather(has_staged)):
+        root = settings.run / "staging"
+        with ranks.together():
+            make_directory(root)
+        cap, error = _cap(root, need, ranks)
+        _logger.warning("%s; staging in %s instead, which may be slower", errors[0], root)
+    with ranks.together():
+        if error:
+            raise StorageError(error)
+    return Memory(root, chunk_bytes, cap)
+
+
+def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, str]:
+    """How long this rank's log may become, or why it cannot be."""
+    with ranks.together():
+        room = _room(root)
+        device = os.stat(next(path for path in (root, *root.parents) if path.exists())).st_dev
+    told = ranks.gather([socket.gethostname(), device, *_numbers(need)])
+    here = [
+        StagingNeed(*numbers)
+        for host, place, *numbers in told
+        if [host, place] == told[ranks.rank][:2]
+    ]
+    try:
+        cap = log_cap(here, need, room)
+    except StorageError as error:
+        return 0, str(error)
+    _logger.info(
+        "rank %d: staging at %s takes up to %.1f MiB (residual %.1f, snapshot about %.1f, log %.1f), "
+        "shared with %d other rank(s); %.1f MiB are free",
+        ranks.rank,
+        root,
+        *(
+            x / 2**20
+            for x in (need.residual_bytes + need.snapshot_bytes + cap, need.residual_bytes)
+        ),
+        *(x / 2**20 for x in (need.snapshot_bytes, cap)),
+        len(here) - 1,
+        room.free_bytes / 2**20,
+    )
+    return cap, ""
+
+
+def _room(root: Path) -> Room:
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"staging={root} is no folder")
+    return room_at(root)
+
+
+def _numbers(need: StagingNeed) -> list[int]:
+    return [need.residual_bytes, need.snapshot_bytes, need.log_bytes, need.least_log_bytes]
+
+
+def _need(given: Given, world_size: int) -> tuple[StagingNeed, int]:
+    """What one rank needs, and the length of its chunks."""
+    attached = given.attached
+    model_bytes = sum(p.numel * ITEM_BYTES[p.dtype] for p in attached.layout.parameters)
+    chunk_bytes = min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+    state_bytes = max(_STATE_TENSORS * model_bytes, _state_bytes(attached))
+    averages = len(given.averages) * model_bytes
+    items = sum(tensor.nbytes for tensor in given.tracker.tensors.values())
+    need = StagingNeed(
+        residual_bytes=NUM_SLOTS * model_bytes if attached.device.type == "cpu" else 0,
+        snapshot_bytes=(model_bytes + state_bytes + averages) // world_size + model_bytes + items,
+        log_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
+        least_log_bytes=_LEAST_CHUNKS * chunk_bytes,
+    )
+    return need, chunk_bytes
+
+
+def _state_bytes(attached: Attached) -> int:
+    entries: list[Mapping[str, Any]] = [
+        entry for optimizer in attached.optimizers for entry in optimizer.state.values()
+    ]
+    values = [value for entry in entries for value in entry.values()]
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

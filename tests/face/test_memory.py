@@ -1,0 +1,100 @@
+"""Staging that does not fit is refused before anything begins, or moves to the run folder."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.errors import ConfigError, StorageError
+from lowdiff.persistence.values import same
+from tests.face.loops import Loop
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 6 MiB."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount command to make a small tmpfs with")
+    command = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {result.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def loop_with(folder: Path, staging: Path | None, width: int) -> Loop:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, width), torch.nn.Linear(width, 3))
+    loop = Loop(folder, model)
+    loop.checkpointer = lowdiff.Checkpointer(
+        folder / "run", staging=staging, compressor=TopK(0.5), snapshot_every=1000, batch_size=2
+    )
+    return loop
+
+
+def test_a_folder_without_room_is_refused_with_numbers_and_nothing_begins(
+    small_memory: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(StorageError, match=r"staging needs .* MiB at .*memory.* 6\.0 MiB are free"):
+        loop_with(tmp_path, small_memory, 20_000).attach()
+    assert not list((tmp_path / "run").glob("incarnations/*"))
+    assert not list(small_memory.iterdir())
+    again = loop_with(tmp_path, tmp_path / "elsewhere", 20_000)
+    assert again.attach() == 0
+    again.checkpointer.close()
+
+
+def test_in_little_memory_the_log_is_shorter_and_training_goes_on(
+    small_memory: Path, tmp_path: Path
+) -> None:
+    loop = loop_with(tmp_path, small_memory, 1000)
+    loop.attach()
+    for number in loop.checkpointer.steps(60):  # 9 MB of steps
+        loop.step(number)
+    assert loop.checkpointer.stats()["staged_bytes"] > 8_000_000
+    expected = loop.weights()
+    loop.die()
+    recovered = lowdiff.recover(tmp_path / "run", staging=small_memory)
+    assert recovered.step == 60
+    assert same(dict(recovered.model_state_dict()), expected)
+
+
+def test_the_default_folder_without_room_gives_way_to_the_run_folder(
+    small_memory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("lowdiff.persistence.paths.shared_staging_root", lambda: small_memory)
+    loop = loop_with(tmp_path, None, 20_000)
+    with caplog.at_level(logging.WARNING):
+        loop.attach()
+    assert f"staging in {tmp_path}/run/staging instead, which may be slower" in caplog.text
+    for number in loop.checkpointer.steps(5):
+        loop.step(number)
+    expected = loop.weights()
+    loop.die()
+    recovered = lowdiff.recover(tmp_path / "run")  # looks there by itself
+    assert recovered.step == 5
+    assert same(dict(recovered.model_state_dict()), expected)
+    again = loop_with(tmp_path, None, 20_000)
+    assert again.attach() == 5
+    assert same(again.weights(), expected)
+    again.checkpointer.close()
+
+
+def test_a_file_is_no_place_for_staging(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is no folder"):
+        loop_with(tmp_path, tmp_path / "file", 10).attach()
