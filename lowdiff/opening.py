@@ -35,6 +35,7 @@ from lowdiff.persistence.retention_notes import note_policy
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
+from lowdiff.recovery.optimizers import settle_kernels
 from lowdiff.remote import fetch_from_store, run_in_store
 from lowdiff.residuals import StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
@@ -176,6 +177,7 @@ def open_session(
         RunMismatch: If its history belongs to another model or optimizer.
         StepNotFound: If ``step`` cannot be recovered.
     """
+    settle_kernels()
     ranks = Ranks(training_group(attached))
     with ranks.together():
         given = watch(attached, stateful)

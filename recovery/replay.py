@@ -23,7 +23,7 @@ from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.recovery.blocks import Unit, element_units, tensor_units
-from lowdiff.recovery.optimizers import granularity
+from lowdiff.recovery.optimizers import granularity, settle_kernels
 from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.state import RecoveredState, inherit
 from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState
@@ -80,6 +80,7 @@ def replay(
         ReplayMismatch: If the parameters differ from what the live run recorded of them.
         DamagedFile: If a record does not decode.
     """
+    settle_kernels()
     done = 0
     for incarnation, group in groupby(steps, key=lambda s: s.incarnation):
         fence = fences(incarnation)
