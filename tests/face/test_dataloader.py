@@ -58,6 +58,17 @@ def torchdatas(
     )
 
 
+def kill_workers(loader: Any) -> None:
+    """End the worker processes as the kernel does: torchdata's take 5 s to end by themselves."""
+    iterator = getattr(getattr(loader, "_loader", loader), "_iterator", None)
+    if getattr(iterator, "_workers", None):
+        torch._C._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+        for worker in iterator._workers:
+            worker.kill()
+            worker.join()
+
+
 def life(
     folder: Path, until: int, die_at: int | None, num_workers: int, make: Any = ours
 ) -> list[Any]:
@@ -79,12 +90,14 @@ def life(
             optimizer.step()
             if step == die_at:
                 abandon(checkpointer, Kill(step))
+                kill_workers(loader)
                 return seen
             checkpointer.commit()
             step += 1
             seen.append((loader.epoch, indices.tolist(), inputs.sum().item(), loss.item()))
             if step == until:
                 break
+    kill_workers(loader)
     checkpointer.close()
     return seen
 
@@ -132,6 +145,7 @@ def attached_by_hand(
             optimizer.step()
             if step == die_at:
                 abandon(checkpointer, Kill(step))
+                kill_workers(loader)
                 return seen
             checkpointer.commit()
             step += 1
