@@ -60,8 +60,8 @@ def torchdatas(
 
 def kill_workers(loader: Any) -> None:
     """End the worker processes as the kernel does: torchdata's take 5 s to end by themselves."""
-    iterator = getattr(getattr(loader, "_loader", loader), "_iterator", None)
-    if getattr(iterator, "_workers", None):
+    iterator: Any = getattr(getattr(loader, "_loader", loader), "_iterator", None)
+    if iterator is not None and getattr(iterator, "_workers", None):
         torch._C._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
         for worker in iterator._workers:
