@@ -11,18 +11,17 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
 from lowdiff.attached import describe
 from lowdiff.capture import Stateful
-from lowdiff.closing import take_last_snapshot
+from lowdiff.closing import finish, release
 from lowdiff.counters import writer_document
 from lowdiff.dataloader import ResumableLoader, StatefulEpochs
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.events import log_event
-from lowdiff.hook import HookState, comm_hook
+from lowdiff.hook import HookState, registered
 from lowdiff.keeping import keep_step
 from lowdiff.opening import Opened, open_session
 from lowdiff.persistence.object_store import is_url
@@ -35,7 +34,6 @@ from lowdiff.settings import Settings
 _logger = logging.getLogger(__name__)
 
 _RESTORE = ("all", "model", "none")
-_FINISH_SECONDS = 600.0
 
 
 class Checkpointer:
@@ -174,7 +172,7 @@ class Checkpointer:
             self._settings, attached, {**self._loaders, **stateful}, restore=restore, step=step
         )
         if attached.ddp is not None:
-            self.hook_state = _registered(attached.ddp, self.hook_state)
+            self.hook_state = registered(attached.ddp, self.hook_state)
         self.hook_state.open(self._opened.session.reducer, attached.parameters)
         # Building a DataLoader's iterator draws from the global generator, so the generators are
         # set when the first step begins, not now.
@@ -295,12 +293,8 @@ class Checkpointer:
 
         docs/observability.md says what each key is: counters (``steps``, ``durable_bytes``,
         ``waiting_seconds``, ``retries``, ``dropped_steps``, ...), positions (``committed_step``,
-        ``durable_step``), ``writer_error``, ``preempted``.
-
-        Histograms ``stall_seconds``, ``step_bytes``, ``lag_steps`` (per step) and
-        ``batch_seconds`` (per durable write) are dicts of ``count``, ``sum``, ``max``, estimates
-        ``p50``, ``p90`` and ``p99``, and ``buckets``: pairs of an inclusive upper bound and the
-        number of observations up to it.
+        ``durable_step``), ``writer_error``, ``preempted``, and histograms
+        (``stall_seconds``, ``step_bytes``, ``lag_steps``, ``batch_seconds``).
         """
         opened = self._opened
         if opened is None:
@@ -320,14 +314,12 @@ class Checkpointer:
     def keep(self, step: int | None = None, *, label: str | None = None) -> int:
         """Pin a step: retention spares it until ``lowdiff gc RUN --unpin LABEL``.
 
-        It costs the snapshot before the step and the differentials in between. Call it on one
-        rank or on all; where every node has a run folder of its own, on all.
+        Call it on one rank or on all; where every node has a run folder of its own, on all.
 
         Args:
-            step: Which; None for the newest that is committed on all ranks as far as this rank
-                knows, which in the body of ``steps()`` is the one before.
-            label: Letters, digits, ``_``, ``-`` and ``.``; by default ``step-N``. A label names
-                one step: given again, it moves.
+            step: Which; None for the newest that this rank knows to be committed on all.
+            label: Letters, digits, ``_``, ``-`` and ``.``; by default ``step-N``. Given again, it
+                moves.
 
         Returns:
             The step.
@@ -364,28 +356,18 @@ class Checkpointer:
     def _close(self, *, failed: bool) -> None:
         if self._opened is None:
             return
-        opened, session = self._opened, self._session
+        opened = self._opened
         try:
-            if not failed and session.has_finished_step:
-                session.commit()
-            is_last_snapshot = not failed and take_last_snapshot(opened)
-            session.stager.writer.finish(_FINISH_SECONDS)
-            if is_last_snapshot:
-                opened.ranks.barrier()  # it exists only with every rank's shard
-                session.committed_step = session.step
-                opened.staging.remove()
+            finish(opened, failed=failed)
             self._final_stats = self.stats()
-            self._say("closed", f"{self._settings.run} is closed", step=session.step)
+            self._say("closed", f"{self._settings.run} is closed", step=opened.session.step)
         finally:
             if self._signals is not None:
                 self._signals.close()
             self.hook_state.close()
-            session.detach()
             if self._forward_hook is not None:
                 self._forward_hook.remove()
-            opened.ranks.close()
-            opened.staging_lock.release()
-            opened.lock.release()
+            release(opened)
             self._opened = None
 
     def _say(self, event: str, text: str, **fields: Any) -> None:
@@ -418,12 +400,3 @@ class Checkpointer:
         if self._pending_random is not None:
             self._session.restore_random_states(self._pending_random)
             self._pending_random = None
-
-
-def _registered(ddp: DistributedDataParallel, state: HookState) -> HookState:
-    """The state that DDP's hook gets: DDP takes one hook for life, perhaps an earlier one of ours."""
-    for hook, registered in getattr(ddp, "_comm_hooks", []):
-        if hook is comm_hook and isinstance(registered, HookState):
-            return registered
-    ddp.register_comm_hook(state, comm_hook)
-    return state

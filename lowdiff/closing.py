@@ -1,4 +1,4 @@
-"""How an incarnation ends when nothing failed: with a snapshot that all ranks take together."""
+"""How an incarnation ends: with a snapshot that all ranks take together, if nothing failed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,39 @@ from lowdiff.opening import Opened
 _logger = logging.getLogger(__name__)
 
 _MEET_SECONDS = 60.0
+_FINISH_SECONDS = 600.0
 
 
-def take_last_snapshot(opened: Opened) -> bool:
+def finish(opened: Opened, *, failed: bool) -> None:
+    """Commit a finished step, take a last snapshot, and wait until everything is durable.
+
+    Args:
+        opened: What runs.
+        failed: Whether an exception ended the training: then nothing is committed.
+
+    Raises:
+        WriterFailed: If storage does not take everything in time; nothing is lost.
+    """
+    session = opened.session
+    if not failed and session.has_finished_step:
+        session.commit()
+    is_last_snapshot = not failed and _take_last_snapshot(opened)
+    session.stager.writer.finish(_FINISH_SECONDS)
+    # The snapshot exists only with every rank's shard, and one that failed here does not come.
+    if is_last_snapshot and opened.ranks.meet(_MEET_SECONDS):
+        session.committed_step = session.step
+        opened.staging.remove()
+
+
+def release(opened: Opened) -> None:
+    """Let go of optimizer, process group and locks."""
+    opened.session.detach()
+    opened.ranks.close()
+    opened.staging_lock.release()
+    opened.lock.release()
+
+
+def _take_last_snapshot(opened: Opened) -> bool:
     """Make staging memory, which alone holds the newest residual, unnecessary.
 
     Returns:

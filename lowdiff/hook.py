@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, known to type checkers
+from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.errors import UsageError
 from lowdiff.layout import flat
@@ -59,3 +60,12 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
         UsageError: If the checkpointer is not attached.
     """
     return state.reduce(bucket)
+
+
+def registered(ddp: DistributedDataParallel, state: HookState) -> HookState:
+    """The state that DDP's hook gets: DDP takes one hook for life, perhaps an earlier one of ours."""
+    for hook, earlier in getattr(ddp, "_comm_hooks", []):
+        if hook is comm_hook and isinstance(earlier, HookState):
+            return earlier
+    ddp.register_comm_hook(state, comm_hook)
+    return state
