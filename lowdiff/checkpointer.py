@@ -312,7 +312,7 @@ class Checkpointer:
         }
 
     def keep(self, step: int | None = None, *, label: str | None = None) -> int:
-        """Pin a step: retention spares it until ``lowdiff gc RUN --unpin LABEL``.
+        """Pin a step, which it returns: retention spares it until ``lowdiff gc --unpin LABEL``.
 
         Call it on one rank or on all; where every node has a run folder of its own, on all.
 
@@ -320,9 +320,6 @@ class Checkpointer:
             step: Which; None for the newest that this rank knows to be committed on all.
             label: Letters, digits, ``_``, ``-`` and ``.``; by default ``step-N``. Given again, it
                 moves.
-
-        Returns:
-            The step.
 
         Raises:
             StepNotFound: If the step is not there any more, or not yet.
