@@ -15,6 +15,7 @@ import torch
 import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.snapshots import manifest_file
 from lowdiff.persistence.values import same
 from tests.face.loops import Loop
 
@@ -96,6 +97,8 @@ def test_degraded_training_goes_on_drops_steps_and_recovers_once_storage_is_back
     wait_until(lambda: loop.checkpointer.stats()["durable_step"] >= 120)
     train(125)
     assert loop.checkpointer.stats()["snapshots"] == 2
+    run = RunFolder(disk / "run")
+    wait_until(lambda: any(s > 100 and manifest_file(p, 0).exists() for _, s, p in run.snapshots()))
     loop.die()
     recovered = lowdiff.recover(disk / "run", staging=tmp_path / "staging")
     assert recovered.step == 125

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from lowdiff import opening
+from lowdiff import memory
 from lowdiff.errors import LowDiffError
 from tests.faults.outcome import Outcome
 from tests.faults.victim import (
@@ -39,7 +39,7 @@ def make_victims(folder: Path) -> list[Victim]:
     live(closed, 12)
     killed = Victim(folder / "killed/run", folder / "killed/staging")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "_MIN_CHUNK_BYTES", CHUNK_BYTES)
+        patch.setattr(memory, "_MIN_CHUNK_BYTES", CHUNK_BYTES)
         live(killed, 8, end="kill")
         live(killed, 13, end="kill")
     with TemporaryDirectory(dir=folder) as aside:

@@ -69,6 +69,7 @@ def wait_for_step(folder: Path, step: int) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow  # a small campaign of tests/faults does the same in every test run
 def test_a_process_killed_at_random_instants_loses_no_committed_step(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(start(command("plain_module", whole, 400), whole), whole)
