@@ -61,7 +61,7 @@ class Attached:
             BUFFER_ITEM + canonical_name(name): buffer
             for name, buffer in self.module.named_buffers()
             if buffer is not None
-        } | dict(self.frozen)
+        } | {name: parameter.detach() for name, parameter in self.frozen.items()}
 
     def gradients(self, optimizer: int) -> list[torch.Tensor | None]:
         """Flat gradients in layout order; None where absent or owned by another optimizer."""
@@ -127,7 +127,10 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             f"{forgotten[0]!r}; attach all optimizers, or freeze them with requires_grad_(False)"
         )
     layout = layout_of(trained.items())
-    frozen = {FROZEN_ITEM + n: p.detach() for n, p in named.items() if n not in trained}
+    frozen: dict[str, torch.Tensor] = {
+        FROZEN_ITEM + n: p for n, p in named.items() if n not in trained
+    }
+    _refuse_complex(module)
     buffers = {BUFFER_ITEM + canonical_name(n): b for n, b in module.named_buffers()}
     return Attached(
         model=model,
@@ -140,6 +143,16 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         frozen=frozen,
         names=_state_dict_names(module, trained, {**buffers, **frozen}),
     )
+
+
+def _refuse_complex(module: torch.nn.Module) -> None:
+    tensors = [*module.named_buffers(), *module.named_parameters()]
+    strange = [name for name, tensor in tensors if tensor.is_complex()]
+    if strange:
+        raise UnsupportedModel(
+            f"{strange[0]!r} is complex, which snapshots cannot hold; register "
+            "torch.view_as_real(...) of it instead"
+        )
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:

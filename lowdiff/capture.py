@@ -7,6 +7,7 @@ its newest value at or before a step.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ from lowdiff.layout import byte_view, dtype_name
 from lowdiff.persistence.values import decode, encode, same
 from lowdiff.recovery.state import FROZEN_ITEM, RNG_ITEM, STATEFUL_ITEM, TENSOR_ITEM
 from lowdiff.types import ITEM_BYTES, ItemRef
+
+_logger = logging.getLogger(__name__)
 
 #: An item of more than this in one step is named to the user.
 LARGE_ITEM_BYTES = 1 << 20
@@ -87,6 +90,7 @@ class ItemTracker:
         self._seen_random: dict[str, tuple[Any, bytes]] = {}
         self._apart: dict[str, torch.Tensor] = {}
         self._frozen_at_start: dict[str, int] = {}
+        self._trusts_versions = True
         #: Item name -> most bytes that one step logged of it, of those over `LARGE_ITEM_BYTES`.
         self.large_items: dict[str, int] = {}
         for name, read in self._stateful.items():
@@ -146,19 +150,28 @@ class ItemTracker:
         self._committed = {name: items[name] for name in names if name in items}
         self.read()
         self.changed_tensors()
+        for name, tensor in self._apart.items():
+            # What no record holds is logged with the first step: an object may be new, or may not
+            # have taken its tensor back.
+            if items.get(name) != encode(tensor.detach().cpu().contiguous(), name=name):
+                self._checksums.pop(name, None)
         self._frozen_at_start = {
             name: checksum
             for name, checksum in self._checksums.items()
             if name.startswith(FROZEN_ITEM)
         }
 
-    def changed(self) -> dict[str, bytes]:
-        """Items whose bytes differ from those of the last call; no bytes for one that is gone."""
+    def changed(self, *, thorough: bool = True) -> dict[str, bytes]:
+        """Items whose bytes differ from those of the last call; no bytes for one that is gone.
+
+        Args:
+            thorough: Whether to read frozen parameters that no version counter says were written.
+        """
         found = {
             name: data for name, data in self.read().items() if self._committed.get(name) != data
         }
         self._committed.update(found)
-        for name, tensor in self.changed_tensors().items():
+        for name, tensor in self.changed_tensors(thorough=thorough).items():
             found[name] = encode(tensor, name=name)
         for name in [n for n in self._checksums if n.startswith(TENSOR_ITEM)]:
             if name not in self._apart:
@@ -169,22 +182,36 @@ class ItemTracker:
                 self.large_items[name] = len(data)
         return found
 
-    def changed_tensors(self) -> dict[str, torch.Tensor]:
+    def changed_tensors(self, *, thorough: bool = True) -> dict[str, torch.Tensor]:
         """Those of `tensors` that differ from what they were at the last call, on the CPU."""
         found = {}
         for name, tensor in self.tensors.items():
             # Version counters are right for frozen parameters, which only in-place operations
             # write, but not for buffers: batch norm updates its statistics behind their back.
             version = (tensor._version, tensor.data_ptr())
-            if name.startswith(FROZEN_ITEM) and self._versions.get(name) == version:
+            is_known = name.startswith(FROZEN_ITEM) and self._versions.get(name) == version
+            if is_known and self._trusts_versions and not thorough:
                 continue
             self._versions[name] = version
             host = tensor.detach().cpu().contiguous()
             checksum = crc32c(byte_view(host)) if host.numel() else 0
             if self._checksums.get(name) != checksum:
+                if is_known:
+                    self._distrust_versions(name)
                 self._checksums[name] = checksum
                 found[name] = host
         return found
+
+    def _distrust_versions(self, name: str) -> None:
+        """A frozen parameter was written through ``.data``, as momentum encoders are."""
+        if self._trusts_versions:
+            _logger.warning(
+                "%s is frozen but was written through .data; from now on every frozen parameter is "
+                "read at every step; write it under torch.no_grad() instead, or attach an "
+                "AveragedModel, which is replayed",
+                name,
+            )
+        self._trusts_versions = False
 
 
 def _equal(left: Any, right: Any) -> bool:

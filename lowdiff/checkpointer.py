@@ -168,11 +168,11 @@ class Checkpointer:
         started = time.perf_counter()
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         attached = describe(model, optimizers)
+        if attached.ddp is not None:
+            self.hook_state = registered(attached.ddp, self.hook_state)
         self._opened = open_session(
             self._settings, attached, {**self._loaders, **stateful}, restore=restore, step=step
         )
-        if attached.ddp is not None:
-            self.hook_state = registered(attached.ddp, self.hook_state)
         self.hook_state.open(self._opened.session.reducer, attached.parameters)
         # Building a DataLoader's iterator draws from the global generator, so the generators are
         # set when the first step begins, not now.

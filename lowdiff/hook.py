@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, known to type checkers
 from torch.nn.parallel import DistributedDataParallel
 
-from lowdiff.errors import UsageError
+from lowdiff.errors import ConfigError, UsageError
 from lowdiff.layout import flat
 from lowdiff.protocols import Reducer
 
@@ -67,5 +67,9 @@ def registered(ddp: DistributedDataParallel, state: HookState) -> HookState:
     for hook, earlier in getattr(ddp, "_comm_hooks", []):
         if hook is comm_hook and isinstance(earlier, HookState):
             return earlier
+        raise ConfigError(
+            f"the model has the communication hook {getattr(hook, '__name__', hook)!r} already, "
+            "and DDP takes one for life; wrap the module anew, and choose lowdiff's compressor"
+        )
     ddp.register_comm_hook(state, comm_hook)
     return state

@@ -29,7 +29,7 @@ from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.fences import create_run, known_run_id, new_run_id, write_fence
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import claim, staging_of_run
-from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.paths import StagingFolder, default_staging_root
 from lowdiff.persistence.retention import retention_locked
 from lowdiff.persistence.retention_notes import note_policy
 from lowdiff.persistence.staging import StagingLog
@@ -119,8 +119,20 @@ def _agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFold
     run_id = remote_id or (ids.pop() if ids else proposal)
     with ranks.together():
         create_run(folder, run_id)
+        _refuse_to_lose_staged(settings, run_id)
         stages = _wait_for_writers(settings, run_id)
     return run_id, stages, remote_id is not None
+
+
+def _refuse_to_lose_staged(settings: Settings, run_id: str) -> None:
+    """Steps that lie in the default folder would be void if this life began with another one."""
+    usual = default_staging_root(settings.run)
+    if settings.staging_root != usual and staging_of_run(usual, settings.folder, run_id):
+        raise ConfigError(
+            f"steps of {settings.run} are staged in {usual} and staging={settings.staging} would "
+            "leave them behind; attach without staging= once, or give them up with "
+            f"`lowdiff gc --staging {usual} --force`"
+        )
 
 
 def _shared_catalog(
@@ -219,6 +231,12 @@ def _fenced(
     settings: Settings, given: Given, catalog: Catalog, ranks: Ranks, start: Start
 ) -> Fence:
     """The new incarnation; on return every rank's fence is durable."""
+    names = ranks.gather([sorted(given.stateful), sorted(given.averages)])
+    if any(other != names[0] for other in names):
+        raise ConfigError(
+            "the ranks attached different objects; every rank attaches all of them, and updates an "
+            f"AveragedModel in the same steps: {names}"
+        )
     incarnation: int = max(ranks.gather(catalog.num_incarnations))
     parent = max(catalog.incarnations, default=None) if start.continues else None
     compressor = settings.compressor

@@ -24,7 +24,7 @@ from lowdiff.recovery.damage import judge
 from lowdiff.recovery.engine import recover_from
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.state import RNG_ITEM, RecoveredState, inherit
+from lowdiff.recovery.state import RNG_ITEM, STATEFUL_ITEM, RecoveredState, inherit
 from lowdiff.residuals import read_residual
 from lowdiff.restore import (
     check_match,
@@ -100,7 +100,9 @@ def load_start(
                 + [f"restored {difference}" for difference in differences]
             ),
         )
-    return Start(state.step, True, bool(changes), residual, items)
+    live = {STATEFUL_ITEM + name for name in replaced}
+    items |= {name: data for name, data in tracker.read().items() if name in live}
+    return Start(state.step, True, bool(changes or replaced), residual, items)
 
 
 def class_of(thing: object) -> str:

@@ -292,7 +292,7 @@ class Session:
             absent=tuple(sorted(self._absent)),
             held=tuple(self._committed_held),
             payload=self.reducer.payload(),
-            items=self._tracker.changed(),
+            items=self._tracker.changed(thorough=self._is_thorough(step)),
             residual=self._residual.mark(),
             digest=digest,
             averages=averages,
@@ -301,6 +301,10 @@ class Session:
     def _loss_scale(self) -> float:
         """Scale of the gradients that the hook will see; the residual is in its units."""
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def _is_thorough(self, step: int) -> bool:
+        """Whether to read frozen parameters that nothing says were written."""
+        return step - self._base_step <= _AUDITED_FIRST or self._settings.takes_snapshot_at(step)
 
     def _digest(self, step: int) -> Digest | None:
         if self._attached.device.type != "cpu":

@@ -95,7 +95,7 @@ class StagingLog:
             Bytes written, or None if the log is at its cap: wait until more is durable.
 
         Raises:
-            StorageError: If not even two chunks fit into memory.
+            StorageError: If a chunk that is too small could not be replaced.
         """
         size = HEADER_BYTES + padded(len(meta)) + sections_bytes(sections)
         if not self._reserve(size, durable_step, drop=drop):
@@ -157,9 +157,13 @@ class StagingLog:
         try:
             self._open_chunk(self._chunks[-1].sequence + 1, size)
         except StorageError:
-            if len(self._chunks) == 1:
-                raise
-            return False  # somebody else took the memory: make do with what there is
+            # Somebody else took the memory: make do with what there is.
+            only = self._chunks[0]
+            return (
+                len(self._chunks) == 1
+                and only.last_step <= durable_step
+                and self._reuse_oldest(size)
+            )
         return True
 
     def _drop_oldest(self, size: int, durable_step: int) -> bool:
@@ -170,8 +174,8 @@ class StagingLog:
         return self._reuse_oldest(size)
 
     def _reuse_oldest(self, size: int) -> bool:
-        oldest = self._chunks.popleft()
         sequence = self._chunks[-1].sequence + 1
+        oldest = self._chunks.popleft()
         if oldest.file.size >= size:
             oldest.file.renamed(self.folder.chunk(sequence))
             self._install(_Chunk(sequence, oldest.file, last_step=-1))

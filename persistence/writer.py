@@ -127,7 +127,13 @@ class Writer:
         while not self._has_begun.is_set() and not self._trainer_gone.is_set():
             await asyncio.sleep(_POLL_SECONDS)
         while self._has_begun.is_set():
-            error = await asyncio.to_thread(adopt_predecessors, self._settings, self._trainer_gone)
+            try:
+                error = await asyncio.to_thread(
+                    adopt_predecessors, self._settings, self._trainer_gone
+                )
+            except Exception as failure:  # whatever it is, attach waits for it and must hear of it
+                _logger.exception("rank %d: adoption failed", self._settings.rank)
+                error = f"{type(failure).__name__}: {failure}"
             self._report("adopt", error)
             if not error:
                 self._status.update(adopted=True)

@@ -26,6 +26,7 @@ from lowdiff.recovery.state import (
     AVERAGE_ITEM,
     BUFFER_ITEM,
     FROZEN_ITEM,
+    STATEFUL_ITEM,
     TENSOR_ITEM,
     OptimizerState,
     RecoveredState,
@@ -71,6 +72,14 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
             AttributeError,
         ) as error:
             raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
+    for name in fence.averages:
+        item = STATEFUL_ITEM + name
+        if len({int(decode(i[item])["n_averaged"]) for i in state.items if item in i}) > 1:
+            raise DamagedFile(
+                snapshot.folder,
+                f"its shards hold {name!r} after different numbers of updates; update an "
+                "AveragedModel on every rank in the same steps",
+            )
     missing = sorted(set(specs) - set(state.parameters))
     if missing:
         raise DamagedFile(snapshot.folder, f"parameters {missing[:3]} are in no shard")

@@ -118,6 +118,11 @@ def _windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]
 
     def read(step: PlannedStep) -> Step:
         shards = tuple(read_differential(stored, codec) for stored in step.shards)
+        if any(_updates(shard) != _updates(shards[0]) for shard in shards):
+            raise ReplayMismatch(
+                f"the ranks updated their averages differently in step {step.step}; update an "
+                "AveragedModel on every rank in the same steps"
+            )
         decode = compressor.decoder([shard.payload for shard in shards], fence.layout)
         return Step(shards, frozenset(shards[0].absent), decode)
 
@@ -138,6 +143,10 @@ def _windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]
             ahead = reader.submit(read_window)
             yield window
             window = ahead.result()
+
+
+def _updates(shard: Differential) -> dict[str, tuple[bool, int]]:
+    return {name: (step.updated, step.count) for name, step in shard.averages.items()}
 
 
 class _Replay:

@@ -98,3 +98,19 @@ def test_a_file_is_no_place_for_staging(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file is no folder"):
         loop_with(tmp_path, tmp_path / "file", 10).attach()
+
+
+def test_another_folder_than_the_one_that_holds_steps_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowdiff.persistence.paths.shared_staging_root", lambda: tmp_path / "usual")
+    loop = loop_with(tmp_path, None, 10)
+    loop.attach()
+    for number in loop.checkpointer.steps(3):
+        loop.step(number)
+    loop.die()
+    with pytest.raises(ConfigError, match="would leave them behind; attach without staging= once"):
+        loop_with(tmp_path, tmp_path / "other", 10).attach()
+    again = loop_with(tmp_path, None, 10)
+    assert again.attach() == 3
+    again.checkpointer.close()

@@ -1,0 +1,98 @@
+"""What changes unseen, or is not restored, is recovered as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import lowdiff
+from lowdiff.errors import ConfigError, UnsupportedModel
+from lowdiff.persistence.values import same
+from tests.face.loops import Loop
+from tests.face.test_large_state import frozen_loop
+
+
+class Old:
+    """A large tensor in an object that takes it back."""
+
+    def __init__(self, value: float) -> None:
+        self.values = torch.full((2000,), value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values.copy_(state["values"])
+
+
+class Other(Old):
+    """Another class: starts afresh."""
+
+
+class Forgetful(Old):
+    """Does not take its tensor back."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what is there."""
+
+
+@pytest.mark.parametrize(("first", "second"), [(Old, Other), (None, Old), (Forgetful, Forgetful)])
+def test_an_object_that_did_not_get_its_tensor_back_is_recovered_as_it_is(
+    tmp_path: Path, first: type[Old] | None, second: type[Old]
+) -> None:
+    before = Loop(tmp_path, settings={"snapshot_every": 1000})
+    before.attach(**({} if first is None else {"thing": first(1.0)}))
+    for number in before.checkpointer.steps(3):
+        before.step(number)
+    before.die()
+    loop, thing = Loop(tmp_path, settings={"snapshot_every": 1000}), second(2.0)
+    assert loop.attach(thing=thing) == 3
+    for number in loop.checkpointer.steps(6):
+        loop.step(number)
+    loop.die()
+    for step in (4, 6):
+        found = lowdiff.recover(tmp_path / "run", step, staging=tmp_path / "staging")
+        assert torch.equal(found.stateful["thing"]["values"], thing.values)
+
+
+@pytest.mark.parametrize("way", ["assigned", "in place"])
+def test_frozen_parameters_written_through_data_are_exact_at_every_step(
+    tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = frozen_loop(tmp_path, snapshot_every=4)
+    loop.attach()
+    bias = loop.model.get_parameter("0.bias")
+    live = {}
+    for number in loop.checkpointer.steps(9):
+        loop.step(number)
+        if way == "assigned":
+            bias.data = bias.data * 0.9 + 1.0
+        else:
+            bias.data.mul_(0.9).add_(1.0)
+        live[number + 1] = loop.weights()
+    loop.checkpointer.close()
+    for step, expected in live.items():
+        found = lowdiff.recover(tmp_path / "run", step)
+        assert same(dict(found.model_state_dict()), expected)
+    assert ("written through .data" in caplog.text) == (way == "in place")
+
+
+def test_complex_buffers_are_refused_by_name(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.model.register_buffer("turns", torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(UnsupportedModel, match="'turns' is complex"):
+        loop.attach()
+
+
+def test_a_model_with_another_hook_is_refused_before_anything_begins() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    from lowdiff.hook import HookState, registered
+
+    wrapped: Any = SimpleNamespace(_comm_hooks=[(fp16_compress_hook, None)])
+    with pytest.raises(ConfigError, match="fp16_compress_hook"):
+        registered(wrapped, HookState())
