@@ -240,15 +240,10 @@ class Session:
 
     def _warn_about_large_items(self) -> None:
         for name, size in self._tracker.large_items.items():
-            if name not in self._warned:
-                self._warned.add(name)
-                _logger.warning(
-                    "rank %d: %s changed, which costs %.1f MB in every step that changes it. "
-                    "This is said once",
-                    self._rank,
-                    name,
-                    size / 1e6,
-                )
+            megabytes = size / 1e6
+            self._warn_once(
+                f"{name} changed, which costs {megabytes:.1f} MB in every step that changes it"
+            )
 
     @property
     def large_items(self) -> dict[str, int]:
