@@ -17,10 +17,9 @@ from lowdiff.attached import Attached
 from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.given import Given
-from lowdiff.persistence.budget import Room, StagingNeed, log_cap, room_at
+from lowdiff.persistence.budget import Room, StagingNeed, existing_part, log_cap, room_at
 from lowdiff.persistence.durable import make_directory
 from lowdiff.settings import Settings
-from lowdiff.types import ITEM_BYTES
 
 _logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, str]:
     """How long this rank's log may become, or why it cannot be."""
     with ranks.together():
         room = _room(root)
-        device = os.stat(next(path for path in (root, *root.parents) if path.exists())).st_dev
+        device = os.stat(existing_part(root)).st_dev
     told = ranks.gather([socket.gethostname(), device, *_numbers(need)])
     here = [
         StagingNeed(*numbers)
@@ -122,7 +121,7 @@ def _numbers(need: StagingNeed) -> list[int]:
 def _need(given: Given, world_size: int) -> tuple[StagingNeed, int]:
     """What one rank needs, and the length of its chunks."""
     attached = given.attached
-    model_bytes = sum(p.numel * ITEM_BYTES[p.dtype] for p in attached.layout.parameters)
+    model_bytes = sum(p.nbytes for p in attached.layout.parameters)
     chunk_bytes = min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
     state_bytes = max(_STATE_TENSORS * model_bytes, _state_bytes(attached))
     averages = len(given.averages) * model_bytes

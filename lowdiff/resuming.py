@@ -100,8 +100,9 @@ def load_start(
                 + [f"restored {difference}" for difference in differences]
             ),
         )
-    live = {STATEFUL_ITEM + name for name in replaced}
-    items |= {name: data for name, data in tracker.read().items() if name in live}
+    if replaced:
+        live = {STATEFUL_ITEM + name for name in replaced}
+        items |= {name: data for name, data in tracker.read().items() if name in live}
     return Start(state.step, True, bool(changes or replaced), residual, items)
 
 

@@ -14,7 +14,7 @@ from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER, RESIDUAL, SCALAR
 from lowdiff.persistence.values import encode
 from lowdiff.recovery.optimizers import SCALAR_STATE
 from lowdiff.recovery.state import AVERAGE_ITEM
-from lowdiff.types import ITEM_BYTES, Layout
+from lowdiff.types import Layout
 
 _CODES = {
     "float64": "F64",
@@ -34,7 +34,7 @@ def shard_owners(layout: Layout, world_size: int) -> list[int]:
     """Which rank stores each parameter and its optimizer state: balanced by bytes."""
     load = [0] * world_size
     owners = [0] * len(layout.parameters)
-    sizes = [spec.numel * ITEM_BYTES[spec.dtype] for spec in layout.parameters]
+    sizes = [spec.nbytes for spec in layout.parameters]
     for parameter in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owners[parameter] = load.index(min(load))
         load[owners[parameter]] += sizes[parameter]

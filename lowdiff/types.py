@@ -41,6 +41,11 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
     def stop(self) -> int:
         """First element after this parameter in the layout (exclusive)."""
         return self.offset + self.numel

@@ -33,10 +33,7 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
     errors = []
     root = Path(settings.staging_root)
     for stage in staging_of_run(root, settings.folder, settings.run_id):
-        mine = stage.rank == settings.rank or (
-            stage.rank >= settings.world_size and stage.rank % settings.world_size == settings.rank
-        )
-        if stage.incarnation >= settings.incarnation or not mine:
+        if stage.incarnation >= settings.incarnation or not settings.serves(stage.rank):
             continue
         lock = FileLock(stage.writer_lock)
         try:

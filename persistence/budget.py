@@ -65,10 +65,15 @@ class Room:
 
 def room_at(root: Path) -> Room:
     """Look at the file system and the control group."""
-    existing = next(path for path in (root, *root.parents) if path.exists())
+    existing = existing_part(root)
     found = os.statvfs(existing)
     limit = memory_headroom() if is_in_memory(existing) else None
     return Room(root, found.f_bavail * found.f_frsize, limit)
+
+
+def existing_part(path: Path) -> Path:
+    """The folder itself, or the nearest one above that is there."""
+    return next(part for part in (path, *path.parents) if part.exists())
 
 
 def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:

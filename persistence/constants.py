@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.durable import fsync_directory, make_directory
+from lowdiff.persistence.durable import make_directory, replaced
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import ImageTensor, image_header
@@ -32,17 +31,9 @@ def write_constants(folder: RunFolder, tensors: Sequence[ImageTensor]) -> str:
     if not target.is_file() or target.stat().st_size != size:
         make_directory(target.parent)
         # Ranks that share the folder write the same bytes, each to a file of its own first.
-        partial = target.with_name(f"{target.name}.{os.uname().nodename}-{os.getpid()}.partial")
-        try:
-            with partial.open("wb") as file:
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-        fsync_directory(target.parent)
+        with replaced(target) as file:
+            for part in parts:
+                file.write(part)
     return digest.hexdigest()
 
 

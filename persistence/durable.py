@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from crc32c import crc32c
 
@@ -37,20 +38,27 @@ def make_directory(path: Path) -> None:
     fsync_directory(path.parent)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Replace ``path`` atomically and durably."""
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, which then takes the place of ``path``, atomically and durably."""
     # Random, because ranks in containers on a shared folder may have the same process id.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace ``path`` atomically and durably."""
+    with replaced(path) as file:
+        file.write(data)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

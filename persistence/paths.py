@@ -34,8 +34,10 @@ from pathlib import Path
 from lowdiff.errors import DamagedFile, NotARun
 
 RUN_FILE = "run.json"
-NOTES_NAME = re.compile(r"retention\.json|pins/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
-CONSTANTS_NAME = re.compile(r"constants/[0-9a-f]{64}\.safetensors")
+_CONSTANTS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+_PIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
+NOTES_NAME = re.compile(rf"retention\.json|pins/{_PIN_NAME.pattern}")
+CONSTANTS_NAME = re.compile(rf"constants/{_CONSTANTS_NAME.pattern}")
 
 _FILE_NAMES = (
     ("fence", re.compile(r"incarnations/i(?P<incarnation>\d{6})/rank-(?P<rank>\d{4})\.json")),
@@ -63,8 +65,6 @@ _RANK_NAME = re.compile(r"rank-(\d{4})(?:\.json)?")
 _INCARNATION_NAME = re.compile(r"i(\d{6})")
 _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
-_CONSTANTS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
-_PIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
 
 
 def default_staging_root(run: Path) -> Path:

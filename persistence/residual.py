@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lowdiff.persistence.memory import MappedFile, read_view
-from lowdiff.types import ITEM_BYTES, Layout
+from lowdiff.types import Layout
 
 _ALIGNMENT = 64
 
@@ -22,7 +22,7 @@ class ResidualLayout:
         self.ranges: list[tuple[int, int]] = []
         offset = 0
         for spec in layout.parameters:
-            size = spec.numel * ITEM_BYTES[spec.dtype]
+            size = spec.nbytes
             self.ranges.append((offset, offset + size))
             offset += size + (-size % _ALIGNMENT)
         self.slot_bytes = max(offset, _ALIGNMENT)

@@ -129,9 +129,9 @@ class Uploader:
     async def _begin(self) -> None:
         """``run.json``, frozen parameters and fences; then what the store has already."""
         folder = self._settings.folder
-        if self._is_mine(0):
+        if self._settings.serves(0):
             await self._upload_constants()
-        fences = [path for _, rank, path in folder.fences() if self._is_mine(rank)]
+        fences = [path for _, rank, path in folder.fences() if self._settings.serves(rank)]
         for path in [folder.run_file, *fences]:
             await self._create(
                 "fences", folder.name(path), await asyncio.to_thread(path.read_bytes)
@@ -139,7 +139,7 @@ class Uploader:
         self._listing = await self._retrying("fences", self._my_listing)
         self._old = await asyncio.to_thread(self._spent, Listing.of_folder(folder))
         newest = {(f.incarnation, f.rank): f for f in self._listing.files("segment")}
-        segments = list(folder.segments(self._is_mine))
+        segments = list(folder.segments(self._settings.serves))
         for (incarnation, rank, _, path), after in zip_longest(segments, segments[1:]):
             found = newest.get((incarnation, rank))
             if found is None:
@@ -188,14 +188,10 @@ class Uploader:
     def _my_listing(self) -> Listing:
         """All snapshots, and this rank's segments."""
         sizes = self._store.sizes("snapshots")
-        ranks = {rank for _, rank, _, _ in self._settings.folder.segments(self._is_mine)}
+        ranks = {rank for _, rank, _, _ in self._settings.folder.segments(self._settings.serves)}
         for rank in {self._settings.rank, *ranks}:
             sizes |= self._store.sizes(f"segments/rank-{rank:04d}")
         return Listing(sizes)
-
-    def _is_mine(self, rank: int) -> bool:
-        own, world_size = self._settings.rank, self._settings.world_size
-        return rank == own or (rank >= world_size and rank % world_size == own)
 
     async def _create(self, task: str, name: str, data: bytes) -> int:
         """Write an object once; returns how much of ``data`` the store has.
@@ -219,7 +215,7 @@ class Uploader:
         settings, folder = self._settings, self._settings.folder
         # Looked at first: what is adopted or uploaded meanwhile is for the next pass.
         base_will_be_there = self._adopted.is_set() and self._snapshots_passed.is_set()
-        segments = list(folder.segments(self._is_mine))
+        segments = list(folder.segments(self._settings.serves))
         own = [path for *key, _, path in segments if key == [settings.incarnation, settings.rank]]
         for incarnation, rank, _, path in segments:
             # Until its log is adopted, an earlier incarnation's segments may have another writer.
@@ -274,7 +270,7 @@ class Uploader:
                 continue
             for manifest in sorted(path.glob("rank-*.json")):
                 file = RunFile.parse(folder.name(manifest))
-                if file is None or not self._is_mine(file.rank):
+                if file is None or not self._settings.serves(file.rank):
                     continue
                 if file.name not in self._listing.sizes:
                     try:
@@ -322,7 +318,7 @@ class Uploader:
 
     async def _collect(self) -> None:
         """Remove from the store what retention no longer needs there, of this rank's."""
-        if self._is_mine(0):
+        if self._settings.serves(0):
             await self._upload_notes()
         self._listing = await self._retrying("retention", self._my_listing)
         gone = await asyncio.to_thread(self._spent, self._listing)
@@ -331,7 +327,7 @@ class Uploader:
             file.name
             for kind in ("manifest", "shard", "segment")  # without its manifests it does not exist
             for file in self._listing.files(kind)
-            if self._is_mine(file.rank) and not gone.isdisjoint(_places(folder, file))
+            if self._settings.serves(file.rank) and not gone.isdisjoint(_places(folder, file))
         ]
         await self._retrying("retention", lambda: self._store.delete(names))
         left = {n: size for n, size in self._listing.sizes.items() if n not in set(names)}
@@ -340,7 +336,7 @@ class Uploader:
         self._old = await asyncio.to_thread(self._spent, here)
 
     def _spent(self, listing: Listing) -> frozenset[Path]:
-        mine = {f.name for f in listing.files("segment") if self._is_mine(f.rank)}
+        mine = {f.name for f in listing.files("segment") if self._settings.serves(f.rank)}
         try:
             return spent(self._settings, self._listing, listing, mine)
         except DamagedFile as error:

@@ -52,6 +52,12 @@ class WriterSettings:
         """This incarnation's staging folder."""
         return StagingFolder.of(Path(self.staging_root), self.run_id, self.incarnation, self.rank)
 
+    def serves(self, rank: int) -> bool:
+        """Whether what ``rank`` left is this writer's: its own, and its share of ranks that are no more."""
+        return rank == self.rank or (
+            rank >= self.world_size and rank % self.world_size == self.rank
+        )
+
     def to_json(self) -> str:
         """For the command line."""
         return json.dumps(asdict(self))

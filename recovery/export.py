@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 from lowdiff.errors import ConfigError, StorageError
-from lowdiff.persistence.durable import fsync_directory, make_directory
+from lowdiff.persistence.durable import make_directory, replaced
 from lowdiff.recovery.state import RecoveredState
 
 #: What ``torch.load(weights_only=True)`` takes as it is.
@@ -50,7 +48,7 @@ def export(state: RecoveredState, path: str | Path, *, overwrite: bool = False) 
     write = _write_all(state) if target.suffix == ".pt" else _write_weights(state)
     try:
         make_directory(target.parent)
-        with _replaced(target) as file:
+        with replaced(target) as file:
             write(file)
     except (OSError, RuntimeError) as error:  # torch may report a full disk as RuntimeError
         raise StorageError(f"{target} could not be written: {error}") from error
@@ -148,18 +146,3 @@ def _refusal(value: Any, where: str) -> ConfigError:
         "export the weights alone to a name ending in .safetensors, or take the object from "
         "lowdiff.recover(...).stateful"
     )
-
-
-@contextmanager
-def _replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which then takes the place of ``path``, durably."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    fsync_directory(path.parent)

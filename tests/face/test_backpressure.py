@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import manifest_file
 from lowdiff.persistence.values import same
 from tests.face.loops import Loop
+from tests.mounts import tmpfs_or_skip
 
 PATIENCE_SECONDS = 20.0
 
@@ -25,16 +25,8 @@ PATIENCE_SECONDS = 20.0
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 128 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if shutil.which("mount") is None:
-        pytest.skip("there is no mount command to make a small tmpfs with")
-    command = ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        pytest.skip(f"a small tmpfs cannot be mounted here: {result.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with tmpfs_or_skip(tmp_path / "disk", 128) as folder:
+        yield folder
 
 
 def fill(folder: Path, spare_bytes: int = 0) -> Path:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,21 +14,14 @@ from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.persistence.values import same
 from tests.face.loops import Loop
+from tests.mounts import tmpfs_or_skip
 
 
 @pytest.fixture
 def small_memory(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 6 MiB."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    if shutil.which("mount") is None:
-        pytest.skip("there is no mount command to make a small tmpfs with")
-    command = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        pytest.skip(f"a small tmpfs cannot be mounted here: {result.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with tmpfs_or_skip(tmp_path / "memory", 6) as folder:
+        yield folder
 
 
 def loop_with(folder: Path, staging: Path | None, width: int) -> Loop:

@@ -19,17 +19,15 @@ from lowdiff.errors import ConfigError, RunMismatch, StepNotFound, StoreError, W
 from lowdiff.recovery.inspection import inspect
 from lowdiff.recovery.verify import verify
 from tests.face.loops import Loop
-from tests.persistence.s3_server import BUCKET, S3Server
+from tests.persistence.s3_server import BUCKET, S3Server, running_server
 
 PATIENCE_SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
 def _server() -> Iterator[S3Server]:
-    with pytest.MonkeyPatch.context() as environment:
-        made = S3Server(environment)
+    with running_server() as made:
         yield made
-        made.stop()
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from tests.faults.victim import (
     digest_of,
     listening,
 )
+from tests.mounts import CannotMount, tmpfs
 
 TROUBLES = ("full", "read-only", "no permission", "deleted", "I/O error", "clock")
 #: The last step before the trouble, and the last that may be committed in it: two batches of two.
@@ -179,16 +180,12 @@ def _disk(kind: str, folder: Path) -> Iterator[Path]:
     if kind != "full":
         yield disk
         return
-    if shutil.which("mount") is None:
-        raise NotHere("there is no mount command")
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise NotHere(f"no tmpfs can be mounted: {result.stderr.strip()}")
-    try:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(tmpfs(disk, 2))
+        except CannotMount as error:
+            raise NotHere(str(error)) from error
         yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def _prepare(kind: str, folder: Path, stack: ExitStack) -> None:

@@ -132,7 +132,8 @@ def test_the_example_with_a_worker_killed_under_torchrun_ends_as_if_it_were_not(
     killed = run_example(tmp_path / "killed", kill_after="step 60:")
     first, second = [line for line in killed if line.startswith("starting at")]
     assert first == "starting at step 0"
-    assert 60 <= int(second.split()[-1]) < 200
+    # The killed rank may not have come to the commit of the step that the other one printed.
+    assert 59 <= int(second.split()[-1]) < 200
 
     def results(lines: list[str]) -> set[str]:
         # Two ranks may print into one line.

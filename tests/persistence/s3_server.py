@@ -144,3 +144,12 @@ class S3Server:
 class _Quiet(MotoRequestHandler):
     def log_request(self, *_: object) -> None:
         """Print nothing."""
+
+
+@contextmanager
+def running_server() -> Iterator[S3Server]:
+    """A server, and the environment that leads to it, for the tests of one module."""
+    with pytest.MonkeyPatch.context() as environment:
+        made = S3Server(environment)
+        yield made
+        made.stop()

@@ -10,15 +10,13 @@ import pytest
 
 from lowdiff.errors import ConfigError, StoreError
 from lowdiff.persistence.object_store import ObjectStore, is_url
-from tests.persistence.s3_server import S3Server
+from tests.persistence.s3_server import S3Server, running_server
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    with pytest.MonkeyPatch.context() as environment:
-        made = S3Server(environment)
+    with running_server() as made:
         yield made
-        made.stop()
 
 
 @pytest.fixture(params=["s3", "file"])

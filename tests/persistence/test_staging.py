@@ -25,6 +25,7 @@ from lowdiff.persistence.sections import read_sections
 from lowdiff.persistence.segments import batches_of
 from lowdiff.persistence.staging import LogTail, StagingLog, open_chunk, staged_records
 from lowdiff.types import Section
+from tests.mounts import tmpfs_or_skip
 
 ROOT = Path(__file__).parents[2]
 RUN_ID = "00112233445566778899aabbccddeeff"
@@ -391,6 +392,7 @@ from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.types import Section
+from tests.mounts import tmpfs_or_skip
 
 folder = StagingFolder.of(Path(sys.argv[1]), sys.argv[2], 0, 0)
 folder.root.mkdir(parents=True)
@@ -424,17 +426,9 @@ def test_what_was_staged_before_a_kill_is_there_after_it(tmp_path: Path, millise
 @pytest.fixture
 def full_tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 1 MiB with a file of 1 MiB less 64 KiB in it."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if shutil.which("mount") is None:
-        pytest.skip("there is no mount command to make a small tmpfs with")
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        pytest.skip(f"a small tmpfs cannot be mounted here: {result.stderr.strip()}")
-    (folder / "filler").write_bytes(bytes((1 << 20) - (64 << 10)))
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with tmpfs_or_skip(tmp_path / "small", 1) as folder:
+        (folder / "filler").write_bytes(bytes((1 << 20) - (64 << 10)))
+        yield folder
 
 
 FILLER = (

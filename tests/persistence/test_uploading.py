@@ -16,7 +16,7 @@ from lowdiff.persistence.segments import read_batch, uploaded_records
 from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
-from tests.persistence.s3_server import S3Server
+from tests.persistence.s3_server import S3Server, running_server
 from tests.persistence.test_writer import (
     append,
     log_of,
@@ -29,10 +29,8 @@ from tests.persistence.test_writer import (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    with pytest.MonkeyPatch.context() as environment:
-        made = S3Server(environment)
+    with running_server() as made:
         yield made
-        made.stop()
 
 
 def settings_with_store(root: Path) -> WriterSettings:

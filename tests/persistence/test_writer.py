@@ -39,6 +39,7 @@ from lowdiff.persistence.status import StatusReader, WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.types import Section
+from tests.mounts import tmpfs_or_skip
 
 ROOT = Path(__file__).parents[2]
 RUN_ID = "00112233445566778899aabbccddeeff"
@@ -370,6 +371,7 @@ import os, signal, sys, time
 from test_writer import append, log_of, settings_in, stage_snapshot, wait_until, writing
 from pathlib import Path
 from lowdiff.persistence.writer_process import WriterProcess
+from tests.mounts import tmpfs_or_skip
 
 settings = settings_in(Path(sys.argv[1]), batch_size=100)
 log = log_of(settings)
@@ -568,16 +570,8 @@ def test_adoption_is_tried_again_until_it_succeeds_and_reported_meanwhile(tmp_pa
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if shutil.which("mount") is None:
-        pytest.skip("there is no mount command to make a small tmpfs with")
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        pytest.skip(f"a small tmpfs cannot be mounted here: {result.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with tmpfs_or_skip(tmp_path / "disk", 2) as folder:
+        yield folder
 
 
 def remount(folder: Path, mode: str) -> None:

@@ -1,0 +1,46 @@
+"""Small file systems of memory, for tests of what runs full."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+
+class CannotMount(Exception):
+    """This machine lets nobody mount a tmpfs; the message says why."""
+
+
+@contextmanager
+def tmpfs(folder: Path, mebibytes: int) -> Iterator[Path]:
+    """Mount a tmpfs on ``folder``, which is made if it is not there.
+
+    Raises:
+        CannotMount: Where that is not possible.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if shutil.which("mount") is None:
+        raise CannotMount("there is no mount command")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise CannotMount(f"no tmpfs can be mounted: {result.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def tmpfs_or_skip(folder: Path, mebibytes: int) -> Iterator[Path]:
+    """The same for a fixture: its tests are skipped where nothing can be mounted."""
+    with ExitStack() as stack:
+        try:
+            place = stack.enter_context(tmpfs(folder, mebibytes))
+        except CannotMount as error:
+            pytest.skip(str(error))
+        yield place
