@@ -173,14 +173,19 @@ class Checkpointer:
         self._opened = open_session(
             self._settings, attached, {**self._loaders, **stateful}, restore=restore, step=step
         )
-        self.hook_state.open(self._opened.session.reducer, attached.parameters)
-        # Building a DataLoader's iterator draws from the global generator, so the generators are
-        # set when the first step begins, not now.
-        self._pending_random = self._opened.random_states
-        self._commits = "unknown"
-        self._forward_hook = model.register_forward_pre_hook(self._before_forward)
-        self._was_preempted = False
-        self._signals = SignalWatch(self._session.preempt)
+        try:
+            self.hook_state.open(self._opened.session.reducer, attached.parameters)
+            # Building a DataLoader's iterator draws from the global generator, so the generators
+            # are set when the first step begins, not now.
+            self._pending_random = self._opened.random_states
+            self._commits = "unknown"
+            self._forward_hook = model.register_forward_pre_hook(self._before_forward)
+            self._was_preempted = False
+            self._signals = SignalWatch(self._session.preempt)
+        except BaseException:
+            self._session.stager.writer.stop()
+            self._let_go(self._opened)
+            raise
         self._attach_seconds = time.perf_counter() - started
         self._say(
             "attached",
@@ -304,6 +309,7 @@ class Checkpointer:
             "rank": opened.ranks.rank,
             **opened.session.stager.counters.document(),
             **writer_document(writer.read_status()),
+            "durable_step": opened.session.stager.durable_step,
             "committed_step": opened.session.committed_step,
             "attach_seconds": self._attach_seconds,
             "large_items": opened.session.large_items,
@@ -359,13 +365,19 @@ class Checkpointer:
             self._final_stats = self.stats()
             self._say("closed", f"{self._settings.run} is closed", step=opened.session.step)
         finally:
-            if self._signals is not None:
-                self._signals.close()
-            self.hook_state.close()
-            if self._forward_hook is not None:
-                self._forward_hook.remove()
-            release(opened)
-            self._opened = None
+            self._let_go(opened)
+
+    def _let_go(self, opened: Opened) -> None:
+        """Take back what ``attach`` registered, as far as it came."""
+        if self._signals is not None:
+            self._signals.close()
+            self._signals = None
+        self.hook_state.close()
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
+        release(opened)
+        self._opened = None
 
     def _say(self, event: str, text: str, **fields: Any) -> None:
         assert self._opened is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from lowdiff.errors import StorageError
 from lowdiff.opening import Opened
 
 _logger = logging.getLogger(__name__)
@@ -28,10 +27,19 @@ def finish(opened: Opened, *, failed: bool) -> None:
         session.commit()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
     session.stager.writer.finish(_FINISH_SECONDS)
+    if not is_last_snapshot:
+        return
     # The snapshot exists only with every rank's shard, and one that failed here does not come.
-    if is_last_snapshot and opened.ranks.meet(_MEET_SECONDS):
+    if opened.ranks.meet(_MEET_SECONDS):
         session.committed_step = session.step
         opened.staging.remove()
+    else:
+        _logger.warning(
+            "another rank did not finish its share of the last snapshot within %.0f s, so %s is "
+            "kept; the next attach resumes with its help",
+            _MEET_SECONDS,
+            opened.staging.root,
+        )
 
 
 def release(opened: Opened) -> None:
@@ -57,12 +65,7 @@ def _take_last_snapshot(opened: Opened) -> bool:
         )
         return False
     if all(opened.ranks.gather(opened.session.is_as_committed())):
-        error = ""
-        try:
-            opened.session.snapshot(required=True)
-        except StorageError as failure:
-            error = str(failure)
-        failures = list(filter(None, opened.ranks.gather(error)))
+        failures = list(filter(None, opened.ranks.gather(_failure_of_snapshot(opened))))
         if failures:
             _logger.warning(
                 "no last snapshot is taken: %s; the next attach resumes with the help of %s",
@@ -77,3 +80,13 @@ def _take_last_snapshot(opened: Opened) -> bool:
         opened.staging.root,
     )
     return False
+
+
+def _failure_of_snapshot(opened: Opened) -> str:
+    """Take the snapshot; what went wrong, which the other ranks wait to hear, or nothing."""
+    try:
+        opened.session.snapshot(required=True)
+    except Exception as failure:
+        _logger.debug("the last snapshot failed", exc_info=True)
+        return str(failure) or type(failure).__name__
+    return ""

@@ -45,7 +45,8 @@ class Stager:
         self._page = TrainerPage(log.folder.trainer_status)
         self._snapshot_step = -1
         self._owes_snapshot = False
-        self._error = self._error_of_store = ""
+        self._first_dropped = -1
+        self._error = self._error_of_store = self._error_of_snapshot = ""
         self._troubled: tuple[int, ...] = ()
 
     @property
@@ -95,7 +96,7 @@ class Stager:
         self._wait_until(fits, "staging memory")
         self.counters.staged_bytes += written[0]
         if self._log.dropped_step > dropped_before:
-            self._note_dropped(max(dropped_before, self._status().durable_step))
+            self._note_dropped(dropped_before)
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
@@ -117,13 +118,15 @@ class Stager:
             try:
                 size, checksum = stage_image(self._log.folder.snapshot, tensors())
             except StorageError as error:
-                if required or self._settings.on_error == "raise":
+                # Ranks that wait for this one must hear of it first: with the next exchange.
+                if required or (self._raises and self._world_size == 1):
                     raise
                 self._owe_for(error)
                 return
             self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
         self._snapshot_step = step
         self._owes_snapshot = False
+        self._error_of_snapshot = ""
         self.counters.snapshots += 1
 
     def owes_snapshot(self, step: int) -> bool:
@@ -150,8 +153,12 @@ class Stager:
     def _degrades(self) -> bool:
         return self._settings.backpressure == "degrade"
 
-    def _note_dropped(self, durable_step: int) -> None:
-        """Steps after ``durable_step`` are gone; what follows needs a snapshot to be of use."""
+    def _note_dropped(self, dropped_before: int) -> None:
+        """Steps that were not durable are gone; what follows needs a snapshot to be of use."""
+        status = self._status()
+        durable_step = max(dropped_before, status.durable_step)
+        if status.durable_snapshot >= dropped_before:  # else the gap before is still open
+            self._first_dropped = durable_step + 1
         if not self._owes_snapshot:
             log_event(
                 _logger,
@@ -165,10 +172,22 @@ class Stager:
         self._owes_snapshot = True
         self.counters.dropped_steps += self._log.dropped_step - durable_step
 
+    @property
+    def durable_step(self) -> int:
+        """The newest step of this rank's that needs no memory to be recovered; for any thread.
+
+        What follows dropped steps counts once the snapshot behind the gap is durable.
+        """
+        status = self.writer.read_status()
+        if status.durable_snapshot < self._log.dropped_step:
+            return min(status.durable_step, self._first_dropped - 1)
+        return status.durable_step
+
     def _owe_for(self, error: StorageError) -> None:
         if not self._owes_snapshot:
             _logger.warning("rank %d: no full snapshot now: %s", self._rank, error)
         self._owes_snapshot = True
+        self._error_of_snapshot = str(error)
 
     def wait_for_snapshot(self) -> None:
         """Wait until the last staged snapshot is durable."""
@@ -237,7 +256,9 @@ class Stager:
     @property
     def in_trouble(self) -> bool:
         """Whether this rank's writer reported trouble when it was last asked."""
-        return bool(self._error or (self._raises and self._error_of_store))
+        return bool(
+            self._error or (self._raises and (self._error_of_store or self._error_of_snapshot))
+        )
 
     @property
     def _raises(self) -> bool:
@@ -266,8 +287,7 @@ class Stager:
 
     def step_done(self, step: int, committed_step: int, *, preempted: bool) -> None:
         """Count a commit and show it."""
-        durable_step = self.writer.read_status().durable_step
-        self.counters.step_done(max(0, committed_step - durable_step))
+        self.counters.step_done(max(0, committed_step - self.durable_step))
         self.show(step, committed_step, preempted=preempted)
 
     def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
@@ -320,7 +340,9 @@ class Stager:
         )
 
     def _error_of(self, rank: int) -> str:
-        """A writer's error, if its page can be seen from here: not that of another node."""
+        """What is wrong with a rank, if its page can be seen from here: not that of another node."""
+        if rank == self._rank and self._error_of_snapshot:
+            return self._error_of_snapshot
         mine = self._log.folder
         root = mine.root.parent.parent
         page = StagingFolder.of(root, mine.run_id, mine.incarnation, rank).status

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from lowdiff.errors import WriterFailed
 from lowdiff.persistence.catalog import last_segment
 from lowdiff.persistence.paths import RunFolder
 from tests.face.loops import Loop, small_model
+from tests.mounts import tmpfs, tmpfs_or_skip
 from tests.scenarios.pool import Pool
 
 PATIENCE_SECONDS = 20.0
@@ -84,6 +87,45 @@ def test_warn_is_said_on_every_rank_and_training_goes_on(tmp_path: Path, pool: P
     segment = last_segment(RunFolder(tmp_path / "run-1"), 0, 1)
     assert segment is not None
     assert segment[1] == 16  # nothing was left out
+
+
+def train_without_room(rank: int, world_size: int, folder: str) -> tuple[int, str]:
+    """Train while rank 1 has no memory for a snapshot. Returns the last step and the error."""
+    staging = Path(folder, f"staging-{rank}")
+    with tmpfs(staging, 96) if rank == 1 else nullcontext():
+        model = DistributedDataParallel(small_model())
+        optimizer = torch.optim.AdamW(model.parameters())
+        checkpointer = lowdiff.Checkpointer(
+            Path(folder, "run"),
+            staging=staging,
+            compressor=TopK(0.1),
+            snapshot_every=4,
+            on_error="raise",
+        )
+        checkpointer.attach(model, optimizer)
+        step, error = 0, ""
+        try:
+            for step in checkpointer.steps(until=16):
+                model(torch.full((4, 20), step + 1.0)).square().mean().backward()
+                optimizer.step()
+                if step == 2 and rank == 1:  # AdamW's state makes the next snapshot larger
+                    filler = staging / "filler"
+                    filler.write_bytes(bytes(shutil.disk_usage(staging).free))
+        except WriterFailed as failure:
+            error = str(failure)
+        if rank == 1:
+            filler.unlink()
+        checkpointer.close()
+    return step, error
+
+
+def test_a_rank_without_memory_for_a_snapshot_raises_on_all(tmp_path: Path, pool: Pool) -> None:
+    with tmpfs_or_skip(tmp_path / "probe", 1):
+        results = pool.run(train_without_room, 2, str(tmp_path))
+    (first, error), (second, other_error) = results
+    assert first == second < 8
+    assert "the writer of rank 1 reports" in error
+    assert "the writer of rank 1 reports: staging needs" in other_error
 
 
 def test_a_single_process_raises_at_the_next_commit_and_may_go_on(tmp_path: Path) -> None:
