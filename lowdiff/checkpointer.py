@@ -34,6 +34,8 @@ from lowdiff.settings import Settings
 _logger = logging.getLogger(__name__)
 
 _RESTORE = ("all", "model", "none")
+#: The live Checkpointer of each run folder in this process.
+_attached: dict[Path, Checkpointer] = {}
 
 
 class Checkpointer:
@@ -166,6 +168,7 @@ class Checkpointer:
         if restore not in _RESTORE:
             raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
         started = time.perf_counter()
+        self._close_earlier()
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         attached = describe(model, optimizers)
         if attached.ddp is not None:
@@ -186,6 +189,7 @@ class Checkpointer:
             self._session.stager.writer.stop()
             self._let_go(self._opened)
             raise
+        _attached[self._settings.run] = self
         self._attach_seconds = time.perf_counter() - started
         self._say(
             "attached",
@@ -255,7 +259,7 @@ class Checkpointer:
             yield session.step
             if self._opened is None:
                 raise UsageError("the Checkpointer was closed inside its own loop")
-            session.commit()
+            self._commit()
 
     def commit(self) -> None:
         """End a step by hand, in loops that do not use ``steps()``.
@@ -268,7 +272,7 @@ class Checkpointer:
         """
         self._commits = "by hand"
         self._restore_random_states()
-        self._session.commit()
+        self._commit()
 
     @property
     def preempted(self) -> bool:
@@ -367,6 +371,17 @@ class Checkpointer:
         finally:
             self._let_go(opened)
 
+    def _close_earlier(self) -> None:
+        """A notebook's cell run again, say: its old Checkpointer holds the run (design rule R13)."""
+        earlier = _attached.get(self._settings.run)
+        if earlier is not None and earlier._opened is not None:
+            _logger.warning(
+                "%s is still attached in this process; that Checkpointer is closed, without "
+                "committing what it had not",
+                self._settings.run,
+            )
+            earlier._close(failed=True)
+
     def _let_go(self, opened: Opened) -> None:
         """Take back what ``attach`` registered, as far as it came."""
         if self._signals is not None:
@@ -378,6 +393,8 @@ class Checkpointer:
             self._forward_hook = None
         release(opened)
         self._opened = None
+        if _attached.get(self._settings.run) is self:
+            del _attached[self._settings.run]
 
     def _say(self, event: str, text: str, **fields: Any) -> None:
         assert self._opened is not None
@@ -403,7 +420,13 @@ class Checkpointer:
                     "recorded; call checkpointer.commit(), or loop over checkpointer.steps(...)"
                 )
             self._commits = "by forward"
-            self._session.commit()
+            self._commit()
+
+    def _commit(self) -> None:
+        session = self._session
+        assert self._opened is not None
+        self._opened.lock.check()
+        session.commit()
 
     def _restore_random_states(self) -> None:
         if self._pending_random is not None:

@@ -17,12 +17,14 @@ def finish(opened: Opened, *, failed: bool) -> None:
 
     Args:
         opened: What runs.
-        failed: Whether an exception ended the training: then nothing is committed.
+        failed: Whether an exception ended the training: then nothing is committed, and neither is
+            it when another trainer has taken over the run.
 
     Raises:
         WriterFailed: If storage does not take everything in time; nothing is lost.
     """
     session = opened.session
+    failed = failed or opened.lock.is_lost
     if not failed and session.has_finished_step:
         session.commit()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
