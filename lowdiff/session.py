@@ -28,6 +28,8 @@ from lowdiff.types import Differential, Digest, OptimizerStep, Payload
 #: What a rank tells all others on the back of the gradients' exchange.
 _PREEMPTED = 1
 _IN_TROUBLE = 2
+_OWES_SNAPSHOT = 4
+_READY_FOR_SNAPSHOT = 8
 
 _logger = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class Session:
         self._is_signalled = False
         self._all_preempted = False
         self._heeded_step = -1
+        self._tried_snapshot_step = -1
         self._warned: set[str] = set()
         self._committed_groups = [_copied(hyper_parameters(o)) for o in attached.optimizers]
         self._committed_held = attached.held()
@@ -191,7 +194,8 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self._settings.takes_snapshot_at(self.step) or self._can_catch_up():
+        elif self._settings.takes_snapshot_at(self.step) or self._can_catch_up(notes):
+            self._tried_snapshot_step = self.step
             self.snapshot()
         self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
 
@@ -313,8 +317,17 @@ class Session:
         self._changed_outside = False
         step = self.step + 1
         audit = step - self._base_step <= _AUDITED_FIRST or step % _AUDITED_EVERY == 0
-        note = _PREEMPTED * self._is_signalled | _IN_TROUBLE * self.stager.in_trouble
-        self.reducer.begin(self._incarnation << 40 | step, audit=audit, note=note)
+        self.reducer.begin(self._incarnation << 40 | step, audit=audit, note=self._note())
+
+    def _note(self) -> int:
+        """What this rank tells the others in the step that begins."""
+        stager = self.stager
+        return (
+            _PREEMPTED * self._is_signalled
+            | _IN_TROUBLE * stager.in_trouble
+            | _OWES_SNAPSHOT * stager.owes_snapshot
+            | _READY_FOR_SNAPSHOT * stager.is_ready_for_snapshot(self.step)
+        )
 
     def _stage_base(self) -> None:
         """Name the residual this incarnation starts from, should it die in its first step."""
@@ -331,12 +344,16 @@ class Session:
         )
         self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), base.payload)
 
-    def _can_catch_up(self) -> bool:
-        """Whether to take a snapshot that is owed; several ranks do so when the next one is due.
-
-        A snapshot exists only with every rank's shard, and ranks may owe theirs at different steps.
-        """
-        return self._world_size == 1 and self.stager.owes_snapshot(self.step)
+    def _can_catch_up(self, notes: tuple[int, ...]) -> bool:
+        """Whether to take a snapshot that a rank owes; it exists only with every rank's shard."""
+        if self._world_size == 1:
+            return self.stager.owes_snapshot and self.stager.is_ready_for_snapshot(self.step)
+        # The notes are from before the last commit's snapshot, which may be the one owed.
+        return (
+            self._tried_snapshot_step < self.step - 1
+            and any(note & _OWES_SNAPSHOT for note in notes)
+            and all(note & _READY_FOR_SNAPSHOT for note in notes)
+        )
 
     def snapshot(self, *, required: bool = False) -> None:
         """Stage a full snapshot of the current step, unless that was the last one staged.

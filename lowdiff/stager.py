@@ -45,6 +45,7 @@ class Stager:
         self._page = TrainerPage(log.folder.trainer_status)
         self._snapshot_step = -1
         self._owes_snapshot = False
+        self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
         self._error = self._error_of_store = self._error_of_snapshot = ""
         self._troubled: tuple[int, ...] = ()
@@ -121,21 +122,26 @@ class Stager:
                 # Ranks that wait for this one must hear of it first: with the next exchange.
                 if required or (self._raises and self._world_size == 1):
                     raise
-                self._owe_for(error)
+                self._owe_for(error, step)
                 return
             self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
         self._snapshot_step = step
         self._owes_snapshot = False
+        self._retry_after = 1
         self._error_of_snapshot = ""
         self.counters.snapshots += 1
 
-    def owes_snapshot(self, step: int) -> bool:
-        """Whether a snapshot that could not be taken should be tried now, after ``step``."""
-        if not self._owes_snapshot:
-            return False
+    @property
+    def owes_snapshot(self) -> bool:
+        """Whether a snapshot could not be taken and should be."""
+        return self._owes_snapshot
+
+    def is_ready_for_snapshot(self, step: int) -> bool:
+        """Whether one after ``step`` would not stop training, as far as this rank knows."""
         status = self._status()
         return (
-            not status.error
+            step >= self._retry_step
+            and not status.error
             and status.durable_snapshot >= self._snapshot_step
             and status.durable_step >= step - 2 * self._settings.batch_size
         )
@@ -183,7 +189,10 @@ class Stager:
             return min(status.durable_step, self._first_dropped - 1)
         return status.durable_step
 
-    def _owe_for(self, error: StorageError) -> None:
+    def _owe_for(self, error: StorageError, step: int) -> None:
+        # Each try costs the ranks that have the memory a snapshot.
+        self._retry_step = step + self._retry_after
+        self._retry_after = min(2 * self._retry_after, self._settings.snapshot_every)
         if not self._owes_snapshot:
             _logger.warning("rank %d: no full snapshot now: %s", self._rank, error)
         self._owes_snapshot = True

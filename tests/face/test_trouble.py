@@ -128,6 +128,47 @@ def test_a_rank_without_memory_for_a_snapshot_raises_on_all(tmp_path: Path, pool
     assert "the writer of rank 1 reports: staging needs" in other_error
 
 
+def train_with_room_later(rank: int, world_size: int, folder: str) -> int:
+    """Train while rank 1 has no memory for the snapshot that is due; snapshots taken by step 59."""
+    staging = Path(folder, f"staging-{rank}")
+    with tmpfs(staging, 96) if rank == 1 else nullcontext():
+        model = DistributedDataParallel(small_model())
+        optimizer = torch.optim.AdamW(model.parameters())
+        checkpointer = lowdiff.Checkpointer(
+            Path(folder, "run"), staging=staging, compressor=TopK(0.1), snapshot_every=30
+        )
+        checkpointer.attach(model, optimizer)
+        filler = staging / "filler"
+        for step in checkpointer.steps(until=59):
+            model(torch.full((4, 20), step + 1.0)).square().mean().backward()
+            optimizer.step()
+            if rank == 1 and step == 2:
+                filler.write_bytes(bytes(shutil.disk_usage(staging).free))
+            if rank == 1 and step == 32:
+                filler.unlink()
+            if step > 32:
+                time.sleep(0.02)  # the writers get to the snapshots before
+        taken = int(checkpointer.stats()["snapshots"])
+        checkpointer.close()
+    return taken
+
+
+def test_all_ranks_take_the_snapshot_that_one_owed_as_soon_as_it_can(
+    tmp_path: Path, pool: Pool
+) -> None:
+    with tmpfs_or_skip(tmp_path / "probe", 1):
+        taken = pool.run(train_with_room_later, 2, str(tmp_path))
+    assert taken[1] == 2
+    assert taken[0] <= 4  # it has taken its share each time that rank 1 tried
+    steps = sorted(
+        step
+        for _, step, path in RunFolder(tmp_path / "run").snapshots()
+        if len(list(path.glob("*.json"))) == 2
+    )
+    assert len(steps) >= 2
+    assert 33 < steps[-2] < 59
+
+
 def test_a_single_process_raises_at_the_next_commit_and_may_go_on(tmp_path: Path) -> None:
     loop = Loop(tmp_path, settings={"batch_size": 1, "on_error": "raise"})
     run = tmp_path / "run"
