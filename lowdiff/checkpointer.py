@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +35,8 @@ from lowdiff.settings import Settings
 _logger = logging.getLogger(__name__)
 
 _RESTORE = ("all", "model", "none")
-#: The live Checkpointer of each run folder in this process.
-_attached: dict[Path, Checkpointer] = {}
+#: The live Checkpointer of each run folder, by process: forked children inherit this.
+_attached: dict[tuple[int, str], Checkpointer] = {}
 
 
 class Checkpointer:
@@ -168,9 +169,9 @@ class Checkpointer:
         if restore not in _RESTORE:
             raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
         started = time.perf_counter()
-        self._close_earlier()
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         attached = describe(model, optimizers)
+        self._close_earlier()
         if attached.ddp is not None:
             self.hook_state = registered(attached.ddp, self.hook_state)
         self._opened = open_session(
@@ -189,7 +190,7 @@ class Checkpointer:
             self._session.stager.writer.stop()
             self._let_go(self._opened)
             raise
-        _attached[self._settings.run] = self
+        _attached[self._key] = self
         self._attach_seconds = time.perf_counter() - started
         self._say(
             "attached",
@@ -259,7 +260,7 @@ class Checkpointer:
             yield session.step
             if self._opened is None:
                 raise UsageError("the Checkpointer was closed inside its own loop")
-            self._commit()
+            session.commit()
 
     def commit(self) -> None:
         """End a step by hand, in loops that do not use ``steps()``.
@@ -272,7 +273,7 @@ class Checkpointer:
         """
         self._commits = "by hand"
         self._restore_random_states()
-        self._commit()
+        self._session.commit()
 
     @property
     def preempted(self) -> bool:
@@ -371,9 +372,13 @@ class Checkpointer:
         finally:
             self._let_go(opened)
 
+    @property
+    def _key(self) -> tuple[int, str]:
+        return os.getpid(), os.path.realpath(self._settings.run)
+
     def _close_earlier(self) -> None:
         """A notebook's cell run again, say: its old Checkpointer holds the run (design rule R13)."""
-        earlier = _attached.get(self._settings.run)
+        earlier = _attached.get(self._key)
         if earlier is not None and earlier._opened is not None:
             _logger.warning(
                 "%s is still attached in this process; that Checkpointer is closed, without "
@@ -393,8 +398,8 @@ class Checkpointer:
             self._forward_hook = None
         release(opened)
         self._opened = None
-        if _attached.get(self._settings.run) is self:
-            del _attached[self._settings.run]
+        if _attached.get(self._key) is self:
+            del _attached[self._key]
 
     def _say(self, event: str, text: str, **fields: Any) -> None:
         assert self._opened is not None
@@ -420,13 +425,7 @@ class Checkpointer:
                     "recorded; call checkpointer.commit(), or loop over checkpointer.steps(...)"
                 )
             self._commits = "by forward"
-            self._commit()
-
-    def _commit(self) -> None:
-        session = self._session
-        assert self._opened is not None
-        self._opened.lock.check()
-        session.commit()
+            self._session.commit()
 
     def _restore_random_states(self) -> None:
         if self._pending_random is not None:

@@ -205,6 +205,7 @@ def open_session(
                 state = recover_together(settings, attached, catalog, ranks, step)
             with ranks.together():
                 start = load_start(settings, given, catalog, ranks, state, restore)
+                lock.check()  # recovery may have taken hours
             fence = _fenced(settings, given, catalog, ranks, start)
         return _begin(settings, given, ranks, fence, start, memory, lock)
     except BaseException:
@@ -275,7 +276,7 @@ def _begin(
         with ranks.together():
             staging_lock = _new_staging(settings, staging)
             undo.callback(staging_lock.release)
-            session = _session(settings, given, ranks, fence, start, memory, staging, undo)
+            session = _session(settings, given, ranks, fence, start, memory, staging, lock, undo)
             # G3 holds from the return of attach: what it starts from is durable by then.
             if start.needs_snapshot:
                 session.snapshot(required=True)
@@ -284,10 +285,11 @@ def _begin(
                 session.stager.wait_for_adoption()
             if settings.store is not None:
                 session.stager.wait_for_store(start.step)
+        if ranks.rank == 0:
+            _name_large_items(given.tracker)
+        opened = Opened(session, lock, staging_lock, ranks, staging, start.items)
         undo.pop_all()
-    if ranks.rank == 0:
-        _name_large_items(given.tracker)
-    return Opened(session, lock, staging_lock, ranks, staging, start.items)
+    return opened
 
 
 def _session(
@@ -298,6 +300,7 @@ def _session(
     start: Start,
     memory: Memory,
     staging: StagingFolder,
+    lock: RunLock,
     undo: ExitStack,
 ) -> Session:
     """This rank's writer and session; ``undo`` learns how to take them back."""
@@ -344,6 +347,7 @@ def _session(
         tracker=given.tracker,
         items=start.items,
         stager=Stager(log, writer, settings, ranks.rank, ranks.world_size),
+        lock=lock,
         scaler=_hook_scaler(attached, given.stateful),
         averages=Averages(given.averages, attached),
         shares_constants=fence.constants != "",
@@ -369,7 +373,11 @@ def _new_staging(settings: Settings, staging: StagingFolder) -> FileLock:
     except FileExistsError as error:  # a copy of the run folder attaches at this very moment
         raise RunInUse(staging.root, "a trainer of a copy of the run folder", 0.0) from error
     lock.acquire(f"process {os.getpid()}")
-    claim(staging, settings.folder)
+    try:
+        claim(staging, settings.folder)
+    except BaseException:
+        lock.release()
+        raise
     return lock
 
 

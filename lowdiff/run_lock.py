@@ -47,22 +47,28 @@ class RunLock:
             raise RunInUse(self._settings.run, self._lease.holder(), seconds)
 
     def check(self) -> None:
-        """Notice that another machine took over while this one was suspended.
+        """Look whether another machine took over while this one was suspended.
 
         Raises:
-            RunInUse: Then; what this trainer would commit from now on is void.
+            RunInUse: Then.
         """
-        if self.is_lost and self._lease is not None:
-            holder = f"{self._lease.holder()}, which took over while this trainer was suspended"
-            raise RunInUse(self._settings.run, holder, 0.0)
+        if self.is_lost(look=True):
+            raise self.taken_over()
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether another machine took over."""
-        return self._lease is not None and self._lease.is_lost
+    def is_lost(self, *, look: bool = False) -> bool:
+        """Whether another machine took over, as far as rank 0 knows."""
+        return self._lease is not None and self._lease.is_lost(look=look)
+
+    def taken_over(self) -> RunInUse:
+        """What to raise then: what this trainer would commit from now on is void."""
+        by = "another trainer" if self._lease is None else self._lease.holder()
+        holder = f"{by}, which took over while this trainer was suspended"
+        return RunInUse(self._settings.run, holder, 0.0)
 
     def release(self) -> None:
         """Give both back; does nothing when not held."""
-        if self._lease is not None:
-            self._lease.release()
-        self._lock.release()
+        try:
+            if self._lease is not None:
+                self._lease.release()
+        finally:
+            self._lock.release()

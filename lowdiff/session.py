@@ -20,6 +20,7 @@ from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
+from lowdiff.run_lock import RunLock
 from lowdiff.settings import Settings
 from lowdiff.snapshot import shard_tensors
 from lowdiff.stager import Stager
@@ -30,6 +31,7 @@ _PREEMPTED = 1
 _IN_TROUBLE = 2
 _OWES_SNAPSHOT = 4
 _READY_FOR_SNAPSHOT = 8
+_LOST_RUN = 16
 
 _logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class Session:
         tracker: ItemTracker,
         items: Mapping[str, bytes],
         stager: Stager,
+        lock: RunLock,
         scaler: torch.amp.GradScaler | None,
         averages: Averages,
         shares_constants: bool,
@@ -62,6 +65,7 @@ class Session:
         self.step = step
         self.committed_step = step
         self.stager = stager
+        self._lock = lock
         self.reducer = reducer
         self._attached = attached
         self._settings = settings
@@ -82,6 +86,7 @@ class Session:
         self._changed_outside = False
         self._is_signalled = False
         self._all_preempted = False
+        self._is_taken_over = False
         self._heeded_step = -1
         self._tried_snapshot_step = -1
         self._warned: set[str] = set()
@@ -170,9 +175,13 @@ class Session:
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
             StorageError: If staging memory is exhausted.
+            RunInUse: If another machine took over the run; on all ranks.
         """
         with self.stager.timed("differential_seconds"):
             notes = self.reducer.heard()
+            self._is_taken_over |= any(note & _LOST_RUN for note in notes or (self._note(),))
+            if self._is_taken_over:
+                raise self._lock.taken_over()
             self._heed(notes)
             self._changed_outside |= self._guard.at_commit()
             if not self._stepped:
@@ -203,6 +212,11 @@ class Session:
     def is_preempted(self) -> bool:
         """Whether a rank was told to stop soon; turns true at the same commit on all ranks."""
         return self._all_preempted or (self._world_size == 1 and self._is_signalled)
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether another machine has taken over the run, as far as this rank knows."""
+        return self._is_taken_over or self._lock.is_lost()
 
     def preempt(self) -> None:
         """Prepare for a near end and tell the other ranks with the next exchange; any thread."""
@@ -323,7 +337,8 @@ class Session:
         """What this rank tells the others in the step that begins."""
         stager = self.stager
         return (
-            _PREEMPTED * self._is_signalled
+            _LOST_RUN * self._lock.is_lost()
+            | _PREEMPTED * self._is_signalled
             | _IN_TROUBLE * stager.in_trouble
             | _OWES_SNAPSHOT * stager.owes_snapshot
             | _READY_FOR_SNAPSHOT * stager.is_ready_for_snapshot(self.step)

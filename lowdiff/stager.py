@@ -78,9 +78,9 @@ class Stager:
             else:
                 self._wait_for_step(limit)
         written: list[int] = []
-        dropped_before = self._log.dropped_step
 
         def fits(status: WriterStatus) -> bool:
+            dropped_before = self._log.dropped_step
             size = self._log.append(
                 kind,
                 step,
@@ -92,12 +92,12 @@ class Stager:
             )
             if size is not None:
                 written.append(size)
+            if self._log.dropped_step > dropped_before:
+                self._note_dropped(dropped_before, status)
             return size is not None
 
         self._wait_until(fits, "staging memory")
         self.counters.staged_bytes += written[0]
-        if self._log.dropped_step > dropped_before:
-            self._note_dropped(dropped_before)
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
@@ -159,9 +159,8 @@ class Stager:
     def _degrades(self) -> bool:
         return self._settings.backpressure == "degrade"
 
-    def _note_dropped(self, dropped_before: int) -> None:
+    def _note_dropped(self, dropped_before: int, status: WriterStatus) -> None:
         """Steps that were not durable are gone; what follows needs a snapshot to be of use."""
-        status = self._status()
         durable_step = max(dropped_before, status.durable_step)
         if status.durable_snapshot >= dropped_before:  # else the gap before is still open
             self._first_dropped = durable_step + 1
@@ -185,7 +184,7 @@ class Stager:
         What follows dropped steps counts once the snapshot behind the gap is durable.
         """
         status = self.writer.read_status()
-        if status.durable_snapshot < self._log.dropped_step:
+        if 0 < self._first_dropped and status.durable_snapshot < self._log.dropped_step:
             return min(status.durable_step, self._first_dropped - 1)
         return status.durable_step
 
@@ -287,7 +286,11 @@ class Stager:
             self._status()
             troubled = [0] if self.in_trouble else []
         if troubled and self._raises:
-            raise WriterFailed(self._complaint(troubled))
+            complaint = self._complaint(troubled)
+            self._error_of_snapshot = (
+                ""  # said once: the snapshot is owed, and taken when it can be
+            )
+            raise WriterFailed(complaint)
         others = tuple(rank for rank in troubled if rank != self._rank)
         if others and others != self._troubled:
             text = f"rank {self._rank} hears: {self._complaint(others)}"
@@ -344,7 +347,7 @@ class Stager:
 
     def _complaint(self, troubled: Sequence[int]) -> str:
         return "; ".join(
-            f"the writer of rank {rank} reports: {self._error_of(rank) or 'trouble, see its log'}"
+            f"rank {rank} reports: {self._error_of(rank) or 'trouble with storage, see its output'}"
             for rank in troubled
         )
 

@@ -227,7 +227,9 @@ def test_a_second_trainer_waits_for_the_first_and_names_it(tmp_path: Path) -> No
     elsewhere.release()
     assert loop.attach() == 0
     loop.checkpointer.close()
-    assert not folder.lease.exists()
+    after = Lease(folder.lease, machine="another")
+    assert after.acquire("at once", timeout_seconds=0.0)
+    after.release()
 
 
 def test_a_trainer_that_slept_while_another_took_over_commits_no_more(tmp_path: Path) -> None:
@@ -240,8 +242,8 @@ def test_a_trainer_that_slept_while_another_took_over_commits_no_more(tmp_path: 
     folder.lease.unlink()  # as if it had expired, and another machine's file were in its place
     elsewhere = Lease(folder.lease, machine="another")
     assert elsewhere.acquire("process 8 on another machine", timeout_seconds=0.0)
-    lease = loop.checkpointer._opened.lock._lease  # type: ignore[union-attr]
-    lease._renewed -= lease.seconds  # type: ignore[union-attr]
+    assert loop.checkpointer._opened is not None
+    assert loop.checkpointer._opened.lock.is_lost(look=True)
     with pytest.raises(lowdiff.errors.RunInUse, match="took over while this trainer was suspended"):
         next(steps)
     loop.checkpointer.close()
