@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from lowdiff.errors import UsageError
 
-_HEADER_WORDS = 5
-_HEADER_BYTES = 8 * _HEADER_WORDS
+#: Rank, stamp, elements of the bucket, entries sent of it, note.
+HEADER_WORDS = 5
+_HEADER_BYTES = 8 * HEADER_WORDS
 _NOTE_BYTES = 8
 
 
@@ -86,7 +87,8 @@ def exchange(
         notes.hear(_notes(gathered, world_size))
         buffer.zero_()
         for rank, share in enumerate(shares):
-            _check_header(share, [rank, stamp, buffer.numel(), positions.numel()])
+            head = share[:_HEADER_BYTES].view(torch.int64)
+            check_header(head, [rank, stamp, buffer.numel(), positions.numel()])
             theirs = _unpack(share, buffer.dtype, positions.numel())
             buffer.index_add_(0, *theirs)
         return buffer
@@ -132,10 +134,15 @@ def _index_bytes(count: int) -> int:
     return 4 * count + (4 * count) % 8
 
 
-def _check_header(share: torch.Tensor, expected: list[int]) -> None:
-    if share.is_cuda:
+def check_header(head: torch.Tensor, expected: list[int]) -> None:
+    """Compare a rank's header, int64 ``[HEADER_WORDS]``, with this rank's own but for the note.
+
+    Raises:
+        UsageError: If that rank is at another step, or has another bucket.
+    """
+    if head.is_cuda:
         return  # reading it would stop the host; the session checks CUDA exchanges at commit
-    found = share[: _HEADER_BYTES - _NOTE_BYTES].view(torch.int64).tolist()
+    found = head[:-1].tolist()
     rank, stamp, *counts = expected
     if found[:2] != [rank, stamp]:
         raise UsageError(

@@ -20,6 +20,7 @@ from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
+from lowdiff.scaling import Scaling
 from lowdiff.settings import Settings
 from lowdiff.snapshot import shard_tensors
 from lowdiff.stager import Stager
@@ -53,7 +54,7 @@ class Session:
         tracker: ItemTracker,
         items: Mapping[str, bytes],
         stager: Stager,
-        scaler: torch.amp.GradScaler | None,
+        scaling: Scaling,
         averages: Averages,
         shares_constants: bool,
     ) -> None:
@@ -70,8 +71,7 @@ class Session:
         self._averages = averages
         self._shares_constants = shares_constants
         self._digester = Digester(attached.layout)
-        self._scaler = scaler
-        self._scale = self._loss_scale()
+        self.scaling = scaling
         self._base_step = step
         self._stepped: dict[int, OptimizerStep] = {}
         self._finished: set[int] = set()
@@ -132,7 +132,7 @@ class Session:
         gradients = self._attached.gradients(index)
         if self._attached.ddp is None:
             self._compress_in_place(gradients)
-        self.reducer.consume(gradients)
+        self.reducer.consume(gradients, factors=self.scaling.factors)
         self._guard.gradients_read(index)
         self._absent.update(self._attached.absent(index))
         self._stepped[index] = OptimizerStep(
@@ -269,10 +269,9 @@ class Session:
             else:
                 steps.append(replace(done, committed=_copied(groups)))
         self._committed_held = self._attached.held()
-        old_scale, self._scale = self._scale, self._loss_scale()
         self._residual.advance(
             stepped=any(s.stepped and not s.found_inf for s in steps),
-            scale_ratio=self._scale / old_scale,
+            scale_ratio=self.scaling.end_step(),
         )
         step = self.step + 1
         digest = self._digest(step)
@@ -292,10 +291,6 @@ class Session:
             digest=digest,
             averages=averages,
         )
-
-    def _loss_scale(self) -> float:
-        """Scale of the gradients that the hook will see; the residual is in its units."""
-        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def _is_thorough(self, step: int) -> bool:
         """Whether to read frozen parameters that nothing says were written."""
@@ -350,7 +345,7 @@ class Session:
                 lambda: shard_tensors(
                     self._attached,
                     self._tracker,
-                    self._residual.current(),
+                    self._residual.named(),
                     self._averages.named_tensors(),
                     held=self._committed_held,
                     shares_constants=self._shares_constants,
