@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lowdiff.layout import INT_OF_BYTES
-
 
 def reproducible_mean(
     buffer: torch.Tensor, group: dist.ProcessGroup | None
@@ -51,15 +49,14 @@ def _mean(buffer: torch.Tensor, world_size: int, group: dist.ProcessGroup | None
     own[: buffer.numel()] = buffer
     own.div_(world_size)
     theirs = torch.empty_like(own)
-    # Bits travel as integers: not every backend moves every floating type.
-    integer = INT_OF_BYTES[buffer.element_size()]
-    dist.all_to_all_single(theirs.view(integer), own.view(integer), group=group)
+    # Values travel as bytes: Gloo does not take every type everywhere.
+    dist.all_to_all_single(theirs.view(torch.uint8), own.view(torch.uint8), group=group)
     wide = torch.float32 if buffer.element_size() == 2 else buffer.dtype
     first, *others = theirs.chunk(world_size)
     total = first.to(wide, copy=True)
     for other in others:
         total.add_(other)
     mine = total.to(buffer.dtype)
-    shares = list(own.view(integer).chunk(world_size))
-    dist.all_gather(shares, mine.view(integer), group=group)
+    shares = list(own.view(torch.uint8).chunk(world_size))
+    dist.all_gather(shares, mine.view(torch.uint8), group=group)
     buffer.copy_(own[: buffer.numel()])

@@ -151,9 +151,13 @@ class TopKReducer(SparseReducer):
         if is_plain:
             return done
 
+        # The backend's thread frees the callback some time after the exchange. It must not be the
+        # last to hold the process group then: a thread cannot wait for its own end.
+        owner = [self]
+
         def finish(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             averaged = future.value()
-            self.averaged(parameters, gradients)
+            owner.pop().averaged(parameters, gradients)
             return averaged
 
         finished: torch.futures.Future[torch.Tensor] = done.then(finish)

@@ -22,6 +22,7 @@ from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.sections import max_payload_bytes
+from lowdiff.protocols import Compressor
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.engine import recover_from
 from lowdiff.recovery.plan import plan_recovery
@@ -122,7 +123,7 @@ def _changes(
         "settings": dict(settings.compressor.settings()),
     }
     found = []
-    if compressor != fence.compressor:
+    if settings.compressor != _compressor(fence):
         found.append(f"compressor {compressor} instead of {dict(fence.compressor)}")
     if ranks.world_size != fence.world_size:
         found.append(f"{ranks.world_size} ranks instead of {fence.world_size}")
@@ -207,8 +208,11 @@ def _residual_of(
 
 def _kept(fence: Fence) -> Layout:
     """What the reducers of an incarnation kept in their residual."""
-    compressor = from_settings(fence.compressor["name"], fence.compressor["settings"])
-    return compressor.residual_layout(fence.layout)
+    return _compressor(fence).residual_layout(fence.layout)
+
+
+def _compressor(fence: Fence) -> Compressor:
+    return from_settings(fence.compressor["name"], fence.compressor["settings"])
 
 
 def _inherited_residual(

@@ -1,0 +1,111 @@
+"""The contract of every compressor: payloads decode, by block, to what the optimizer consumed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.compressors.family import (
+    CHANGES,
+    DTYPES,
+    FAMILY,
+    SHAPES,
+    Case,
+    Patterns,
+    decoded,
+    exact,
+    payload_of,
+    run,
+)
+from tests.scenarios.pool import Pool
+
+
+def takes(compressor: str, dtype: torch.dtype) -> bool:
+    """Half-width parameters are not cast to the other half width."""
+    return compressor != {
+        torch.bfloat16: "cast to float16",
+        torch.float16: "cast to bfloat16",
+    }.get(dtype)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    compressor = draw(st.sampled_from(sorted(FAMILY)))
+    dtypes = [dtype for dtype in DTYPES if takes(compressor, dtype)]
+    shapes = draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5))
+    return Case(
+        compressor,
+        tuple(shapes),
+        tuple(draw(st.sampled_from(dtypes)) for _ in shapes),
+        tuple(draw(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=4))),
+        draw(st.integers(0, 1000)),
+        draw(st.booleans()),
+    )
+
+
+def every_case() -> list[Case]:
+    """Each compressor with every dtype that it takes, and every change."""
+    made = []
+    for k, name in enumerate(sorted(FAMILY)):
+        dtypes = [dtype for dtype in DTYPES if takes(name, dtype)]
+        kinds = tuple(dtypes[i % len(dtypes)] for i in range(len(SHAPES) * 2))
+        made.append(Case(name, SHAPES * 2, kinds, CHANGES, k))
+    return made
+
+
+def assert_decodes(case: Case, reports: list[list[dict[str, Any]]], block_elements: int) -> None:
+    layout = case.layout
+    for step, of_ranks in enumerate(zip(*reports, strict=True), start=1):
+        payloads = [payload_of(report) for report in of_ranks]
+        rebuilt = decoded(case.made, payloads, layout, block_elements)
+        for report in of_ranks:
+            assert_same(of_ranks[0]["averaged"], report["averaged"], f"{case}: ranks, step {step}")
+            assert_same([exact(r) for r in rebuilt], report["consumed"], f"{case}: step {step}")
+
+
+def assert_same(left: list[Patterns], right: list[Patterns], what: str) -> None:
+    for i, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert np.array_equal(a, b), f"{what}, parameter {i}: {np.flatnonzero(a != b)[:5]}"
+
+
+def on_a_rank(rank: int, world_size: int, some: list[Case]) -> list[list[dict[str, Any]]]:
+    """A pool's job."""
+    return [run(case, rank, dist.group.WORLD) for case in some]
+
+
+@given(case=cases(), block_elements=st.integers(1, 2000))
+@settings(max_examples=60, deadline=None)
+def test_alone_any_block_decodes_to_the_bits_consumed(case: Case, block_elements: int) -> None:
+    assert_decodes(case, [run(case, 0, None)], block_elements)
+
+
+@given(case=cases(), world_size=st.integers(2, 3), block_elements=st.integers(1, 2000))
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@example(
+    Case("8 bits", ((300,), (24, 40)), (torch.float32, torch.bfloat16), ("overflow",), 4), 3, 100
+)
+def test_ranks_together_decode_to_the_bits_consumed(
+    pool: Pool, case: Case, world_size: int, block_elements: int
+) -> None:
+    reports = pool.run(on_a_rank, world_size, [case])
+    assert_decodes(case, [of_rank[0] for of_rank in reports], block_elements)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_compressor_dtype_and_change_decodes_exactly(pool: Pool, world_size: int) -> None:
+    some = every_case()
+    reports = pool.run(on_a_rank, world_size, some)
+    for index, case in enumerate(some):
+        own = [of_rank[index] for of_rank in reports]
+        assert_decodes(case, own, 64 + 61 * (index % 7))
+        for report in own:
+            for found in report:
+                assert len(found["heard"]) == (world_size if world_size > 1 else 0)
