@@ -73,7 +73,7 @@ def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _candidates(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
     """Numbers whose product with a sample of ``before`` rounds to ``after``, likeliest first."""
-    told = torch.nonzero((before != 0) & (after.abs() >= torch.finfo(after.dtype).tiny)).flatten()
+    told = torch.nonzero(before).flatten()
     if told.numel() == 0:
         yield 0.0
         return
@@ -82,7 +82,10 @@ def _candidates(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
     x = before[told].double().cpu().numpy().astype(np.longdouble)
     y = after[told].double().cpu().numpy().astype(np.longdouble)
     _, exponent = np.frexp(y)
-    half_ulp = np.ldexp(np.longdouble(1), exponent - _NUM_SIGNIFICANT_BITS[after.dtype] - 1)
+    significant = _NUM_SIGNIFICANT_BITS[after.dtype]
+    least = np.longdouble(torch.finfo(after.dtype).smallest_normal) * np.ldexp(0.5, 1 - significant)
+    half_ulp = np.ldexp(np.longdouble(1), exponent - significant - 1)
+    half_ulp = np.where(y == 0, least, np.maximum(half_ulp, least))
     ends = np.sort(np.stack([(y - half_ulp) / x, (y + half_ulp) / x]), axis=0)
     low, high = ends[0].max(), ends[1].min()
     if low > high:

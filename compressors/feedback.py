@@ -126,16 +126,19 @@ class ErrorFeedback:
     def sent(self, parameter: int, what: torch.Tensor) -> None:
         """Owe the total less what was sent of it (flat, the total's shape and dtype)."""
         _, target = self._store.pair(parameter)
-        target.sub_(what)
-        if not target.is_cuda and not bool(target.sum().isfinite()):
-            # One overflow that no scaler skips would otherwise come back in every later step.
-            target.nan_to_num_(0.0, 0.0, 0.0)
-        self._store.written(parameter)
+        self._finish(parameter, target.sub_(what))
 
     def sent_at(self, parameter: int, positions: torch.Tensor | None) -> None:
         """Owe the total but for the entries at ``positions``; None if nothing was sent."""
+        _, target = self._store.pair(parameter)
         if positions is not None:
-            self._store.pair(parameter)[1].index_fill_(0, positions, 0.0)
+            target.index_fill_(0, positions, 0.0)
+        self._finish(parameter, target)
+
+    def _finish(self, parameter: int, residual: torch.Tensor) -> None:
+        if residual.is_cuda or not bool(residual.sum().isfinite()):
+            # One overflow that no scaler skips would otherwise come back in every later step.
+            residual.nan_to_num_(0.0, 0.0, 0.0)
         self._store.written(parameter)
 
 

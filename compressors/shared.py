@@ -55,8 +55,11 @@ class SharedReducer(SparseReducer, ABC):
             i: self.feedback.total(i, g) for i, g in gradients.items() if counts[i] < g.numel()
         }
         chosen = self.choose(totals)
+        # An overflow must not hide where nobody looks: what is sent of such a tensor is NaN, so that
+        # a scaler skips the step.
+        hidden = {i: total.sum(dtype=_wide(total)) * 0 for i, total in totals.items()}
         values = [
-            self.send(i, g, totals[i], chosen[i]) if i in chosen else g
+            self.send(i, g, totals[i], chosen[i]).add_(hidden[i]) if i in chosen else g
             for i, g in gradients.items()
         ]
         entries = torch.cat(values)
@@ -69,3 +72,7 @@ class SharedReducer(SparseReducer, ABC):
                 continue
             gradient.zero_().index_copy_(0, chosen[i], own)
             self.selected[i] = chosen[i][slice(*share(counts[i], self.rank, self.world_size))]
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

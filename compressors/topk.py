@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.exchange import exchange
-from lowdiff.compressors.ranges import checked_density, checked_size, half_width, kept_of
+from lowdiff.compressors.ranges import (
+    checked_density,
+    checked_size,
+    half_width,
+    kept_of,
+    refuse_other_half,
+)
 from lowdiff.compressors.selection import MagnitudeSelector
 from lowdiff.compressors.sparse import SparseReducer, indexed_decoder
 from lowdiff.layout import dtype_name
@@ -83,7 +89,13 @@ class TopK:
         return kept_of(numel, density, self.dense_below)
 
     def residual_layout(self, layout: Layout) -> Layout:
-        """One residual per parameter."""
+        """One residual per parameter.
+
+        Raises:
+            UnsupportedModel: If values cannot be rounded to ``value_dtype``.
+        """
+        if self._narrow is not None:
+            refuse_other_half(layout, self._narrow, f"value_dtype={self._narrow}")
         return layout
 
     def bind(

@@ -64,7 +64,8 @@ def cast_both(rank: int, world_size: int, dtype: torch.dtype) -> list[tuple[Patt
 
     # DDP refuses the hook named bf16_compress_hook on a CPU, though it works.
     def unnamed(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return hook(theirs.process_group, bucket)
+        done: torch.futures.Future[torch.Tensor] = hook(theirs.process_group, bucket)
+        return done
 
     theirs.register_comm_hook(None, unnamed)
     pairs = []
@@ -110,7 +111,8 @@ def low_rank_both(
         wanted = torch.randn(rows, columns, generator=generator)
 
         def loss(model: nn.Module, wanted: torch.Tensor = wanted) -> torch.Tensor:
-            return (model(torch.eye(columns)) * wanted.T).sum()
+            total: torch.Tensor = (model(torch.eye(columns)) * wanted.T).sum()
+            return total
 
         pairs.append((ours.gradients(step, loss)[0], gradients(theirs, loss)[0]))
     return pairs
