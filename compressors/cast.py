@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,7 +13,7 @@ from lowdiff.compressors.consumed import Corrections
 from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.ranges import half_width, refuse_other_half
 from lowdiff.compressors.represented import RepresentedReducer
-from lowdiff.compressors.sections import numbers
+from lowdiff.compressors.sections import floats, numbers
 from lowdiff.errors import ReplayMismatch
 from lowdiff.layout import bits, dtype_name
 from lowdiff.protocols import Decoder, ResidualStore
@@ -90,8 +89,7 @@ class Cast:
                     start, stop = max(first, block.start), min(last, block.stop)
                     if start < stop:
                         stored = own[block.parameter][start - first : stop - first]
-                        values = torch.from_numpy(stored.view(np.int16)).view(self.half)
-                        out[start - block.start : stop - block.start] = values
+                        out[start - block.start : stop - block.start] = floats(stored, self.half)
 
         return lambda block, out: corrections.apply(block, out, rebuild)
 
@@ -103,10 +101,11 @@ class _Cast:
         self._dtype = dtype
         self._own: dict[int, torch.Tensor] = {}
         self._wide: dict[int, torch.dtype] = {}
+        self._kept: dict[int, torch.Tensor] = {}
 
     def begin(self, step: int) -> None:
         self._own.clear()
-        self._wide.clear()
+        self._kept.clear()
 
     def sent_bytes(self, gradients: Mapping[int, torch.Tensor]) -> int:
         return 2 * sum(g.numel() for g in gradients.values())
@@ -124,10 +123,13 @@ class _Cast:
         own = self._own.get(parameter)
         return None if own is None else own.to(self._wide[parameter])
 
+    def keep(self, parameter: int) -> None:
+        self._kept[parameter] = self._own[parameter]
+
     def sections(self, parameters: Sequence[int]) -> list[Section]:
         if not parameters:
             return []
-        values = torch.cat([self._own[i] for i in parameters]).cpu()
+        values = torch.cat([self._kept[i] for i in parameters]).cpu()
         return [
             Section("cast/parameters", "ascending", numbers(parameters)),
             Section("cast/values", "planes", bits(values)),

@@ -15,7 +15,7 @@ from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.ranges import checked_size
 from lowdiff.compressors.represented import RepresentedReducer
-from lowdiff.compressors.sections import numbers
+from lowdiff.compressors.sections import floats, numbers
 from lowdiff.errors import ConfigError, ReplayMismatch
 from lowdiff.layout import bits, torch_dtype
 from lowdiff.protocols import Decoder, ResidualStore
@@ -136,8 +136,7 @@ class PowerSGD:
 
     def _split(self, spec: ParameterSpec, patterns: Sequence[Bits]) -> Factorized:
         dtype = torch_dtype(_wide(spec.dtype))
-        joined = np.concatenate(patterns)
-        values = torch.from_numpy(joined.view(f"i{joined.itemsize}")).view(dtype)
+        values = floats(np.concatenate(patterns), dtype)
         return split_factors(values, spec, self.matrix_rank)
 
 
@@ -152,10 +151,12 @@ class _PowerSGD:
         worth = compressor.factorized(layout)
         self._q_of = {i: len(layout.parameters) + k for k, i in enumerate(worth)}
         self._values: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, torch.Tensor] = {}
         self._lane_of: tuple[int, int] = (0, 1)
 
     def begin(self, step: int) -> None:
         self._values.clear()
+        self._kept.clear()
 
     def sent_bytes(self, gradients: Mapping[int, torch.Tensor]) -> int:
         rank = self._compressor.matrix_rank
@@ -196,8 +197,7 @@ class _PowerSGD:
             self._values[i] = torch.cat([ps[i].flatten(), qs[i].flatten()])
             low_rank((ps[i], qs[i]), 0, gradient.numel(), gradient.zero_())
             self._feedback.sent(i, gradient)
-            self._residual.pair(self._q_of[i])[1].copy_(qs[i].flatten())
-            self._residual.written(self._q_of[i])
+            self._keep_start(i, qs[i])
 
     def _start(self, parameter: int) -> torch.Tensor:
         """Q of the last step, ``[matrix_rank, columns]``, orthogonal; random where it is zero."""
@@ -208,6 +208,12 @@ class _PowerSGD:
         # An overflow that no scaler skipped must not stay for ever either.
         usable = q.isfinite().all(1, keepdim=True) & q.any(1, keepdim=True)
         return orthogonalize(torch.where(usable, q, fresh))
+
+    def _keep_start(self, parameter: int, q: torch.Tensor) -> None:
+        """Start from Q the next time; rows that are zero, as for unused parameters, stay."""
+        last, target = (t.view_as(q) for t in self._residual.pair(self._q_of[parameter]))
+        target.copy_(torch.where(q.any(1, keepdim=True), q, last))
+        self._residual.written(self._q_of[parameter])
 
     def rebuilt(self, parameter: int, share: slice) -> torch.Tensor | None:
         if parameter not in self._values:
@@ -222,13 +228,16 @@ class _PowerSGD:
         low_rank(factors, share.start, share.stop, out)
         return out
 
+    def keep(self, parameter: int) -> None:
+        self._kept[parameter] = self._values[parameter]
+
     def sections(self, parameters: Sequence[int]) -> list[Section]:
         if not parameters:
             return []
         made = [Section("low_rank/parameters", "ascending", numbers(parameters))]
         by_dtype: dict[str, list[torch.Tensor]] = {}
         for i in parameters:
-            values = self._values[i]
+            values = self._kept[i]
             mine = slice(*share(values.numel(), *self._lane_of))
             dtype = _wide(self._layout.parameters[i].dtype)
             by_dtype.setdefault(dtype, []).append(values[mine])

@@ -14,7 +14,7 @@ from lowdiff.compressors.consumed import Corrections
 from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.represented import RepresentedReducer
-from lowdiff.compressors.sections import numbers
+from lowdiff.compressors.sections import floats, numbers
 from lowdiff.errors import ConfigError, ReplayMismatch
 from lowdiff.layout import bits
 from lowdiff.protocols import Decoder, ResidualStore
@@ -117,11 +117,13 @@ class _Quantize:
         self._step = 0
         self._own: dict[int, Codes] = {}
         self._share: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, Codes] = {}
 
     def begin(self, step: int) -> None:
         self._step = step
         self._own.clear()
         self._share.clear()
+        self._kept.clear()
 
     def sent_bytes(self, gradients: Mapping[int, torch.Tensor]) -> int:
         blocks = sum(-(-g.numel() // _SCALED) for g in gradients.values())
@@ -175,11 +177,14 @@ class _Quantize:
     def rebuilt(self, parameter: int, share: slice) -> torch.Tensor | None:
         return self._share.get(parameter)
 
+    def keep(self, parameter: int) -> None:
+        self._kept[parameter] = self._own[parameter]
+
     def sections(self, parameters: Sequence[int]) -> list[Section]:
         if not parameters:
             return []
-        codes = torch.cat([_packed(self._own[i][0], self._compressor.bits) for i in parameters])
-        scales = torch.cat([self._own[i][1] for i in parameters]).cpu()
+        codes = torch.cat([_packed(self._kept[i][0], self._compressor.bits) for i in parameters])
+        scales = torch.cat([self._kept[i][1] for i in parameters]).cpu()
         return [
             Section("quantized/parameters", "ascending", numbers(parameters)),
             Section("quantized/codes", "planes", codes.cpu().numpy()),
@@ -231,8 +236,8 @@ def _read(payload: Payload, layout: Layout, width: int) -> dict[int, Codes]:
         return {}
     found: dict[int, Codes] = {}
     block = 0
-    packed = torch.from_numpy(codes.data)
-    factors = torch.from_numpy(scales.data.view(np.int32)).view(torch.float32)
+    packed = floats(codes.data, torch.uint8)
+    factors = floats(scales.data, torch.float32)
     for i in map(int, listed.data):
         stop = block - (-layout.parameters[i].numel // _SCALED)
         size = _SCALED * width // 8

@@ -37,8 +37,12 @@ class Method(Protocol):
         """
         ...
 
+    def keep(self, parameter: int) -> None:
+        """Note that an optimizer consumed it: a further backward pass must not replace this."""
+        ...
+
     def sections(self, parameters: Sequence[int]) -> list[Section]:
-        """This rank's part of the payload for these parameters, ascending layout indices."""
+        """This rank's part of the payload for these parameters: ascending, all kept."""
         ...
 
 
@@ -83,6 +87,8 @@ class RepresentedReducer:
             if gradient is not None:
                 rebuilt = self._method.rebuilt(i, self._consumed.share(i))
                 self._consumed.take(i, rebuilt, gradient, factors)
+                if rebuilt is not None:
+                    self._method.keep(i)
 
     def payload(self) -> Payload:
         """See ``Reducer.payload``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,12 @@ from lowdiff.types import Bits, Layout, Payload, Section
 def numbers(values: Sequence[int]) -> npt.NDArray[np.int64]:
     """Ascending layout indices as an array."""
     return np.array(values, dtype=np.int64)
+
+
+def floats(patterns: npt.NDArray[np.integer[Any]], dtype: torch.dtype) -> torch.Tensor:
+    """Bit patterns as a tensor; copied if they lie in memory that cannot be written."""
+    writable = np.require(patterns, requirements="W")
+    return torch.from_numpy(writable.view(f"i{writable.itemsize}")).view(dtype)
 
 
 def pieces(name: str, layout: Layout, tensors: Mapping[int, torch.Tensor]) -> list[Section]:

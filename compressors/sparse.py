@@ -16,7 +16,7 @@ from lowdiff.compressors.changes import Factors, find_factors, multiply
 from lowdiff.compressors.exchange import Notes
 from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.lane import share
-from lowdiff.compressors.sections import factor_sections, factors_of
+from lowdiff.compressors.sections import factor_sections, factors_of, floats
 from lowdiff.errors import GradientChanged
 from lowdiff.layout import bits
 from lowdiff.protocols import Decoder, ResidualStore
@@ -49,6 +49,8 @@ class SparseReducer:
         self.stamp = 0
         self.audit = False
         self._narrow: dict[int, torch.Tensor] = {}
+        #: What was consumed with narrow values, and by which factors these differ from it.
+        self._consumed_narrow: dict[int, Entries] = {}
         self._factors: dict[int, Factors] = {}
         self._exchanged: dict[int, int] = {}
 
@@ -57,6 +59,7 @@ class SparseReducer:
         self.selected.clear()
         self.consumed.clear()
         self._narrow.clear()
+        self._consumed_narrow.clear()
         self._factors.clear()
         self._exchanged.clear()
         self.stamp = stamp
@@ -99,39 +102,33 @@ class SparseReducer:
             for i, (_, values) in fresh.items():
                 whole = gradients[i]
                 if whole is not None and not bool(values.isfinite().all()):
-                    self._narrow.pop(i, None)
                     fresh[i] = (torch.arange(whole.numel()), whole.clone())
-        for i, narrow in self._narrow.items():
-            if i in fresh:
-                self._note_factors(i, narrow, fresh[i][1], factors)
+        for i, (own, values) in fresh.items():
+            narrow = self._narrow.get(i)
+            if narrow is not None and narrow.numel() == values.numel():
+                self._keep_narrow(i, (own, narrow), values, factors)
         self.consumed |= fresh
 
-    def _note_factors(
-        self, parameter: int, narrow: torch.Tensor, values: torch.Tensor, known: Factors
+    def _keep_narrow(
+        self, parameter: int, narrow: Entries, values: torch.Tensor, known: Factors
     ) -> None:
         last = next(reversed(self._factors.values()), ())
         tries = dict.fromkeys([last, *(known[: n + 1] for n in reversed(range(len(known))))])
-        found = find_factors(narrow.to(values.dtype), values, [f for f in tries if f])
+        if not bool(values.isfinite().all()):
+            return
+        found = find_factors(narrow[1].to(values.dtype), values, [f for f in tries if f])
         if found is not None:
             self._factors[parameter] = found
+            self._consumed_narrow[parameter] = narrow
 
     def payload(self) -> Payload:
         """See ``Reducer.payload``: indices into the layout, ascending, and their values."""
-        sections = self.indexed(
-            "", {i: e for i, e in self.consumed.items() if not self._is_narrow(i)}
-        )
-        narrow = {
-            i: (positions, self._narrow[i])
-            for i, (positions, _) in self.consumed.items()
-            if self._is_narrow(i)
-        }
-        if narrow:
-            sections += self.indexed("narrow/", narrow)
-            sections += factor_sections({i: self._factors[i] for i in narrow})
+        full = {i: own for i, own in self.consumed.items() if i not in self._consumed_narrow}
+        sections = self.indexed("", full)
+        if self._consumed_narrow:
+            sections += self.indexed("narrow/", self._consumed_narrow)
+            sections += factor_sections(self._factors)
         return Payload(tuple(sections))
-
-    def _is_narrow(self, parameter: int) -> bool:
-        return parameter in self._narrow and parameter in self._factors
 
     def indexed(self, prefix: str, entries: Mapping[int, Entries]) -> list[Section]:
         """Entries as ``PREFIXindices/DTYPE`` and ``PREFIXvalues/DTYPE``."""
@@ -197,7 +194,7 @@ def indexed_decoder(
         for rank, indices, values in narrow[spec.dtype]:
             begin, end = indices.searchsorted((first, last))
             assert value_dtype is not None
-            stored = torch.from_numpy(values[begin:end].view(np.int16)).view(value_dtype)
+            stored = floats(values[begin:end], value_dtype)
             wide = multiply(stored.to(out.dtype), factors[rank].get(block.parameter, ()))
             target[indices[begin:end] - first] = bits(wide)
         for _, indices, values in full[spec.dtype]:
