@@ -107,3 +107,26 @@ def test_every_compressor_dtype_and_change_decodes_exactly(pool: Pool, world_siz
         for report in own:
             for found in report:
                 assert len(found["heard"]) == (world_size if world_size > 1 else 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_nothing_is_lost_what_did_not_come_out_is_owed(pool: Pool, world_size: int) -> None:
+    """Averages so far and the mean of the residuals add up to the mean of all gradients."""
+    names = [name for name in FAMILY if not name.startswith("cast")]  # which owes nothing
+    shapes = ((300,), (24, 40), (8, 6, 3, 3))
+    some = [Case(n, shapes, (torch.float64,) * 3, ("nothing",) * 5, 1) for n in names]
+    rounded = ("bfloat16", "float16")
+    reports = pool.run(on_a_rank, world_size, some)
+    for index, case in enumerate(some):
+        own = [of_rank[index] for of_rank in reports]
+        for i, spec in enumerate(case.layout.parameters):
+            came = sum(torch.from_numpy(s["averaged"][i].view(np.float64)) for s in own[0])
+            olds = [of_rank[-1]["residual"].get(spec.name, torch.zeros(1)) for of_rank in own]
+            given_ = sum(
+                case.gradients(rank, step)[i] for rank in range(world_size) for step in range(1, 6)
+            )
+            assert isinstance(came, torch.Tensor)
+            loose = 2e-2 if case.compressor.endswith(rounded) else 1e-5
+            torch.testing.assert_close(
+                came + sum(olds) / world_size, given_ / world_size, rtol=loose, atol=10 * loose
+            )
