@@ -13,7 +13,7 @@ from lowdiff.compressors.consumed import Corrections
 from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.ranges import half_width, refuse_other_half
 from lowdiff.compressors.represented import RepresentedReducer
-from lowdiff.compressors.sections import floats, numbers
+from lowdiff.compressors.sections import floats, listed, numbers
 from lowdiff.errors import ReplayMismatch
 from lowdiff.layout import bits, dtype_name
 from lowdiff.protocols import Decoder, ResidualStore
@@ -138,12 +138,12 @@ class _Cast:
 
 def _halves(payload: Payload, layout: Layout, rank: int, world_size: int) -> dict[int, Bits]:
     """Layout index -> this rank's range of the average, as bit patterns."""
-    listed, values = payload.section("cast/parameters"), payload.section("cast/values")
-    if listed is None or values is None:
+    values = payload.section("cast/values")
+    if values is None:
         return {}
     found: dict[int, Bits] = {}
     start = 0
-    for i in map(int, listed.data):
+    for i in listed("cast", payload, layout):
         first, last = share(layout.parameters[i].numel, rank, world_size)
         found[i] = values.data[start : start + last - first]
         start += last - first

@@ -15,7 +15,7 @@ from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.ranges import checked_size
 from lowdiff.compressors.represented import RepresentedReducer
-from lowdiff.compressors.sections import floats, numbers
+from lowdiff.compressors.sections import floats, listed, numbers
 from lowdiff.errors import ConfigError, ReplayMismatch
 from lowdiff.layout import bits, torch_dtype
 from lowdiff.protocols import Decoder, ResidualStore
@@ -117,9 +117,8 @@ class PowerSGD:
     def _read(self, payloads: Sequence[Payload], layout: Layout) -> dict[int, Factorized]:
         shares: dict[int, list[Bits]] = {}
         for rank, payload in enumerate(payloads):
-            listed = payload.section("low_rank/parameters")
             taken: dict[str, int] = {}
-            for i in [] if listed is None else map(int, listed.data):
+            for i in listed("low_rank", payload, layout):
                 spec = layout.parameters[i]
                 size = sum(matrix_of(spec)) * self.matrix_rank
                 first, last = share(size, rank, len(payloads))

@@ -14,7 +14,7 @@ from lowdiff.compressors.consumed import Corrections
 from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.represented import RepresentedReducer
-from lowdiff.compressors.sections import floats, numbers
+from lowdiff.compressors.sections import floats, listed, numbers
 from lowdiff.errors import ConfigError, ReplayMismatch
 from lowdiff.layout import bits
 from lowdiff.protocols import Decoder, ResidualStore
@@ -230,15 +230,14 @@ def _codes(packed: torch.Tensor, width: int) -> torch.Tensor:
 
 def _read(payload: Payload, layout: Layout, width: int) -> dict[int, Codes]:
     """Layout index -> what a rank stored of it."""
-    listed = payload.section("quantized/parameters")
     codes, scales = payload.section("quantized/codes"), payload.section("quantized/scales")
-    if listed is None or codes is None or scales is None:
+    if codes is None or scales is None:
         return {}
     found: dict[int, Codes] = {}
     block = 0
     packed = floats(codes.data, torch.uint8)
     factors = floats(scales.data, torch.float32)
-    for i in map(int, listed.data):
+    for i in listed("quantized", payload, layout):
         stop = block - (-layout.parameters[i].numel // _SCALED)
         size = _SCALED * width // 8
         own = _codes(packed[block * size : stop * size], width)

@@ -43,6 +43,19 @@ def pieces(name: str, layout: Layout, tensors: Mapping[int, torch.Tensor]) -> li
     return made
 
 
+def listed(name: str, payload: Payload, layout: Layout) -> list[int]:
+    """Layout indices of the parameters that sections ``NAME/...`` hold.
+
+    Raises:
+        ReplayMismatch: If the layout has no such parameter.
+    """
+    section = payload.section(f"{name}/parameters")
+    found = [] if section is None else [int(i) for i in section.data]
+    if found and not 0 <= min(found) <= max(found) < len(layout.parameters):
+        raise ReplayMismatch(f"a payload names parameter {max(found)} of {len(layout.parameters)}")
+    return found
+
+
 def parts(
     name: str, payload: Payload, layout: Layout, size_of: Callable[[int], int]
 ) -> dict[int, Bits]:
@@ -51,14 +64,9 @@ def parts(
     Raises:
         ReplayMismatch: If the sections do not fit together.
     """
-    listed = payload.section(f"{name}/parameters")
-    if listed is None:
-        return {}
     found: dict[int, Bits] = {}
     taken: dict[str, int] = {}
-    for i in map(int, listed.data):
-        if not 0 <= i < len(layout.parameters):
-            raise ReplayMismatch(f"a payload names parameter {i} of {len(layout.parameters)}")
+    for i in listed(name, payload, layout):
         dtype = layout.parameters[i].dtype
         section = payload.section(f"{name}/{dtype}")
         start = taken.get(dtype, 0)

@@ -235,35 +235,14 @@ class Checkpointer:
         return loader
 
     def clip_grad_norm_(
-        self,
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, **options: Any
     ) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` that tells the log which coefficient it used.
+        """``torch.nn.utils.clip_grad_norm_`` with its options, which tells the log the coefficient.
 
-        PyTorch's own works as well: what it multiplied by is found from the bits. With compressors
-        that store another representation than the values (`Cast`, `Quantize`, `PowerSGD`, narrow
-        values of `TopK`) this one spares the search, and finds what a search cannot: gradients
-        that are scaled several times by factors that are no powers of two.
-
-        Returns:
-            Total norm before clipping, shape ``[]``.
-
-        Raises:
-            UsageError: Before ``attach``.
+        PyTorch's own works as well: see docs/compressors.md for what this one spares and adds.
+        Returns the total norm before clipping, shape ``[]``.
         """
-        session = self._session
-        own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        total = torch.nn.utils.clip_grad_norm_(
-            own, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach
-        )
-        coefficient = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-        session.scaling.clipped(float(coefficient))
-        return total
+        return self._session.scaling.clip_grad_norm_(parameters, max_norm, **options)
 
     def steps(self, until: int) -> Iterator[int]:
         """Yield ``completed, ..., until - 1``; each body makes one step, committed when it ends.

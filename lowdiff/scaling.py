@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch.amp.grad_scaler import GradScaler
 
@@ -23,9 +26,15 @@ class Scaling:
         inverse = float(torch.tensor(self._scale).double().reciprocal().float())
         return (inverse, *self._clipped_by)
 
-    def clipped(self, coefficient: float) -> None:
-        """Note that gradients were just multiplied by a number."""
-        self._clipped_by = (*self._clipped_by, coefficient)
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, **options: Any
+    ) -> torch.Tensor:
+        """Clip as PyTorch does, and note by what; returns the total norm, shape ``[]``."""
+        own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        total = torch.nn.utils.clip_grad_norm_(own, max_norm, **options)
+        coefficient = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+        self._clipped_by = (*self._clipped_by, float(coefficient))
+        return total
 
     def end_step(self) -> float:
         """Forget the step's clipping; returns the new loss scale over the old one."""

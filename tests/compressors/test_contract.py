@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from lowdiff.compressors.feedback import RotatingResidual
 from tests.compressors.family import (
     CHANGES,
     DTYPES,
@@ -21,6 +22,7 @@ from tests.compressors.family import (
     decoded,
     exact,
     payload_of,
+    reduced,
     run,
 )
 from tests.scenarios.pool import Pool
@@ -130,3 +132,21 @@ def test_nothing_is_lost_what_did_not_come_out_is_owed(pool: Pool, world_size: i
             torch.testing.assert_close(
                 came + sum(olds) / world_size, given_ / world_size, rtol=loose, atol=10 * loose
             )
+
+
+@pytest.mark.parametrize("name", sorted(FAMILY))
+def test_a_later_backward_pass_does_not_replace_what_an_optimizer_consumed(name: str) -> None:
+    """As with two networks that take turns in one step: DDP hands all gradients over each time."""
+    case = Case(name, ((24, 40), (300,), (24, 40)), (torch.float32,) * 3, ("nothing",), 2)
+    layout, compressor = case.layout, case.made
+    residual = RotatingResidual.zeros(compressor.residual_layout(layout), torch.device("cpu"))
+    reducer = compressor.bind(layout, residual, None)
+    reducer.begin(1, audit=False)
+    first = reduced(reducer, case.gradients(0, 1), [[0, 1, 2]])
+    reducer.consume([first[0] * 0.3, first[1], None])
+    consumed = [exact(first[0] * 0.3), exact(first[1].clone())]
+    second = reduced(reducer, case.gradients(0, 2), [[0, 1, 2]])
+    reducer.consume([None, None, second[2]])
+    consumed.append(exact(second[2]))
+    rebuilt = decoded(compressor, [reducer.payload()], layout, 100)
+    assert_same([exact(r) for r in rebuilt], consumed, name)
