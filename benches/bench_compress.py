@@ -20,6 +20,7 @@ Two parts:
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benches.harness import BLUE, INK, MUTED, PALE, Result, arguments, machine, timed, write
+from benches.harness import BLUE, INK, MUTED, PALE, Result, arguments, machine, write
 from benches.hooked import Hooked, in_ranks
 from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, RandomK, TopK
 from lowdiff.compressors.changes import equal_bits
@@ -140,12 +141,15 @@ def ranks_job(rank: int, world_size: int, args: argparse.Namespace) -> dict[str,
     models["nothing"] = _theirs("nothing", shapes)
     samples: dict[str, Any] = {name: {"hook_seconds": []} for name in models}
     for counted in range(-2, args.rounds):
+        gc.collect()
         for name, ddp in models.items():
             ddp.zero_grad()
             loss = ddp(gradients)
             dist.barrier()
             with _wire() as wire, _scratch() as scratch:
-                seconds = timed(loss.backward)
+                started = time.perf_counter()
+                loss.backward()
+                seconds = time.perf_counter() - started
             sample = samples[name]
             if name in arms:
                 found = _stored(arms[name], OURS[name], rank)
