@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lowdiff.errors import UsageError
+from lowdiff.errors import RankLost, UsageError
 
 #: Rank, stamp, elements of the bucket, entries sent of it, note.
 HEADER_WORDS = 5
@@ -83,7 +83,11 @@ def exchange(
     shares = list(gathered.chunk(world_size))
     work = dist.all_gather(shares, wire, group=group, async_op=True)
 
-    def add_in_rank_order(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    def add_in_rank_order(gathering: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        try:
+            gathering.value()  # raises what made it fail
+        except RuntimeError as error:
+            raise RankLost(error) from error
         notes.hear(_notes(gathered, world_size))
         buffer.zero_()
         for rank, share in enumerate(shares):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.exchange import HEADER_WORDS, Notes, check_header
 from lowdiff.compressors.reproducible import reproducible_mean
-from lowdiff.errors import UsageError
+from lowdiff.errors import LowDiffError, RankLost, UsageError
 
 
 class Lane:
@@ -59,7 +59,12 @@ class Lane:
             # The others have given up as well: nobody would answer.
             raise UsageError("an earlier exchange of gradients failed; attach again")
         self._has_failed = True
-        result = work()
+        try:
+            result = work()
+        except LowDiffError:
+            raise
+        except RuntimeError as error:
+            raise RankLost(error) from error
         self._has_failed = False
         return result
 

@@ -132,6 +132,18 @@ def test_training_recovers_after_an_overflow(compressor: Compressor, stepped: bo
     assert all(bool(r.isfinite().all()) for r in alone.residual.named().values())
 
 
+def test_an_overflow_where_nothing_is_drawn_is_seen_at_once() -> None:
+    """A scaler looks at what the hook returned, and must skip this step, not a later one."""
+    compressor = RandomK(0.1, 0)
+    drawn = positions(0, 1, 0, 2400, 240, torch.arange(240).numpy())
+    bad = torch.ones(2400)
+    bad[int(drawn[0]) + 1] = float("inf")
+    assert int(drawn[0]) + 1 not in drawn
+    alone = Alone(compressor, 2400)
+    assert bool(alone.feed(bad, stepped=False).isnan().any())
+    assert bool(alone.feed(torch.ones(2400)).isfinite().all())
+
+
 def test_stochastic_rounding_is_right_on_average_and_repeatable() -> None:
     gradient = torch.randn(1, 512, generator=torch.Generator().manual_seed(0))
     made = []

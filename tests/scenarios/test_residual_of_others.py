@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,12 @@ Residual = dict[str, torch.Tensor]
 
 
 def train(
-    rank: int, world_size: int, folder: str, compressor: Compressor, until: int
+    rank: int,
+    world_size: int,
+    folder: str,
+    compressor: Compressor,
+    until: int,
+    closes: bool = False,
 ) -> tuple[int, Residual, Residual]:
     """A pool's job: the residuals at the start of a life and at its end, when it is killed."""
     made = TRAININGS["cnn_sgd"](rank, world_size)
@@ -32,7 +38,10 @@ def train(
     for step in checkpointer.steps(until):
         made.step(step)
     after = {name: r.clone() for name, r in session._residual.named().items()}
-    abandon(checkpointer, Kill(until))
+    if closes:
+        checkpointer.close()
+    else:
+        abandon(checkpointer, Kill(until))
     return resumed, before, after
 
 
@@ -57,3 +66,17 @@ def test_the_mean_of_what_is_owed_survives_a_change_of_world_size(
         assert any(bool(residual.any()) for residual in owed[0].values())
     warm = [key for key in owed[0] if key.endswith("/warm_start")]
     assert bool(warm) == (name == "powersgd")
+
+
+@pytest.mark.parametrize("name", ["powersgd", "cast to bfloat16"])
+def test_without_staging_memory_it_is_that_of_the_snapshot(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    compressor = FAMILY[name]
+    ended = pool.run(train, 2, str(tmp_path), compressor, 4, True)
+    shutil.rmtree(tmp_path / "staging")
+    began = pool.run(train, 2, str(tmp_path), compressor, 5)
+    for (_, _, after), (resumed, before, _) in zip(ended, began, strict=True):
+        assert resumed == 4
+        assert all(torch.equal(before[key], residual) for key, residual in after.items())
+        assert bool(after) == (name == "powersgd")
