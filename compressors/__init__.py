@@ -3,13 +3,25 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lowdiff.compressors.cast import Cast
+from lowdiff.compressors.cyclic import CyclicTopK
+from lowdiff.compressors.powersgd import PowerSGD
+from lowdiff.compressors.quantize import Quantize
+from lowdiff.compressors.randomk import RandomK
 from lowdiff.compressors.topk import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.protocols import Compressor
 
-__all__ = ["TopK", "from_settings"]
+__all__ = ["Cast", "CyclicTopK", "PowerSGD", "Quantize", "RandomK", "TopK", "from_settings"]
 
-_BY_NAME = {"topk": TopK}
+_BY_NAME: Mapping[str, type[Any]] = {
+    "cast": Cast,
+    "cyclic_topk": CyclicTopK,
+    "powersgd": PowerSGD,
+    "quantize": Quantize,
+    "randomk": RandomK,
+    "topk": TopK,
+}
 
 
 def from_settings(name: str, settings: Mapping[str, Any]) -> Compressor:
@@ -24,6 +36,7 @@ def from_settings(name: str, settings: Mapping[str, Any]) -> Compressor:
             f"known are {', '.join(sorted(_BY_NAME))}"
         )
     try:
-        return _BY_NAME[name](**settings)
+        made: Compressor = _BY_NAME[name](**settings)
     except TypeError as error:
         raise ConfigError(f"compressor {name!r} cannot be rebuilt from the run: {error}") from error
+    return made

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lowdiff.errors import UsageError
+from lowdiff.errors import RankLost, UsageError
 
-_HEADER_WORDS = 5
-_HEADER_BYTES = 8 * _HEADER_WORDS
+#: Rank, stamp, elements of the bucket, entries sent of it, note.
+HEADER_WORDS = 5
+_HEADER_BYTES = 8 * HEADER_WORDS
 _NOTE_BYTES = 8
 
 
@@ -82,11 +83,16 @@ def exchange(
     shares = list(gathered.chunk(world_size))
     work = dist.all_gather(shares, wire, group=group, async_op=True)
 
-    def add_in_rank_order(_: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    def add_in_rank_order(gathering: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        try:
+            gathering.value()  # raises what made it fail
+        except RuntimeError as error:
+            raise RankLost(error) from error
         notes.hear(_notes(gathered, world_size))
         buffer.zero_()
         for rank, share in enumerate(shares):
-            _check_header(share, [rank, stamp, buffer.numel(), positions.numel()])
+            head = share[:_HEADER_BYTES].view(torch.int64)
+            check_header(head, [rank, stamp, buffer.numel(), positions.numel()])
             theirs = _unpack(share, buffer.dtype, positions.numel())
             buffer.index_add_(0, *theirs)
         return buffer
@@ -132,10 +138,15 @@ def _index_bytes(count: int) -> int:
     return 4 * count + (4 * count) % 8
 
 
-def _check_header(share: torch.Tensor, expected: list[int]) -> None:
-    if share.is_cuda:
+def check_header(head: torch.Tensor, expected: list[int]) -> None:
+    """Compare a rank's header, int64 ``[HEADER_WORDS]``, with this rank's own but for the note.
+
+    Raises:
+        UsageError: If that rank is at another step, or has another bucket.
+    """
+    if head.is_cuda:
         return  # reading it would stop the host; the session checks CUDA exchanges at commit
-    found = share[: _HEADER_BYTES - _NOTE_BYTES].view(torch.int64).tolist()
+    found = head[:-1].tolist()
     rank, stamp, *counts = expected
     if found[:2] != [rank, stamp]:
         raise UsageError(

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lowdiff.layout import torch_dtype
+from lowdiff.layout import shaped, torch_dtype
+from lowdiff.protocols import ResidualStore
 from lowdiff.types import Layout, ResidualMark
 
 NUM_SLOTS = 3
@@ -19,8 +20,9 @@ NUM_SLOTS = 3
 class RotatingResidual:
     """A ``ResidualStore`` over given slots of flat tensors, one per parameter and slot."""
 
-    def __init__(self, slots: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(self, slots: Sequence[Sequence[torch.Tensor]], layout: Layout) -> None:
         self._slots = slots
+        self.layout = layout
         self.slot = 0
         self._written: set[int] = set()
         self._used: set[int] = set()
@@ -35,7 +37,8 @@ class RotatingResidual:
                     for spec in layout.parameters
                 ]
                 for _ in range(NUM_SLOTS)
-            ]
+            ],
+            layout,
         )
 
     def pair(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +75,11 @@ class RotatingResidual:
         """Flat residual of every parameter that has one, by layout index."""
         return {i: self._slots[self.slot][i] for i in sorted(self._used)}
 
+    def named(self) -> dict[str, torch.Tensor]:
+        """The same by name, each with its shape."""
+        specs = self.layout.parameters
+        return {specs[i].name: shaped(values, specs[i]) for i, values in self.current().items()}
+
     def load(self, residuals: Sequence[torch.Tensor | None]) -> None:
         """Replace the current residual; None leaves a parameter's as it is."""
         for parameter, residual in enumerate(residuals):
@@ -86,3 +94,60 @@ class RotatingResidual:
     @property
     def _next(self) -> int:
         return (self.slot + 1) % NUM_SLOTS
+
+
+class ErrorFeedback:
+    """What every biased compressor does around its compression, parameter by parameter.
+
+    It compresses gradient plus residual, and owes the difference to what went out of it:
+
+        total = feedback.total(parameter, gradient)
+        ...                                # send some of it
+        feedback.sent(parameter, what)     # or, for single entries, sent_at(parameter, positions)
+
+    Reference: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
+    Schemes", ICML 2019, Algorithm 2 (EF-SGD); the learning rate stays with the optimizer, so the
+    residual is in the gradient's units.
+    """
+
+    def __init__(self, store: ResidualStore) -> None:
+        self._store = store
+
+    def total(self, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Gradient plus residual, in the memory of the next residual.
+
+        Args:
+            parameter: Layout index.
+            gradient: Flat; left as it is.
+        """
+        source, target = self._store.pair(parameter)
+        return torch.add(gradient, source, out=target)
+
+    def sent(self, parameter: int, what: torch.Tensor) -> None:
+        """Owe the total less what was sent of it (flat, the total's shape and dtype)."""
+        _, target = self._store.pair(parameter)
+        self._finish(parameter, target.sub_(what))
+
+    def sent_at(self, parameter: int, positions: torch.Tensor | None) -> None:
+        """Owe the total but for the entries at ``positions``; None if nothing was sent."""
+        _, target = self._store.pair(parameter)
+        if positions is not None:
+            target.index_fill_(0, positions, 0.0)
+        self._finish(parameter, target)
+
+    def _finish(self, parameter: int, residual: torch.Tensor) -> None:
+        if residual.is_cuda or not bool(residual.sum().isfinite()):
+            # One overflow that no scaler skips would otherwise come back in every later step.
+            residual.nan_to_num_(0.0, 0.0, 0.0)
+        self._store.written(parameter)
+
+
+def is_used(gradient: torch.Tensor) -> bool:
+    """Whether any entry is not zero; on CUDA assumed, because looking would stop the host.
+
+    DDP drops the average of a parameter that no rank used: what would be sent then would be lost,
+    so its residual waits for the next real gradient.
+    """
+    if gradient.is_cuda:
+        return True
+    return bool(gradient[:256].any()) or bool(gradient.any())

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lowdiff.errors import LowDiffError
+from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.persistence.durable import make_directory, write_file
 from lowdiff.persistence.values import decode, encode
+from lowdiff.protocols import Compressor
+from lowdiff.types import Layout
 
 
 class Ranks:
@@ -121,3 +124,27 @@ class Ranks:
     def close(self) -> None:
         """Leave the group."""
         self._group = None
+
+
+def refuse_disagreement(ranks: Ranks, compressor: Compressor, layout: Layout) -> None:
+    """Compare what must be equal on all ranks before anything is exchanged, in one collective.
+
+    Raises:
+        ConfigError: On all ranks, naming the first that differs from rank 0.
+    """
+    own = [f"{compressor.name}({dict(compressor.settings())})"]
+    own += [f"{s.name} {s.dtype}{list(s.shape)}" for s in layout.parameters]
+    first, *others = ranks.gather(own)
+    for rank, theirs in enumerate(others, start=1):
+        if theirs[0] != first[0]:
+            raise ConfigError(
+                f"rank {rank} compresses with {theirs[0]}, rank 0 with {first[0]}; give every rank "
+                "the same compressor"
+            )
+        pairs = zip_longest(theirs[1:], first[1:], fillvalue="no further parameter")
+        different = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if different is not None:
+            raise ConfigError(
+                f"rank {rank} trains {different[0]} where rank 0 trains {different[1]}; give every "
+                "rank the same model, with the same parameters frozen"
+            )

@@ -131,6 +131,7 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         FROZEN_ITEM + n: p for n, p in named.items() if n not in trained
     }
     _refuse_complex(module)
+    _refuse_sparse(module)
     buffers = {BUFFER_ITEM + canonical_name(n): b for n, b in module.named_buffers()}
     return Attached(
         model=model,
@@ -153,6 +154,16 @@ def _refuse_complex(module: torch.nn.Module) -> None:
             f"{strange[0]!r} is complex, which snapshots cannot hold; register "
             "torch.view_as_real(...) of it instead"
         )
+
+
+def _refuse_sparse(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        if isinstance(part, kinds) and part.sparse and part.weight.requires_grad:
+            raise UnsupportedModel(
+                f"{type(part).__name__} {name!r} makes sparse gradients, which no compressor takes; "
+                "build it with sparse=False: top-k compression sends as little of them"
+            )
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:

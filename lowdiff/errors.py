@@ -8,6 +8,7 @@
     │   └── UnsupportedOptimizer   replay cannot reproduce this optimizer
     ├── UsageError             a call at the wrong moment                      (also a RuntimeError)
     │   └── GradientChanged        between its exchange and the optimizer's step
+    ├── RankLost               an exchange of gradients failed                 (also a RuntimeError)
     ├── RunError               the run folder does not fit the request
     │   ├── NotARun                no run lives there
     │   ├── RunInUse               another live trainer holds it
@@ -60,6 +61,17 @@ class GradientChanged(UsageError):
             f"{exchanged} were exchanged: something added to it after backward() (noise, weight "
             "decay by hand?), which cannot be replayed; scaling and clipping can. Put the term "
             "into the loss or into the optimizer"
+        )
+
+
+class RankLost(LowDiffError, RuntimeError):
+    """An exchange of gradients failed, because another rank ended or the network did."""
+
+    def __init__(self, why: object) -> None:
+        super().__init__(
+            "an exchange of gradients failed, most likely because another rank ended: look at its "
+            "output, and start all ranks again, as many as there are now; attach resumes from the "
+            f"last step that all had committed. The backend says: {why}"
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, known to type checkers
 from torch.nn.parallel import DistributedDataParallel
 
-from lowdiff.errors import ConfigError, UsageError
+from lowdiff.errors import ConfigError, UnsupportedModel, UsageError
 from lowdiff.layout import flat
 from lowdiff.protocols import Reducer
 
@@ -35,6 +35,11 @@ class HookState:
             raise UsageError(
                 "a backward pass ran outside the life of its Checkpointer; call attach(...) "
                 "before training, and close() after it"
+            )
+        if bucket.buffer().layout != torch.strided:
+            raise UnsupportedModel(
+                "a parameter has sparse gradients, which no compressor takes; build embeddings with "
+                "sparse=False"
             )
         return self._reducer.reduce(
             [self._index_of[id(parameter)] for parameter in bucket.parameters()],

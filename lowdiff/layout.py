@@ -67,7 +67,16 @@ def shaped(values: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
 
 
 def flat_like(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    """``tensor`` as a flat view in the memory order of ``spec``, copied only where it differs."""
+    """``tensor`` as a flat view in the memory order of ``spec``, copied only where it differs.
+
+    Raises:
+        UnsupportedModel: If it is sparse.
+    """
+    if tensor.layout != torch.strided:
+        raise UnsupportedModel(
+            f"the gradient of {spec.name!r} has layout {tensor.layout}; compressors take dense "
+            "gradients: build the embedding with sparse=False"
+        )
     if tuple(tensor.stride()) != spec.strides and tensor.numel() > 1:
         copy = torch.empty(spec.numel, dtype=tensor.dtype, device=tensor.device)
         shaped(copy, spec).copy_(tensor)

@@ -61,7 +61,9 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
         StorageError: If it cannot fit.
         ConfigError: If the folder is a file.
     """
-    need, chunk_bytes = _need(given, ranks.world_size)
+    kept = settings.compressor.residual_layout(given.attached.layout)
+    residual_bytes = NUM_SLOTS * sum(spec.nbytes for spec in kept.parameters)
+    need, chunk_bytes = _need(given, ranks.world_size, residual_bytes)
     root = settings.staging_root
     cap, error = _cap(root, need, ranks)
     errors = [text for text in ranks.gather(error) if text]
@@ -118,7 +120,7 @@ def _numbers(need: StagingNeed) -> list[int]:
     return [need.residual_bytes, need.snapshot_bytes, need.log_bytes, need.least_log_bytes]
 
 
-def _need(given: Given, world_size: int) -> tuple[StagingNeed, int]:
+def _need(given: Given, world_size: int, residual_bytes: int) -> tuple[StagingNeed, int]:
     """What one rank needs, and the length of its chunks."""
     attached = given.attached
     model_bytes = sum(p.nbytes for p in attached.layout.parameters)
@@ -127,7 +129,7 @@ def _need(given: Given, world_size: int) -> tuple[StagingNeed, int]:
     averages = len(given.averages) * model_bytes
     items = sum(tensor.nbytes for tensor in given.tracker.tensors.values())
     need = StagingNeed(
-        residual_bytes=NUM_SLOTS * model_bytes if attached.device.type == "cpu" else 0,
+        residual_bytes=residual_bytes if attached.device.type == "cpu" else 0,
         snapshot_bytes=(model_bytes + state_bytes + averages) // world_size + model_bytes + items,
         log_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
         least_log_bytes=_LEAST_CHUNKS * chunk_bytes,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from lowdiff.agreement import Ranks
+from lowdiff.agreement import Ranks, refuse_disagreement
 from lowdiff.attached import Attached
 from lowdiff.averages import Averages, followed_names
 from lowdiff.capture import LARGE_ITEM_BYTES, ItemTracker, Stateful
@@ -38,6 +38,7 @@ from lowdiff.remote import fetch_from_store, run_in_store
 from lowdiff.residuals import StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.run_lock import RunLock
+from lowdiff.scaling import Scaling
 from lowdiff.session import Session
 from lowdiff.settings import Settings
 from lowdiff.snapshot import constant_images
@@ -187,6 +188,8 @@ def open_session(
     ranks = Ranks(training_group(attached))
     with ranks.together():
         given = watch(attached, stateful)
+        settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
+    refuse_disagreement(ranks, settings.compressor, attached.layout)
     lock = _locked(settings, ranks)
     try:
         run_id, stages, is_in_store = _agreed_run(settings, ranks)
@@ -305,10 +308,11 @@ def _session(
 ) -> Session:
     """This rank's writer and session; ``undo`` learns how to take them back."""
     attached = given.attached
+    kept = settings.compressor.residual_layout(attached.layout)
     if attached.device.type == "cpu":
-        residual: RotatingResidual = StagedResidual(staging.residual, attached.layout)
+        residual: RotatingResidual = StagedResidual(staging.residual, kept)
     else:
-        residual = RotatingResidual.zeros(attached.layout, attached.device)
+        residual = RotatingResidual.zeros(kept, attached.device)
     if start.residual:
         residual.load(start.residual)
     log = StagingLog(
@@ -348,7 +352,7 @@ def _session(
         items=start.items,
         stager=Stager(log, writer, settings, ranks.rank, ranks.world_size),
         lock=lock,
-        scaler=_hook_scaler(attached, given.stateful),
+        scaling=Scaling(_hook_scaler(attached, given.stateful)),
         averages=Averages(given.averages, attached),
         shares_constants=fence.constants != "",
     )

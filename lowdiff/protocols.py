@@ -69,12 +69,16 @@ class Reducer(Protocol):
         """
         ...
 
-    def consume(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def consume(
+        self, gradients: Sequence[torch.Tensor | None], *, factors: tuple[float, ...] = ()
+    ) -> None:
         """Read this rank's share of what an optimizer is about to consume.
 
         Args:
             gradients: Flat gradient of every parameter of the layout; None where it is absent or
                 belongs to another optimizer, which has a call of its own.
+            factors: What gradients are known to have been multiplied by since their exchange, in
+                order; a hint for compressors that store something else than the values.
 
         Raises:
             GradientChanged: If an audited gradient has entries that were not exchanged.
@@ -96,6 +100,17 @@ class Compressor(Protocol):
 
     def settings(self) -> Mapping[str, Any]:
         """Plain values that rebuild this compressor."""
+        ...
+
+    def residual_layout(self, layout: Layout) -> Layout:
+        """What its reducers keep in the residual store, from step to step.
+
+        Parameters of ``layout`` keep their index there; what is appended is state of the
+        compressor's own, and must have the same value on all ranks.
+
+        Raises:
+            UnsupportedModel: If a parameter has a dtype that it cannot take.
+        """
         ...
 
     def bind(

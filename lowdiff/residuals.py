@@ -21,7 +21,7 @@ class StagedResidual(RotatingResidual):
 
     def __init__(self, path: Path, layout: Layout) -> None:
         slots = create_slots(path, layout, NUM_SLOTS)
-        super().__init__([_tensors(views, layout) for views in slots])
+        super().__init__([_tensors(views, layout) for views in slots], layout)
         self._checksums = [_checksum(tensor) for tensor in self._slots[self.slot]]
         self._fresh: dict[int, int] = {}
 

@@ -13,13 +13,16 @@ import torch
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
 from lowdiff.averages import followed_names
+from lowdiff.compressors import from_settings
 from lowdiff.given import Given
+from lowdiff.layout import torch_dtype
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.sections import max_payload_bytes
+from lowdiff.protocols import Compressor
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.engine import recover_from
 from lowdiff.recovery.plan import plan_recovery
@@ -120,7 +123,7 @@ def _changes(
         "settings": dict(settings.compressor.settings()),
     }
     found = []
-    if compressor != fence.compressor:
+    if settings.compressor != _compressor(fence):
         found.append(f"compressor {compressor} instead of {dict(fence.compressor)}")
     if ranks.world_size != fence.world_size:
         found.append(f"{ranks.world_size} ranks instead of {fence.world_size}")
@@ -172,9 +175,9 @@ def _workers_per_rank(ranks: Ranks) -> int:
 
 
 def _residual_of(
-    settings: Settings, catalog: Catalog, state: RecoveredState, layout: Layout, rank: int
-) -> list[torch.Tensor | None]:
-    """One old rank's residual at the state's step: exact from staging or its snapshot.
+    settings: Settings, catalog: Catalog, state: RecoveredState, rank: int
+) -> dict[str, torch.Tensor]:
+    """One old rank's residual at the state's step, by name: from staging or its snapshot.
 
     After the loss of staging it is the snapshot's, which is older; training then continues from
     the exact state with a slightly different error feedback, and says so.
@@ -184,12 +187,14 @@ def _residual_of(
         stored = catalog.records.get((number, rank), {}).get(state.step)
         if stored is None:
             continue
-        codec = Codec(max_payload_bytes=max_payload_bytes(layout))
+        fence = catalog.incarnations[number].fence
+        kept = _kept(fence)
+        codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
         mark = read_differential(stored, codec).residual
         staging = StagingFolder.of(settings.staging_root, catalog.run_id, number, rank)
-        found = mark and read_residual(staging.residual, layout, mark)
-        if found:
-            return list(found)
+        found = read_residual(staging.residual, kept, mark) if mark else None
+        if found is not None:
+            return {s.name: r for s, r in zip(kept.parameters, found, strict=True)}
     if state.base_step != state.step and state.residuals[rank]:
         _logger.warning(
             "rank %d: the error-feedback residual of step %d is lost with its staging memory; "
@@ -198,23 +203,34 @@ def _residual_of(
             state.step,
             state.base_step,
         )
-    return [state.residuals[rank].get(spec.name) for spec in layout.parameters]
+    return state.residuals[rank]
+
+
+def _kept(fence: Fence) -> Layout:
+    """What the reducers of an incarnation kept in their residual."""
+    return _compressor(fence).residual_layout(fence.layout)
+
+
+def _compressor(fence: Fence) -> Compressor:
+    return from_settings(fence.compressor["name"], fence.compressor["settings"])
 
 
 def _inherited_residual(
     settings: Settings, catalog: Catalog, state: RecoveredState, layout: Layout, ranks: Ranks
 ) -> list[torch.Tensor | None]:
-    """This rank's residual; with another world size, the mean over the old ranks."""
+    """This rank's residual; with another world size, the mean over the old ranks.
+
+    What another compressor left is taken over where its name and size fit.
+    """
     old_ranks = len(state.residuals)
-    if old_ranks == ranks.world_size:
-        return _residual_of(settings, catalog, state, layout, ranks.rank)
-    columns = zip(
-        *(_residual_of(settings, catalog, state, layout, rank) for rank in range(old_ranks)),
-        strict=True,
-    )
+    sources = [ranks.rank] if old_ranks == ranks.world_size else list(range(old_ranks))
+    found = [_residual_of(settings, catalog, state, rank) for rank in sources]
     means: list[torch.Tensor | None] = []
-    for column in columns:
-        found = [residual for residual in column if residual is not None]
+    for spec in settings.compressor.residual_layout(layout).parameters:
+        own = [r for r in (residual.get(spec.name) for residual in found) if r is not None]
+        if any(r.numel() != spec.numel or r.dtype != torch_dtype(spec.dtype) for r in own):
+            own = []
         # Averaged gradients divide by the world size, so the mean keeps what is owed in total.
-        means.append(torch.stack(found).sum(0) / old_ranks if found else None)
+        mean = torch.stack(own).sum(0) / len(sources) if len(sources) > 1 and own else None
+        means.append(mean if len(sources) > 1 else next(iter(own), None))
     return means

@@ -21,6 +21,7 @@ from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
 from lowdiff.run_lock import RunLock
+from lowdiff.scaling import Scaling
 from lowdiff.settings import Settings
 from lowdiff.snapshot import shard_tensors
 from lowdiff.stager import Stager
@@ -58,7 +59,7 @@ class Session:
         items: Mapping[str, bytes],
         stager: Stager,
         lock: RunLock,
-        scaler: torch.amp.GradScaler | None,
+        scaling: Scaling,
         averages: Averages,
         shares_constants: bool,
     ) -> None:
@@ -76,8 +77,7 @@ class Session:
         self._averages = averages
         self._shares_constants = shares_constants
         self._digester = Digester(attached.layout)
-        self._scaler = scaler
-        self._scale = self._loss_scale()
+        self.scaling = scaling
         self._base_step = step
         self._stepped: dict[int, OptimizerStep] = {}
         self._finished: set[int] = set()
@@ -140,7 +140,7 @@ class Session:
         gradients = self._attached.gradients(index)
         if self._attached.ddp is None:
             self._compress_in_place(gradients)
-        self.reducer.consume(gradients)
+        self.reducer.consume(gradients, factors=self.scaling.factors)
         self._guard.gradients_read(index)
         self._absent.update(self._attached.absent(index))
         self._stepped[index] = OptimizerStep(
@@ -287,10 +287,9 @@ class Session:
             else:
                 steps.append(replace(done, committed=_copied(groups)))
         self._committed_held = self._attached.held()
-        old_scale, self._scale = self._scale, self._loss_scale()
         self._residual.advance(
             stepped=any(s.stepped and not s.found_inf for s in steps),
-            scale_ratio=self._scale / old_scale,
+            scale_ratio=self.scaling.end_step(),
         )
         step = self.step + 1
         digest = self._digest(step)
@@ -310,10 +309,6 @@ class Session:
             digest=digest,
             averages=averages,
         )
-
-    def _loss_scale(self) -> float:
-        """Scale of the gradients that the hook will see; the residual is in its units."""
-        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def _is_thorough(self, step: int) -> bool:
         """Whether to read frozen parameters that nothing says were written."""
@@ -382,7 +377,7 @@ class Session:
                 lambda: shard_tensors(
                     self._attached,
                     self._tracker,
-                    self._residual.current(),
+                    self._residual.named(),
                     self._averages.named_tensors(),
                     held=self._committed_held,
                     shares_constants=self._shares_constants,

@@ -44,7 +44,7 @@ def shard_owners(layout: Layout, world_size: int) -> list[int]:
 def shard_tensors(
     attached: Attached,
     tracker: ItemTracker,
-    residual: Mapping[int, torch.Tensor],
+    residual: Mapping[str, torch.Tensor],
     averages: Mapping[str, Mapping[int, torch.Tensor]],
     *,
     held: Sequence[int],
@@ -57,7 +57,7 @@ def shard_tensors(
     Args:
         attached: Model and optimizers.
         tracker: Their items.
-        residual: Flat residual by layout index; every rank stores its own whole.
+        residual: By name; every rank stores its own whole.
         averages: Name of each replayed average -> layout index -> tensor.
         held: Layout indices of parameters that held a gradient at the last commit.
         shares_constants: Whether frozen parameters as they were at the start are stored apart.
@@ -91,11 +91,7 @@ def shard_tensors(
         for name, value in tracker.tensors.items()
         if not (shares_constants and tracker.is_as_started(name))
     ]
-    specs = attached.layout.parameters
-    tensors += [
-        _image(RESIDUAL + specs[i].name, values, specs[i].shape, specs[i].strides)
-        for i, values in residual.items()
-    ]
+    tensors += [_image(RESIDUAL + name, values) for name, values in residual.items()]
     scalars = {
         "groups": [list(hyper_parameters(o)) for o in attached.optimizers],
         "state": state,
@@ -112,15 +108,7 @@ def constant_images(attached: Attached) -> list[ImageTensor]:
     return [_image(name, tensor) for name, tensor in attached.frozen.items()]
 
 
-def _image(
-    name: str,
-    tensor: torch.Tensor,
-    shape: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-) -> ImageTensor:
-    host = tensor.detach()
-    if shape is not None and strides is not None:
-        host = host.as_strided(tuple(shape), tuple(strides))
-    host = host.cpu().contiguous()
+def _image(name: str, tensor: torch.Tensor) -> ImageTensor:
+    host = tensor.detach().cpu().contiguous()
     data = byte_view(host) if host.numel() else memoryview(b"")
     return ImageTensor(name, _CODES[dtype_name(host.dtype)], tuple(host.shape), data)

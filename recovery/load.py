@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from lowdiff.errors import DamagedFile
-from lowdiff.layout import flat_like
+from lowdiff.layout import flat, flat_like
 from lowdiff.persistence.catalog import SnapshotSet
 from lowdiff.persistence.constants import check_constants
 from lowdiff.persistence.forms import BadEncoding
@@ -128,7 +128,9 @@ def _add_shard(
             average, _, parameter = name.partition("/")
             state.averages.setdefault(average, {})[parameter] = _own(tensor, specs[parameter])
         elif prefix + "/" == RESIDUAL:
-            residual[name] = _own(tensor, specs[name])
+            # A compressor may keep state of its own beside the parameters' residuals.
+            spec = specs.get(name)
+            residual[name] = flat(tensor).clone() if spec is None else _own(tensor, spec)
     state.items.append(items)
     state.residuals.append(residual)
 

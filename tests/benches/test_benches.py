@@ -13,6 +13,8 @@ from benches.harness import abba, excess, overhead
 ROOT = Path(__file__).parents[2]
 KEYS = {"name", "settings", "machine", "versions", "seed", "samples", "summary"}
 FIGURES = {
+    "compress": {"topk_speedup_vs_torch", "powersgd_4/stored_bytes_per_element"},
+    "convergence": {"digits/dense_loss", "text/topk_1_deviations", "text/targets_met"},
     "overhead": {"overhead_upper95", "overhead_median"},
     "replay": {
         "speedup_vs_naive",

@@ -40,14 +40,17 @@ def test_a_negative_size_is_refused() -> None:
 
 def test_settings_rebuild_an_equal_compressor() -> None:
     compressor: Compressor = TopK(density=0.25, dense_below=7)
-    assert (compressor.name, compressor.settings()) == ("topk", {"density": 0.25, "dense_below": 7})
+    assert (compressor.name, compressor.settings()) == (
+        "topk",
+        {"density": 0.25, "dense_below": 7, "value_dtype": None, "warmup": 0},
+    )
     assert from_settings(compressor.name, compressor.settings()) == compressor
     assert TopK(density=0.25).settings()["dense_below"] == 1024
 
 
 def test_what_this_version_cannot_rebuild_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"compressed with 'powersgd'.*known are topk"):
-        from_settings("powersgd", {})
+    with pytest.raises(ConfigError, match=r"compressed with 'signsgd'.*known are cast,.* topk"):
+        from_settings("signsgd", {})
     with pytest.raises(ConfigError, match=r"'topk' cannot be rebuilt from the run.*'momentum'"):
         from_settings("topk", {"density": 0.1, "momentum": 0.9})
 

@@ -2,7 +2,8 @@
 
 A rank's program for step ``t``: write the residual of ``t`` into the next slot (begin, end), send
 its gradient, wait until everybody sent theirs, stage the record of ``t``. Where staging lags, as it
-may on CUDA, the record of ``t`` is staged only after the gradient of ``t + 1`` was sent.
+may on CUDA, the record of ``t`` is staged only after the gradient of ``t + 1`` was sent. Where the
+residual depends on the average, as with PowerSGD, its writing ends only after everybody sent.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ class Rank:
     staged: int = 0
 
 
-def program(lag: int) -> list[tuple[str, int]]:
+def program(lag: int, *, late: bool = False) -> list[tuple[str, int]]:
     """A rank's events in order."""
     events = []
     for t in range(1, STEPS + 1):
-        events += [("begin", t), ("end", t), ("send", t)]
+        sending = [("send", t), ("end late", t)] if late else [("end", t), ("send", t)]
+        events += [("begin", t), *sending]
         if t > lag:
             events.append(("stage", t - lag))
     return events
@@ -47,7 +49,7 @@ def after(rank: Rank, event: tuple[str, int]) -> Rank:
     """The rank once an event has happened."""
     kind, t = event
     slots = list(rank.slots)
-    if kind in ("begin", "end"):
+    if kind in ("begin", "end", "end late"):
         slots[t % len(slots)] = None if kind == "begin" else t
     return replace(
         rank,
@@ -58,9 +60,9 @@ def after(rank: Rank, event: tuple[str, int]) -> Rank:
     )
 
 
-def lost_residuals(world_size: int, num_slots: int, lag: int) -> int:
+def lost_residuals(world_size: int, num_slots: int, lag: int, *, late: bool = False) -> int:
     """Number of reachable states whose crash would lose a residual that recovery needs."""
-    events = program(lag)
+    events = program(lag, late=late)
     start = tuple(Rank(0, (0, *[None] * (num_slots - 1))) for _ in range(world_size))
     seen, waiting, lost = {start}, [start], 0
     while waiting:
@@ -73,8 +75,8 @@ def lost_residuals(world_size: int, num_slots: int, lag: int) -> int:
             kind, t = events[rank.done]
             # The all-gather of t ends once every rank has sent; only then is t staged, and only
             # then does t + 1 begin.
-            waits_for = t if kind == "stage" else t - 1
-            if kind in ("stage", "begin") and min(r.sent for r in ranks) < waits_for:
+            waits_for = t - 1 if kind == "begin" else t
+            if kind in ("stage", "begin", "end late") and min(r.sent for r in ranks) < waits_for:
                 continue
             following = (*ranks[:i], after(rank, (kind, t)), *ranks[i + 1 :])
             if following not in seen:
@@ -83,14 +85,16 @@ def lost_residuals(world_size: int, num_slots: int, lag: int) -> int:
     return lost
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_three_slots_lose_no_residual_at_any_crash(world_size: int) -> None:
+def test_three_slots_lose_no_residual_at_any_crash(world_size: int, late: bool) -> None:
     assert NUM_SLOTS == 3
-    assert lost_residuals(world_size, NUM_SLOTS, lag=0) == 0
+    assert lost_residuals(world_size, NUM_SLOTS, lag=0, late=late) == 0
 
 
 def test_two_slots_would_lose_some() -> None:
     assert lost_residuals(2, 2, lag=0) > 0
+    assert lost_residuals(2, 2, lag=0, late=True) > 0
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

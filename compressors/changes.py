@@ -1,0 +1,99 @@
+"""What happened to a gradient between its exchange and the optimizer: which factors, exactly.
+
+A scaler's ``unscale_`` and clipping multiply every entry by one number. A compressor whose payload
+is not the consumed values themselves (narrow, quantised, low rank) must store that number so that
+the product has the same bits. It is found from the entries: each one leaves an interval of factors
+that round to it, and the intervals' intersection rarely holds more than a few numbers. Whatever is
+found is then tried on all entries, and bits are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from lowdiff.layout import INT_OF_BYTES
+
+#: Factors in the order in which they were applied; none if the gradient was left alone.
+Factors = tuple[float, ...]
+
+#: Entries that the search looks at; all are checked.
+_SAMPLES = 1 << 12
+_MAX_TRIES = 16
+_NUM_SIGNIFICANT_BITS = {
+    torch.float64: 53,
+    torch.float32: 24,
+    torch.float16: 11,
+    torch.bfloat16: 8,
+}
+
+
+def multiply(values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+    """Multiply in place, one factor after the other, each product rounded to the dtype."""
+    for factor in factors:
+        # A factor without dimensions keeps its own precision next to half-width values.
+        dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+        values.mul_(torch.tensor(factor, dtype=dtype, device=values.device))
+    return values
+
+
+def find_factors(
+    before: torch.Tensor, after: torch.Tensor, known: Sequence[Factors] = ()
+) -> Factors | None:
+    """Factors that turn one tensor into another, bit for bit.
+
+    Args:
+        before: Flat tensor, finite.
+        after: The same shape and dtype, finite.
+        known: What to try first; each is also tried with one unknown factor after it.
+
+    Returns:
+        The factors, or None if no product gives these bits.
+    """
+    if equal_bits(before, after):
+        return ()
+    for factors in known:
+        if factors and equal_bits(multiply(before.clone(), factors), after):
+            return factors
+    for factors in dict.fromkeys([(), *known]):
+        scaled = multiply(before.clone(), factors)
+        for factor in _candidates(scaled, after):
+            if equal_bits(multiply(scaled.clone(), (factor,)), after):
+                return (*factors, factor)
+    return None
+
+
+def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two flat tensors of one dtype have the same bits: 0.0 is not -0.0."""
+    integer = INT_OF_BYTES[left.element_size()]
+    return torch.equal(left.view(integer), right.view(integer))
+
+
+def _candidates(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
+    """Numbers whose product with a sample of ``before`` rounds to ``after``, likeliest first."""
+    told = torch.nonzero(before).flatten()
+    if told.numel() == 0:
+        yield 0.0
+        return
+    told = told[:: -(-told.numel() // _SAMPLES)]
+    # Extended precision, so that the intervals of float64 entries come out right as well.
+    x = before[told].double().cpu().numpy().astype(np.longdouble)
+    y = after[told].double().cpu().numpy().astype(np.longdouble)
+    _, exponent = np.frexp(y)
+    significant = _NUM_SIGNIFICANT_BITS[after.dtype]
+    least = np.longdouble(torch.finfo(after.dtype).smallest_normal) * np.ldexp(0.5, 1 - significant)
+    half_ulp = np.ldexp(np.longdouble(1), exponent - significant - 1)
+    half_ulp = np.where(y == 0, least, np.maximum(half_ulp, least))
+    ends = np.sort(np.stack([(y - half_ulp) / x, (y + half_ulp) / x]), axis=0)
+    low, high = ends[0].max(), ends[1].min()
+    if low > high:
+        return
+    kind = np.float64 if after.dtype == torch.float64 else np.float32
+    middle = kind((low + high) / 2)
+    below = above = middle
+    yield float(middle)
+    for _ in range(_MAX_TRIES // 2):
+        below, above = np.nextafter(below, kind(-np.inf)), np.nextafter(above, kind(np.inf))
+        yield from (float(f) for f in (below, above) if low <= f <= high)

@@ -1,0 +1,142 @@
+"""What each rank stores so that a rebuilt gradient becomes the one that the optimizer consumed.
+
+Every rank answers for one range of each parameter (`share`). Of that range it stores nothing if the
+optimizer consumed what the hook returned, the factors if it was scaled since, and else, exactly
+and at the price of the bytes, the consumed values themselves.
+
+Sections: ``whole/parameters`` with ``whole/DTYPE`` (consumed values of this rank's ranges) and
+``changed/parameters`` with ``changed/factors`` (as many float64 for each as the longest list has,
+filled up with 1.0).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from lowdiff.compressors.changes import Factors, find_factors, multiply
+from lowdiff.compressors.lane import share
+from lowdiff.compressors.sections import factor_sections, factors_of, parts, pieces
+from lowdiff.layout import bits
+from lowdiff.types import Bits, Block, Layout, Payload, Section
+
+_logger = logging.getLogger(__name__)
+
+
+class Consumed:
+    """One rank's record of what the optimizers of one step consumed."""
+
+    def __init__(self, layout: Layout, rank: int, world_size: int) -> None:
+        self._layout = layout
+        self._rank, self._world_size = rank, world_size
+        self._factors: dict[int, Factors] = {}
+        self._whole: dict[int, torch.Tensor] = {}
+        self._represented: set[int] = set()
+        self._is_warned = False
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self._factors.clear()
+        self._whole.clear()
+        self._represented.clear()
+
+    @property
+    def parameters(self) -> list[int]:
+        """Those that the payload represents.
+
+        Also where this rank stores the values of its own range: others may need its part to rebuild
+        theirs.
+        """
+        return sorted(self._represented)
+
+    def share(self, parameter: int) -> slice:
+        """The range of a parameter's elements that this rank answers for."""
+        numel = self._layout.parameters[parameter].numel
+        return slice(*share(numel, self._rank, self._world_size))
+
+    def take(
+        self,
+        parameter: int,
+        rebuilt: torch.Tensor | None,
+        gradient: torch.Tensor,
+        factors: Factors,
+    ) -> None:
+        """Compare one parameter's gradient with what was exchanged.
+
+        Args:
+            parameter: Layout index.
+            rebuilt: This rank's range of what the hook returned; None if no hook saw it.
+            gradient: Flat and whole, as the optimizer is about to consume it.
+            factors: What is known to have been multiplied since the hook.
+        """
+        mine = gradient[self.share(parameter)]
+        found: Factors | None = None
+        if rebuilt is not None:
+            self._represented.add(parameter)
+        is_finite = bool(mine.isfinite().all())
+        # The bits of a NaN may depend on where in a block it lies.
+        if rebuilt is not None and is_finite:
+            last = next(reversed(self._factors.values()), ())
+            tries = [last, factors, *(factors[:n] for n in range(1, len(factors)))]
+            found = find_factors(rebuilt, mine, [f for f in dict.fromkeys(tries) if f])
+        if found is not None:
+            self._factors[parameter] = found
+            return
+        if rebuilt is not None and is_finite:
+            self._warn(parameter)
+        self._whole[parameter] = mine.detach().clone()
+
+    def _warn(self, parameter: int) -> None:
+        if self._is_warned:
+            return
+        self._is_warned = True
+        spec = self._layout.parameters[parameter]
+        _logger.warning(
+            "the gradient of %r was changed between its exchange and optimizer.step() by more than a "
+            "factor that its bits would tell; the %.1f MB of such gradients are stored as they are. "
+            "Clip with checkpointer.clip_grad_norm_(...), and put other changes into the loss or the "
+            "optimizer. This is said once",
+            spec.name,
+            spec.nbytes / 1e6,
+        )
+
+    def sections(self) -> list[Section]:
+        """This rank's part of the payload."""
+        return factor_sections(self._factors) + pieces("whole", self._layout, self._whole)
+
+
+#: Writes one block of what the hook returned into zeros.
+Rebuild = Callable[[Block, torch.Tensor], None]
+
+
+class Corrections:
+    """The reading side: turns what the hook returned into what was consumed."""
+
+    def __init__(self, payloads: Sequence[Payload], layout: Layout) -> None:
+        self._layout = layout
+        self._of_rank: list[tuple[Mapping[int, Factors], Mapping[int, Bits]]] = []
+        for rank, payload in enumerate(payloads):
+
+            def own(i: int, rank: int = rank) -> int:
+                first, last = share(layout.parameters[i].numel, rank, len(payloads))
+                return last - first
+
+            self._of_rank.append((factors_of(payload), parts("whole", payload, layout, own)))
+
+    def apply(self, block: Block, out: torch.Tensor, rebuild: Rebuild) -> None:
+        """Write one block as the optimizer consumed it."""
+        numel = self._layout.parameters[block.parameter].numel
+        for rank, (factors, whole) in enumerate(self._of_rank):
+            first, last = share(numel, rank, len(self._of_rank))
+            start, stop = max(first, block.start), min(last, block.stop)
+            if start >= stop:
+                continue
+            mine = out[start - block.start : stop - block.start]
+            stored = whole.get(block.parameter)
+            if stored is not None:
+                bits(mine)[:] = stored[start - first : stop - first]
+                continue
+            rebuild(Block(block.parameter, start, stop), mine)
+            multiply(mine, factors.get(block.parameter, ()))

@@ -1,0 +1,105 @@
+"""Top-k of one rank's choice, which takes turns: ScaleCom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lowdiff.compressors.ranges import checked_density, checked_size, kept_of
+from lowdiff.compressors.selection import MagnitudeSelector
+from lowdiff.compressors.shared import SharedReducer
+from lowdiff.compressors.sparse import indexed_decoder
+from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.types import Layout, Payload
+
+
+@dataclass(frozen=True, slots=True)
+class CyclicTopK:
+    """Keeps the entries that are largest on one rank, another one in every step.
+
+    The leader of step ``t``, rank ``t mod world_size``, picks each parameter's largest entries of
+    its gradient plus residual; all ranks send theirs at the same positions. So what a rank receives
+    and what all ranks store together does not grow with their number. Per rank and step: ``k``
+    positions of 4 bytes broadcast, ``k`` values averaged by a reproducible sum (twice
+    ``k * itemsize`` bytes sent), ``k / world_size`` entries stored, one residual kept.
+
+    Reference: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for
+    Communication-Efficient Distributed Training", NeurIPS 2020, section 3 (CLT-k) and Algorithm 1,
+    without its low-pass filter of the residual (beta = 1).
+
+    Attributes:
+        density: Share of entries kept, in (0, 1].
+        dense_below: Parameters with fewer elements are exchanged whole.
+
+    Raises:
+        ConfigError: If a setting is out of range.
+    """
+
+    density: float
+    dense_below: int = 1024
+
+    def __post_init__(self) -> None:
+        checked_density(self.density)
+        checked_size("dense_below", "elements", self.dense_below)
+
+    @property
+    def name(self) -> str:
+        """``"cyclic_topk"``."""
+        return "cyclic_topk"
+
+    def settings(self) -> Mapping[str, Any]:
+        """The constructor's arguments."""
+        return asdict(self)
+
+    def residual_layout(self, layout: Layout) -> Layout:
+        """One residual per parameter."""
+        return layout
+
+    def bind(
+        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+    ) -> CyclicTopKReducer:
+        """Make the reducer of one run."""
+        return CyclicTopKReducer(self, layout, residual, group)
+
+    def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
+        """Assigns each rank's share of the entries."""
+        return indexed_decoder(payloads, layout)
+
+
+class CyclicTopKReducer(SharedReducer):
+    """CyclicTopK bound to one run."""
+
+    def __init__(
+        self,
+        compressor: CyclicTopK,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(layout, residual, group)
+        self._compressor = compressor
+        self._selector = MagnitudeSelector()
+
+    def kept(self, numel: int) -> int:
+        """See ``SharedReducer.kept``."""
+        return kept_of(numel, self._compressor.density, self._compressor.dense_below)
+
+    def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """See ``SharedReducer.choose``: what the leader of this step finds largest."""
+        if not totals:
+            return {}
+        counts = [self.kept(total.numel()) for total in totals.values()]
+        leader = self.step % self.world_size
+        if self.rank == leader:
+            chosen = torch.cat(
+                [self._selector.select(t, k) for t, k in zip(totals.values(), counts, strict=True)]
+            ).int()
+        else:
+            device = next(iter(totals.values())).device
+            chosen = torch.empty(sum(counts), dtype=torch.int32, device=device)
+        self.lane.broadcast(chosen, leader)
+        return dict(zip(totals, chosen.long().split(counts), strict=True))

@@ -1,0 +1,314 @@
+"""Low-rank gradients: PowerSGD."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lowdiff.compressors.consumed import Corrections
+from lowdiff.compressors.feedback import ErrorFeedback, is_used
+from lowdiff.compressors.lane import Lane, share
+from lowdiff.compressors.ranges import checked_size
+from lowdiff.compressors.represented import RepresentedReducer
+from lowdiff.compressors.sections import floats, listed, numbers
+from lowdiff.errors import ConfigError, ReplayMismatch
+from lowdiff.layout import bits, torch_dtype
+from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.types import Bits, Block, Layout, ParameterSpec, Payload, Section
+
+_MAX_RANK = 256
+_WARM_START = "/warm_start"
+
+#: Factors of one parameter: P, ``[matrix_rank, rows]``, and Q, ``[matrix_rank, columns]``.
+Factorized = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSGD:
+    """Replaces each gradient matrix by one of low rank, found by a step of power iteration.
+
+    A parameter is a matrix of its outermost dimension in memory against all others, ``[n, m]``.
+    With Q of the last step: P = mean over ranks of M Q, made orthogonal; Q = mean over ranks of
+    M^T P; the gradient is P Q^T, added up term by term in a fixed order, so that any block of it
+    has the same bits. Sums are in rank order. Matrices of half-width parameters are multiplied and
+    sent in float32. Per rank and step: ``(n + m) * matrix_rank`` values, each averaged by a
+    reproducible sum, ``1 / world_size`` of them stored; one residual and Q kept. What would not
+    shrink to half, and every vector, is averaged and stored as it is.
+
+    Q is kept with the residual, so it survives what the residual survives.
+
+    Reference: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization", NeurIPS 2019, Algorithms 1 and 2. We orthogonalise with twice
+    repeated Gram-Schmidt, each matrix on its own, and start columns anew that have vanished.
+
+    Attributes:
+        matrix_rank: Rank of the approximation, at least 1.
+        dense_below: Parameters with fewer elements are averaged as they are.
+        seed: Of the first Q.
+
+    Raises:
+        ConfigError: If a setting is out of range.
+    """
+
+    matrix_rank: int
+    dense_below: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checked_size("dense_below", "elements", self.dense_below)
+        checked_size("matrix_rank", "columns", self.matrix_rank)
+        checked_size("seed", "up from 0", self.seed)
+        if not 1 <= self.matrix_rank <= _MAX_RANK:
+            raise ConfigError(
+                f"matrix_rank must be in 1 .. {_MAX_RANK}, got {self.matrix_rank}; 1 to 4 is usual"
+            )
+
+    @property
+    def name(self) -> str:
+        """``"powersgd"``."""
+        return "powersgd"
+
+    def settings(self) -> Mapping[str, Any]:
+        """The constructor's arguments."""
+        return asdict(self)
+
+    def residual_layout(self, layout: Layout) -> Layout:
+        """One residual per parameter, and after them Q of those that are factorised."""
+        specs = list(layout.parameters)
+        for i in self.factorized(layout):
+            spec = layout.parameters[i]
+            shape = (self.matrix_rank, matrix_of(spec)[1])
+            name, dtype = spec.name + _WARM_START, _wide(spec.dtype)
+            specs.append(ParameterSpec(name, shape, (shape[1], 1), dtype, specs[-1].stop))
+        return Layout(tuple(specs))
+
+    def factorized(self, layout: Layout) -> list[int]:
+        """Layout indices of the parameters that are worth it."""
+        found = []
+        for i, spec in enumerate(layout.parameters):
+            n, m = matrix_of(spec)
+            small = spec.numel < self.dense_below or self.matrix_rank > min(n, m)
+            if not small and 2 * (n + m) * self.matrix_rank <= spec.numel:
+                found.append(i)
+        return found
+
+    def bind(
+        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+    ) -> RepresentedReducer:
+        """Make the reducer of one run."""
+        return RepresentedReducer(_PowerSGD(self, layout, residual), layout, group)
+
+    def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
+        """Puts the ranks' shares of P and Q together and adds up the terms."""
+        corrections = Corrections(payloads, layout)
+        factors = self._read(payloads, layout)
+
+        def rebuild(block: Block, out: torch.Tensor) -> None:
+            if block.parameter in factors:
+                low_rank(factors[block.parameter], block.start, block.stop, out)
+
+        return lambda block, out: corrections.apply(block, out, rebuild)
+
+    def _read(self, payloads: Sequence[Payload], layout: Layout) -> dict[int, Factorized]:
+        shares: dict[int, list[Bits]] = {}
+        for rank, payload in enumerate(payloads):
+            taken: dict[str, int] = {}
+            for i in listed("low_rank", payload, layout):
+                spec = layout.parameters[i]
+                size = sum(matrix_of(spec)) * self.matrix_rank
+                first, last = share(size, rank, len(payloads))
+                dtype = _wide(spec.dtype)
+                section = payload.section(f"low_rank/{dtype}")
+                start = taken.get(dtype, 0)
+                stop = taken[dtype] = start + last - first
+                if section is None or stop > section.data.size:
+                    raise ReplayMismatch(f"a payload ends before the factors of {spec.name!r}")
+                shares.setdefault(i, []).append(section.data[start:stop])
+        if any(len(own) != len(payloads) for own in shares.values()):
+            raise ReplayMismatch("some ranks stored their share of a low-rank gradient, others not")
+        return {i: self._split(layout.parameters[i], own) for i, own in shares.items()}
+
+    def _split(self, spec: ParameterSpec, patterns: Sequence[Bits]) -> Factorized:
+        dtype = torch_dtype(_wide(spec.dtype))
+        values = floats(np.concatenate(patterns), dtype)
+        return split_factors(values, spec, self.matrix_rank)
+
+
+class _PowerSGD:
+    """The method behind `PowerSGD`; see ``Method``."""
+
+    def __init__(self, compressor: PowerSGD, layout: Layout, residual: ResidualStore) -> None:
+        self._compressor = compressor
+        self._layout = layout
+        self._residual = residual
+        self._feedback = ErrorFeedback(residual)
+        worth = compressor.factorized(layout)
+        self._q_of = {i: len(layout.parameters) + k for k, i in enumerate(worth)}
+        self._values: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._lane_of: tuple[int, int] = (0, 1)
+
+    def begin(self, step: int) -> None:
+        self._values.clear()
+        self._kept.clear()
+
+    def sent_bytes(self, gradients: Mapping[int, torch.Tensor]) -> int:
+        rank = self._compressor.matrix_rank
+        return sum(
+            sum(matrix_of(self._layout.parameters[i])) * rank if i in self._q_of else g.numel()
+            for i, g in gradients.items()
+        )
+
+    def average(self, gradients: Mapping[int, torch.Tensor], lane: Lane) -> None:
+        self._lane_of = lane.rank, lane.world_size
+        dense = {i: g for i, g in gradients.items() if i not in self._q_of}
+        matrices = {i: g for i, g in gradients.items() if i in self._q_of}
+        if dense:
+            joined = torch.cat(list(dense.values()))
+            lane.mean(joined)
+            for g, own in zip(
+                dense.values(), joined.split([g.numel() for g in dense.values()]), strict=True
+            ):
+                g.copy_(own)
+        if matrices:
+            self._factorize(matrices, lane)
+
+    def _factorize(self, gradients: Mapping[int, torch.Tensor], lane: Lane) -> None:
+        sent: dict[int, torch.Tensor] = {}
+        ps: dict[int, torch.Tensor] = {}
+        for i, gradient in gradients.items():
+            total = self._feedback.total(i, gradient)
+            matrix = total.view(matrix_of(self._layout.parameters[i]))
+            wide = matrix.to(torch_dtype(_wide(self._layout.parameters[i].dtype)))
+            sent[i] = wide if is_used(gradient) else torch.zeros_like(wide)
+            ps[i] = self._start(i) @ sent[i].T
+        _average(ps, lane)
+        for p in ps.values():
+            orthogonalize(p)
+        qs = {i: ps[i] @ sent[i] for i in gradients}
+        _average(qs, lane)
+        for i, gradient in gradients.items():
+            self._values[i] = torch.cat([ps[i].flatten(), qs[i].flatten()])
+            low_rank((ps[i], qs[i]), 0, gradient.numel(), gradient.zero_())
+            self._feedback.sent(i, gradient)
+            self._keep_start(i, qs[i])
+
+    def _start(self, parameter: int) -> torch.Tensor:
+        """Q of the last step, ``[matrix_rank, columns]``, orthogonal; random where it is zero."""
+        last, _ = self._residual.pair(self._q_of[parameter])
+        q = last.view(self._compressor.matrix_rank, -1).clone()
+        generator = torch.Generator().manual_seed(self._compressor.seed + 1_000_003 * parameter)
+        fresh = torch.randn(q.shape, generator=generator, dtype=q.dtype).to(q.device)
+        # An overflow that no scaler skipped must not stay for ever either.
+        usable = q.isfinite().all(1, keepdim=True) & q.any(1, keepdim=True)
+        return orthogonalize(torch.where(usable, q, fresh))
+
+    def _keep_start(self, parameter: int, q: torch.Tensor) -> None:
+        """Start from Q the next time; rows that are zero, as for unused parameters, stay."""
+        last, target = (t.view_as(q) for t in self._residual.pair(self._q_of[parameter]))
+        target.copy_(torch.where(q.any(1, keepdim=True), q, last))
+        self._residual.written(self._q_of[parameter])
+
+    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor | None:
+        if parameter not in self._values:
+            return None
+        spec = self._layout.parameters[parameter]
+        factors = split_factors(self._values[parameter], spec, self._compressor.matrix_rank)
+        out = torch.zeros(
+            share.stop - share.start,
+            dtype=torch_dtype(spec.dtype),
+            device=self._values[parameter].device,
+        )
+        low_rank(factors, share.start, share.stop, out)
+        return out
+
+    def keep(self, parameter: int) -> None:
+        self._kept[parameter] = self._values[parameter]
+
+    def sections(self, parameters: Sequence[int]) -> list[Section]:
+        if not parameters:
+            return []
+        made = [Section("low_rank/parameters", "ascending", numbers(parameters))]
+        by_dtype: dict[str, list[torch.Tensor]] = {}
+        for i in parameters:
+            values = self._kept[i]
+            mine = slice(*share(values.numel(), *self._lane_of))
+            dtype = _wide(self._layout.parameters[i].dtype)
+            by_dtype.setdefault(dtype, []).append(values[mine])
+        return made + [
+            Section(f"low_rank/{dtype}", "planes", bits(torch.cat(own).cpu()))
+            for dtype, own in sorted(by_dtype.items())
+        ]
+
+
+def matrix_of(spec: ParameterSpec) -> tuple[int, int]:
+    """Rows and columns of a parameter as a matrix in memory order, whose rows are contiguous."""
+    if not spec.shape or not spec.numel:
+        return 1, spec.numel
+    rows = spec.shape[max(range(len(spec.shape)), key=lambda d: (spec.strides[d], -d))]
+    return rows, spec.numel // rows
+
+
+def orthogonalize(rows: torch.Tensor) -> torch.Tensor:
+    """Make the rows of ``[matrix_rank, length]`` orthonormal in place, in order; zeros stay zero."""
+    for k in range(rows.shape[0]):
+        row = rows[k]
+        before = torch.linalg.vector_norm(row)
+        for _ in range(2 if k else 0):  # once is not enough where rows are nearly dependent
+            row.sub_((rows[:k] @ row) @ rows[:k])
+        norm = torch.linalg.vector_norm(row)
+        # What is left of a dependent row is rounding, and no direction.
+        lost = norm <= before * (16 * torch.finfo(rows.dtype).eps)
+        row.copy_(torch.where(lost, torch.zeros_like(row), row / norm))
+    return rows
+
+
+def low_rank(factors: Factorized, start: int, stop: int, out: torch.Tensor) -> None:
+    """Write elements ``start`` to ``stop`` of P Q^T, in row order, into ``out``, which holds zeros.
+
+    Products and sums are single operations on elements in the order of the terms: unlike a matrix
+    product, every element's bits are the same in any block.
+    """
+    p, q = factors
+    m = q.shape[1]
+    scratch = out if out.dtype == p.dtype else torch.zeros_like(out, dtype=p.dtype)
+    row, column = divmod(start, m)
+    done = 0
+    while done < stop - start:
+        if column or stop - start - done < m:
+            num_rows, num_columns = 1, min(m - column, stop - start - done)
+        else:
+            num_rows, num_columns = (stop - start - done) // m, m
+        piece = scratch[done : done + num_rows * num_columns].view(num_rows, num_columns)
+        for left, right in zip(p, q, strict=True):
+            term = left[row : row + num_rows, None] * right[column : column + num_columns]
+            piece.add_(term)
+        done += num_rows * num_columns
+        row, column = row + num_rows, 0
+    if scratch is not out:
+        out.copy_(scratch)
+
+
+def split_factors(values: torch.Tensor, spec: ParameterSpec, matrix_rank: int) -> Factorized:
+    """P and Q as they lie one after the other."""
+    n, m = matrix_of(spec)
+    p, q = values.split([matrix_rank * n, matrix_rank * m])
+    return p.view(matrix_rank, n), q.view(matrix_rank, m)
+
+
+def _average(tensors: Mapping[int, torch.Tensor], lane: Lane) -> None:
+    joined = torch.cat([t.flatten() for t in tensors.values()])
+    lane.mean(joined)
+    sizes = [t.numel() for t in tensors.values()]
+    for tensor, own in zip(tensors.values(), joined.split(sizes), strict=True):
+        tensor.copy_(own.view(tensor.shape))
+
+
+def _wide(dtype: str) -> str:
+    """The dtype in which a parameter's factors are computed, sent and stored."""
+    return "float64" if dtype == "float64" else "float32"

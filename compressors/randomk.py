@@ -1,0 +1,185 @@
+"""Random entries, the same on every rank, whose positions are neither sent nor stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from lowdiff.compressors.lane import share
+from lowdiff.compressors.ranges import checked_density, checked_size, kept_of
+from lowdiff.compressors.sections import parts, pieces
+from lowdiff.compressors.shared import SharedReducer
+from lowdiff.compressors.sparse import indexed_decoder
+from lowdiff.errors import ConfigError
+from lowdiff.layout import bits
+from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.types import Bits, Block, Layout, Payload, Section
+
+_MAX_SEED = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RandomK:
+    """Keeps random entries of each parameter and remembers the rest.
+
+    A parameter is cut into ``k`` ranges of (nearly) equal length, of each of which one entry is
+    drawn from ``(seed, step, parameter)`` alone: every entry has the same chance, and positions
+    come out in order. Ranks draw the same, so only values travel: per rank and step ``k`` values
+    averaged by a reproducible sum (twice ``k * itemsize`` bytes sent), ``k / world_size`` values
+    stored, one residual kept.
+
+    Reference: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, Definition 2.1 (rand-k) and
+    Algorithm 1; shared randomness as in Vogels et al., "PowerSGD", NeurIPS 2019, appendix G
+    (Random K). We draw by ranges, not freely.
+
+    Attributes:
+        density: Share of entries kept, in (0, 1].
+        dense_below: Parameters with fewer elements are exchanged whole.
+        seed: Of the positions.
+
+    Raises:
+        ConfigError: If a setting is out of range.
+    """
+
+    density: float
+    dense_below: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checked_density(self.density)
+        checked_size("dense_below", "elements", self.dense_below)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed is an int, got {self.seed!r}")
+        if not 0 <= self.seed <= _MAX_SEED:
+            raise ConfigError(f"seed must be in 0 .. 2**63 - 1, got {self.seed}")
+
+    @property
+    def name(self) -> str:
+        """``"randomk"``."""
+        return "randomk"
+
+    def settings(self) -> Mapping[str, Any]:
+        """The constructor's arguments."""
+        return asdict(self)
+
+    def kept(self, numel: int) -> int:
+        """How many entries of a parameter with ``numel`` elements are exchanged."""
+        return kept_of(numel, self.density, self.dense_below)
+
+    def residual_layout(self, layout: Layout) -> Layout:
+        """One residual per parameter."""
+        return layout
+
+    def bind(
+        self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
+    ) -> RandomKReducer:
+        """Make the reducer of one run."""
+        return RandomKReducer(self, layout, residual, group)
+
+    def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
+        """Draws the positions again and assigns the values that the ranks stored there."""
+        indexed = indexed_decoder(payloads, layout)
+        drawn: list[dict[int, Bits]] = []
+        for rank, payload in enumerate(payloads):
+
+            def own(i: int, rank: int = rank) -> int:
+                first, last = share(self.kept(layout.parameters[i].numel), rank, len(payloads))
+                return last - first
+
+            drawn.append(parts("drawn", payload, layout, own))
+        steps = [s.data for payload in payloads if (s := payload.section("step"))]
+
+        def decode(block: Block, out: torch.Tensor) -> None:
+            indexed(block, out)
+            if not any(block.parameter in values for values in drawn):
+                return
+            numel = layout.parameters[block.parameter].numel
+            k = self.kept(numel)
+            # Every range that the block touches.
+            ranges = np.arange(
+                max(0, block.start * k // numel - 1), min(k, block.stop * k // numel + 2)
+            )
+            where = positions(self.seed, int(steps[0][0]), block.parameter, numel, k, ranges)
+            inside = (where >= block.start) & (where < block.stop)
+            where, ranges = where[inside] - block.start, ranges[inside]
+            target = bits(out)
+            for rank, values in enumerate(drawn):
+                if block.parameter in values:
+                    first, last = share(k, rank, len(payloads))
+                    mine = (ranges >= first) & (ranges < last)
+                    target[where[mine]] = values[block.parameter][ranges[mine] - first]
+
+        return decode
+
+
+class RandomKReducer(SharedReducer):
+    """RandomK bound to one run."""
+
+    def __init__(
+        self,
+        compressor: RandomK,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(layout, residual, group)
+        self._compressor = compressor
+
+    def kept(self, numel: int) -> int:
+        """See ``SharedReducer.kept``."""
+        return self._compressor.kept(numel)
+
+    def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """See ``SharedReducer.choose``: drawn from seed, step and parameter."""
+        chosen = {}
+        for i, total in totals.items():
+            n, k = total.numel(), self.kept(total.numel())
+            drawn = positions(self._compressor.seed, self.step, i, n, k, np.arange(k))
+            chosen[i] = torch.from_numpy(drawn).to(total.device)
+        return chosen
+
+    def payload(self) -> Payload:
+        """See ``Reducer.payload``: values without positions where these were drawn."""
+        drawn = {
+            i: values
+            for i, (own, values) in self.consumed.items()
+            if i in self.selected and own is self.selected[i]
+        }
+        others = {i: entries for i, entries in self.consumed.items() if i not in drawn}
+        sections = self.indexed("", others)
+        if drawn:
+            step = Section("step", "raw", np.array([self.step], dtype=np.uint64))
+            sections += [step, *pieces("drawn", self.layout, drawn)]
+        return Payload(tuple(sections))
+
+
+def positions(
+    seed: int, step: int, parameter: int, numel: int, k: int, ranges: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The entry drawn of each of the given ranges out of ``k``; ascending, as ``ranges`` is.
+
+    Part of the log's meaning: a change makes old runs unreadable.
+    """
+    starts = ranges * numel // k
+    widths = (ranges + 1) * numel // k - starts
+    key = np.uint64(0)
+    for word in (seed, step, parameter):
+        key = _mixed(np.array([key ^ np.uint64(word)], dtype=np.uint64))[0]
+    noise = _mixed(ranges.astype(np.uint64) + key)
+    drawn: npt.NDArray[np.int64] = starts + (noise % widths.astype(np.uint64)).astype(np.int64)
+    return drawn
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's step (Steele, Lea and Flood, OOPSLA 2014), element-wise; wraps around."""
+    z = words + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return mixed

@@ -1,0 +1,112 @@
+"""Arrays of several parameters in one section of a payload, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lowdiff.compressors.changes import Factors
+from lowdiff.errors import ReplayMismatch
+from lowdiff.layout import bits
+from lowdiff.types import Bits, Layout, Payload, Section
+
+
+def numbers(values: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Ascending layout indices as an array."""
+    return np.array(values, dtype=np.int64)
+
+
+def floats(patterns: npt.NDArray[np.integer[Any]], dtype: torch.dtype) -> torch.Tensor:
+    """Bit patterns as a tensor; copied if they lie in memory that cannot be written."""
+    writable = np.require(patterns, requirements="W")
+    return torch.from_numpy(writable.view(f"i{writable.itemsize}")).view(dtype)
+
+
+def pieces(name: str, layout: Layout, tensors: Mapping[int, torch.Tensor]) -> list[Section]:
+    """Flat tensors of some parameters, one section per dtype of the *tensors*, in layout order.
+
+    Sections: ``NAME/parameters``, ascending layout indices, and ``NAME/DTYPE`` for each dtype of the
+    parameters among them.
+    """
+    chosen = sorted(tensors)
+    if not chosen:
+        return []
+    made = [Section(f"{name}/parameters", "ascending", numbers(chosen))]
+    for dtype in layout.dtypes:
+        own = [tensors[i] for i, _ in layout.of_dtype(dtype) if i in tensors]
+        if own:
+            made.append(Section(f"{name}/{dtype}", "planes", bits(torch.cat(own).cpu())))
+    return made
+
+
+def listed(name: str, payload: Payload, layout: Layout) -> list[int]:
+    """Layout indices of the parameters that sections ``NAME/...`` hold.
+
+    Raises:
+        ReplayMismatch: If the layout has no such parameter.
+    """
+    section = payload.section(f"{name}/parameters")
+    found = [] if section is None else [int(i) for i in section.data]
+    if found and not 0 <= min(found) <= max(found) < len(layout.parameters):
+        raise ReplayMismatch(f"a payload names parameter {max(found)} of {len(layout.parameters)}")
+    return found
+
+
+def parts(
+    name: str, payload: Payload, layout: Layout, size_of: Callable[[int], int]
+) -> dict[int, Bits]:
+    """Undo `pieces`: layout index -> bit patterns, ``size_of(index)`` of them.
+
+    Raises:
+        ReplayMismatch: If the sections do not fit together.
+    """
+    found: dict[int, Bits] = {}
+    taken: dict[str, int] = {}
+    for i in listed(name, payload, layout):
+        dtype = layout.parameters[i].dtype
+        section = payload.section(f"{name}/{dtype}")
+        start = taken.get(dtype, 0)
+        stop = taken[dtype] = start + size_of(i)
+        if section is None or stop > section.data.size:
+            raise ReplayMismatch(
+                f"a payload's section {name}/{dtype} ends before parameter "
+                f"{layout.parameters[i].name!r}"
+            )
+        found[i] = section.data[start:stop]
+    return found
+
+
+def factor_sections(factors: Mapping[int, Factors]) -> list[Section]:
+    """By which factors parameters were multiplied after their exchange; nothing for none.
+
+    Sections: ``changed/parameters`` and ``changed/factors``: as many float64 for each parameter as
+    the longest list has, filled up with 1.0.
+    """
+    changed = {i: factors[i] for i in sorted(factors) if factors[i]}
+    if not changed:
+        return []
+    table = np.ones((len(changed), max(map(len, changed.values()))), dtype=np.float64)
+    for row, own in zip(table, changed.values(), strict=True):
+        row[: len(own)] = own
+    return [
+        Section("changed/parameters", "ascending", numbers(list(changed))),
+        Section("changed/factors", "planes", table.view(np.uint64).ravel()),
+    ]
+
+
+def factors_of(payload: Payload) -> dict[int, Factors]:
+    """Undo `factor_sections`."""
+    changed, table = payload.section("changed/parameters"), payload.section("changed/factors")
+    if changed is None or table is None or changed.data.size == 0:
+        return {}
+    if table.data.size % changed.data.size:
+        raise ReplayMismatch(f"{table.data.size} factors for {changed.data.size} parameters")
+    rows = np.ascontiguousarray(table.data).view(np.float64).reshape(changed.data.size, -1)
+    return {
+        int(i): tuple(float(factor) for factor in row if factor != 1.0)
+        for i, row in zip(changed.data, rows, strict=True)
+    }

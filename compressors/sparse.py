@@ -1,0 +1,224 @@
+"""What compressors that keep some entries share: from a selection to its payload, and back.
+
+Each rank stores the consumed values at its own positions, so scaling and clipping need no further
+thought, and recovery assigns. With values of a narrower dtype it stores those and the factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lowdiff.compressors.changes import Factors, find_factors, multiply
+from lowdiff.compressors.exchange import Notes
+from lowdiff.compressors.feedback import ErrorFeedback, is_used
+from lowdiff.compressors.lane import share
+from lowdiff.compressors.sections import factor_sections, factors_of, floats
+from lowdiff.errors import GradientChanged
+from lowdiff.layout import bits
+from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.types import Bits, Block, Layout, Payload, Section
+
+#: Positions inside a parameter that this rank stores, and the values there.
+Entries = tuple[torch.Tensor, torch.Tensor]
+
+
+class SparseReducer:
+    """The part of a reducer that does not depend on how entries are selected and exchanged."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+        value_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.layout = layout
+        self.feedback = ErrorFeedback(residual)
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else group.size()
+        self.value_dtype = value_dtype
+        #: Layout index -> positions that this rank stores; whole parameters are shared out.
+        self.selected: dict[int, torch.Tensor] = {}
+        self.consumed: dict[int, Entries] = {}
+        self.notes = Notes()
+        self.stamp = 0
+        self.audit = False
+        self._narrow: dict[int, torch.Tensor] = {}
+        #: What was consumed with narrow values, and by which factors these differ from it.
+        self._consumed_narrow: dict[int, Entries] = {}
+        self._factors: dict[int, Factors] = {}
+        self._exchanged: dict[int, int] = {}
+
+    def begin(self, stamp: int, *, audit: bool = False, note: int = 0) -> None:
+        """See ``Reducer.begin``: forget the last step's selection."""
+        self.selected.clear()
+        self.consumed.clear()
+        self._narrow.clear()
+        self._consumed_narrow.clear()
+        self._factors.clear()
+        self._exchanged.clear()
+        self.stamp = stamp
+        self.audit = audit
+        self.notes.begin(note)
+
+    @property
+    def step(self) -> int:
+        """The step that the stamp names."""
+        return self.stamp & 0xFFFFFFFFFF
+
+    def heard(self) -> tuple[int, ...]:
+        """See ``Reducer.heard``."""
+        return self.notes.heard()
+
+    def averaged(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Finish a bucket whose gradients now hold the average over ranks."""
+        for i, gradient in zip(parameters, gradients, strict=True):
+            if self.value_dtype is not None and self.value_dtype != gradient.dtype:
+                rounded = gradient.to(self.value_dtype)
+                gradient.copy_(rounded)
+                self._narrow[i] = rounded[self._positions(i)].clone()
+            if self.audit:
+                self._exchanged[i] = int(gradient.count_nonzero())
+
+    def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Factors = ()) -> None:
+        """See ``Reducer.consume``. Tensors exchanged whole are split over the ranks."""
+        fresh: dict[int, Entries] = {}
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                spec = self.layout.parameters[i]
+                if self.audit and i in self._exchanged:
+                    found = int(gradient.count_nonzero())
+                    # A NaN norm makes every entry NaN; such a gradient is stored whole.
+                    if found > self._exchanged[i] and bool(gradient.isfinite().all()):
+                        raise GradientChanged(spec.name, self._exchanged[i], found)
+                fresh[i] = self._own(i, gradient)
+        if fresh and not _all_finite(fresh.values()):
+            # Clipping by a NaN norm turns every entry NaN, also those that nobody selected.
+            for i, (_, values) in fresh.items():
+                whole = gradients[i]
+                if whole is not None and not bool(values.isfinite().all()):
+                    fresh[i] = (torch.arange(whole.numel()), whole.clone())
+        for i, (own, values) in fresh.items():
+            narrow = self._narrow.get(i)
+            if narrow is not None and narrow.numel() == values.numel():
+                self._keep_narrow(i, (own, narrow), values, factors)
+        self.consumed |= fresh
+
+    def _keep_narrow(
+        self, parameter: int, narrow: Entries, values: torch.Tensor, known: Factors
+    ) -> None:
+        last = next(reversed(self._factors.values()), ())
+        tries = dict.fromkeys([last, *(known[: n + 1] for n in reversed(range(len(known))))])
+        if not bool(values.isfinite().all()):
+            return
+        found = find_factors(narrow[1].to(values.dtype), values, [f for f in tries if f])
+        if found is not None:
+            self._factors[parameter] = found
+            self._consumed_narrow[parameter] = narrow
+
+    def payload(self) -> Payload:
+        """See ``Reducer.payload``: indices into the layout, ascending, and their values."""
+        full = {i: own for i, own in self.consumed.items() if i not in self._consumed_narrow}
+        sections = self.indexed("", full)
+        if self._consumed_narrow:
+            sections += self.indexed("narrow/", self._consumed_narrow)
+            sections += factor_sections(self._factors)
+        return Payload(tuple(sections))
+
+    def indexed(self, prefix: str, entries: Mapping[int, Entries]) -> list[Section]:
+        """Entries as ``PREFIXindices/DTYPE`` and ``PREFIXvalues/DTYPE``."""
+        sections: list[Section] = []
+        for dtype in self.layout.dtypes:
+            chosen = [
+                (spec.offset, *entries[i])
+                for i, spec in self.layout.of_dtype(dtype)
+                if i in entries
+            ]
+            if chosen:
+                indices = torch.cat([own for _, own, _ in chosen]).cpu().numpy()
+                indices += np.repeat([c[0] for c in chosen], [len(c[1]) for c in chosen])
+                values = torch.cat([values for _, _, values in chosen]).cpu()
+                sections += [
+                    Section(f"{prefix}indices/{dtype}", "ascending", indices),
+                    Section(f"{prefix}values/{dtype}", "planes", bits(values)),
+                ]
+        return sections
+
+    def _own(self, parameter: int, gradient: torch.Tensor) -> Entries:
+        """Positions inside the parameter that this rank stores, and the final values there."""
+        positions = self._positions(parameter)
+        if isinstance(positions, slice):
+            values = gradient[positions].clone()
+            return torch.arange(positions.start, positions.stop, device=gradient.device), values
+        return positions, gradient.index_select(0, positions)
+
+    def _positions(self, parameter: int) -> torch.Tensor | slice:
+        selected = self.selected.get(parameter)
+        numel = self.layout.parameters[parameter].numel
+        if selected is None or selected.numel() == numel:
+            return slice(*share(numel, self.rank, self.world_size))
+        return selected
+
+    def send(
+        self, parameter: int, gradient: torch.Tensor, total: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """The total's values at the chosen positions, which are no longer owed."""
+        kept = total.index_select(0, chosen)
+        used = is_used(gradient)
+        if not used:
+            kept.zero_()
+        self.feedback.sent_at(parameter, chosen if used else None)
+        return kept
+
+
+def indexed_decoder(
+    payloads: Sequence[Payload], layout: Layout, value_dtype: torch.dtype | None = None
+) -> Decoder:
+    """Assigns each rank's entries; where ranks overlap they agree bit for bit."""
+    full = {dtype: _entries("", payloads, dtype) for dtype in layout.dtypes}
+    narrow = {
+        dtype: _entries("narrow/", payloads, dtype) if value_dtype else []
+        for dtype in layout.dtypes
+    }
+    factors = [factors_of(payload) for payload in payloads]
+
+    def decode(block: Block, out: torch.Tensor) -> None:
+        spec = layout.parameters[block.parameter]
+        first, last = spec.offset + block.start, spec.offset + block.stop
+        target = bits(out)
+        for rank, indices, values in narrow[spec.dtype]:
+            begin, end = indices.searchsorted((first, last))
+            assert value_dtype is not None
+            stored = floats(values[begin:end], value_dtype)
+            wide = multiply(stored.to(out.dtype), factors[rank].get(block.parameter, ()))
+            target[indices[begin:end] - first] = bits(wide)
+        for _, indices, values in full[spec.dtype]:
+            begin, end = indices.searchsorted((first, last))
+            target[indices[begin:end] - first] = values[begin:end]
+
+    return decode
+
+
+def _entries(prefix: str, payloads: Sequence[Payload], dtype: str) -> list[tuple[int, Bits, Bits]]:
+    return [
+        (rank, indices.data, values.data)
+        for rank, payload in enumerate(payloads)
+        if (indices := payload.section(f"{prefix}indices/{dtype}"))
+        and (values := payload.section(f"{prefix}values/{dtype}"))
+    ]
+
+
+def _all_finite(parts: Iterable[Entries]) -> bool:
+    """Whether no value is NaN or infinite; on CUDA assumed, because looking would stop the host."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for _, values in parts:
+        by_dtype.setdefault(values.dtype, []).append(values)
+    return all(
+        values[0].is_cuda or bool(torch.cat(values).isfinite().all())
+        for values in by_dtype.values()
+    )

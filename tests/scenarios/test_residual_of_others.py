@@ -1,0 +1,82 @@
+"""With another world size every rank goes on from the mean of the old residuals, exactly."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowdiff
+from lowdiff.protocols import Compressor
+from tests.compressors.family import FAMILY
+from tests.scenarios.lives import Kill, abandon
+from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import TRAININGS
+
+Residual = dict[str, torch.Tensor]
+
+
+def train(
+    rank: int,
+    world_size: int,
+    folder: str,
+    compressor: Compressor,
+    until: int,
+    closes: bool = False,
+) -> tuple[int, Residual, Residual]:
+    """A pool's job: the residuals at the start of a life and at its end, when it is killed."""
+    made = TRAININGS["cnn_sgd"](rank, world_size)
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", compressor=compressor, staging=f"{folder}/staging"
+    )
+    resumed = checkpointer.attach(made.model, made.optimizer)
+    assert checkpointer._opened is not None
+    session = checkpointer._opened.session
+    before = {name: r.clone() for name, r in session._residual.named().items()}
+    for step in checkpointer.steps(until):
+        made.step(step)
+    after = {name: r.clone() for name, r in session._residual.named().items()}
+    if closes:
+        checkpointer.close()
+    else:
+        abandon(checkpointer, Kill(until))
+    return resumed, before, after
+
+
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_the_mean_of_what_is_owed_survives_a_change_of_world_size(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    compressor, sizes = FAMILY[name], [2, 3, 1]
+    owed: list[Residual] = [{}]
+    for life, size in enumerate(sizes):
+        until = 4 * (life + 1)
+        ranks = pool.run(train, size, str(tmp_path), compressor, until)
+        for resumed, before, _ in ranks:
+            assert resumed == 4 * life
+            assert life == 0 or before.keys() >= owed[0].keys()
+            for key, residual in before.items():
+                # Parameters that are exchanged whole owe nothing, and may be missing.
+                olds = [old.get(key, torch.zeros_like(residual)) for old in owed]
+                mean = torch.stack(olds).sum(0) / len(owed)
+                assert torch.equal(residual, mean), (key, life)
+        owed = [after for _, _, after in ranks]
+        assert any(bool(residual.any()) for residual in owed[0].values())
+    warm = [key for key in owed[0] if key.endswith("/warm_start")]
+    assert bool(warm) == (name == "powersgd")
+
+
+@pytest.mark.parametrize("name", ["powersgd", "cast to bfloat16"])
+def test_without_staging_memory_it_is_that_of_the_snapshot(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    compressor = FAMILY[name]
+    ended = pool.run(train, 2, str(tmp_path), compressor, 4, True)
+    shutil.rmtree(tmp_path / "staging")
+    began = pool.run(train, 2, str(tmp_path), compressor, 5)
+    for (_, _, after), (resumed, before, _) in zip(ended, began, strict=True):
+        assert resumed == 4
+        assert all(torch.equal(before[key], residual) for key, residual in after.items())
+        assert bool(after) == (name == "powersgd")
