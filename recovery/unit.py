@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from lowdiff.layout import flat, shaped
 from lowdiff.protocols import Decoder
 from lowdiff.recovery.averages import BlockAverage
 from lowdiff.recovery.blocks import Unit, aligned
+from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import build, granularity
 from lowdiff.recovery.state import RecoveredState, is_aligned
 from lowdiff.types import Block, Differential, Fence, OptimizerStep
@@ -55,15 +55,24 @@ class Scratch:
 class UnitState:
     """One unit, its optimizer over views of the full tensors, and its place in the layout."""
 
-    def __init__(self, unit: Unit, state: RecoveredState, fence: Fence) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        state: RecoveredState,
+        fence: Fence,
+        chooser: StepChooser | None = None,
+    ) -> None:
         self.unit = unit
+        self._chooser = chooser or StepChooser()
         self._layout = fence.layout
         self._spec = fence.optimizers[unit.optimizer]
         self._group_of = {name: g for g, names in enumerate(self._spec.groups) for name in names}
         # Optimizers that couple a tensor's elements need its true shape; others take it flat.
         self._shaped = granularity(self._spec) != "element"
         self._parameters = [
-            torch.nn.Parameter(self._piece(block, state.parameters[self._name(block)]))
+            torch.nn.Parameter(
+                self._piece(block, state.parameters[self._name(block)]), requires_grad=False
+            )
             for block in unit.blocks
         ]
         places = [fence.layout.parameters[b.parameter].offset for b in unit.blocks]
@@ -107,8 +116,7 @@ class UnitState:
             optimizer.found_inf = torch.tensor(done.found_inf)  # type: ignore[attr-defined]
         elif hasattr(optimizer, "found_inf"):
             del optimizer.found_inf
-        # The bare method: hooks and the profiler's record would cost as much as a small block.
-        self._bare_step(optimizer)
+        self._chooser.choose(optimizer)(optimizer)
 
     def add_digests(self, shards: Sequence[Differential], digester: Digester, sums: Sums) -> None:
         """Add what this unit holds of the slices that the live run digested at this step."""
@@ -174,7 +182,6 @@ class UnitState:
                     key: self._own(block, key, value) for key, value in entries.items()
                 }
         self._optimizer = optimizer
-        self._bare_step = inspect.unwrap(type(optimizer).step)
         return optimizer
 
     def _own(self, block: Block, key: str, value: Any) -> Any:
