@@ -21,7 +21,7 @@ from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.sections import max_payload_bytes
-from lowdiff.recovery.blocks import Unit, element_units, tensor_units
+from lowdiff.recovery.blocks import Unit, element_units, optimizer_units, tensor_units
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import granularity, settle_kernels
 from lowdiff.recovery.plan import PlannedStep
@@ -259,21 +259,19 @@ def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> l
         for name in names
     }
     owners = [owner_of[spec.name] for spec in fence.layout.parameters]
-    whole = tensor_units(fence.layout, owners)
-    if options.whole:
-        return whole
+    kinds = [granularity(spec) for spec in fence.optimizers]
     cut = element_units(
         fence.layout,
         owners,
         num_threads=fence.environment.num_threads,
         block_elements=options.block_elements or BLOCK_ELEMENTS,
     )
-    by_element = {
-        index for index, spec in enumerate(fence.optimizers) if granularity(spec) == "element"
+    units = {
+        "element": tensor_units(fence.layout, owners) if options.whole else cut,
+        "tensor": tensor_units(fence.layout, owners),
+        "whole": optimizer_units(fence.layout, owners),
     }
-    return [u for u in cut if u.optimizer in by_element] + [
-        u for u in whole if u.optimizer not in by_element
-    ]
+    return [u for kind, made in units.items() for u in made if kinds[u.optimizer] == kind]
 
 
 @contextmanager
