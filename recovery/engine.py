@@ -160,6 +160,8 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
         if options.whole:
             raise
         _logger.warning("%s; replaying whole tensors instead of blocks", error)
+        if options.movements is not None:
+            options.movements.clear()
         return carry_out(catalog, plan, replace(options, whole=True))
     except LowDiffError:
         raise

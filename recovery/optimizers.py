@@ -8,7 +8,7 @@ alone, so blocks replay independently. ``"tensor"``: it couples the elements of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch

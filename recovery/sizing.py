@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from lowdiff.errors import NotEnoughMemory, UnsupportedOptimizer
+from lowdiff.errors import NotEnoughMemory
 from lowdiff.layout import torch_dtype
 from lowdiff.persistence.budget import memory_headroom
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import build, granularity
 from lowdiff.recovery.state import RecoveredState
-from lowdiff.types import Fence
+from lowdiff.types import Fence, OptimizerSpec
 
 #: Where nothing is measured.
 BLOCK_ELEMENTS = 1 << 17
@@ -83,25 +85,35 @@ def measured_block_elements(state: RecoveredState, fence: Fence, num_steps: int)
     )
     if not elements or granularity(fence.optimizers[index]) != "element":
         return BLOCK_ELEMENTS
-    hyper = state.optimizers[index].groups[group]
     dtype = torch_dtype(specs[fence.optimizers[index].groups[group][0]].dtype)
-    chooser = StepChooser()
+    hyper = state.optimizers[index].groups[group]
 
-    def seconds_per_element(size: int) -> float:
-        parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
-        parameter.grad = torch.full((size,), 1e-3, dtype=dtype)
-        optimizer = build(fence.optimizers[index], [(dict(hyper), [parameter])])
-        step = chooser.choose(optimizer)
-        times = []
-        with torch.no_grad():
+    def cost(size: int) -> float:
+        return seconds_per_element(fence.optimizers[index], hyper, dtype, size)
+
+    return min(_CANDIDATES, key=cost)
+
+
+def seconds_per_element(
+    spec: OptimizerSpec, hyper: Mapping[str, Any], dtype: torch.dtype, size: int
+) -> float:
+    """Processor time of one element in one step, by blocks of ``size``, on one thread.
+
+    Args:
+        spec: The optimizer's class.
+        hyper: Hyper-parameters of a group.
+        dtype: Of its parameters.
+        size: Elements.
+    """
+    parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
+    parameter.grad = torch.full((size,), 1e-3, dtype=dtype)
+    optimizer = build(spec, [(dict(hyper), [parameter])])
+    step = StepChooser().choose(optimizer)
+    times = []
+    with torch.no_grad():
+        step(optimizer)
+        for _ in range(_TRIALS):
+            started = time.thread_time()
             step(optimizer)
-            for _ in range(_TRIALS):
-                started = time.thread_time()
-                step(optimizer)
-                times.append(time.thread_time() - started)
-        return (min(times) + _SECONDS_PER_BLOCK) / size
-
-    try:
-        return min(_CANDIDATES, key=seconds_per_element)
-    except UnsupportedOptimizer:
-        return BLOCK_ELEMENTS
+            times.append(time.thread_time() - started)
+    return (min(times) + _SECONDS_PER_BLOCK) / size

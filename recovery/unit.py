@@ -38,6 +38,28 @@ class Step:
 Sums = dict[tuple[int, int, str], int]
 
 
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """How far some elements went in one step.
+
+    Attributes:
+        update_squared: Sum of the squared changes of the parameters.
+        gradient_squared: Sum of the squared entries of the consumed gradient, unscaled.
+        nonzeros: Number of its entries that are not zero.
+    """
+
+    update_squared: float = 0.0
+    gradient_squared: float = 0.0
+    nonzeros: int = 0
+
+    def __add__(self, other: Movement) -> Movement:
+        return Movement(
+            self.update_squared + other.update_squared,
+            self.gradient_squared + other.gradient_squared,
+            self.nonzeros + other.nonzeros,
+        )
+
+
 @dataclass(slots=True)
 class Scratch:
     """A worker's gradient memory, reused for every unit and step."""
@@ -94,6 +116,22 @@ class UnitState:
         for name, average in step.shards[0].averages.items():
             if average.updated:
                 self._averages[name].update(average)
+
+    def step_measured(self, step: Step, scratch: Scratch) -> Movement:
+        """`step`, and how far it went."""
+        before = [parameter.clone() for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.step(step, scratch)
+        scale = step.shards[0].optimizers[self.unit.optimizer].grad_scale or 1.0
+        moved = Movement()
+        for old, parameter in zip(before, self._parameters, strict=True):
+            update = (parameter - old).double().square().sum().item()
+            moved += Movement(update_squared=update)
+            if parameter.grad is not None:
+                gradient = (parameter.grad.double() / scale).square().sum().item()
+                moved += Movement(0.0, gradient, int(parameter.grad.count_nonzero()))
+        return moved
 
     def _step_optimizer(self, step: Step, done: OptimizerStep, scratch: Scratch) -> None:
         optimizer = self._optimizer or self._build(done.consumed)
