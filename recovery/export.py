@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,9 @@ def check_output(path: str | Path, *, overwrite: bool) -> Path:
 
 
 def _write_distributed(document: dict[str, Any], target: Path) -> None:
-    with new_directory(target) as partial:
+    with new_directory(target) as partial, warnings.catch_warnings():
+        # That one process saves alone is what no_dist asks for.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         dcp.save(document, checkpoint_id=partial, no_dist=True)
 
 
