@@ -201,7 +201,7 @@ def draw(axes: Axes, result: Result) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     parser = arguments((__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=50, help="differentials to replay")
+    parser.add_argument("--steps", type=int, default=200, help="differentials to replay")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every arm")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")

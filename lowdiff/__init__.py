@@ -14,9 +14,17 @@ if TYPE_CHECKING:
     from lowdiff.errors import LowDiffError
     from lowdiff.hook import comm_hook
     from lowdiff.persistence.policy import Retention
-    from lowdiff.recovery import RecoveredState, recover
+    from lowdiff.recovery import RecoveredState, recover, register_optimizer
 
-__all__ = ["Checkpointer", "LowDiffError", "RecoveredState", "Retention", "comm_hook", "recover"]
+__all__ = [
+    "Checkpointer",
+    "LowDiffError",
+    "RecoveredState",
+    "Retention",
+    "comm_hook",
+    "recover",
+    "register_optimizer",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -26,6 +34,7 @@ _HOMES = {
     "Retention": "lowdiff.persistence.policy",
     "comm_hook": "lowdiff.hook",
     "recover": "lowdiff.recovery",
+    "register_optimizer": "lowdiff.recovery",
 }
 
 # Hidden from type checkers, which would otherwise accept any name at all.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -15,7 +13,18 @@ import typer
 from lowdiff import __version__
 from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.gc_command import gc
-from lowdiff.terminal import AsJson, RunArgument, count, print_json, size
+from lowdiff.recover_command import recover
+from lowdiff.terminal import (
+    AsJson,
+    RunArgument,
+    Staging,
+    Workers,
+    count,
+    print_json,
+    progress,
+    size,
+)
+from lowdiff.timeline_command import timeline
 
 if TYPE_CHECKING:
     from lowdiff.recovery.inspection import Inspection
@@ -32,18 +41,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Staging = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder given to Checkpointer(staging=...), if one was. Steps that a crashed "
-        "trainer had not yet on disk are there.",
-    ),
-]
-Workers = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Replay threads; default: all cores.")
-]
 
 
 def main() -> NoReturn:
@@ -165,10 +162,26 @@ def inspect(
 @app.command(
     epilog="Examples:\n\n"
     "lowdiff verify runs/gpt\n\n"
-    "lowdiff verify runs/gpt --json | jq -r '.failures[].message'"
+    "lowdiff verify runs/gpt --json | jq -r '.failures[].message'\n\n"
+    "lowdiff verify runs/gpt --against backup.pt --step 4217"
 )
 def verify(
-    run: RunArgument, as_json: AsJson = False, staging: Staging = None, workers: Workers = None
+    run: RunArgument,
+    as_json: AsJson = False,
+    staging: Staging = None,
+    workers: Workers = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Compare one step with this .pt or .safetensors file instead."
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="With --against: which step; default: the one FILE names."
+        ),
+    ] = None,
 ) -> None:
     """Check every checksum, replay from snapshot to snapshot, compare bit for bit.
 
@@ -179,7 +192,11 @@ def verify(
     from lowdiff.recovery.replay import ReplayOptions
     from lowdiff.recovery.verify import verify as check
 
-    with _progress("Replaying") as show:
+    if against is not None:
+        _compare(run, against, step, staging, workers, as_json=as_json)
+    if step is not None:
+        raise ConfigError("--step belongs to --against; without it every step is checked")
+    with progress("Replaying") as show:
         report = check(run, staging, options=ReplayOptions(num_workers=workers), progress=show)
     if as_json:
         print_json(report.document())
@@ -188,47 +205,20 @@ def verify(
     raise typer.Exit(0 if report.ok else _FAILED)
 
 
-@app.command(
+app.command(
     epilog="Examples:\n\n"
     "lowdiff recover runs/gpt --out newest.pt\n\n"
-    "lowdiff recover runs/gpt --step 4217 --out step4217.safetensors"
-)
-def recover(
-    run: RunArgument,
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE",
-            help="FILE.pt: a dict of model, optimizer, stateful and step, for "
-            "torch.load(FILE, weights_only=True). FILE.safetensors: the model's weights only.",
-        ),
-    ],
-    step: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Which step; default: the newest.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
-    staging: Staging = None,
-    workers: Workers = None,
-) -> None:
-    """Rebuild the state after any committed step, without the training code.
+    "lowdiff recover runs/gpt --step 4217 --out step4217.safetensors\n\n"
+    "lowdiff recover runs/gpt --step 4217 --plan\n\n"
+    "lowdiff recover runs/gpt --step 4217 --as-run runs/gpt-from-4217"
+)(recover)
 
-    Loads the nearest snapshot before the step and replays the differentials on it. If the step is
-    not there, says which are.
-    """
-    from lowdiff.recovery import recover as rebuild
-    from lowdiff.recovery.export import check_output, export
-    from lowdiff.recovery.replay import ReplayOptions
 
-    check_output(out, overwrite=force)
-    started = time.perf_counter()
-    options = ReplayOptions(num_workers=workers)
-    with _progress("Replaying") as show:
-        state = rebuild(run, step, staging=staging, options=options, progress=show)
-    export(state, out, overwrite=force)
-    typer.echo(
-        f"{out}: step {state.step} of {run}, {size(out.stat().st_size)}, rebuilt from snapshot "
-        f"{state.base_step} in {time.perf_counter() - started:.1f} s"
-    )
+app.command(
+    epilog="Examples:\n\n"
+    "lowdiff timeline runs/gpt --out timeline.png\n\n"
+    "lowdiff timeline runs/gpt --json | jq '.steps[] | [.step, .gradient_norm]'"
+)(timeline)
 
 
 app.command(
@@ -239,20 +229,29 @@ app.command(
 )(gc)
 
 
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr while there is somebody to see it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+def _compare(
+    run: str,
+    file: Path,
+    step: int | None,
+    staging: Path | None,
+    workers: int | None,
+    *,
+    as_json: bool,
+) -> NoReturn:
+    from lowdiff.recovery.against import compare_with
+    from lowdiff.recovery.replay import ReplayOptions
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TextColumn("steps"), console=console, transient=True) as bars:
-        task = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=max(done, total))
+    options = ReplayOptions(num_workers=workers)
+    with progress("Replaying") as show:
+        found = compare_with(run, file, step=step, staging=staging, options=options, progress=show)
+    if as_json:
+        print_json(found.document())
+    else:
+        for difference in found.differences:
+            typer.secho(f"DIFFERENT: {difference.name}: {difference.what}", fg="red")
+        verdict = "every bit agrees" if found.ok else count(len(found.differences), "difference")
+        typer.echo(f"{count(found.compared, 'tensor')} of step {found.step} compared: {verdict}")
+    raise typer.Exit(0 if found.ok else _FAILED)
 
 
 def _print_inspection(run: str, found: Inspection) -> None:

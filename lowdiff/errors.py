@@ -19,6 +19,7 @@
     │   ├── StoreError             an object store refused, or did not answer
     │   └── WriterFailed           the background writer reported a failure
     └── RecoveryError          no consistent state can be rebuilt
+        ├── NotEnoughMemory        the state would not fit
         ├── StepNotFound           that step is not in the run
         └── ReplayMismatch         the replayed bits differ from the recorded ones
 
@@ -161,6 +162,19 @@ class WriterFailed(StorageError):
 
 class RecoveryError(LowDiffError):
     """No consistent state can be rebuilt from what is stored."""
+
+
+class NotEnoughMemory(RecoveryError):
+    """Recovery would need more memory than this process may take."""
+
+    def __init__(self, needed_bytes: int, free_bytes: int) -> None:
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        super().__init__(
+            f"recovery needs up to {needed_bytes / 2**20:,.0f} MiB of memory (the state, a quarter "
+            f"of it, and 256 MiB), and {free_bytes / 2**20:,.0f} MiB are free; free some, raise the "
+            "container's limit, or recover on a larger machine"
+        )
 
 
 class StepNotFound(RecoveryError):

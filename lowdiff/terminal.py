@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +17,17 @@ RunArgument = Annotated[
         metavar="RUN",
         help="Folder given to lowdiff.Checkpointer(...), or the URL given to it as store=...",
     ),
+]
+Staging = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder given to Checkpointer(staging=...), if one was. Steps that a crashed "
+        "trainer had not yet on disk are there.",
+    ),
+]
+Workers = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Replay threads; default: all cores.")
 ]
 
 
@@ -32,3 +46,26 @@ def size(num_bytes: int) -> str:
     from rich.filesize import decimal
 
     return decimal(num_bytes)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar with the time left, on stderr, while there is somebody to see it."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    more = (TextColumn("steps"), TimeRemainingColumn())
+    with Progress(*columns, *more, console=console, transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=max(done, total))

@@ -101,3 +101,11 @@ def tensor_units(layout: Layout, owners: Sequence[tuple[int, bool]]) -> list[Uni
     return [
         Unit(owners[i][0], (Block(i, 0, spec.numel),)) for i, spec in enumerate(layout.parameters)
     ]
+
+
+def optimizer_units(layout: Layout, owners: Sequence[tuple[int, bool]]) -> list[Unit]:
+    """One unit per optimizer, for those that couple tensors."""
+    blocks: dict[int, list[Block]] = {}
+    for i, spec in enumerate(layout.parameters):
+        blocks.setdefault(owners[i][0], []).append(Block(i, 0, spec.numel))
+    return [Unit(optimizer, tuple(own)) for optimizer, own in blocks.items()]

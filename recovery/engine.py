@@ -18,6 +18,7 @@ from lowdiff.recovery.damage import judge
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
 from lowdiff.recovery.replay import ReplayOptions, replay
+from lowdiff.recovery.sizing import check_memory
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Fence
 
@@ -151,6 +152,7 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
         return catalog.incarnations[incarnation].fence
 
     _same_layout(fence_of(plan.base.incarnation), plan, fence_of(plan.incarnation))
+    check_memory(plan.base.bytes)
     state = load_snapshot(plan.base, fence_of(plan.base.incarnation))
     try:
         return replay(state, plan.steps, fence_of, options)
@@ -158,6 +160,8 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
         if options.whole:
             raise
         _logger.warning("%s; replaying whole tensors instead of blocks", error)
+        if options.movements is not None:
+            options.movements.clear()
         return carry_out(catalog, plan, replace(options, whole=True))
     except LowDiffError:
         raise

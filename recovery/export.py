@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save
 
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.persistence.durable import make_directory, replaced
+from lowdiff.recovery.branch import new_directory
 from lowdiff.recovery.state import RecoveredState
 
 #: What ``torch.load(weights_only=True)`` takes as it is.
@@ -33,7 +36,8 @@ def export(state: RecoveredState, path: str | Path, *, overwrite: bool = False) 
             ``torch.load(path, weights_only=True)``. NumPy values in it become tensors and plain
             numbers, and other containers the plain ones closest to them. ``.safetensors``: the
             model's weights and buffers only; tied weights are written under each of their names.
-            Missing folders are created.
+            No ending: a folder in the format of ``torch.distributed.checkpoint``, with the keys
+            of ``.pt``, for ``dcp.load`` at any number of ranks. Missing folders are created.
         overwrite: Replace a file of that name.
 
     Returns:
@@ -45,6 +49,9 @@ def export(state: RecoveredState, path: str | Path, *, overwrite: bool = False) 
         StorageError: If it cannot be written.
     """
     target = check_output(path, overwrite=overwrite)
+    if not target.suffix:
+        _write_distributed(_document(state), target)
+        return target
     write = _write_all(state) if target.suffix == ".pt" else _write_weights(state)
     try:
         make_directory(target.parent)
@@ -62,11 +69,16 @@ def check_output(path: str | Path, *, overwrite: bool) -> Path:
         ConfigError: Saying what to give instead.
     """
     target = Path(path)
-    if target.suffix not in (".pt", ".safetensors"):
+    if target.suffix not in (".pt", ".safetensors", ""):
         raise ConfigError(
             f"{target} ends neither in .pt (model, optimizer, stateful objects and step, for "
-            "torch.load) nor in .safetensors (model weights only)"
+            "torch.load) nor in .safetensors (model weights only); without an ending it is a "
+            "folder for torch.distributed.checkpoint"
         )
+    if not target.suffix:
+        if target.exists():
+            raise ConfigError(f"{target} exists; give the name of a new folder")
+        return target
     if target.is_dir():
         raise ConfigError(f"{target} is a folder; give the name of a file")
     if target.exists() and not overwrite:
@@ -74,18 +86,29 @@ def check_output(path: str | Path, *, overwrite: bool) -> Path:
     return target
 
 
+def _write_distributed(document: dict[str, Any], target: Path) -> None:
+    with new_directory(target) as partial, warnings.catch_warnings():
+        # That one process saves alone is what no_dist asks for.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.save(document, checkpoint_id=partial, no_dist=True)
+
+
 def _write_all(state: RecoveredState) -> Callable[[IO[bytes]], object]:
+    document = _document(state)
+    return lambda file: torch.save(document, file)
+
+
+def _document(state: RecoveredState) -> dict[str, Any]:
     optimizers = [
         _plain(state.optimizer_state_dict(index), f"optimizer {index}")
         for index in range(len(state.optimizers))
     ]
-    document = {
+    return {
         "model": state.model_state_dict(),
         "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
         "stateful": {name: _plain(value, name) for name, value in state.stateful.items()},
         "step": state.step,
     }
-    return lambda file: torch.save(document, file)
 
 
 def _write_weights(state: RecoveredState) -> Callable[[IO[bytes]], object]:

@@ -2,20 +2,23 @@
 
 One line per torch optimizer. ``"element"``: the update of an element depends on that element
 alone, so blocks replay independently. ``"tensor"``: it couples the elements of one tensor.
+``"whole"``: it couples tensors. Others are registered with one call, `register_optimizer`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 
-from lowdiff.errors import UnsupportedOptimizer
+from lowdiff.errors import ConfigError, UnsupportedOptimizer
 from lowdiff.types import OptimizerSpec
 
-GRANULARITY: Mapping[str, str] = {
+Granularity = Literal["element", "tensor", "whole"]
+
+GRANULARITY: dict[str, Granularity] = {
     "torch.optim.adadelta.Adadelta": "element",
     "torch.optim.adagrad.Adagrad": "element",
     "torch.optim.adam.Adam": "element",
@@ -27,12 +30,55 @@ GRANULARITY: Mapping[str, str] = {
     "torch.optim.rmsprop.RMSprop": "element",
     "torch.optim.rprop.Rprop": "element",
     "torch.optim.sgd.SGD": "element",
-    "torch.optim._adafactor.Adafactor": "tensor",
-    "torch.optim._muon.Muon": "tensor",
+    "torch.optim.Adafactor": "tensor",
+    "torch.optim.Muon": "tensor",
 }
 
 #: State entries that hold one number for the whole parameter, whatever the parameter's shape.
-SCALAR_STATE = frozenset({"step", "eta", "mu", "mu_product"})
+SCALAR_STATE = {"step", "eta", "mu", "mu_product"}
+
+_registered: dict[str, type[torch.optim.Optimizer]] = {}
+
+
+def register_optimizer(
+    kind: type[torch.optim.Optimizer],
+    granularity: Granularity = "whole",
+    *,
+    scalar_state: Iterable[str] = (),
+) -> None:
+    """Let lowdiff replay an optimizer that torch does not have, in training and in recovery.
+
+    Its step must be a function of gradients, hyper-parameters and state alone, without a closure
+    and without randomness; its constructor takes parameter groups, and its hyper-parameters by the
+    names they have in the groups. Whether the bits come out is checked at every recovery.
+
+    Args:
+        kind: The class itself, not a subclass of it.
+        granularity: ``"element"`` if an element's update depends on that element alone,
+            ``"tensor"`` if on its tensor, ``"whole"`` if on several tensors: always right, slow.
+        scalar_state: State entries that hold one number per parameter, however many elements that
+            has. Only parameters of a single element leave any doubt.
+
+    Raises:
+        ConfigError: If ``kind`` is no optimizer class, one of torch's own, or a local class, or
+            the granularity is another word.
+    """
+    if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(f"register_optimizer takes an optimizer class, got {kind!r}")
+    name = _qualified(kind)
+    if granularity not in get_args(Granularity):
+        raise ConfigError(
+            f"granularity of {name} is one of {get_args(Granularity)}, got {granularity!r}"
+        )
+    if name in GRANULARITY and name not in _registered:
+        raise ConfigError(f"{name} is known already, by {GRANULARITY[name]}")
+    GRANULARITY[name] = granularity
+    SCALAR_STATE.update(scalar_state)
+    _registered[name] = kind
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
@@ -41,13 +87,14 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
     Raises:
         UnsupportedOptimizer: If it cannot be replayed.
     """
-    kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    name = _qualified(type(optimizer))
     if name not in GRANULARITY:
         known = ", ".join(sorted(n.rsplit(".", 1)[1] for n in GRANULARITY))
         raise UnsupportedOptimizer(
-            f"{name} cannot be replayed from logged gradients: lowdiff knows {known}; "
-            "use one of these"
+            f"{name} cannot be replayed from logged gradients: lowdiff knows {known}; use one of "
+            "these, or tell lowdiff how it works: lowdiff.register_optimizer("
+            f"{name.rpartition('.')[2]}, 'element') if every element is updated on its own, "
+            "'tensor' or 'whole' if not"
         )
     return name
 
@@ -64,15 +111,17 @@ def settle_kernels() -> None:
         torch.ones(64, dtype=dtype).sqrt()  # too short to be shared out over threads
 
 
-def granularity(spec: OptimizerSpec) -> str:
-    """``"element"`` or ``"tensor"``.
+def granularity(spec: OptimizerSpec) -> Granularity:
+    """How finely the optimizer's parameters may be cut.
 
     Raises:
         UnsupportedOptimizer: If the run used an optimizer that this lowdiff does not know.
     """
     if spec.class_name not in GRANULARITY:
         raise UnsupportedOptimizer(
-            f"the run was trained with {spec.class_name}, which this lowdiff cannot replay"
+            f"the run was trained with {spec.class_name}, which this process does not know; call "
+            "lowdiff.register_optimizer with that class, as the training script did, and then "
+            "lowdiff.recover"
         )
     return GRANULARITY[spec.class_name]
 
@@ -87,8 +136,7 @@ def build(
         groups: Hyper-parameters and parameters of each group; the hyper-parameters may hold
             keys the constructor does not take, such as a scheduler's ``initial_lr``.
     """
-    module, _, name = spec.class_name.rpartition(".")
-    kind = _torch_class(module, name)
+    kind = _class_of(spec.class_name)
     accepted = set(inspect.signature(kind.__init__).parameters) - {"self", "params"}
     first = {k: v for k, v in groups[0][0].items() if k in accepted}
     optimizer: torch.optim.Optimizer = kind(
@@ -97,12 +145,12 @@ def build(
     return optimizer
 
 
-def _torch_class(module: str, name: str) -> Any:
-    # Looked up among torch's own classes only: a run folder names nothing else to import.
+def _class_of(class_name: str) -> Any:
+    # Looked up among torch's own classes and registered ones only: a run folder names nothing
+    # else to import.
+    if class_name in _registered:
+        return _registered[class_name]
     for candidate in vars(torch.optim).values():
-        if inspect.isclass(candidate) and (candidate.__module__, candidate.__name__) == (
-            module,
-            name,
-        ):
+        if inspect.isclass(candidate) and _qualified(candidate) == class_name:
             return candidate
-    raise UnsupportedOptimizer(f"this torch {torch.__version__} has no {module}.{name}")
+    raise UnsupportedOptimizer(f"this torch {torch.__version__} has no {class_name}")

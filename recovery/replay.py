@@ -6,11 +6,10 @@ is read and decoded meanwhile, so memory is bounded whatever the number of diffe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -18,21 +17,22 @@ from typing_extensions import Self
 
 from lowdiff.compressors import from_settings
 from lowdiff.digests import Digester
-from lowdiff.errors import ReplayMismatch, RunMismatch
+from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.sections import max_payload_bytes
-from lowdiff.recovery.blocks import Unit, element_units, tensor_units
+from lowdiff.recovery.blocks import Unit, element_units, optimizer_units, tensor_units
+from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import granularity, settle_kernels
 from lowdiff.recovery.plan import PlannedStep
+from lowdiff.recovery.sizing import BLOCK_ELEMENTS, measured_block_elements, usable_cores
 from lowdiff.recovery.state import RecoveredState, inherit
-from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState
+from lowdiff.recovery.unit import Movement, Scratch, Step, Sums, UnitState
 from lowdiff.types import Differential, Fence
 
-#: Measured: smaller units pay Python's cost per optimizer step too often, larger ones leave the
-#: cache.
-BLOCK_ELEMENTS = 1 << 18
-_WINDOW_BYTES = 128 << 20
+#: Decoded bytes of a window; two are in memory, one in use and one being read. The first is small,
+#: so that replay starts at once.
+_WINDOW_BYTES, _FIRST_WINDOW_BYTES = 96 << 20, 6 << 20
 #: glibc hands memory above its mmap threshold back to the kernel at every free; freeing one piece of
 #: this size raises the threshold to it, so a unit's temporaries keep their pages.
 _KEPT_BYTES = 32 << 20
@@ -44,22 +44,33 @@ class ReplayOptions:
 
     Attributes:
         num_workers: Threads; None takes as many as this process may use cores.
-        block_elements: Elements per unit, a multiple of 64.
+        block_elements: Elements per unit, a multiple of 64; None takes what a short measurement
+            finds fastest.
         whole: Replay every parameter whole on one thread team of the live run's size.
         progress: Called with the number of steps replayed so far.
+        movements: If given, filled with how far every step went; costs about half as much again.
     """
 
     num_workers: int | None = None
-    block_elements: int = BLOCK_ELEMENTS
+    block_elements: int | None = None
     whole: bool = False
     progress: Callable[[int], None] | None = None
+    movements: dict[int, Movement] | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_elements is not None and (
+            self.block_elements < 64 or self.block_elements % 64
+        ):
+            raise ConfigError(f"block_elements is a multiple of 64, got {self.block_elements}")
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ConfigError(f"num_workers counts threads, got {self.num_workers}")
 
     @property
     def workers(self) -> int:
         """Number of worker threads."""
         if self.whole:
             return 1
-        return self.num_workers or len(os.sched_getaffinity(0))
+        return self.num_workers or usable_cores()
 
 
 def replay(
@@ -81,6 +92,12 @@ def replay(
         DamagedFile: If a record does not decode.
     """
     settle_kernels()
+    if options.block_elements is None and not options.whole and steps:
+        with _one_thread_each():
+            torch.set_num_threads(1)
+            target = fences(steps[-1].incarnation)
+            best = measured_block_elements(state, target, len(steps))
+        options = replace(options, block_elements=best)
     done = 0
     for incarnation, group in groupby(steps, key=lambda s: s.incarnation):
         fence = fences(incarnation)
@@ -128,19 +145,21 @@ def _windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]
 
     unread = iter(steps)
 
-    def read_window() -> list[Step]:
+    def read_window(limit_bytes: int) -> list[Step]:
         window: list[Step] = []
         size = 0
-        while size < _WINDOW_BYTES and (step := next(unread, None)) is not None:
+        while size < limit_bytes and (step := next(unread, None)) is not None:
             window.append(read(step))
             size += sum(shard.payload.bytes for shard in window[-1].shards)
             size += sum(len(item) for shard in window[-1].shards for item in shard.items.values())
         return window
 
     with ThreadPoolExecutor(1, thread_name_prefix="lowdiff-decode") as reader:
-        window = read_window()
+        limit = min(_FIRST_WINDOW_BYTES, _WINDOW_BYTES)
+        window = read_window(limit)
         while window:
-            ahead = reader.submit(read_window)
+            limit = min(2 * limit, _WINDOW_BYTES)
+            ahead = reader.submit(read_window, limit)
             yield window
             window = ahead.result()
 
@@ -158,7 +177,10 @@ class _Replay:
         self._digester = Digester(fence.layout)
         self._options = options
         self._threads = fence.environment.num_threads if options.whole else 1
-        self._units = [UnitState(unit, state, fence) for unit in plan_units(state, fence, options)]
+        chooser = StepChooser()
+        self._units = [
+            UnitState(unit, state, fence, chooser) for unit in plan_units(state, fence, options)
+        ]
         self._pool = ThreadPoolExecutor(options.workers, thread_name_prefix="lowdiff-replay")
         self._scratch = Scratch(max((u.unit.scratch_elements for u in self._units), default=0))
 
@@ -175,28 +197,41 @@ class _Replay:
         """Step every unit through a window, then check the digests of the window's steps."""
         workers = self._options.workers
         queue = iter(self._units)  # next() on a list iterator is atomic
-        with _one_thread_each(self._threads):
+        with _one_thread_each():
             jobs = [self._pool.submit(self._work, queue, window) for _ in range(workers)]
             sums: Sums = {}
+            moved = self._options.movements
             for job in jobs:
-                for key, value in job.result().items():
+                digests, movements = job.result()
+                for key, value in digests.items():
                     sums[key] = Digester.add(sums.get(key, 0), value)
+                for number, movement in movements.items():
+                    if moved is not None:
+                        moved[number] = moved.get(number, Movement()) + movement
         for step in window:
             for shard in step.shards:
                 self._check(shard, sums)
             self._take_scalars(step.shards)
 
-    def _work(self, queue: Iterator[UnitState], window: Sequence[Step]) -> Sums:
+    def _work(
+        self, queue: Iterator[UnitState], window: Sequence[Step]
+    ) -> tuple[Sums, dict[int, Movement]]:
         sums: Sums = {}
+        movements: dict[int, Movement] = {}
         torch.set_num_threads(self._threads)  # per thread; see _one_thread_each
         scratch = Scratch(self._scratch.elements)
         torch.empty(_KEPT_BYTES, dtype=torch.uint8)
         with torch.no_grad():
             for unit in queue:
                 for step in window:
-                    unit.step(step, scratch)
+                    if self._options.movements is None:
+                        unit.step(step, scratch)
+                    else:
+                        number = step.shards[0].step
+                        moved = unit.step_measured(step, scratch)
+                        movements[number] = movements.get(number, Movement()) + moved
                     unit.add_digests(step.shards, self._digester, sums)
-        return sums
+        return sums, movements
 
     def _check(self, shard: Differential, sums: Sums) -> None:
         if shard.digest is None:
@@ -239,25 +274,23 @@ def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> l
         for name in names
     }
     owners = [owner_of[spec.name] for spec in fence.layout.parameters]
-    whole = tensor_units(fence.layout, owners)
-    if options.whole:
-        return whole
+    kinds = [granularity(spec) for spec in fence.optimizers]
     cut = element_units(
         fence.layout,
         owners,
         num_threads=fence.environment.num_threads,
-        block_elements=options.block_elements,
+        block_elements=options.block_elements or BLOCK_ELEMENTS,
     )
-    by_element = {
-        index for index, spec in enumerate(fence.optimizers) if granularity(spec) == "element"
+    units = {
+        "element": tensor_units(fence.layout, owners) if options.whole else cut,
+        "tensor": tensor_units(fence.layout, owners),
+        "whole": optimizer_units(fence.layout, owners),
     }
-    return [u for u in cut if u.optimizer in by_element] + [
-        u for u in whole if u.optimizer not in by_element
-    ]
+    return [u for kind, made in units.items() for u in made if kinds[u.optimizer] == kind]
 
 
 @contextmanager
-def _one_thread_each(num_threads: int) -> Iterator[None]:
+def _one_thread_each() -> Iterator[None]:
     """Workers set their own team size; the process's default is put back afterwards."""
     before = torch.get_num_threads()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from lowdiff.layout import flat, shaped
 from lowdiff.protocols import Decoder
 from lowdiff.recovery.averages import BlockAverage
 from lowdiff.recovery.blocks import Unit, aligned
+from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import build, granularity
 from lowdiff.recovery.state import RecoveredState, is_aligned
 from lowdiff.types import Block, Differential, Fence, OptimizerStep
@@ -38,6 +38,28 @@ class Step:
 Sums = dict[tuple[int, int, str], int]
 
 
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """How far some elements went in one step.
+
+    Attributes:
+        update_squared: Sum of the squared changes of the parameters.
+        gradient_squared: Sum of the squared entries of the consumed gradient, unscaled.
+        nonzeros: Number of its entries that are not zero.
+    """
+
+    update_squared: float = 0.0
+    gradient_squared: float = 0.0
+    nonzeros: int = 0
+
+    def __add__(self, other: Movement) -> Movement:
+        return Movement(
+            self.update_squared + other.update_squared,
+            self.gradient_squared + other.gradient_squared,
+            self.nonzeros + other.nonzeros,
+        )
+
+
 @dataclass(slots=True)
 class Scratch:
     """A worker's gradient memory, reused for every unit and step."""
@@ -55,15 +77,24 @@ class Scratch:
 class UnitState:
     """One unit, its optimizer over views of the full tensors, and its place in the layout."""
 
-    def __init__(self, unit: Unit, state: RecoveredState, fence: Fence) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        state: RecoveredState,
+        fence: Fence,
+        chooser: StepChooser | None = None,
+    ) -> None:
         self.unit = unit
+        self._chooser = chooser or StepChooser()
         self._layout = fence.layout
         self._spec = fence.optimizers[unit.optimizer]
         self._group_of = {name: g for g, names in enumerate(self._spec.groups) for name in names}
         # Optimizers that couple a tensor's elements need its true shape; others take it flat.
         self._shaped = granularity(self._spec) != "element"
         self._parameters = [
-            torch.nn.Parameter(self._piece(block, state.parameters[self._name(block)]))
+            torch.nn.Parameter(
+                self._piece(block, state.parameters[self._name(block)]), requires_grad=False
+            )
             for block in unit.blocks
         ]
         places = [fence.layout.parameters[b.parameter].offset for b in unit.blocks]
@@ -86,6 +117,22 @@ class UnitState:
             if average.updated:
                 self._averages[name].update(average)
 
+    def step_measured(self, step: Step, scratch: Scratch) -> Movement:
+        """`step`, and how far it went."""
+        before = [parameter.clone() for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.step(step, scratch)
+        scale = step.shards[0].optimizers[self.unit.optimizer].grad_scale or 1.0
+        moved = Movement()
+        for old, parameter in zip(before, self._parameters, strict=True):
+            update = (parameter - old).double().square().sum().item()
+            moved += Movement(update_squared=update)
+            if parameter.grad is not None:
+                gradient = (parameter.grad.double() / scale).square().sum().item()
+                moved += Movement(0.0, gradient, int(parameter.grad.count_nonzero()))
+        return moved
+
     def _step_optimizer(self, step: Step, done: OptimizerStep, scratch: Scratch) -> None:
         optimizer = self._optimizer or self._build(done.consumed)
         position = 0
@@ -107,8 +154,7 @@ class UnitState:
             optimizer.found_inf = torch.tensor(done.found_inf)  # type: ignore[attr-defined]
         elif hasattr(optimizer, "found_inf"):
             del optimizer.found_inf
-        # The bare method: hooks and the profiler's record would cost as much as a small block.
-        self._bare_step(optimizer)
+        self._chooser.choose(optimizer)(optimizer)
 
     def add_digests(self, shards: Sequence[Differential], digester: Digester, sums: Sums) -> None:
         """Add what this unit holds of the slices that the live run digested at this step."""
@@ -174,7 +220,6 @@ class UnitState:
                     key: self._own(block, key, value) for key, value in entries.items()
                 }
         self._optimizer = optimizer
-        self._bare_step = inspect.unwrap(type(optimizer).step)
         return optimizer
 
     def _own(self, block: Block, key: str, value: Any) -> Any:

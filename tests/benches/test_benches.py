@@ -22,6 +22,7 @@ FIGURES = {
         "speedup_two_workers",
         "speedup_vs_published",
     },
+    "restart": {"ratio_to_parts", "ratio_to_dcp_load"},
     "codec": {
         "bytes_per_entry_float32",
         "bytes_per_entry_bfloat16",

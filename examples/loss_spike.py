@@ -1,0 +1,71 @@
+"""A run goes wrong at one step; the timeline shows which, and a new run goes on from before it.
+
+python examples/loss_spike.py --run runs/spike                  # a bad batch at step 8,000
+lowdiff timeline runs/spike --out spike.png                     # which step was it?
+lowdiff recover runs/spike --step 7999 --as-run runs/healed
+python examples/loss_spike.py --run runs/healed --skip 8000     # the same, without that batch
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import lowdiff
+from lowdiff.compressors import TopK
+
+
+def batch_of(step: int, spike_step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch that leads to ``step``: a function of the step, and broken at one of them."""
+    generator = torch.Generator().manual_seed(abs(step) + (1 << 32) * (step < 0))
+    x = torch.randn(32, 16, generator=generator)
+    y = torch.sin(3 * x[:, :1]) + x[:, 1:2] * x[:, 2:3]
+    return (x, 1e4 * y) if step == spike_step else (x, y)  # a unit was wrong in the data
+
+
+def main(argv: Sequence[str] | None = None) -> list[float]:
+    """Train, and return the loss of every step of this process."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--spike-step", type=int, default=8000)
+    parser.add_argument("--until", type=int, default=8100)
+    parser.add_argument("--skip", type=int, default=None, help="step to feed another batch")
+    parser.add_argument("--staging", type=Path, default=None)
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    losses = []
+    with lowdiff.Checkpointer(
+        args.run,
+        compressor=TopK(density=0.1, dense_below=256),
+        snapshot_every=1000,
+        staging=args.staging,
+        retention=None,  # keep every step: any of them may be the one to return to
+    ) as checkpointer:
+        checkpointer.attach(model, optimizer)
+        for done in checkpointer.steps(until=args.until):
+            step = done + 1
+            x, y = batch_of(-step if step == args.skip else step, args.spike_step)
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    if losses:
+        tail = losses[-20:]
+        print(
+            f"steps to {args.until}: mean loss of the last {len(tail)}: {sum(tail) / len(tail):.4g}"
+        )
+    return losses
+
+
+if __name__ == "__main__":
+    main()

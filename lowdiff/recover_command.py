@@ -1,0 +1,125 @@
+"""``lowdiff recover``: any step, as a file, as a folder, or as the beginning of a new run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowdiff.errors import ConfigError
+from lowdiff.terminal import (
+    AsJson,
+    RunArgument,
+    Staging,
+    Workers,
+    count,
+    print_json,
+    progress,
+    size,
+)
+
+if TYPE_CHECKING:
+    from lowdiff.recovery.forecast import Forecast
+
+
+def recover(
+    run: RunArgument,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE|DIR",
+            help="FILE.pt: a dict of model, optimizer, stateful and step, for "
+            "torch.load(FILE, weights_only=True). FILE.safetensors: the model's weights only. "
+            "A name without an ending: a folder for torch.distributed.checkpoint.load.",
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Which step; default: the newest.")
+    ] = None,
+    as_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--as-run",
+            metavar="NEW",
+            help="Start a new run in folder NEW from that step: one snapshot, nothing shared. "
+            "Give NEW to lowdiff.Checkpointer to go on from there.",
+        ),
+    ] = None,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Only say what would be read and how long it would take; write nothing."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    staging: Staging = None,
+    workers: Workers = None,
+    block_elements: Annotated[
+        int | None,
+        typer.Option(
+            min=64,
+            metavar="N",
+            help="Elements replayed at a time, a multiple of 64; default: measured.",
+        ),
+    ] = None,
+) -> None:
+    """Rebuild the state after any committed step, without the training code.
+
+    Loads the nearest snapshot before the step and replays the differentials on it. If the step is
+    not there, says which are. `lowdiff timeline` helps to choose one.
+    """
+    from lowdiff.recovery.replay import ReplayOptions
+
+    options = ReplayOptions(num_workers=workers, block_elements=block_elements)
+    if plan:
+        from lowdiff.recovery.forecast import forecast
+
+        found = forecast(run, step, staging=staging, options=options)
+        if as_json:
+            print_json(found.document())
+        else:
+            _print_plan(run, found)
+        return
+    if as_json:
+        raise ConfigError("--json belongs to --plan; without it the output is a file")
+    if (out is None) == (as_run is None):
+        raise ConfigError("give one of --out FILE|DIR, --as-run NEW, or --plan")
+    from lowdiff.recovery import recover as rebuild
+    from lowdiff.recovery.branch import start_run
+    from lowdiff.recovery.export import check_output, export
+
+    if out is not None:
+        check_output(out, overwrite=force)
+    if as_run is not None and as_run.exists():
+        raise ConfigError(f"{as_run} exists; give the name of a new folder")
+    started = time.perf_counter()
+    with progress("Replaying") as show:
+        state = rebuild(run, step, staging=staging, options=options, progress=show)
+    target = start_run(state, as_run) if as_run else export(state, out or "", overwrite=force)
+    written = sum(f.stat().st_size for f in [target, *target.rglob("*")] if f.is_file())
+    typer.echo(
+        f"{out or as_run}: step {state.step} of {run}, {size(written)}, rebuilt from snapshot "
+        f"{state.base_step} in {time.perf_counter() - started:.1f} s"
+    )
+
+
+def _print_plan(run: str, found: Forecast) -> None:
+    typer.echo(f"Step {found.step} of {run}")
+    typer.echo(f"  base         snapshot {found.base}, {size(found.snapshot_bytes)}")
+    tiers = ", ".join(f"{count(n, 'shard')} in {tier}" for tier, n in found.shards.items())
+    steps = count(found.differentials, "differential")
+    typer.echo(f"  replay       {steps}, {size(found.differential_bytes)} ({tiers or 'none'})")
+    lives = ", ".join(map(str, found.incarnations))
+    typer.echo(f"  ranks        {', '.join(map(str, found.ranks)) or '-'}; incarnations {lives}")
+    typer.echo(
+        f"  memory       up to {size(found.memory_bytes)}, {size(found.free_bytes)} are free"
+    )
+    typer.echo(
+        f"  time         about {found.predicted_seconds:.1f} s with "
+        f"{count(found.workers, 'worker')}, on an idle machine"
+    )
+    for finding in found.findings:
+        typer.echo(f"  not on the way, but damaged: {finding}")

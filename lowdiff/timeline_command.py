@@ -1,0 +1,102 @@
+"""``lowdiff timeline``: what every step did, as a table, JSON and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowdiff.errors import ConfigError
+from lowdiff.terminal import AsJson, RunArgument, Staging, Workers, count, print_json, progress
+
+if TYPE_CHECKING:
+    from lowdiff.recovery.timeline import Timeline
+
+_STEPS_SHOWN = 5
+
+
+def timeline(
+    run: RunArgument,
+    as_json: AsJson = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw a picture; needs matplotlib.")
+    ] = None,
+    first: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="First step; default: the earliest.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Last step; default: the newest.")
+    ] = None,
+    staging: Staging = None,
+    workers: Workers = None,
+) -> None:
+    """Measure every step by replaying it, so that the one where a run went wrong is seen.
+
+    Per step: L2 norms of update and gradient, density of the gradient, learning rates, stored
+    bytes. Return to the step before with `lowdiff recover RUN --step N --as-run NEW`.
+    """
+    from lowdiff.recovery.replay import ReplayOptions
+    from lowdiff.recovery.timeline import timeline as measure
+
+    if out is not None and out.suffix != ".png":
+        raise ConfigError(f"{out} does not end in .png")
+    options = ReplayOptions(num_workers=workers)
+    with progress("Replaying") as show:
+        found = measure(
+            run, first=first, last=last, staging=staging, options=options, progress=show
+        )
+    if out is not None:
+        _draw(found, out)
+    if as_json:
+        print_json(found.document())
+    else:
+        _print(found, out)
+
+
+def _print(found: Timeline, out: Path | None) -> None:
+    if not found.steps:
+        typer.echo(f"{found.run} holds a snapshot, but no step to measure")
+        return
+    largest = sorted(found.steps, key=lambda s: s.update_norm, reverse=True)[:_STEPS_SHOWN]
+    steps = count(len(found.steps), "step")
+    typer.echo(f"{steps}, {found.steps[0].step} to {found.steps[-1].step}; the largest updates:")
+    typer.echo("      step   update norm  gradient norm  density  lr")
+    for step in largest:
+        rates = ", ".join(f"{lr:g}" for lr in dict.fromkeys(step.lr))
+        typer.echo(
+            f"{step.step:>10}  {step.update_norm:>12.6g}  {step.gradient_norm:>13.6g}"
+            f"  {step.density:>7.2%}  {rates}"
+        )
+    if out is not None:
+        typer.echo(f"drawn in {out}")
+
+
+def _draw(found: Timeline, out: Path) -> None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ConfigError("a picture needs matplotlib: pip install 'lowdiff[plot]'") from error
+
+    numbers = [step.step for step in found.steps]
+    series = {
+        "update norm": [step.update_norm for step in found.steps],
+        "gradient norm": [step.gradient_norm for step in found.steps],
+        "density": [step.density for step in found.steps],
+        "learning rate": [max(step.lr, default=0.0) for step in found.steps],
+        "stored bytes": [float(step.stored_bytes) for step in found.steps],
+    }
+    figure = Figure(figsize=(9.0, 9.0), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)  # drawn without pyplot, which would keep global state
+    panels = figure.subplots(len(series), 1, sharex=True)
+    for axes, (name, values) in zip(panels, series.items(), strict=True):
+        axes.plot(numbers, values, color="#1f77b4", linewidth=1.2)
+        axes.set_ylabel(name)
+        axes.spines[["top", "right"]].set_visible(False)
+        if name.endswith("norm") and all(value > 0 for value in values):
+            axes.set_yscale("log")
+    panels[-1].set_xlabel("step")
+    figure.suptitle(f"{found.run}", fontsize=11)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)

@@ -1,0 +1,192 @@
+"""Comparing a recovered step with a file that somebody else wrote."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from lowdiff.errors import ConfigError, DamagedFile
+from lowdiff.layout import INT_OF_BYTES, canonical_name
+from lowdiff.recovery.engine import Progress, recover
+from lowdiff.recovery.replay import ReplayOptions
+
+#: Keys under which files keep the model's weights.
+_WEIGHTS = ("model", "state_dict", "model_state_dict")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that is not the same.
+
+    Attributes:
+        name: Its name.
+        elements: Number of elements with other bits; 0 if the tensor is only on one side or has
+            another shape or dtype.
+        largest_ulps: Largest distance in units in the last place; None where that has no meaning.
+        what: In words.
+    """
+
+    name: str
+    elements: int
+    largest_ulps: int | None
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A step of a run against a file.
+
+    Attributes:
+        step: Which step of the run.
+        compared: Number of tensors on both sides.
+        differences: By name.
+    """
+
+    file: str
+    step: int
+    compared: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every bit agrees, and there was something to compare."""
+        return not self.differences and self.compared > 0
+
+    def document(self) -> dict[str, Any]:
+        """As JSON content."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def compare_with(
+    run: str | Path,
+    file: str | Path,
+    *,
+    step: int | None = None,
+    staging: str | Path | None = None,
+    options: ReplayOptions | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Recover a step and compare it with a ``.pt`` or ``.safetensors`` file, bit for bit.
+
+    Args:
+        run: The run folder, or the URL of its store.
+        file: Weights by name, or a dict that holds them under ``model``, ``state_dict`` or
+            ``model_state_dict``, and maybe the optimizer's ``state_dict`` under ``optimizer``.
+            Wrapper prefixes of names (``module.``) do not count.
+        step: Which step; None for the one that the file names, else the newest.
+        staging: Where the run's staging memory lives, if it was set by hand.
+        options: Workers and block size.
+        progress: Told about each window of steps.
+
+    Raises:
+        ConfigError: If the file is of another kind.
+        DamagedFile: If it cannot be read.
+    """
+    path = Path(file)
+    weights, optimizer, named_step = _read(path)
+    state = recover(
+        run, named_step if step is None else step, staging=staging, options=options,
+        progress=progress,
+    )  # fmt: skip
+    mine: dict[str, Any] = dict(state.model_state_dict())
+    theirs: dict[str, Any] = {canonical_name(name): value for name, value in weights.items()}
+    if optimizer is not None:
+        mine |= _entries(state.optimizer_state_dict())
+        theirs |= _entries(optimizer)
+    return Comparison(
+        file=str(path),
+        step=state.step,
+        compared=len(mine.keys() & theirs.keys()),
+        differences=tuple(_differences(mine, theirs)),
+    )
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None, int | None]:
+    """Weights, one optimizer's state if there is one, and the step if it is told."""
+    if path.suffix not in (".pt", ".pth", ".safetensors"):
+        raise ConfigError(f"{path} ends in none of .pt, .pth and .safetensors")
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file")
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as opened:
+                told = (opened.metadata() or {}).get("lowdiff_step")
+            return load_file(path), None, None if told is None else int(told)
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise DamagedFile(path, f"it cannot be read ({error!r:.300})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}, not a dict of tensors")
+    weights = next((content[key] for key in _WEIGHTS if isinstance(content.get(key), dict)), None)
+    optimizer = content.get("optimizer") if weights is not None else None
+    told = content.get("step")
+    return (
+        content if weights is None else weights,
+        optimizer if isinstance(optimizer, dict) else None,
+        told if isinstance(told, int) else None,
+    )
+
+
+def _entries(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"optimizer state {number} {key}": value
+        for number, entry in optimizer.get("state", {}).items()
+        for key, value in entry.items()
+    }
+
+
+def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Difference]:
+    for name in sorted(mine.keys() | theirs.keys()):
+        if name not in mine or name not in theirs:
+            side = "the file" if name in theirs else "the run"
+            yield Difference(name, 0, None, f"only in {side}")
+            continue
+        left, right = mine[name], theirs[name]
+        if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+            if left != right:
+                yield Difference(name, 0, None, f"{left!r:.60} against {right!r:.60}")
+        elif left.shape != right.shape or left.dtype != right.dtype:
+            what = f"{left.dtype} {tuple(left.shape)} against {right.dtype} {tuple(right.shape)}"
+            yield Difference(name, 0, None, what)
+        else:
+            count, ulps = distance(left, right)
+            if count:
+                far = "" if ulps is None else f", at most {ulps} units in the last place apart"
+                yield Difference(name, count, ulps, f"{count} of {left.numel()} elements{far}")
+
+
+def distance(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int | None]:
+    """Number of elements with other bits, and the largest distance in units in the last place.
+
+    None for the distance where a value is not finite, or not a floating-point number at all.
+
+    Args:
+        left: Any shape, dtype and device.
+        right: The same shape and dtype.
+    """
+    ours, others = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
+    if not ours.is_floating_point():
+        return int((ours != others).sum()), None
+    integers = INT_OF_BYTES[ours.element_size()]
+    a, b = ours.view(integers), others.view(integers)
+    unequal = a != b
+    count = int(unequal.sum())
+    if not count:
+        return 0, 0
+    if not bool(ours[unequal].isfinite().all() and others[unequal].isfinite().all()):
+        return count, None
+    ordered = [_ordered(values[unequal]) for values in (a, b)]
+    return count, max(abs(x - y) for x, y in zip(*ordered, strict=True))
+
+
+def _ordered(patterns: torch.Tensor) -> list[int]:
+    """Bit patterns as integers in the order of the numbers; Python's do not overflow."""
+    lowest = -(1 << (8 * patterns.element_size() - 1))
+    return [p if p >= 0 else lowest - p for p in patterns.tolist()]

@@ -1,0 +1,119 @@
+"""How large blocks shall be, and whether memory suffices: decided before replay starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lowdiff.errors import NotEnoughMemory
+from lowdiff.layout import torch_dtype
+from lowdiff.persistence.budget import memory_headroom
+from lowdiff.recovery.kernels import StepChooser
+from lowdiff.recovery.optimizers import build, granularity
+from lowdiff.recovery.state import RecoveredState
+from lowdiff.types import Fence, OptimizerSpec
+
+#: Where nothing is measured.
+BLOCK_ELEMENTS = 1 << 17
+_CANDIDATES = tuple(1 << power for power in range(15, 21))
+#: What a block costs at each step besides its kernels: Python, and the decoder's search.
+_SECONDS_PER_BLOCK = 40e-6
+_TRIALS = 3
+#: Element updates below which measuring takes longer than it can save.
+_WORTH_MEASURING = 1 << 28
+#: Replay needs at most its state, a quarter of it, and this, whatever the number of differentials.
+_SLACK_BYTES = 256 << 20
+
+
+def needed_bytes(state_bytes: int) -> int:
+    """Most memory that recovery of a state of this size takes."""
+    return state_bytes + state_bytes // 4 + _SLACK_BYTES
+
+
+def check_memory(state_bytes: int) -> None:
+    """Refuse a recovery that would be killed halfway.
+
+    Raises:
+        NotEnoughMemory: Saying how much is needed, and how much there is.
+    """
+    free = free_bytes()
+    if needed_bytes(state_bytes) > free:
+        raise NotEnoughMemory(needed_bytes(state_bytes), free)
+
+
+def free_bytes() -> int:
+    """Memory that this process may still take, page cache included."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        found = dict(line.split(":", 1) for line in file)
+    available = int(found["MemAvailable"].split()[0]) << 10
+    limit = memory_headroom()
+    return available if limit is None else min(available, limit)
+
+
+def usable_cores() -> int:
+    """Cores of this process, by affinity and by the control group's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
+def measured_block_elements(state: RecoveredState, fence: Fence, num_steps: int) -> int:
+    """The block size that steps fastest here, tried on the optimizer with the most elements.
+
+    Takes some hundredths of a second, of processor time, so that neighbours count little.
+
+    Args:
+        state: Gives the hyper-parameters.
+        fence: Describes layout and optimizers.
+        num_steps: Differentials to replay.
+    """
+    specs = {spec.name: spec for spec in fence.layout.parameters}
+    if fence.layout.elements * num_steps < _WORTH_MEASURING:
+        return BLOCK_ELEMENTS
+    elements, index, group = max(
+        (sum(specs[name].numel for name in names), index, g)
+        for index, spec in enumerate(fence.optimizers)
+        for g, names in enumerate(spec.groups)
+    )
+    if not elements or granularity(fence.optimizers[index]) != "element":
+        return BLOCK_ELEMENTS
+    dtype = torch_dtype(specs[fence.optimizers[index].groups[group][0]].dtype)
+    hyper = state.optimizers[index].groups[group]
+
+    def cost(size: int) -> float:
+        return seconds_per_element(fence.optimizers[index], hyper, dtype, size)
+
+    return min(_CANDIDATES, key=cost)
+
+
+def seconds_per_element(
+    spec: OptimizerSpec, hyper: Mapping[str, Any], dtype: torch.dtype, size: int
+) -> float:
+    """Processor time of one element in one step, by blocks of ``size``, on one thread.
+
+    Args:
+        spec: The optimizer's class.
+        hyper: Hyper-parameters of a group.
+        dtype: Of its parameters.
+        size: Elements.
+    """
+    parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
+    parameter.grad = torch.full((size,), 1e-3, dtype=dtype)
+    optimizer = build(spec, [(dict(hyper), [parameter])])
+    step = StepChooser().choose(optimizer)
+    times = []
+    with torch.no_grad():
+        step(optimizer)
+        for _ in range(_TRIALS):
+            started = time.thread_time()
+            step(optimizer)
+            times.append(time.thread_time() - started)
+    return (min(times) + _SECONDS_PER_BLOCK) / size

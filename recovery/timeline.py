@@ -1,0 +1,143 @@
+"""What every step of a run did, measured by replaying it: where did it go wrong?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lowdiff.errors import StepNotFound
+from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.differentials import read_differential
+from lowdiff.persistence.fetching import fetch_all, temporary_folder
+from lowdiff.persistence.object_store import ObjectStore, is_url
+from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
+from lowdiff.recovery.plan import PlannedStep, plan_recovery, recoverable, usable_snapshots
+from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.unit import Movement
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineStep:
+    """What one step did.
+
+    Attributes:
+        update_norm: L2 norm of the change of all parameters.
+        gradient_norm: L2 norm of the gradient that the optimizers consumed.
+        density: Share of the gradient's entries that are not zero.
+        lr: Learning rate of every parameter group of every optimizer, in order.
+        stepped: Whether any optimizer stepped; a gradient scaler may have skipped it.
+        stored_bytes: Bytes of the differential over all ranks.
+    """
+
+    step: int
+    incarnation: int
+    update_norm: float
+    gradient_norm: float
+    density: float
+    lr: tuple[float, ...]
+    stepped: bool
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Consecutive steps of a run."""
+
+    run: str
+    run_id: str
+    steps: tuple[TimelineStep, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON content; what is not finite becomes None."""
+        steps = [
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in asdict(step).items()
+            }
+            for step in self.steps
+        ]
+        return {"run": self.run, "run_id": self.run_id, "steps": steps}
+
+
+def timeline(
+    run: str | Path,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    staging: str | Path | None = None,
+    options: ReplayOptions | None = None,
+    progress: Progress | None = None,
+) -> Timeline:
+    """Replay a run, and measure every step of it.
+
+    Args:
+        run: The run folder, or the URL of its store.
+        first: First step to measure; None for the earliest of the newest unbroken range.
+        last: Last step, inclusive; None for the newest.
+        staging: Where the run's staging memory lives, if it was set by hand.
+        options: Workers and block size.
+        progress: Told about each window of steps.
+
+    Raises:
+        StepNotFound: If these steps cannot be rebuilt; says which can.
+    """
+    root = default_staging_root(Path(run)) if staging is None else Path(staging)
+
+    def look(folder: RunFolder) -> Timeline:
+        catalog = scan(folder, [root])
+
+        def act(seen: Catalog) -> Timeline:
+            return _measured(seen, str(run), first, last, options, progress)
+
+        return look_again(folder, root, catalog, act)
+
+    if not is_url(run):
+        return look(RunFolder(Path(run)))
+    with temporary_folder() as folder:
+        fetch_all(ObjectStore(str(run)), folder, shards=True)
+        return look(folder)
+
+
+def _measured(
+    catalog: Catalog,
+    run: str,
+    first: int | None,
+    last: int | None,
+    options: ReplayOptions | None,
+    progress: Progress | None,
+) -> Timeline:
+    end = plan_recovery(catalog, last).step
+    begins = next((a for a, b in recoverable(catalog) if a <= end <= b), end)
+    start = begins if first is None else max(first - 1, 0)
+    bases = [s for s in usable_snapshots(catalog) if begins <= s.step <= start]
+    if not bases:
+        ranges = recoverable(catalog)
+        raise StepNotFound(catalog.root, start, ranges, "no snapshot lies at or before it")
+    seen = replace(catalog, snapshots=(bases[-1],))
+    plan = plan_recovery(seen, end)
+    moved: dict[int, Movement] = {}
+    how = replace(reporting(options, progress, 0, len(plan.steps)), movements=moved)
+    carry_out(seen, plan, how)
+    elements = catalog.incarnations[plan.incarnation].fence.layout.elements
+    steps = [_step(s, moved, elements) for s in plan.steps if s.step > start]
+    return Timeline(run, catalog.run_id, tuple(steps))
+
+
+def _step(planned: PlannedStep, moved: Mapping[int, Movement], elements: int) -> TimelineStep:
+    done = read_differential(planned.shards[0], Codec()).optimizers
+    movement = moved.get(planned.step, Movement())
+    return TimelineStep(
+        step=planned.step,
+        incarnation=planned.incarnation,
+        update_norm=math.sqrt(movement.update_squared),
+        gradient_norm=math.sqrt(movement.gradient_squared),
+        density=movement.nonzeros / elements,
+        lr=tuple(float(group["lr"]) for step in done for group in step.consumed if "lr" in group),
+        stepped=any(step.stepped for step in done),
+        stored_bytes=planned.bytes,
+    )
