@@ -27,6 +27,7 @@ def finish(opened: Opened, *, failed: bool) -> None:
     if not failed and session.has_finished_step:
         session.commit()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
+    session.stager.meter.end("failed" if failed else "closed")
     session.stager.writer.finish(_FINISH_SECONDS)
     # The snapshot exists only with every rank's shard, and one that failed here does not come.
     if is_last_snapshot and opened.ranks.meet(_MEET_SECONDS):

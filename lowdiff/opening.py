@@ -22,7 +22,9 @@ from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch
 from lowdiff.given import Given, watch
+from lowdiff.history import Story, story_of
 from lowdiff.memory import Memory, agree_on_memory
+from lowdiff.meter import RecoveryClock
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.durable import make_directory
@@ -196,6 +198,7 @@ def open_session(
     locks = [_locked(settings, ranks)]
     try:
         run_id, stages, is_in_store = _agreed_run(settings, ranks)
+        story = story_of(settings, ranks, run_id, stages)
         memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
         with ExitStack() as held:
             # What is recovered must still be there when the fences say that it is the base.
@@ -207,12 +210,14 @@ def open_session(
                 fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
                 catalog = _shared_catalog(settings, ranks, run_id, stages, imported)
             state = None
+            clock = RecoveryClock()
             if restore != "none":
-                state = recover_together(settings, attached, catalog, ranks, step)
+                state = recover_together(settings, attached, catalog, ranks, step, clock)
             with ranks.together():
                 start = load_start(settings, given, catalog, ranks, state, restore)
+                story.facts.update(clock.facts(state))
             fence = _fenced(settings, given, catalog, ranks, start)
-        return _begin(settings, given, ranks, fence, start, memory, locks)
+        return _begin(settings, given, ranks, fence, start, memory, locks, story)
     except BaseException:
         for lock in locks:
             lock.release()
@@ -275,13 +280,14 @@ def _begin(
     start: Start,
     memory: Memory,
     locks: list[FileLock],
+    story: Story,
 ) -> Opened:
     """Staging, writer and session. Adds staging's lock to ``locks``."""
     staging = StagingFolder.of(memory.root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo:
         with ranks.together():
             locks.append(_new_staging(settings, staging))
-            session = _session(settings, given, ranks, fence, start, memory, staging, undo)
+            session = _session(settings, given, ranks, fence, start, memory, staging, undo, story)
             # G3 holds from the return of attach: what it starts from is durable by then.
             if start.needs_snapshot:
                 session.snapshot(required=True)
@@ -306,6 +312,7 @@ def _session(
     memory: Memory,
     staging: StagingFolder,
     undo: ExitStack,
+    story: Story,
 ) -> Session:
     """This rank's writer and session; ``undo`` learns how to take them back."""
     attached = given.attached
@@ -339,6 +346,8 @@ def _session(
         )
     )
     undo.callback(writer.stop)
+    stager = Stager(log, writer, settings, ranks.rank, ranks.world_size)
+    stager.begin(start.step, story, attached.layout)
     session = Session(
         attached=attached,
         settings=settings,
@@ -350,7 +359,7 @@ def _session(
         residual=residual,
         tracker=given.tracker,
         items=start.items,
-        stager=Stager(log, writer, settings, ranks.rank, ranks.world_size),
+        stager=stager,
         scaler=_hook_scaler(attached, given.stateful),
         averages=Averages(given.averages, attached),
         shares_constants=fence.constants != "",

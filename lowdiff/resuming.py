@@ -14,6 +14,7 @@ from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
 from lowdiff.averages import followed_names
 from lowdiff.given import Given
+from lowdiff.meter import RecoveryClock
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
@@ -138,6 +139,7 @@ def recover_together(
     catalog: Catalog,
     ranks: Ranks,
     step: int | None,
+    clock: RecoveryClock,
 ) -> RecoveredState | None:
     """The state to start from, the same on every rank; None for a run without history."""
     for finding in judge(settings.folder, catalog)[0]:
@@ -148,7 +150,7 @@ def recover_together(
     with ranks.together():
         target = plan_recovery(catalog, step).step if ranks.rank == 0 else -1
     target = ranks.gather(target)[0]
-    options = ReplayOptions(num_workers=_workers_per_rank(ranks))
+    options = ReplayOptions(num_workers=_workers_per_rank(ranks), progress=clock.progress)
     with ranks.together():
         plan_recovery(catalog, target)
         check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)

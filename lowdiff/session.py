@@ -171,6 +171,7 @@ class Session:
         with self.stager.timed("differential_seconds"):
             notes = self.reducer.heard()
             self._heed(notes)
+            self.stager.cadence.heed(self.step, notes)
             self._changed_outside |= self._guard.at_commit()
             if not self._stepped:
                 self._warn_about_accumulation()
@@ -191,7 +192,8 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self._settings.takes_snapshot_at(self.step) or self._can_catch_up():
+        elif self.stager.cadence.takes_snapshot_at(self.step) or self._can_catch_up():
+            self.stager.cadence.snapshot_taken(self.step)
             self.snapshot()
         self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
 
@@ -299,7 +301,9 @@ class Session:
 
     def _is_thorough(self, step: int) -> bool:
         """Whether to read frozen parameters that nothing says were written."""
-        return step - self._base_step <= _AUDITED_FIRST or self._settings.takes_snapshot_at(step)
+        return step - self._base_step <= _AUDITED_FIRST or self.stager.cadence.takes_snapshot_at(
+            step
+        )
 
     def _digest(self, step: int) -> Digest | None:
         if self._attached.device.type != "cpu":
@@ -314,6 +318,7 @@ class Session:
         step = self.step + 1
         audit = step - self._base_step <= _AUDITED_FIRST or step % _AUDITED_EVERY == 0
         note = _PREEMPTED * self._is_signalled | _IN_TROUBLE * self.stager.in_trouble
+        note |= self.stager.cadence.note()
         self.reducer.begin(self._incarnation << 40 | step, audit=audit, note=note)
 
     def _stage_base(self) -> None:

@@ -111,7 +111,7 @@ def recommend(costs: Costs, rates: FailureRates, limits: Limits) -> Choice:
     check_progress(costs, rates)
     broken: list[str] = []
     ideal = best_interval(costs, rates)
-    most, most_because = _largest_batch(costs, limits)
+    most, most_because = largest_batch(costs, limits)
     candidates: list[tuple[float, Setting, _Range]] = []
     for b in range(1, most + 1):
         allowed = _intervals(costs, limits, b)
@@ -149,7 +149,7 @@ def is_allowed(costs: Costs, limits: Limits, setting: Setting) -> bool:
     """Whether a setting keeps all limits."""
     allowed = _intervals(costs, limits, setting.batch_size)
     return (
-        setting.batch_size <= _largest_batch(costs, limits)[0]
+        setting.batch_size <= largest_batch(costs, limits)[0]
         and allowed.low <= setting.snapshot_every <= allowed.high
     )
 
@@ -167,7 +167,7 @@ def written_bytes_per_hour(costs: Costs, f: float, b: float) -> float:
     return 3600 / loop_seconds(costs, f, b) * per_step * costs.world_size
 
 
-def _largest_batch(costs: Costs, limits: Limits) -> tuple[int, str]:
+def largest_batch(costs: Costs, limits: Limits) -> tuple[int, str]:
     """The largest batch that loss and memory allow, and which of them says so."""
     found = [(float(MAX_BATCH), "")]
     if limits.loss_steps is not None:
@@ -224,15 +224,17 @@ def _conflict(costs: Costs, limits: Limits, most: int) -> list[str]:
     allowed = _intervals(costs, limits, most)
     if math.isinf(allowed.low):
         busy = disk_seconds_per_step(costs, math.inf, most) / costs.step_seconds
-        return [
+        text = (
             f"{allowed.low_because}: even without snapshots differentials alone keep the disk "
             f"busy for {busy:.0%} of a step with b = {most}; more bandwidth, a lower density or "
             "larger batches are needed"
-        ]
-    return [
+        )
+        return [text]
+    text = (
         f"{allowed.low_because or 'f is at least 1'}, which needs f of at least {allowed.low:.0f}, "
         f"but {allowed.high_because}, which needs f of at most {allowed.high:.0f}"
-    ]
+    )
+    return [text]
 
 
 def _reasons(
@@ -246,12 +248,13 @@ def _reasons(
     most_because: str,
 ) -> list[str]:
     f, b = setting.snapshot_every, setting.batch_size
-    found = [
+    weighed = (
         f"f = sqrt(2 C M / (r T)) = {ideal:,.0f}: a snapshot takes "
         f"{readable_seconds(costs.snapshot_seconds)} of training, a failure comes every "
         f"{readable_seconds(rates.total.mtbf_seconds)}, and replaying one of the steps since the "
         f"snapshot takes {readable_seconds(costs.replay_seconds)}"
-    ]
+    )
+    found = [weighed]
     if f > ideal + 1:
         found.append(f"raised to {f:,}: {allowed.low_because}")
     elif f < ideal - 1:

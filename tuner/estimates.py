@@ -45,9 +45,7 @@ class Estimate:
         return cls(value, value, value, 0, "assumed")
 
 
-def slope_and_intercept(
-    xs: Sequence[float], ys: Sequence[float]
-) -> tuple[float, float] | None:
+def slope_and_intercept(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
     """A line through points, at most 29 % of them wild; None if all share one x.
 
     Reference: Theil (1950), Sen (1968): the median of the slopes between all pairs.

@@ -63,9 +63,7 @@ class FailureHistory:
 
     def scaled(self, factor: float) -> FailureHistory:
         """The same failures, had the job been ``factor`` times as large."""
-        return FailureHistory(
-            self.exposure_seconds / factor, self.process, self.node, self.unknown
-        )
+        return FailureHistory(self.exposure_seconds / factor, self.process, self.node, self.unknown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,9 +118,7 @@ def checkfreq(costs: Costs) -> Strategy:
     """Copied while training waits, persisted while it goes on, as often as 3.5 % overhead allow."""
     budget = costs.snapshot_seconds / (_CHECKFREQ_BUDGET * costs.step_seconds)
     interval = max(1, math.ceil(max(budget, _write_seconds(costs) / costs.step_seconds)))
-    saved = Recovery(
-        interval, _write_seconds(costs), costs.restart_seconds + costs.load_seconds
-    )
+    saved = Recovery(interval, _write_seconds(costs), costs.restart_seconds + costs.load_seconds)
     note = f"every {interval:,} steps"
     return Strategy(
         "CheckFreq", note, costs.step_seconds, costs.snapshot_seconds, interval, *(saved,) * 3
