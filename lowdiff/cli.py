@@ -16,6 +16,7 @@ from lowdiff import __version__
 from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.gc_command import gc
 from lowdiff.terminal import AsJson, RunArgument, count, print_json, size
+from lowdiff.tune_command import plan, tune
 
 if TYPE_CHECKING:
     from lowdiff.recovery.inspection import Inspection
@@ -237,6 +238,17 @@ app.command(
     "lowdiff gc runs/gpt --keep-snapshots 5 --every-steps 10000\n\n"
     "lowdiff gc --staging"
 )(gc)
+
+
+app.command(
+    epilog="Examples:\n\n"
+    "lowdiff tune runs/gpt --mtbf 4h\n\n"
+    "lowdiff tune runs/gpt --mtbf 3h --world-size 16384 --html report.html"
+)(tune)
+app.command(
+    epilog="Example:\n\n"
+    "lowdiff plan --params 7e9 --optimizer adamw --density 0.01 --gpus 1024 --mtbf 6h --disk 2GB/s"
+)(plan)
 
 
 @contextmanager
