@@ -154,30 +154,33 @@ def sensitivity(found: Sensitivity) -> str:
 
 
 def strategies(found: Sequence[Simulated]) -> str:
-    """Where the hours of each strategy go."""
-    parts, y = [], 4.0
+    """What each strategy wastes of the time, and on what; a bar that is cut off ends in an arrow."""
     left, right = 4.0, _WIDTH - 4.0
+    most = max((1 - one.effective_share for one in found if one.effective_share > 0.5), default=1)
+    parts, y = [], 4.0
     for one in found:
-        parts.append(_text(left, y + 11, one.strategy.name, "name", "start"))
-        parts.append(_text(right, y + 11, f"{one.effective_share:.2%}", "name", "end"))
+        css = "name ours" if one is found[0] else "name"
+        parts.append(_text(left, y + 11, one.strategy.name, css, "start"))
+        parts.append(_text(right, y + 11, f"{one.effective_share:.2%} useful", css, "end"))
         x = left
-        spent = (
-            ("useful", one.effective_share),
-            ("stalls", one.stalls),
-            ("recovering", one.recovering),
-            ("lost", one.lost),
-        )
-        for css, share in spent:
-            width = max(0.0, share) * (right - left)
+        for kind in ("stalls", "recovering", "lost"):
+            share = max(0.0, float(getattr(one, kind)))
+            width = min(share / most * (right - left), right - x)
             parts.append(
                 f'<rect x="{x:.2f}" y="{y + 16:.1f}" width="{width:.2f}" height="12" '
-                f'class="bar {css}"><title>{css}: {share:.2%}</title></rect>'
+                f'class="bar {kind}"><title>{kind}: {share:.2%}</title></rect>'
             )
             x += width
-        note = escape(one.strategy.note)
-        parts.append(_text(left, y + 41, note, "tick", "start") if note else "")
-        y += 52 if note else 38
-    return _svg(y, "useful share of time by strategy", parts)
+        if 1 - one.effective_share > 1.01 * most:
+            tip, middle = right - 2, y + 22
+            parts.append(
+                f'<polygon points="{tip:.1f},{middle:.1f} {tip - 9:.1f},{middle - 9:.1f} '
+                f'{tip - 9:.1f},{middle + 9:.1f}" class="mark current"/>'
+            )
+        if one.strategy.note:
+            parts.append(_text(left, y + 41, one.strategy.note, "tick", "start"))
+        y += 52 if one.strategy.note else 38
+    return _svg(y, "wasted share of time by strategy", parts)
 
 
 def waste_bar(report: Report) -> str:

@@ -118,14 +118,29 @@ def recommend(costs: Costs, rates: FailureRates, limits: Limits) -> Choice:
         if allowed.low <= allowed.high:
             f = _whole(costs, rates, min(max(ideal, allowed.low), allowed.high), b, allowed)
             candidates.append((waste(costs, rates, f, b).total, Setting(f, b), allowed))
+            if allowed.low <= ideal:
+                break  # from here on a larger batch allows nothing better and loses more
     if not candidates:
         broken += _conflict(costs, limits, most)
-        f = max(1, min(MAX_INTERVAL, math.ceil(ideal)))
-        candidates = [(0.0, Setting(f, most), _Range(1, MAX_INTERVAL, "", ""))]
+        candidates = _whatever(costs, rates, ideal, most)
     _, setting, allowed = min(candidates, key=lambda found: found[0])
     reasons = _reasons(costs, rates, limits, setting, ideal, allowed, most, most_because)
     chosen = waste(costs, rates, setting.snapshot_every, setting.batch_size)
     return Choice(setting, chosen, tuple(reasons), tuple(broken))
+
+
+def _whatever(
+    costs: Costs, rates: FailureRates, ideal: float, most: int
+) -> list[tuple[float, Setting, _Range]]:
+    """Settings by waste alone, where no limit can be kept: training waits, the less the better."""
+    first = max(1, min(MAX_INTERVAL, math.ceil(ideal)))
+    intervals = [first << k for k in range(16) if first << k <= MAX_INTERVAL]
+    batches = [1 << k for k in range(13) if 1 << k <= most]
+    return [
+        (waste(costs, rates, f, b).total, Setting(f, b), _Range(1, MAX_INTERVAL, "", ""))
+        for f in intervals
+        for b in batches
+    ]
 
 
 def check_progress(costs: Costs, rates: FailureRates) -> None:
@@ -256,7 +271,8 @@ def _reasons(
     )
     found = [weighed]
     if f > ideal + 1:
-        found.append(f"raised to {f:,}: {allowed.low_because}")
+        why = allowed.low_because or "training would wait for snapshots even more"
+        found.append(f"raised to {f:,}: {why}")
     elif f < ideal - 1:
         found.append(f"lowered to {f:,}: {allowed.high_because or 'no larger one is considered'}")
     if b == 1:

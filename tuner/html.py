@@ -38,8 +38,9 @@ text { fill: var(--ink); font-size: 12px; } .tick { fill: var(--muted); font-siz
 .mark.chosen { fill: var(--chosen); } .mark.current { fill: var(--current); }
 .mark.published { fill: var(--published); } .grid { stroke: var(--line); }
 .curve { fill: none; stroke-width: 2.2; } .curve.kept { stroke: var(--muted); stroke-dasharray: 5 4; }
-.curve.retuned { stroke: var(--chosen); } .bar.useful { fill: var(--good); }
+.curve.retuned { stroke: var(--chosen); }
 .bar.stalls { fill: var(--stall); } .bar.recovering { fill: var(--recover); }
+.ours { font-weight: 600; }
 .bar.lost { fill: var(--lost); } .bar.share { fill: var(--chosen); }
 .key { display: inline-block; margin-right: 1.1rem; white-space: nowrap; font-size: .9rem; }
 .key svg { display: inline-block; width: 1rem; height: 1rem; margin: 0 .3rem 0 0;
@@ -119,14 +120,13 @@ def _strategies(report: Report) -> str:
     keys = "".join(
         _swatch(css, name)
         for css, name in (
-            ("useful", "useful"),
             ("stalls", "saving"),
             ("recovering", "recovering"),
             ("lost", "done again"),
         )
     )
     text = (
-        "<p>Simulated, all under the same failures, with the costs below; "
+        "<p>Share of the time that is wasted, simulated under the same failures with the costs below; "
         f"{report.simulated[0].failures:.0f} failures in each run.</p><p>{keys}</p>"
     )
     return _section("Against what else there is", text + charts.strategies(report.simulated))

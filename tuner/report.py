@@ -332,7 +332,9 @@ def _warnings(question: Question, choice: Choice) -> list[str]:
         )
     guessed = [name for name, e in question.estimates.items() if e.source == "assumed"]
     if guessed:
-        found.append(f"assumed, because never measured: {', '.join(sorted(guessed))}")
+        found.append(
+            f"assumed, because never measured: {', '.join(sorted(guessed)).replace('_', ' ')}"
+        )
     if costs.replay_seconds > costs.step_seconds:
         found.append(
             f"replaying a step ({readable_seconds(costs.replay_seconds)}) takes longer than "
