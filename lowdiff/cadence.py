@@ -1,9 +1,9 @@
 """How often this life snapshots and how much it writes at once: as told, or as the tuner decides.
 
 Every rank looks at its own measurements and tells its wish with the gradients' exchange of a step.
-At that step's commit all ranks have heard the same wishes and follow them alike: rank 0's interval,
-and the largest batch that any rank's disk asks for. So nobody waits for anybody, and no collective is
-added.
+At that step's commit all ranks have heard the same wishes and follow them alike: the longest interval
+and the largest batch that any rank asks for, because the slowest disk must keep up. So nobody waits
+for anybody, and no collective is added.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from lowdiff.errors import ConfigError
 from lowdiff.events import log_event
 from lowdiff.history import Story
 from lowdiff.persistence.measurements import Recorder, RecordReader, append_decision
 from lowdiff.persistence.paths import StagingFolder
-from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.settings import Settings
 from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.failures import estimate_rates
@@ -31,6 +31,13 @@ _SHIFT, _BITS = 8, 6
 _MASK = (1 << _BITS) - 1
 
 
+class TakesBatchSize(Protocol):
+    """What a cadence needs of a writer process."""
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Have so many differentials go into each durable write from now on."""
+
+
 class Cadence:
     """The setting in force on this rank, the same on all at the same step."""
 
@@ -38,7 +45,7 @@ class Cadence:
         self,
         settings: Settings,
         folder: StagingFolder,
-        writer: WriterProcess,
+        writer: TakesBatchSize,
         recorder: Recorder,
         ranks: tuple[int, int],
     ) -> None:
@@ -111,16 +118,19 @@ class Cadence:
         known = [wish for wish in wishes if wish is not None]
         if len(known) < len(wishes):
             return
-        agreed = Levels(known[0].interval, max(wish.batch for wish in known))
+        agreed = Levels(max(w.interval for w in known), max(w.batch for w in known))
         if agreed == self._levels:
             return
         before = Setting(self.snapshot_every, self.batch_size)
         self._levels = agreed
         self._take_effect()
         reasons = list(self._wish.reasons) if self._wish.levels == agreed else []
-        asking = [rank for rank, wish in enumerate(known) if wish.batch == agreed.batch]
-        if agreed.batch != known[0].batch:
-            reasons.append(f"the disk of rank {asking[0]} asks for b = {self.batch_size}")
+        if not reasons:
+            reasons = [
+                f"rank {rank} asks for it"
+                for rank, wish in enumerate(known)
+                if wish.interval == agreed.interval or wish.batch == agreed.batch
+            ][:1]
         text = (
             f"from step {step + 1} on, a snapshot every {self.snapshot_every} steps instead of "
             f"{before.snapshot_every} and {self.batch_size} steps per durable write instead of "

@@ -14,7 +14,13 @@ import torch
 from lowdiff.agreement import Ranks
 from lowdiff.environment import environment_of
 from lowdiff.errors import LowDiffError
-from lowdiff.persistence.measurements import Measurements, read_measurements
+from lowdiff.persistence.fences import read_fence
+from lowdiff.persistence.measurements import (
+    Measurements,
+    gather_measurements,
+    read_measurements,
+    write_measurements,
+)
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.settings import Settings
 from lowdiff.tuner.choice import Setting
@@ -62,6 +68,7 @@ def story_of(
 ) -> Story:
     """Read the history and agree on why the last life ended; on all ranks together."""
     with ranks.together():
+        _keep_what_died(settings.folder, run_id, ranks.rank, stages)
         lives = read_lives(settings.folder, run_id, ranks.rank)
         newest = max((number for number, *_ in settings.folder.fences()), default=None)
         mine = _ending(lives, newest, ranks.rank, stages)
@@ -83,6 +90,22 @@ def story_of(
     every, batch = ranks.gather(used)[0]
     setting = Setting(round(every), round(batch)) if every >= 1 and batch >= 1 else None
     return Story(tuple(map(life_of, lives)), facts, setting)
+
+
+def _keep_what_died(
+    folder: RunFolder, run_id: str, rank: int, stages: Sequence[StagingFolder]
+) -> None:
+    """Keep the pages of a life whose writer died as well, as it would have done at its end."""
+    kept = {life.incarnation: life.ended for life in read_lives(folder, run_id, rank)}
+    for stage in stages:
+        fence = folder.fence(stage.incarnation, rank)
+        if stage.rank == rank and not kept.get(stage.incarnation) and fence.is_file():
+            try:
+                world_size = read_fence(fence).world_size
+                measured = gather_measurements(stage, run_id, world_size, ended="died")
+                write_measurements(folder, measured)
+            except (LowDiffError, OSError) as error:
+                _logger.warning("measurements are lost: %s", error)
 
 
 def _ending(

@@ -65,6 +65,10 @@ def tune(
             "many times as often.",
         ),
     ] = None,
+    staging: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder given to Checkpointer(staging=...), if one was."),
+    ] = None,
     node_share: NodeShare = 0.5,
     max_loss: LossSteps = None,
     memory: StagingMemory = None,
@@ -84,6 +88,7 @@ def tune(
 
     question = question_of_run(
         run,
+        staging=staging,
         mtbf_seconds=None if mtbf is None else units.seconds(mtbf),
         node_share=node_share,
         world_size=world_size,

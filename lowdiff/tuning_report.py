@@ -8,10 +8,11 @@ from pathlib import Path
 from lowdiff.errors import ConfigError
 from lowdiff.history import life_of, read_lives
 from lowdiff.persistence.durable import write_file
-from lowdiff.persistence.fences import read_run_id
-from lowdiff.persistence.measurements import Measurements
+from lowdiff.persistence.fences import read_fence, read_run_id
+from lowdiff.persistence.measurements import Measurements, gather_measurements
 from lowdiff.persistence.object_store import is_url
-from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.ownership import staging_of_run
+from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.terminal import print_json
 from lowdiff.tuner import units
 from lowdiff.tuner.choice import Limits, Setting
@@ -39,6 +40,7 @@ def limits_of(
 def question_of_run(
     run: str,
     *,
+    staging: Path | None,
     mtbf_seconds: float | None,
     node_share: float,
     world_size: int | None,
@@ -54,7 +56,7 @@ def question_of_run(
     if is_url(run):
         raise ConfigError("measurements are in the run folder, not in its store; give that")
     folder = RunFolder(Path(run))
-    documents = read_lives(folder, read_run_id(folder), rank=0)
+    documents = _documents(folder, staging)
     lives = [life_of(document) for document in documents]
     ranks = documents[-1].world_size if documents else 1
     measured = measure(lives, world_size=world_size or ranks)
@@ -78,6 +80,20 @@ def question_of_run(
         notes=tuple(_notes(documents, world_size)),
         decisions=[decision for document in documents for decision in document.decisions],
     )
+
+
+def _documents(folder: RunFolder, staging: Path | None) -> list[Measurements]:
+    """Rank 0's measurements of all lives; of one that goes on, what its pages in memory say."""
+    run_id = read_run_id(folder)
+    found = {life.incarnation: life for life in read_lives(folder, run_id, rank=0)}
+    root = default_staging_root(folder.root) if staging is None else staging
+    for stage in staging_of_run(root, folder, run_id):
+        fence = folder.fence(stage.incarnation, 0)
+        known = found.get(stage.incarnation)
+        if stage.rank == 0 and fence.is_file() and not (known and known.ended):
+            world_size = read_fence(fence).world_size
+            found[stage.incarnation] = gather_measurements(stage, run_id, world_size, ended="")
+    return [found[number] for number in sorted(found)]
 
 
 def _notes(documents: list[Measurements], world_size: int | None) -> list[str]:
