@@ -10,8 +10,6 @@ from lowdiff.persistence.measurements import Recorder
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.recovery.state import RecoveredState
 
-_PUBLISH_SECONDS = 1.0
-
 
 class Meter:
     """Samples of one rank's steps; times are without what lowdiff and waiting took."""
@@ -21,7 +19,6 @@ class Meter:
         self._counters = counters
         self._last = (0.0, 0.0, 0.0, 0)
         self._ended_at: float | None = None
-        self._published_at = 0.0
 
     def note(self, facts: Mapping[str, float | str]) -> None:
         """Add facts about this life and publish them."""
@@ -49,16 +46,14 @@ class Meter:
         if snapshot:
             self.recorder.observe("snapshot_seconds", snapshot)
         self._last, self._ended_at = totals, now
-        if now - self._published_at > _PUBLISH_SECONDS:
-            self._publish(now)
+        self._publish()
 
     def end(self, how: str) -> None:
         """Say that nothing more comes, and that this life was not cut short."""
         self.recorder.note(ended=how)
-        self._publish(time.perf_counter())
+        self._publish()
 
-    def _publish(self, now: float) -> None:
-        self._published_at = now
+    def _publish(self) -> None:
         self.recorder.note(
             seen_unix_seconds=time.time(),
             steps=float(self._counters.steps),
