@@ -82,7 +82,7 @@ def html_page(report: Report) -> str:
             "If an assumption is off",
             "<p>Wasted seconds per hour when one assumption is multiplied. "
             + _key("kept", "with the setting above")
-            + _key("retuned", "tuned again")
+            + _key("retuned", "tuned again, within the limits")
             + "</p>"
             + "".join(
                 f"<h3>{escape(found.what)}</h3>{charts.sensitivity(found)}"
@@ -108,7 +108,7 @@ def _heat_map(report: Report) -> str:
     if report.question.current is not None:
         keys = _mark("current", "current") + keys
     text = (
-        "<p>Darker wastes more; a cross breaks a limit or is more than the writer sustains. "
+        "<p>The stronger the colour, the more is wasted; a cross breaks a limit or is more than the writer sustains. "
         f"{keys}</p>"
     )
     return _section("Wasted time over both settings", text + charts.heat_map(report))

@@ -319,7 +319,7 @@ def _warnings(question: Question, choice: Choice) -> list[str]:
                 f"with the current setting training waits for the disk: it needs {share:.1f} times "
                 "as long as training takes"
             )
-    if rates.total.failures == 0:
+    if rates.total.failures == 0 and now is not None:
         found.append(
             f"no failure was seen yet: {readable_seconds(rates.total.mtbf_seconds)} between "
             "failures is what was given or assumed"

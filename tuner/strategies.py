@@ -110,7 +110,7 @@ def periodic_full(costs: Costs, rates: FailureRates) -> Strategy:
     write = _write_seconds(costs) + costs.snapshot_seconds
     interval = _young_daly(write, rates.total.mtbf_seconds, costs.step_seconds)
     saved = Recovery(interval, 0.0, costs.restart_seconds + costs.load_seconds)
-    note = f"every {interval:,} steps"
+    note = _every(interval)
     return Strategy("periodic full", note, costs.step_seconds, write, interval, *(saved,) * 3)
 
 
@@ -119,7 +119,7 @@ def checkfreq(costs: Costs) -> Strategy:
     budget = costs.snapshot_seconds / (_CHECKFREQ_BUDGET * costs.step_seconds)
     interval = max(1, math.ceil(max(budget, _write_seconds(costs) / costs.step_seconds)))
     saved = Recovery(interval, _write_seconds(costs), costs.restart_seconds + costs.load_seconds)
-    note = f"every {interval:,} steps"
+    note = _every(interval)
     return Strategy(
         "CheckFreq", note, costs.step_seconds, costs.snapshot_seconds, interval, *(saved,) * 3
     )
@@ -135,7 +135,7 @@ def gemini(costs: Costs, network_bytes_per_second: float) -> Strategy:
     every = max(1, math.ceil(send / costs.step_seconds))
     load = costs.restart_seconds + send
     peers = Recovery(every, send, load)
-    note = f"every {every:,} steps to a peer, every 3 h to storage"
+    note = f"{_every(every)} to a peer, every 3 h to storage"
     return Strategy(
         "Gemini", note, costs.step_seconds, 0.0, math.inf, peers, peers, _fallback(costs)
     )
@@ -205,3 +205,7 @@ def _young_daly(write_seconds: float, mtbf_seconds: float, step_seconds: float) 
         return 1_000_000
     interval = math.sqrt(2 * write_seconds * mtbf_seconds) - write_seconds
     return max(1, round(interval / step_seconds))
+
+
+def _every(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps:,} steps"
