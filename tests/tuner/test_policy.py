@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,6 @@ def test_levels_are_found_for_any_setting() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"mtbf_hours": 0}, {"every_steps": 0}, {"node_share": 3}])
-def test_tuning_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
+def test_tuning_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Tuning(**wrong)
