@@ -79,7 +79,7 @@ class Cadence:
             self._take_effect()
         self._note_setting()
 
-    def takes_snapshot_at(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether a full snapshot is due at a step."""
         if not self._settings.tunes_interval:
             return self._settings.takes_snapshot_at(step)

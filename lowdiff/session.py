@@ -192,7 +192,7 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self.stager.cadence.takes_snapshot_at(self.step) or self._can_catch_up():
+        elif self.stager.cadence.is_due(self.step) or self._can_catch_up():
             self.stager.cadence.snapshot_taken(self.step)
             self.snapshot()
         self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
@@ -301,9 +301,7 @@ class Session:
 
     def _is_thorough(self, step: int) -> bool:
         """Whether to read frozen parameters that nothing says were written."""
-        return step - self._base_step <= _AUDITED_FIRST or self.stager.cadence.takes_snapshot_at(
-            step
-        )
+        return step - self._base_step <= _AUDITED_FIRST or self.stager.cadence.is_due(step)
 
     def _digest(self, step: int) -> Digest | None:
         if self._attached.device.type != "cpu":

@@ -251,7 +251,7 @@ class SyntheticRank:
             self.written.observe("batch_seconds", seconds)
             self.staged = 0
             self.written.publish()
-        if self.cadence.takes_snapshot_at(step + 1):
+        if self.cadence.is_due(step + 1):
             self.cadence.snapshot_taken(step + 1)
             self.snapshots.append(step + 1)
             self.trained.observe("snapshot_seconds", costs.snapshot_seconds)
