@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from lowdiff.hook import comm_hook
     from lowdiff.persistence.policy import Retention
     from lowdiff.recovery import RecoveredState, recover, register_optimizer
+    from lowdiff.tuner import Limits, Tuning
 
 __all__ = [
     "Checkpointer",
+    "Limits",
     "LowDiffError",
     "RecoveredState",
     "Retention",
+    "Tuning",
     "comm_hook",
     "recover",
     "register_optimizer",
@@ -29,9 +32,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpointer": "lowdiff.checkpointer",
+    "Limits": "lowdiff.tuner",
     "LowDiffError": "lowdiff.errors",
     "RecoveredState": "lowdiff.recovery",
     "Retention": "lowdiff.persistence.policy",
+    "Tuning": "lowdiff.tuner",
     "comm_hook": "lowdiff.hook",
     "recover": "lowdiff.recovery",
     "register_optimizer": "lowdiff.recovery",

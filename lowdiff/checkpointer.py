@@ -30,7 +30,8 @@ from lowdiff.persistence.policy import Retention
 from lowdiff.preemption import SignalWatch
 from lowdiff.protocols import Compressor
 from lowdiff.session import Session
-from lowdiff.settings import Settings
+from lowdiff.settings import Settings, cadence
+from lowdiff.tuner.policy import Tuning
 
 _logger = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ class Checkpointer:
         compressor: How gradients are compressed, e.g. ``TopK(density=0.01)``. Lossy compression
             changes training, so it is always asked for by name.
         snapshot: ``"atomic"``: a full snapshot is of one step.
-        snapshot_every: Steps between full snapshots.
-        batch_size: Differentials per durable write. A crash of processes loses no committed
+        snapshot_every: Steps between full snapshots; ``"auto"``: as the tuner finds best.
+        batch_size: Differentials per durable write, or ``"auto"``. A crash of processes loses no committed
             step whatever it is; the loss of the machine's power at most ``2 * batch_size``.
         staging: Folder in memory (tmpfs) for logs that survive the process; by default
             ``/dev/shm/lowdiff-UID``.
@@ -73,6 +74,7 @@ class Checkpointer:
             and a full snapshot is taken once storage is back.
         on_error: ``"warn"``: storage trouble is a warning, training goes on. ``"raise"``: it is
             an error at the next commit, the same commit on every rank.
+        tuning: What ``"auto"`` goes by: expected failures, and limits.
 
     Raises:
         ConfigError: If a value cannot work.
@@ -84,13 +86,14 @@ class Checkpointer:
         *,
         compressor: Compressor | None = None,
         snapshot: str = "atomic",
-        snapshot_every: int = 100,
-        batch_size: int = 16,
+        snapshot_every: int | str = 100,
+        batch_size: int | str = 16,
         staging: str | Path | None = None,
         store: str | None = None,
         retention: int | Retention | None = 2,
         backpressure: str = "block",
         on_error: str = "warn",
+        tuning: Tuning | None = None,
     ) -> None:
         if is_url(run):
             raise ConfigError(
@@ -106,8 +109,7 @@ class Checkpointer:
         self._settings = Settings(
             run=Path(run).absolute(),
             compressor=compressor,
-            snapshot_every=snapshot_every,
-            batch_size=batch_size,
+            **cadence(snapshot_every, batch_size, tuning),
             staging=None if staging is None else Path(staging).absolute(),
             store=store,
             retention=Retention(retention) if isinstance(retention, int) else retention,

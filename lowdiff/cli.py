@@ -25,6 +25,7 @@ from lowdiff.terminal import (
     size,
 )
 from lowdiff.timeline_command import timeline
+from lowdiff.tune_command import plan, tune
 
 if TYPE_CHECKING:
     from lowdiff.recovery.inspection import Inspection
@@ -227,6 +228,17 @@ app.command(
     "lowdiff gc runs/gpt --keep-snapshots 5 --every-steps 10000\n\n"
     "lowdiff gc --staging"
 )(gc)
+
+
+app.command(
+    epilog="Examples:\n\n"
+    "lowdiff tune runs/gpt --mtbf 4h\n\n"
+    "lowdiff tune runs/gpt --mtbf 3h --world-size 16384 --html report.html"
+)(tune)
+app.command(
+    epilog="Example:\n\n"
+    "lowdiff plan --params 7e9 --optimizer adamw --density 0.01 --gpus 1024 --mtbf 6h --disk 2GB/s"
+)(plan)
 
 
 def _compare(

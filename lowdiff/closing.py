@@ -27,6 +27,7 @@ def finish(opened: Opened, *, failed: bool) -> None:
     if not failed and session.has_finished_step and not session.is_taken_over:
         session.commit()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
+    session.stager.meter.end("failed" if failed else "closed")
     session.stager.writer.finish(_FINISH_SECONDS)
     if not is_last_snapshot:
         return

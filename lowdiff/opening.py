@@ -21,7 +21,9 @@ from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch
 from lowdiff.given import Given, watch
+from lowdiff.history import Story, story_of
 from lowdiff.memory import Memory, agree_on_memory
+from lowdiff.meter import RecoveryClock
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.fences import create_run, known_run_id, new_run_id, write_fence
@@ -193,6 +195,7 @@ def open_session(
     lock = _locked(settings, ranks)
     try:
         run_id, stages, is_in_store = _agreed_run(settings, ranks)
+        story = story_of(settings, ranks, run_id, stages)
         memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
         with ExitStack() as held:
             # What is recovered must still be there when the fences say that it is the base.
@@ -204,13 +207,15 @@ def open_session(
                 fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
                 catalog = _shared_catalog(settings, ranks, run_id, stages, imported)
             state = None
+            clock = RecoveryClock()
             if restore != "none":
-                state = recover_together(settings, attached, catalog, ranks, step)
+                state = recover_together(settings, attached, catalog, ranks, step, clock)
             with ranks.together():
                 start = load_start(settings, given, catalog, ranks, state, restore)
                 lock.check()  # recovery may have taken hours
+                story.facts.update(clock.facts(state))
             fence = _fenced(settings, given, catalog, ranks, start)
-        return _begin(settings, given, ranks, fence, start, memory, lock)
+        return _begin(settings, given, ranks, fence, start, memory, lock, story)
     except BaseException:
         lock.release()
         raise
@@ -272,6 +277,7 @@ def _begin(
     start: Start,
     memory: Memory,
     lock: RunLock,
+    story: Story,
 ) -> Opened:
     """Staging, writer and session."""
     staging = StagingFolder.of(memory.root, fence.run_id, fence.incarnation, ranks.rank)
@@ -279,7 +285,9 @@ def _begin(
         with ranks.together():
             staging_lock = _new_staging(settings, staging)
             undo.callback(staging_lock.release)
-            session = _session(settings, given, ranks, fence, start, memory, staging, lock, undo)
+            session = _session(
+                settings, given, ranks, fence, start, memory, staging, lock, undo, story
+            )
             # G3 holds from the return of attach: what it starts from is durable by then.
             if start.needs_snapshot:
                 session.snapshot(required=True)
@@ -305,6 +313,7 @@ def _session(
     staging: StagingFolder,
     lock: RunLock,
     undo: ExitStack,
+    story: Story,
 ) -> Session:
     """This rank's writer and session; ``undo`` learns how to take them back."""
     attached = given.attached
@@ -339,6 +348,8 @@ def _session(
         )
     )
     undo.callback(writer.stop)
+    stager = Stager(log, writer, settings, ranks.rank, ranks.world_size)
+    stager.begin(start.step, story, attached.layout)
     session = Session(
         attached=attached,
         settings=settings,
@@ -350,7 +361,7 @@ def _session(
         residual=residual,
         tracker=given.tracker,
         items=start.items,
-        stager=Stager(log, writer, settings, ranks.rank, ranks.world_size),
+        stager=stager,
         lock=lock,
         scaling=Scaling(_hook_scaler(attached, given.stateful)),
         averages=Averages(given.averages, attached),

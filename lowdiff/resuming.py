@@ -16,6 +16,7 @@ from lowdiff.averages import followed_names
 from lowdiff.compressors import from_settings
 from lowdiff.given import Given
 from lowdiff.layout import torch_dtype
+from lowdiff.meter import RecoveryClock
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
@@ -141,6 +142,7 @@ def recover_together(
     catalog: Catalog,
     ranks: Ranks,
     step: int | None,
+    clock: RecoveryClock,
 ) -> RecoveredState | None:
     """The state to start from, the same on every rank; None for a run without history."""
     for finding in judge(settings.folder, catalog)[0]:
@@ -151,7 +153,7 @@ def recover_together(
     with ranks.together():
         target = plan_recovery(catalog, step).step if ranks.rank == 0 else -1
     target = ranks.gather(target)[0]
-    options = ReplayOptions(num_workers=_workers_per_rank(ranks))
+    options = ReplayOptions(num_workers=_workers_per_rank(ranks), progress=clock.progress)
     with ranks.together():
         plan_recovery(catalog, target)
         check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)

@@ -183,6 +183,7 @@ class Session:
             if self._is_taken_over:
                 raise self._lock.taken_over()
             self._heed(notes)
+            self.stager.cadence.heed(self.step, notes)
             self._changed_outside |= self._guard.at_commit()
             if not self._stepped:
                 self._warn_about_accumulation()
@@ -203,8 +204,9 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self._settings.takes_snapshot_at(self.step) or self._can_catch_up(notes):
+        elif self.stager.cadence.is_due(self.step) or self._can_catch_up(notes):
             self._tried_snapshot_step = self.step
+            self.stager.cadence.snapshot_taken(self.step)
             self.snapshot()
         self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
 
@@ -312,7 +314,7 @@ class Session:
 
     def _is_thorough(self, step: int) -> bool:
         """Whether to read frozen parameters that nothing says were written."""
-        return step - self._base_step <= _AUDITED_FIRST or self._settings.takes_snapshot_at(step)
+        return step - self._base_step <= _AUDITED_FIRST or self.stager.cadence.is_due(step)
 
     def _digest(self, step: int) -> Digest | None:
         if self._attached.device.type != "cpu":
@@ -337,6 +339,7 @@ class Session:
             | _IN_TROUBLE * stager.in_trouble
             | _OWES_SNAPSHOT * stager.owes_snapshot
             | _READY_FOR_SNAPSHOT * stager.is_ready_for_snapshot(self.step)
+            | stager.cadence.note()
         )
 
     def _stage_base(self) -> None:

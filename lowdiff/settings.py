@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.policy import Retention
 from lowdiff.protocols import Compressor
+from lowdiff.tuner.policy import Tuning
 
+#: Where the tuner begins: on its grid.
+_FIRST_INTERVAL, _FIRST_BATCH = 91, 16
 ON_ERROR = ("warn", "raise")
 BACKPRESSURE = ("block", "degrade")
 
@@ -30,6 +34,9 @@ class Settings:
         backpressure: Whether training waits for storage, or gives up durable steps, once ``2 b``
             steps are at risk or staging is full.
         on_error: Whether the writer's trouble is a warning or an error at the next commit.
+        tunes_interval: Whether ``snapshot_every`` is only where the tuner begins.
+        tunes_batch: Whether ``batch_size`` is.
+        tuning: What the tuner goes by.
         flush_seconds: A batch is written after so long even if it is not full.
         lock_seconds: How long ``attach`` waits for another trainer to let go of the run.
     """
@@ -43,6 +50,9 @@ class Settings:
     store: str | None = None
     backpressure: str = "block"
     on_error: str = "warn"
+    tunes_interval: bool = False
+    tunes_batch: bool = False
+    tuning: Tuning = field(default_factory=Tuning)
     flush_seconds: float = 5.0
     lock_seconds: float = 30.0
 
@@ -60,8 +70,18 @@ class Settings:
 
     def takes_snapshot_at(self, step: int) -> bool:
         """Whether a full snapshot is due at a step: regularly, and where it is kept for ever."""
-        kept = None if self.retention is None else self.retention.last_kept_step(step, step)
-        return step % self.snapshot_every == 0 or kept is not None
+        return step % self.snapshot_every == 0 or self.keeps(step)
+
+    def keeps(self, step: int) -> bool:
+        """Whether a step is kept for ever."""
+        return self.retention is not None and (
+            self.retention.last_kept_step(step, step) is not None
+        )
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether anything is left to the tuner."""
+        return self.tunes_interval or self.tunes_batch
 
     @property
     def staging_root(self) -> Path:
@@ -72,3 +92,23 @@ class Settings:
     def folder(self) -> RunFolder:
         """Names inside the run folder."""
         return RunFolder(self.run)
+
+
+def cadence(
+    snapshot_every: int | str, batch_size: int | str, tuning: Tuning | None
+) -> dict[str, Any]:
+    """Settings from numbers of steps, or from ``"auto"`` in their place.
+
+    Raises:
+        ConfigError: If one is another text.
+    """
+    for name, value in (("snapshot_every", snapshot_every), ("batch_size", batch_size)):
+        if isinstance(value, str) and value != "auto":
+            raise ConfigError(f'{name} is a number of steps or "auto", got {value!r}')
+    return {
+        "snapshot_every": _FIRST_INTERVAL if snapshot_every == "auto" else snapshot_every,
+        "batch_size": _FIRST_BATCH if batch_size == "auto" else batch_size,
+        "tunes_interval": snapshot_every == "auto",
+        "tunes_batch": batch_size == "auto",
+        "tuning": tuning or Tuning(),
+    }

@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from lowdiff.cadence import Cadence
 from lowdiff.counters import Counters
 from lowdiff.errors import StorageError, WriterFailed
 from lowdiff.events import log_event
+from lowdiff.history import Story
+from lowdiff.meter import Meter
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
@@ -18,7 +21,7 @@ from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import StatusReader, TrainerPage, TrainerStatus, WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.settings import Settings
-from lowdiff.types import Payload
+from lowdiff.types import Layout, Payload
 
 _logger = logging.getLogger(__name__)
 
@@ -39,6 +42,10 @@ class Stager:
     ) -> None:
         self.counters = Counters()
         self.writer = writer
+        self.meter = Meter(log.folder, self.counters)
+        self.cadence = Cadence(
+            settings, log.folder, writer, self.meter.recorder, (rank, world_size)
+        )
         self._log = log
         self._settings = settings
         self._rank, self._world_size = rank, world_size
@@ -49,6 +56,12 @@ class Stager:
         self._first_dropped = -1
         self._error = self._error_of_store = self._error_of_snapshot = ""
         self._troubled: tuple[int, ...] = ()
+
+    def begin(self, step: int, story: Story, layout: Layout) -> None:
+        """Start at a step, knowing the lives before this one."""
+        elements = sum(spec.numel for spec in layout.parameters)
+        self.cadence.begin(step, story)
+        self.meter.note({**story.facts, "elements": float(elements)})
 
     @property
     def snapshot_step(self) -> int:
@@ -72,7 +85,7 @@ class Stager:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
         """
         if kind is RecordKind.DIFFERENTIAL:
-            limit = step - 2 * self._settings.batch_size
+            limit = step - 2 * self.cadence.batch_size
             if self._degrades:
                 self.counters.unprotected_steps += self._status().durable_step < limit
             else:
@@ -143,7 +156,7 @@ class Stager:
             step >= self._retry_step
             and not status.error
             and status.durable_snapshot >= self._snapshot_step
-            and status.durable_step >= step - 2 * self._settings.batch_size
+            and status.durable_step >= step - 2 * self.cadence.batch_size
         )
 
     def _wait_for_step(self, limit: int) -> None:
@@ -300,6 +313,7 @@ class Stager:
     def step_done(self, step: int, committed_step: int, *, preempted: bool) -> None:
         """Count a commit and show it."""
         self.counters.step_done(max(0, committed_step - self.durable_step))
+        self.meter.step_done()
         self.show(step, committed_step, preempted=preempted)
 
     def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
@@ -330,7 +344,7 @@ class Stager:
         elif self._degrades:
             effect = "training goes on"
         else:
-            at_risk = 2 * self._settings.batch_size
+            at_risk = 2 * self.cadence.batch_size
             effect = f"training goes on, and waits once {at_risk} steps are at risk"
         log_event(
             _logger,

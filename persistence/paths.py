@@ -10,12 +10,16 @@
     RUN/locks/rank-0000.lock, lease, retention.lock
     RUN/pins/LABEL.json                                  steps that retention spares
     RUN/retention.json                                   policy, and what it has removed
+    RUN/measurements/i000002-rank-0000.json              what one rank measured in one life
 
     STAGING/RUN_ID/i000002-r0000/log-00000000.chunk      staging log
     STAGING/RUN_ID/i000002-r0000/residual                error-feedback slots
     STAGING/RUN_ID/i000002-r0000/snapshot                image of the snapshot being persisted
     STAGING/RUN_ID/i000002-r0000/status                  the writer's status page
     STAGING/RUN_ID/i000002-r0000/trainer                 the trainer's
+    STAGING/RUN_ID/i000002-r0000/measured-by-trainer     pages of recent measurements
+    STAGING/RUN_ID/i000002-r0000/measured-by-writer
+    STAGING/RUN_ID/i000002-r0000/decisions               of the tuner, a JSON text per line
     STAGING/RUN_ID/i000002-r0000/owner.json              which run folder it is for
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -63,6 +67,7 @@ _SNAPSHOT_NAME = re.compile(r"i(\d{6})-s(\d{10})")
 _SEGMENT_NAME = re.compile(r"i(\d{6})-s(\d{10})\.seg")
 _RANK_NAME = re.compile(r"rank-(\d{4})(?:\.json)?")
 _INCARNATION_NAME = re.compile(r"i(\d{6})")
+_MEASUREMENTS_NAME = re.compile(r"i(\d{6})-rank-(\d{4})\.json")
 _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -197,6 +202,14 @@ class RunFolder:
         for path in _named(self.root / "pins", _PIN_NAME):
             yield path.stem, path
 
+    def measurements(self, incarnation: int, rank: int) -> Path:
+        """What one rank measured in one life."""
+        return self.root / "measurements" / f"i{incarnation:06d}-rank-{rank:04d}.json"
+
+    def all_measurements(self) -> Iterator[Path]:
+        """Every document of measurements, oldest life first."""
+        yield from (path for path, _ in _matching(self.root / "measurements", _MEASUREMENTS_NAME))
+
     def refuse_strange_entries(self) -> None:
         """Look for links, pipes and devices among the run's files; there are none of ours.
 
@@ -210,7 +223,7 @@ class RunFolder:
             self.root / name
             for name in (
                 *("run.json", "incarnations", "snapshots", "segments", "constants"),
-                *("locks", "pins", "retention.json", "staging"),
+                *("locks", "pins", "retention.json", "staging", "measurements"),
             )
         ]
         while pending:
@@ -286,6 +299,21 @@ class StagingFolder:
     def trainer_status(self) -> Path:
         """The trainer's status page."""
         return self.root / "trainer"
+
+    @property
+    def measured_by_trainer(self) -> Path:
+        """The trainer's page of measurements."""
+        return self.root / "measured-by-trainer"
+
+    @property
+    def measured_by_writer(self) -> Path:
+        """The writer's page of measurements."""
+        return self.root / "measured-by-writer"
+
+    @property
+    def decisions(self) -> Path:
+        """What the tuner decided in this life."""
+        return self.root / "decisions"
 
     @property
     def owner(self) -> Path:

@@ -32,6 +32,7 @@ from lowdiff.persistence.durable import fsync_directory, write_json
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef
 from lowdiff.persistence.histogram import Histogram
 from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.measurements import Recorder, gather_measurements, write_measurements
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.retention import collect
@@ -41,17 +42,24 @@ from lowdiff.persistence.segments import (
     batches_of,
     durable_step,
     make_run_directory,
+    require_run,
 )
 from lowdiff.persistence.snapshots import Manifest, decode_mark, manifest_file, shard_file
 from lowdiff.persistence.staging import LogTail
 from lowdiff.persistence.status import StatusPage, StatusReader, WriterStatus
 from lowdiff.persistence.uploading import Uploader
-from lowdiff.persistence.writer_settings import END, WRITE_THROUGH, WriterSettings
+from lowdiff.persistence.writer_settings import (
+    END,
+    WRITE_THROUGH,
+    WriterSettings,
+    told_batch_size,
+)
 
 _logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.005
 _RETRY_SECONDS = 1.0
+_MEASUREMENTS_SECONDS = 10.0
 _COPY_BYTES = 4 << 20
 
 _Work = TypeVar("_Work")
@@ -82,8 +90,11 @@ class Writer:
         self._status = _status_page(settings, durable, snapshot)
         self._batch_seconds = Histogram(self._status.status.batch_seconds)
         self._batch_began = 0.0
+        self._recorder = Recorder(settings.staging.measured_by_writer)
+        self._is_durable = asyncio.Event()
         self._write_through = False
         self._deleted_since: float | None = None
+        self._batch_size = settings.batch_size
         header = FileHeader(
             FileKind.SEGMENT,
             settings.run_id,
@@ -107,7 +118,11 @@ class Writer:
         uploading = None
         if self._uploader is not None:
             uploading = asyncio.create_task(self._uploader.run())
+        keeping = asyncio.create_task(self._keep_measurements())
         await self._make_durable()
+        self._is_durable.set()
+        await keeping
+        await self._write_measurements(ended="died")
         self._status.update(closed=True)
         lock.release()
         if uploading is not None and self._uploader is not None:
@@ -144,6 +159,27 @@ class Writer:
                 return
             await asyncio.sleep(_RETRY_SECONDS)
 
+    async def _keep_measurements(self) -> None:
+        """Keep what was measured, also should the machine be lost."""
+        while not self._is_durable.is_set():
+            try:
+                await asyncio.wait_for(self._is_durable.wait(), _MEASUREMENTS_SECONDS)
+            except asyncio.TimeoutError:
+                await self._write_measurements(ended="")
+
+    async def _write_measurements(self, *, ended: str) -> None:
+        settings = self._settings
+        self._recorder.note(writer_cpu_seconds=time.process_time())
+        self._recorder.publish()
+        try:
+            require_run(settings.folder)
+            measured = gather_measurements(
+                settings.staging, settings.run_id, settings.world_size, ended=ended
+            )
+            await asyncio.to_thread(write_measurements, settings.folder, measured)
+        except (OSError, LowDiffError) as error:
+            _logger.warning("rank %d: measurements are not kept: %s", settings.rank, error)
+
     async def _encode(self) -> None:
         """Turn records into batches: ``b`` of them, or fewer after ``flush_seconds``."""
         pending: list[RecordRef] = []
@@ -163,7 +199,7 @@ class Writer:
             elif record is not None and record.header.step > self._status.status.durable_step:
                 oldest = oldest if pending else time.monotonic()
                 pending.append(record)
-            full = len(pending) >= self._settings.batch_size
+            full = len(pending) >= self._batch_size
             late = bool(pending) and time.monotonic() - oldest > self._settings.flush_seconds
             if full or late or (record is None and (gone or self._write_through)):
                 await self._flush(pending)
@@ -182,6 +218,7 @@ class Writer:
                 said = b""
             if WRITE_THROUGH in said:
                 self._write_through = True
+            self._batch_size = told_batch_size(said) or self._batch_size
             # Forked DataLoader workers may hold the pipe open after the trainer's death.
             if END in said or os.getppid() != self._settings.trainer_pid:
                 self._trainer_gone.set()
@@ -189,7 +226,10 @@ class Writer:
 
     async def _flush(self, pending: list[RecordRef]) -> None:
         if pending:
-            for batch in await asyncio.to_thread(batches_of, list(pending), self._codec):
+            began = time.monotonic()
+            batches = await asyncio.to_thread(batches_of, list(pending), self._codec)
+            self._recorder.observe("encode_seconds", (time.monotonic() - began) / len(pending))
+            for batch in batches:
                 await self._queue.put(batch)
             pending.clear()
 
@@ -246,7 +286,12 @@ class Writer:
     async def _persist_batch(self, batch: Batch) -> None:
         written = await self._segments.append(batch)
         status = self._status.status
-        self._batch_seconds.observe(time.monotonic() - self._batch_began)
+        seconds = time.monotonic() - self._batch_began
+        self._batch_seconds.observe(seconds)
+        self._recorder.observe("batch_seconds", seconds)
+        self._recorder.observe("batch_bytes", len(batch.data))
+        self._recorder.observe("batch_steps", batch.last - batch.first + 1)
+        self._recorder.publish()
         self._status.update(
             durable_step=batch.last,
             segment_bytes=status.segment_bytes + written,
@@ -268,6 +313,7 @@ class Writer:
 
     async def _persist_snapshot(self, mark: _SnapshotMark) -> None:
         settings = self._settings
+        began = time.monotonic()
         folder = settings.folder.snapshot(settings.incarnation, mark.step)
         await asyncio.to_thread(make_run_directory, settings.folder, folder)
         target = shard_file(folder, settings.rank)
@@ -291,6 +337,9 @@ class Writer:
         await asyncio.to_thread(
             write_json, manifest_file(folder, settings.rank), manifest.document()
         )
+        self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
+        self._recorder.note(snapshot_bytes=mark.bytes)
+        self._recorder.publish()
         status = self._status.status
         self._status.update(
             durable_snapshot=mark.step, snapshot_bytes=status.snapshot_bytes + mark.bytes

@@ -14,7 +14,12 @@ from pathlib import Path
 from lowdiff.errors import WriterFailed
 from lowdiff.events import log_event
 from lowdiff.persistence.status import StatusReader, WriterStatus
-from lowdiff.persistence.writer_settings import END, WRITE_THROUGH, WriterSettings
+from lowdiff.persistence.writer_settings import (
+    END,
+    WRITE_THROUGH,
+    WriterSettings,
+    batch_size_word,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -60,6 +65,12 @@ class WriterProcess:
         with self._pipe:
             self._write_through = True
             self._tell(WRITE_THROUGH)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Have so many differentials, a power of two, go into each durable write from now on."""
+        with self._pipe:
+            self._settings = replace(self._settings, batch_size=batch_size)
+            self._tell(batch_size_word(batch_size))
 
     def status(self) -> WriterStatus:
         """What the writer has done; restarts it if it is no longer there. For one thread."""

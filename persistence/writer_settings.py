@@ -14,6 +14,24 @@ END = b"."
 #: From now on each step is to be durable as soon as it is staged, also in a batch that is not full.
 WRITE_THROUGH = b"!"
 
+#: A batch has one differential, two, four, ...: each a word of one byte, so none arrives in parts.
+_BATCH_SIZES = b"abcdefghijklm"
+#: The largest batch that a writer can be told.
+MAX_TOLD_BATCH_SIZE = 1 << (len(_BATCH_SIZES) - 1)
+
+
+def batch_size_word(batch_size: int) -> bytes:
+    """Word for a batch size that is a power of two, up to ``MAX_TOLD_BATCH_SIZE``."""
+    level = batch_size.bit_length() - 1
+    assert 1 << level == batch_size <= MAX_TOLD_BATCH_SIZE
+    return _BATCH_SIZES[level : level + 1]
+
+
+def told_batch_size(said: bytes) -> int | None:
+    """The last batch size among some words; None if there is none."""
+    levels = [_BATCH_SIZES.index(word) for word in said if word in _BATCH_SIZES]
+    return 1 << levels[-1] if levels else None
+
 
 @dataclass(frozen=True, slots=True)
 class WriterSettings:

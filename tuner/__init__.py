@@ -1,5 +1,6 @@
 """How often to snapshot: plain measurements in, plain decisions out."""
 
-from lowdiff.tuner.interval import SnapshotCosts, best_interval, wasted_share
+from lowdiff.tuner.choice import Limits
+from lowdiff.tuner.policy import Tuning
 
-__all__ = ["SnapshotCosts", "best_interval", "wasted_share"]
+__all__ = ["Limits", "Tuning"]

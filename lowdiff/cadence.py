@@ -1,0 +1,191 @@
+"""How often this life snapshots and how much it writes at once: as told, or as the tuner decides.
+
+Every rank looks at its own measurements and tells its wish with the gradients' exchange of a step.
+At that step's commit all ranks have heard the same wishes and follow them alike: the longest interval
+and the largest batch that any rank asks for, because the slowest disk must keep up. So nobody waits
+for anybody, and no collective is added.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from lowdiff.errors import ConfigError
+from lowdiff.events import log_event
+from lowdiff.history import Story
+from lowdiff.persistence.measurements import Recorder, RecordReader, append_decision
+from lowdiff.persistence.paths import StagingFolder
+from lowdiff.settings import Settings
+from lowdiff.tuner.choice import Setting
+from lowdiff.tuner.failures import estimate_rates
+from lowdiff.tuner.measured import Life, failures_of, measure
+from lowdiff.tuner.policy import Levels, Move, move
+
+_logger = logging.getLogger(__name__)
+
+#: Where the wish lies in a rank's note, and its bits: levels plus one, so that 0 is no wish.
+_SHIFT, _BITS = 8, 6
+_MASK = (1 << _BITS) - 1
+
+
+class TakesBatchSize(Protocol):
+    """What a cadence needs of a writer process."""
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Have so many differentials go into each durable write from now on."""
+
+
+class Cadence:
+    """The setting in force on this rank, the same on all at the same step."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: StagingFolder,
+        writer: TakesBatchSize,
+        recorder: Recorder,
+        ranks: tuple[int, int],
+    ) -> None:
+        self.snapshot_every = settings.snapshot_every
+        self.batch_size = settings.batch_size
+        self._settings = settings
+        self._folder = folder
+        self._writer = writer
+        self._recorder = recorder
+        self._rank, self._world_size = ranks
+        self._written = RecordReader(folder.measured_by_writer)
+        self._lives: tuple[Life, ...] = ()
+        self._base_step = 0
+        self._levels = Levels.near(Setting(self.snapshot_every, self.batch_size))
+        self._wish = Move(self._levels, ())
+        self._considered = 0
+
+    def begin(self, step: int, story: Story) -> None:
+        """Start at a step, with the setting that the life before used last if one is to be found."""
+        self._base_step = self._considered = step
+        self._lives = story.lives
+        setting = story.setting
+        if self._settings.is_tuned and setting is not None:
+            every, batch = self._levels.setting.snapshot_every, self._levels.setting.batch_size
+            near = Levels.near(setting).setting
+            every = near.snapshot_every if self._settings.tunes_interval else every
+            batch = near.batch_size if self._settings.tunes_batch else batch
+            self._levels = Levels.near(Setting(every, batch))
+        if self._settings.is_tuned:
+            self._wish = Move(self._levels, ())
+            self._take_effect()
+        self._note_setting()
+
+    def is_due(self, step: int) -> bool:
+        """Whether a full snapshot is due at a step."""
+        if not self._settings.tunes_interval:
+            return self._settings.takes_snapshot_at(step)
+        kept = self._settings.keeps(step)
+        return kept or step - self._base_step >= self.snapshot_every
+
+    def snapshot_taken(self, step: int) -> None:
+        """Count the interval from here."""
+        self._base_step = step
+
+    def note(self) -> int:
+        """This rank's wish, as bits of what it tells the others."""
+        if not self._settings.is_tuned:
+            return 0
+        wish = self._wish.levels
+        return ((wish.interval + 1) | (wish.batch + 1) << _BITS) << _SHIFT
+
+    def heed(self, step: int, notes: Sequence[int]) -> None:
+        """Follow the wishes of all ranks; at each commit, before the next step begins.
+
+        Args:
+            step: The step that is committed.
+            notes: Of all ranks, in their order; empty if nothing was exchanged in this step.
+        """
+        if not self._settings.is_tuned:
+            return
+        if self._world_size == 1:
+            notes = [self.note()]
+        if notes:
+            self._follow(step, [_wish_in(note) for note in notes])
+        if step - self._considered >= self._settings.tuning.every_steps:
+            self._considered = step
+            self._consider()
+
+    def _follow(self, step: int, wishes: Sequence[Levels | None]) -> None:
+        known = [wish for wish in wishes if wish is not None]
+        if len(known) < len(wishes):
+            return
+        agreed = Levels(max(w.interval for w in known), max(w.batch for w in known))
+        if agreed == self._levels:
+            return
+        before = Setting(self.snapshot_every, self.batch_size)
+        self._levels = agreed
+        self._take_effect()
+        reasons = list(self._wish.reasons) if self._wish.levels == agreed else []
+        if not reasons:
+            reasons = [
+                f"rank {rank} asks for it"
+                for rank, wish in enumerate(known)
+                if wish.interval == agreed.interval or wish.batch == agreed.batch
+            ][:1]
+        text = (
+            f"from step {step + 1} on, a snapshot every {self.snapshot_every} steps instead of "
+            f"{before.snapshot_every} and {self.batch_size} steps per durable write instead of "
+            f"{before.batch_size}"
+        )
+        if self._rank == 0:
+            log_event(_logger, logging.INFO, "tuned", text, step=step)
+        self._note_setting()
+        append_decision(
+            self._folder.decisions,
+            {
+                "step": step,
+                "unix_seconds": time.time(),
+                "snapshot_every": self.snapshot_every,
+                "batch_size": self.batch_size,
+                "snapshot_every_before": before.snapshot_every,
+                "batch_size_before": before.batch_size,
+                "reasons": reasons,
+            },
+        )
+
+    def _take_effect(self) -> None:
+        setting = self._levels.setting
+        if self._settings.tunes_interval:
+            self.snapshot_every = setting.snapshot_every
+        if self._settings.tunes_batch and self.batch_size != setting.batch_size:
+            self.batch_size = setting.batch_size
+            self._writer.set_batch_size(self.batch_size)
+
+    def _note_setting(self) -> None:
+        self._recorder.note(
+            snapshot_every=float(self.snapshot_every), batch_size=float(self.batch_size)
+        )
+        self._recorder.publish()
+
+    def _consider(self) -> None:
+        """Form a wish for the next steps; the same one while nothing better pays."""
+        samples, facts = self._written.read()
+        here = Life(
+            self._folder.incarnation,
+            {**self._recorder.samples(), **samples},
+            {**self._recorder.facts(), **facts},
+        )
+        lives = [*self._lives, here]
+        try:
+            measured = measure(lives, world_size=self._world_size)
+        except ConfigError:
+            return  # nothing is measured yet
+        tuning = self._settings.tuning
+        tunes = (self._settings.tunes_interval, self._settings.tunes_batch)
+        rates = estimate_rates(failures_of(lives), tuning.prior)
+        better = move(self._levels, measured.costs, rates, tuning.limits, tunes=tunes)
+        self._wish = better or Move(self._levels, ())
+
+
+def _wish_in(note: int) -> Levels | None:
+    interval, batch = note >> _SHIFT & _MASK, note >> _SHIFT + _BITS & _MASK
+    return Levels(interval - 1, batch - 1) if interval and batch else None

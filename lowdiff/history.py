@@ -1,0 +1,131 @@
+"""How the lives before this one ended, as far as this run's measurements and memory tell."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowdiff.agreement import Ranks
+from lowdiff.environment import environment_of
+from lowdiff.errors import LowDiffError
+from lowdiff.persistence.fences import read_fence
+from lowdiff.persistence.measurements import (
+    Measurements,
+    gather_measurements,
+    read_measurements,
+    write_measurements,
+)
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.settings import Settings
+from lowdiff.tuner.choice import Setting
+from lowdiff.tuner.measured import Life, number
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What a new life knows of the earlier ones.
+
+    Attributes:
+        lives: Of this rank, oldest first.
+        facts: About the restart that begins this life.
+        setting: What the newest of them used last, on rank 0; None if nobody knows.
+    """
+
+    lives: tuple[Life, ...]
+    facts: dict[str, float | str]
+    setting: Setting | None
+
+
+def read_lives(folder: RunFolder, run_id: str, rank: int) -> list[Measurements]:
+    """One rank's measurements of all lives, oldest first; damaged ones are passed over."""
+    found = []
+    for path in folder.all_measurements():
+        try:
+            measured = read_measurements(path)
+        except (LowDiffError, OSError) as error:
+            _logger.warning("measurements are passed over: %s", error)
+            continue
+        if measured.run_id == run_id and measured.rank == rank:
+            found.append(measured)
+    return found
+
+
+def life_of(measured: Measurements) -> Life:
+    """As the tuner wants it."""
+    return Life(measured.incarnation, measured.samples, measured.facts)
+
+
+def story_of(
+    settings: Settings, ranks: Ranks, run_id: str, stages: Sequence[StagingFolder]
+) -> Story:
+    """Read the history and agree on why the last life ended; on all ranks together."""
+    with ranks.together():
+        _keep_what_died(settings.folder, run_id, ranks.rank, stages)
+        lives = read_lives(settings.folder, run_id, ranks.rank)
+        newest = max((number for number, *_ in settings.folder.fences()), default=None)
+        mine = _ending(lives, newest, ranks.rank, stages)
+    restart = _agreed(ranks.gather(mine))
+    now = time.time()
+    facts: dict[str, float | str] = {
+        "began_unix_seconds": now,
+        "seen_unix_seconds": now,
+        "restart": restart,
+        "host": socket.gethostname(),
+        "processor": environment_of(torch.device("cpu")).processor[:60],
+        "cores": float(len(os.sched_getaffinity(0))),
+    }
+    seen = number(lives[-1].facts, "seen_unix_seconds") if lives else 0.0
+    if restart and seen:
+        facts["gap_seconds"] = max(0.0, now - seen)
+    last = lives[-1].facts if lives else {}
+    used = [number(last, "snapshot_every"), number(last, "batch_size")]
+    every, batch = ranks.gather(used)[0]
+    setting = Setting(round(every), round(batch)) if every >= 1 and batch >= 1 else None
+    return Story(tuple(map(life_of, lives)), facts, setting)
+
+
+def _keep_what_died(
+    folder: RunFolder, run_id: str, rank: int, stages: Sequence[StagingFolder]
+) -> None:
+    """Keep the pages of a life whose writer died as well, as it would have done at its end."""
+    kept = {life.incarnation: life.ended for life in read_lives(folder, run_id, rank)}
+    for stage in stages:
+        fence = folder.fence(stage.incarnation, rank)
+        if stage.rank == rank and not kept.get(stage.incarnation) and fence.is_file():
+            try:
+                world_size = read_fence(fence).world_size
+                measured = gather_measurements(stage, run_id, world_size, ended="died")
+                write_measurements(folder, measured)
+            except (LowDiffError, OSError) as error:
+                _logger.warning("measurements are lost: %s", error)
+
+
+def _ending(
+    lives: Sequence[Measurements], newest: int | None, rank: int, stages: Sequence[StagingFolder]
+) -> str:
+    """What one rank knows: ``"none"`` without a life before, ``"closed"``, or a kind of failure."""
+    if newest is None:
+        return "none"
+    told = next((life for life in lives if life.incarnation == newest), None)
+    if told is not None and told.ended == "closed":
+        return "closed"
+    if any((stage.incarnation, stage.rank) == (newest, rank) for stage in stages):
+        return "process"
+    return "unknown" if told is None else "node"
+
+
+def _agreed(endings: Sequence[str]) -> str:
+    """The worst that any rank knows of; empty if nothing failed."""
+    for kind in ("node", "process", "unknown"):
+        # A rank that is new, or whose machine has nothing of the run, knows least.
+        if kind in endings:
+            return kind
+    return ""

@@ -1,0 +1,167 @@
+"""Options of ``lowdiff tune`` and ``lowdiff plan``. The work is loaded only when it is to be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowdiff.terminal import AsJson, RunArgument
+
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write the report with charts as one HTML file."),
+]
+NodeShare = Annotated[
+    float,
+    typer.Option(
+        "--node-share", metavar="P", help="Share of failures that lose a node's memory, 0 to 1."
+    ),
+]
+Shape = Annotated[
+    float,
+    typer.Option(
+        "--failure-shape",
+        metavar="K",
+        help="Weibull shape of the simulated failures; below 1 they cluster.",
+    ),
+]
+LossSteps = Annotated[
+    int | None,
+    typer.Option("--max-loss", metavar="STEPS", help="Most steps the loss of a node may take."),
+]
+StagingMemory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="Staging memory of a rank, e.g. 16GB."),
+]
+PerHour = Annotated[
+    str | None,
+    typer.Option("--per-hour", metavar="SIZE", help="Most bytes all ranks write in an hour."),
+]
+Total = Annotated[
+    str | None,
+    typer.Option("--total", metavar="SIZE", help="Most bytes the run may hold, of all ranks."),
+]
+
+
+def tune(
+    run: RunArgument,
+    mtbf: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Expected time between failures of the whole job, e.g. 4h; blended with those the "
+            "run has had. Needed until it has had one.",
+        ),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            "--world-size",
+            min=1,
+            metavar="N",
+            help="Ranks of the job in question, if not the run's; failures it has had count so "
+            "many times as often.",
+        ),
+    ] = None,
+    staging: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder given to Checkpointer(staging=...), if one was."),
+    ] = None,
+    node_share: NodeShare = 0.5,
+    max_loss: LossSteps = None,
+    memory: StagingMemory = None,
+    per_hour: PerHour = None,
+    total: Total = None,
+    failure_shape: Shape = 1.0,
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how often a run should snapshot and how much it should write at once, and why.
+
+    From what the run measured of itself: steps, stalls, writes, restarts and failures. Reads only;
+    works while the run is training, and after a crash.
+    """
+    from lowdiff.tuner import units
+    from lowdiff.tuning_report import limits_of, question_of_run, show
+
+    question = question_of_run(
+        run,
+        staging=staging,
+        mtbf_seconds=None if mtbf is None else units.seconds(mtbf),
+        node_share=node_share,
+        world_size=world_size,
+        limits=limits_of(max_loss, memory, per_hour, total),
+        failure_shape=failure_shape,
+    )
+    show(question, html, as_json=as_json)
+
+
+def plan(
+    params: Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 7e9.")],
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs, each a rank.")],
+    mtbf: Annotated[
+        str, typer.Option(metavar="TIME", help="Time between failures of the whole job, e.g. 6h.")
+    ],
+    disk: Annotated[
+        str, typer.Option(metavar="RATE", help="Durable bandwidth of one node, e.g. 2GB/s.")
+    ],
+    optimizer: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="sgd, momentum, adagrad, rmsprop, lion, adam, adamw."),
+    ] = "adamw",
+    density: Annotated[
+        float, typer.Option(metavar="P", help="Share of each gradient that is kept.")
+    ] = 0.01,
+    step_time: Annotated[
+        str | None, typer.Option("--step-time", metavar="TIME", help="One training step, e.g. 5s.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, metavar="N")] = 8,
+    copy: Annotated[
+        str, typer.Option(metavar="RATE", help="From a GPU to the node's memory.")
+    ] = "10GB/s",
+    network: Annotated[
+        str, typer.Option(metavar="RATE", help="Between nodes, for comparison with Gemini.")
+    ] = "10GB/s",
+    restart: Annotated[
+        str, typer.Option(metavar="TIME", help="From a failure until loading begins.")
+    ] = "2min",
+    node_share: NodeShare = 0.5,
+    max_loss: LossSteps = None,
+    memory: StagingMemory = None,
+    per_hour: PerHour = None,
+    total: Total = None,
+    failure_shape: Shape = 1.0,
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say the same before there is a run, from the sizes of model and machines.
+
+    What is not given is assumed, and the report says so.
+    """
+    from lowdiff.tuner import units
+    from lowdiff.tuner.plan import ASSUMED_STEP_SECONDS, Job
+    from lowdiff.tuning_report import limits_of, question_of_plan, show
+
+    job = Job(
+        params=units.count(params),
+        optimizer=optimizer,
+        density=density,
+        gpus=gpus,
+        step_seconds=ASSUMED_STEP_SECONDS if step_time is None else units.seconds(step_time),
+        disk_bytes_per_second=units.bytes_per_second(disk),
+        gpus_per_node=gpus_per_node,
+        copy_bytes_per_second=units.bytes_per_second(copy),
+        restart_seconds=units.seconds(restart),
+    )
+    question = question_of_plan(
+        job,
+        mtbf_seconds=units.seconds(mtbf),
+        node_share=node_share,
+        limits=limits_of(max_loss, memory, per_hour, total),
+        failure_shape=failure_shape,
+        network_bytes_per_second=units.bytes_per_second(network),
+        assumes_step=step_time is None,
+    )
+    show(question, html, as_json=as_json)

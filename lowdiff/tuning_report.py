@@ -1,0 +1,208 @@
+"""``lowdiff tune`` and ``lowdiff plan``: from a run, or from options, to the report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lowdiff.errors import ConfigError
+from lowdiff.history import life_of, read_lives
+from lowdiff.persistence.durable import write_file
+from lowdiff.persistence.fences import read_fence, read_run_id
+from lowdiff.persistence.measurements import Measurements, gather_measurements
+from lowdiff.persistence.object_store import is_url
+from lowdiff.persistence.ownership import staging_of_run
+from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.terminal import print_json
+from lowdiff.tuner import units
+from lowdiff.tuner.choice import Limits, Setting
+from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
+from lowdiff.tuner.html import html_page
+from lowdiff.tuner.measured import failures_of, measure, number
+from lowdiff.tuner.plan import Job, planned
+from lowdiff.tuner.report import Question, Report, cost_text, facts, make_report
+
+
+def limits_of(
+    loss_steps: int | None, memory: str | None, per_hour: str | None, total: str | None
+) -> Limits:
+    """Limits from options."""
+    sizes = (None if text is None else units.num_bytes(text) for text in (memory, per_hour, total))
+    staging_bytes, bytes_per_hour, total_bytes = sizes
+    return Limits(
+        staging_bytes=staging_bytes,
+        loss_steps=loss_steps,
+        bytes_per_hour=bytes_per_hour,
+        total_bytes=total_bytes,
+    )
+
+
+def question_of_run(
+    run: str,
+    *,
+    staging: Path | None,
+    mtbf_seconds: float | None,
+    node_share: float,
+    world_size: int | None,
+    limits: Limits,
+    failure_shape: float,
+) -> Question:
+    """What a run's own measurements ask; reads only, also while the run is being written.
+
+    Raises:
+        NotARun: If the folder holds no run.
+        ConfigError: If nothing was measured, or no failures are known or given.
+    """
+    if is_url(run):
+        raise ConfigError("measurements are in the run folder, not in its store; give that")
+    folder = RunFolder(Path(run))
+    documents = _documents(folder, staging)
+    lives = [life_of(document) for document in documents]
+    ranks = documents[-1].world_size if documents else 1
+    measured = measure(lives, world_size=world_size or ranks)
+    history = failures_of(lives).scaled((world_size or ranks) / ranks)
+    if mtbf_seconds is None and history.failures == 0:
+        raise ConfigError(
+            f"{run} has not failed yet, so nobody can tell how often it will; say what you expect, "
+            "for example --mtbf 4h"
+        )
+    prior = None if mtbf_seconds is None else FailurePrior(mtbf_seconds, node_share=node_share)
+    newest = documents[-1]
+    used = number(newest.facts, "snapshot_every"), number(newest.facts, "batch_size")
+    return Question(
+        title=run,
+        costs=measured.costs,
+        estimates=measured.estimates,
+        rates=estimate_rates(history, prior),
+        limits=limits,
+        current=Setting(round(used[0]), round(used[1])) if min(used) >= 1 else None,
+        failure_shape=failure_shape,
+        notes=tuple(_notes(documents, world_size)),
+        decisions=[decision for document in documents for decision in document.decisions],
+    )
+
+
+def _documents(folder: RunFolder, staging: Path | None) -> list[Measurements]:
+    """Rank 0's measurements of all lives; of one that goes on, what its pages in memory say."""
+    run_id = read_run_id(folder)
+    found = {life.incarnation: life for life in read_lives(folder, run_id, rank=0)}
+    root = default_staging_root(folder.root) if staging is None else staging
+    for stage in staging_of_run(root, folder, run_id):
+        fence = folder.fence(stage.incarnation, 0)
+        known = found.get(stage.incarnation)
+        if stage.rank == 0 and fence.is_file() and not (known and known.ended):
+            world_size = read_fence(fence).world_size
+            found[stage.incarnation] = gather_measurements(stage, run_id, world_size, ended="")
+    return [found[number] for number in sorted(found)]
+
+
+def _notes(documents: list[Measurements], world_size: int | None) -> list[str]:
+    """What a reader of the figures must know."""
+    newest, notes = documents[-1], []
+    machines = {(d.facts.get("processor"), d.facts.get("cores")) for d in documents}
+    if len(machines) > 1:
+        notes.append(
+            f"lives of this run were measured on {len(machines)} kinds of machines; costs of steps "
+            "and writes are the newest life's, those of restarts are of all"
+        )
+    # os.cpu_count would count cores that this process may not use.
+    here = float(len(os.sched_getaffinity(0)))
+    if newest.facts.get("host") not in (None, os.uname().nodename):
+        notes.append(
+            f"measured on {newest.facts.get('host')} ({number(newest.facts, 'cores'):.0f} cores), "
+            f"not on this machine ({here:.0f} cores): it holds for a run there"
+        )
+    if not newest.ended:
+        notes.append("the run is still going on, or its machine was lost; figures are its latest")
+    if world_size is not None and world_size != newest.world_size:
+        notes.append(
+            f"measured with {newest.world_size} ranks and applied to {world_size}: costs of a rank "
+            "are taken as they are, failures as so many times as frequent"
+        )
+    return notes
+
+
+def question_of_plan(
+    job: Job,
+    *,
+    mtbf_seconds: float,
+    node_share: float,
+    limits: Limits,
+    failure_shape: float,
+    network_bytes_per_second: float,
+    assumes_step: bool,
+) -> Question:
+    """What a job that does not exist yet asks."""
+    measured = planned(job)
+    notes = []
+    if assumes_step:
+        notes.append(
+            f"a step is assumed to take {job.step_seconds:.0f} s; give --step-time, much depends "
+            "on it"
+        )
+    known = FailureRates.known(mtbf_seconds, node_share=node_share)
+    return Question(
+        title=f"{job.params:.3g} parameters, {job.optimizer}, on {job.gpus:,} GPUs",
+        costs=measured.costs,
+        estimates=measured.estimates,
+        rates=known,
+        limits=limits,
+        failure_shape=failure_shape,
+        network_bytes_per_second=network_bytes_per_second,
+        notes=tuple(notes),
+    )
+
+
+def show(question: Question, html: Path | None, *, as_json: bool) -> None:
+    """Answer on the terminal or as JSON, and into a file if one is named."""
+    report = make_report(question)
+    if html is not None:
+        write_file(html, html_page(report).encode())
+    if as_json:
+        print_json(report.document())
+    else:
+        _print(report, html)
+
+
+def _print(report: Report, html: Path | None) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    answer = Table(title=report.question.title, title_justify="left", show_header=False)
+    answer.box = box.SIMPLE
+    answer.add_column(style="bold")
+    answer.add_column(overflow="fold")
+    for name, value in facts(report):
+        answer.add_row(name, value)
+    console.print(answer)
+    for reason in report.choice.reasons:
+        console.print(f"  {reason}", highlight=False)
+    costs = Table(title="Based on, per rank", title_justify="left", box=box.SIMPLE)
+    for head in ("", "median", "middle 80 %", "source"):
+        costs.add_column(head)
+    for name, found in report.question.estimates.items():
+        spread = f"{cost_text(name, found.low)} to {cost_text(name, found.high)}"
+        source = f"measured {found.count} times" if found.count > 1 else found.source
+        costs.add_row(
+            name.replace("_", " "),
+            cost_text(name, found.median),
+            spread if found.count > 1 else "",
+            source,
+        )
+    console.print(costs)
+    if report.simulated:
+        others = Table(title="Simulated", title_justify="left", box=box.SIMPLE)
+        for head in ("strategy", "effective", "saving", "recovering", "done again", ""):
+            others.add_column(head, overflow="fold")
+        for one in report.simulated:
+            shares = (one.effective_share, one.stalls, one.recovering, one.lost)
+            others.add_row(
+                one.strategy.name, *(f"{share:.2%}" for share in shares), one.strategy.note
+            )
+        console.print(others)
+    for warning in report.warnings:
+        console.print(f"Note: {warning}", style="yellow", highlight=False)
+    if html is not None:
+        console.print(f"Report with charts: {html}", highlight=False)

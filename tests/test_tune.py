@@ -1,0 +1,183 @@
+"""``lowdiff tune`` and ``lowdiff plan``, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lowdiff.persistence.durable import write_json
+from lowdiff.persistence.measurements import read_measurements, write_measurements
+from lowdiff.persistence.paths import RunFolder
+from tests.face.loops import Loop
+from tests.test_cli import Command, command
+
+__all__ = ["command"]
+
+PLAN = ("plan", "--params", "350M", "--gpus", "8", "--mtbf", "6h", "--disk", "500MB/s")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tune")
+    Loop(folder).run(12)
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def files(folder: Path) -> dict[Path, tuple[int, int]]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
+
+
+def test_a_run_is_told_what_to_use_and_why(command: Command, run: Path) -> None:
+    before = files(run)
+    result = command("tune", run, "--mtbf", "4h")
+    assert (result.code, result.err) == (0, "")
+    assert "recommended" in result.out
+    assert "f = sqrt(2 C M / (r T))" in result.out
+    assert "current" in result.out
+    assert "snapshot_every = 5, batch_size = 16" in result.out
+    assert "no checkpoints" in result.out
+    assert files(run) == before
+
+
+def test_the_same_as_json_and_as_a_page(command: Command, run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    result = command("tune", run, "--mtbf", "4h", "--json", "--html", page)
+    assert result.code == 0
+    document = json.loads(result.out)
+    assert document["current"] == {"snapshot_every": 5, "batch_size": 16}
+    assert document["estimates"]["step_seconds"]["count"] == 11
+    assert 0 < document["effective_share"] <= 1
+    chosen = document["recommended"]["snapshot_every"]
+    assert f"<b>{chosen:,}</b>" in page.read_text()
+
+
+def test_a_larger_job_fails_more_often(command: Command, run: Path) -> None:
+    for path in RunFolder(run).all_measurements():
+        life = read_measurements(path)
+        facts = {**life.facts, "restart": "node", "began_unix_seconds": 1.0}
+        write_measurements(RunFolder(run), replace(life, facts={**facts, "seen_unix_seconds": 1e6}))
+    found = [json.loads(command("tune", run, "--world-size", str(n), "--json").out) for n in (1, 4)]
+    small, large = (document["mtbf"]["total"]["mtbf_seconds"] for document in found)
+    assert small == pytest.approx(4 * large)
+    assert any("applied to 4" in text for text in found[1]["warnings"])
+
+
+def test_without_history_it_says_what_to_give(command: Command, run: Path) -> None:
+    result = command("tune", run)
+    assert result.code == 2
+    assert "has not failed yet" in result.error
+    assert "--mtbf 4h" in result.error
+
+
+def test_a_run_without_steps_is_sent_to_plan(command: Command, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    write_json(run / "run.json", {"run_id": "00" * 16})
+    result = command("tune", run, "--mtbf", "4h")
+    assert result.code == 2
+    assert "lowdiff plan" in result.error
+
+
+def test_no_run_is_bad_data(command: Command, tmp_path: Path) -> None:
+    result = command("tune", tmp_path / "nothing", "--mtbf", "4h")
+    assert result.code == 1
+    assert "no such folder" in result.error
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--mtbf", "4 parsecs", "'parsecs' is no unit"),
+        ("--mtbf", "1ms", "the job cannot progress"),
+        ("--node-share", "7", "node_share is a share"),
+        ("--max-loss", "1", "loss_steps is at least 2"),
+        ("--memory", "9 apples", "'apples' is no unit"),
+        ("--failure-shape", "0", "must be positive"),
+    ],
+)
+def test_nonsense_is_bad_usage(
+    command: Command, run: Path, option: str, value: str, text: str
+) -> None:
+    given = () if option == "--mtbf" else ("--mtbf", "4h")
+    result = command("tune", run, *given, option, value)
+    assert result.code == 2
+    assert text in result.error
+
+
+def test_measurements_from_another_machine_are_noticed(command: Command, run: Path) -> None:
+    (path,) = RunFolder(run).all_measurements()
+    life = read_measurements(path)
+    write_measurements(
+        RunFolder(run), replace(life, facts={**life.facts, "host": "elsewhere", "cores": 96.0})
+    )
+    result = command("tune", run, "--mtbf", "4h")
+    assert "measured on elsewhere (96 cores), not on this machine" in result.out
+
+
+def test_a_run_that_is_being_written_is_read_and_left_alone(
+    command: Command, tmp_path: Path
+) -> None:
+    loop = Loop(tmp_path)
+    loop.attach()
+    for number in loop.checkpointer.steps(6):
+        loop.step(number)
+    opened = loop.checkpointer._opened
+    assert opened is not None
+    result = command("tune", tmp_path / "run", "--mtbf", "4h", "--staging", tmp_path / "staging")
+    assert (result.code, result.err) == (0, "")
+    assert "still going on" in result.out
+    for number in loop.checkpointer.steps(9):
+        loop.step(number)
+    loop.checkpointer.close()
+
+
+def test_damaged_measurements_do_not_stop_it(command: Command, run: Path) -> None:
+    (path,) = RunFolder(run).all_measurements()
+    path.with_name("i000007-rank-0000.json").write_bytes(path.read_bytes()[:-40])
+    result = command("tune", run, "--mtbf", "4h")
+    assert result.code == 0
+
+
+def test_a_plan_needs_no_run(command: Command, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    result = command(*PLAN, "--html", page)
+    assert (result.code, result.err) == (0, "")
+    assert "3.5e+08 parameters, adamw, on 8 GPUs" in result.out
+    assert "a step is assumed to take 5 s" in result.out
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_plan_keeps_limits(command: Command) -> None:
+    free = json.loads(command(*PLAN, "--json").out)
+    tight = json.loads(command(*PLAN, "--json", "--total", "20GB").out)
+    assert tight["stored_bytes"] <= 20e9 < free["stored_bytes"]
+    broken = json.loads(command(*PLAN, "--json", "--total", "1GB").out)
+    assert broken["limits_broken"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--optimizer", "adamv", "optimizer is one of"),
+        ("--density", "2", "density must be in"),
+        ("--disk", "2GB", "is not a rate"),
+        ("--params", "many", "is not a number"),
+        ("--mtbf", "30s", "the job cannot progress"),
+    ],
+)
+def test_a_plan_of_nonsense_is_bad_usage(
+    command: Command, option: str, value: str, text: str
+) -> None:
+    result = command(*PLAN, option, value)
+    assert result.code == 2
+    assert text in result.error

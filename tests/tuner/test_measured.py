@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lowdiff.errors import ConfigError
+from lowdiff.tuner.measured import ASSUMED_RESTART_SECONDS, Life, failures_of, measure
+
+
+def life(number: int = 0, **facts: Any) -> Life:
+    samples = {
+        "iteration_seconds": [0.5, 0.5, 0.52, 9.0, 0.48],
+        "differential_seconds": [0.004] * 5,
+        "snapshot_seconds": [0.1, 0.12, 0.11],
+        "step_bytes": [2e6] * 5,
+        "encode_seconds": [0.01] * 4,
+        "batch_seconds": [0.06] * 4,
+        "batch_bytes": [4e6] * 4,
+        "batch_steps": [4.0] * 4,
+        "snapshot_write_seconds": [1.0, 1.0],
+    }
+    return Life(number, samples, {"snapshot_bytes": 100e6, "elements": 8e6, **facts})
+
+
+def test_bandwidth_comes_from_snapshots_and_latency_from_batches() -> None:
+    costs = measure([life()], world_size=2).costs
+    assert costs.write_bytes_per_second == 100e6
+    assert costs.write_latency_seconds == pytest.approx(0.06 - 4e6 / 100e6)
+    assert costs.differential_bytes == 1e6
+    assert costs.step_seconds == 0.5
+    assert costs.world_size == 2
+
+
+def test_only_the_newest_writes_count() -> None:
+    now = life()
+    slowed = {**now.samples, "snapshot_write_seconds": [1.0] * 30 + [10.0] * 5}
+    slowed["batch_seconds"] = [0.06] * 30 + [0.6] * 15
+    slowed["batch_bytes"], slowed["batch_steps"] = [4e6] * 45, [4.0] * 45
+    costs = measure([replace(now, samples=slowed)], world_size=1).costs
+    assert costs.write_bytes_per_second == 10e6
+    assert costs.write_latency_seconds == pytest.approx(0.2)
+
+
+def test_what_was_never_seen_is_assumed_and_says_so() -> None:
+    measured = measure([life()], world_size=1)
+    sources = {name: e.source for name, e in measured.estimates.items()}
+    assert sources["replay_seconds"] == sources["restart_seconds"] == "assumed"
+    assert sources["step_seconds"] == "measured"
+    assert measured.costs.restart_seconds == ASSUMED_RESTART_SECONDS
+
+
+def test_loading_and_replay_are_told_apart_by_restarts_that_replayed_differently_many() -> None:
+    lives = [life()]
+    for number, steps in enumerate((10.0, 60.0, 110.0), 1):
+        seconds = 2.0 + 0.05 * steps
+        restart = {"restart": "process", "gap_seconds": 12.0}
+        lives.append(life(number, recovery_seconds=seconds, replayed_steps=steps, **restart))
+    costs = measure(lives, world_size=1).costs
+    assert costs.replay_seconds == pytest.approx(0.05)
+    assert costs.load_seconds == pytest.approx(2.0)
+    assert costs.restart_seconds == 12.0
+
+
+def test_replay_that_was_timed_itself_is_believed() -> None:
+    facts = {"recovery_seconds": 5.0, "replayed_steps": 40.0, "replay_seconds": 4.0}
+    costs = measure([life(), life(1, **facts)], world_size=1).costs
+    assert (costs.replay_seconds, costs.load_seconds) == pytest.approx((0.1, 1.0))
+
+
+def test_a_run_without_steps_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="lowdiff plan"):
+        measure([Life(0, {}, {})], world_size=1)
+    with pytest.raises(ConfigError, match="lowdiff plan"):
+        measure([], world_size=1)
+
+
+def test_failures_and_exposure_are_added_over_lives() -> None:
+    kinds = ["", "process", "node", "", "unknown"]
+    lives = [
+        life(i, began_unix_seconds=1000.0 * i, seen_unix_seconds=1000.0 * i + 600, restart=kind)
+        for i, kind in enumerate(kinds)
+    ]
+    found = failures_of(lives)
+    assert (found.process, found.node, found.unknown) == (1, 1, 1)
+    assert found.exposure_seconds == 3000.0
+
+
+def test_a_clock_that_went_back_takes_no_exposure_away() -> None:
+    back = life(began_unix_seconds=5000.0, seen_unix_seconds=10.0)
+    assert failures_of([back]).exposure_seconds == 0.0

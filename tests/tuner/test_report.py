@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from lowdiff.errors import ConfigError
+from lowdiff.tuner.choice import Limits, Setting
+from lowdiff.tuner.estimates import Estimate
+from lowdiff.tuner.failures import FailureRates
+from lowdiff.tuner.html import html_page
+from lowdiff.tuner.plan import Job, planned
+from lowdiff.tuner.report import Question, facts, make_report
+from tests.tuner.jobs import JOBS, LAPTOP
+
+
+def question(job: str = "laptop") -> Question:
+    costs, rates = JOBS[job]
+    return Question(
+        title="runs/<gpt> & co",
+        costs=costs,
+        estimates={"step_seconds": Estimate(0.3, 0.29, 0.35, 48)},
+        rates=rates,
+        limits=Limits(),
+        current=Setting(100, 16),
+    )
+
+
+class Page(HTMLParser):
+    """What a browser would fetch, and whether tags are closed in order."""
+
+    VOID = ("meta", "link")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.references += [v or "" for k, v in attrs if k in ("src", "href", "srcset")]
+        assert tag != "script"
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in ("rect", "circle", "line", "polygon", "polyline")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_page_is_whole_and_asks_for_nothing(job: str) -> None:
+    text = html_page(make_report(question(job)))
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert set(page.references) == {"data:,"}
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "runs/<gpt> & co" in "".join(page.texts)
+    assert text.count("<svg") >= 6
+    assert "NaN" not in text
+    assert "nan" not in re.findall(r'"([^"]*)"', text)
+
+
+def test_the_document_is_json_for_every_job() -> None:
+    for job in JOBS:
+        document = make_report(question(job)).document()
+        assert json.loads(json.dumps(document, allow_nan=False)) == json.loads(json.dumps(document))
+        assert document["recommended"]["snapshot_every"] >= 1
+        assert document["strategies"][0]["name"] == "lowdiff"
+
+
+def test_a_kind_of_failure_that_never_happens_has_no_mean() -> None:
+    asked = replace(question(), rates=FailureRates.known(3600.0, node_share=0.0))
+    document = make_report(asked).document()
+    assert document["mtbf"]["node"]["mtbf_seconds"] is None
+    json.dumps(document, allow_nan=False)
+
+
+def test_every_setting_that_is_marked_lies_on_the_map() -> None:
+    report = make_report(question("cluster"))
+    for setting in (report.choice.setting, report.published, Setting(100, 16)):
+        found = report.heat_map
+        assert found.intervals[0] <= setting.snapshot_every <= found.intervals[-1]
+        assert found.batches[0] <= setting.batch_size <= found.batches[-1]
+
+
+def test_the_recommendation_is_the_best_of_its_own_map() -> None:
+    report = make_report(question("slow disk"))
+    found = report.heat_map
+    allowed = [
+        waste
+        for row, marks in zip(found.seconds_per_hour, found.allowed, strict=True)
+        for waste, is_allowed in zip(row, marks, strict=True)
+        if is_allowed
+    ]
+    assert report.choice.waste.seconds_per_hour <= min(allowed)
+
+
+def test_tuning_again_is_never_worse() -> None:
+    for job in JOBS:
+        for found in make_report(question(job)).sensitivities:
+            pairs = zip(found.kept, found.retuned, found.factors, strict=True)
+            for kept, retuned, factor in pairs:
+                # What the kept setting saves by breaking a limit is not the tuner's to take.
+                assert retuned <= kept * 1.25 + 1.0, (job, found.what, factor)
+
+
+def test_a_busy_writer_is_named_in_plain_words() -> None:
+    asked = replace(question(), costs=replace(LAPTOP, encode_seconds=0.28))
+    warnings = make_report(asked).warnings
+    assert any(
+        "your writer is at 92 % of one core" in text.replace("92%", "92 %") for text in warnings
+    )
+
+
+def test_a_current_setting_that_makes_training_wait_is_named() -> None:
+    asked = replace(question("slow disk"), current=Setting(10, 1))
+    assert any("training waits for the disk" in text for text in make_report(asked).warnings)
+
+
+def test_assumed_costs_are_named() -> None:
+    asked = replace(question(), estimates={"replay_seconds": Estimate.assumed(0.1)})
+    assert any(
+        "assumed, because never measured: replay seconds" in w for w in make_report(asked).warnings
+    )
+
+
+def test_the_first_figures_are_the_setting_and_what_it_wastes() -> None:
+    report = make_report(question("cluster"))
+    rows = dict(facts(report))
+    assert f"snapshot_every = {report.choice.setting.snapshot_every:,}" in rows["recommended"]
+    assert rows["effective training time"] == f"{report.effective:.2%}"
+    assert report.simulated[0].effective_share == pytest.approx(report.effective, abs=0.002)
+
+
+def test_a_job_that_cannot_progress_is_refused() -> None:
+    asked = replace(question("cluster"), rates=FailureRates.known(60.0))
+    with pytest.raises(ConfigError, match="cannot progress"):
+        make_report(asked)
+
+
+JOB = Job(
+    params=7e9,
+    optimizer="adamw",
+    density=0.01,
+    gpus=1024,
+    step_seconds=8.0,
+    disk_bytes_per_second=2e9,
+)
+
+
+def test_a_plan_knows_the_sizes_of_things() -> None:
+    costs = planned(JOB).costs
+    assert costs.snapshot_bytes * 1024 == 3 * 4 * 7e9
+    assert costs.differential_bytes == pytest.approx(0.01 * 7e9 * 4.3)
+    assert costs.write_bytes_per_second == 2e9 / 8
+
+
+def test_a_plan_of_one_gpu_has_the_whole_disk() -> None:
+    costs = planned(replace(JOB, gpus=1, params=1e6)).costs
+    assert costs.write_bytes_per_second == 2e9
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"optimizer": "adamv"}, {"density": 0.0}, {"density": 1.5}, {"gpus": 0}, {"params": 0.0}],
+)
+def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        replace(JOB, **wrong)

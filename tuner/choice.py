@@ -1,0 +1,288 @@
+"""The settings that waste least within what the user allows, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lowdiff.errors import ConfigError
+from lowdiff.tuner.costs import (
+    Costs,
+    Waste,
+    batch_seconds,
+    best_interval,
+    disk_seconds_per_step,
+    loop_seconds,
+    recovery_seconds,
+    waste,
+)  # fmt: skip
+from lowdiff.tuner.failures import FailureRates
+from lowdiff.tuner.units import readable_bytes, readable_seconds
+
+MAX_BATCH = 4096
+MAX_INTERVAL = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the user allows; None for no limit.
+
+    Attributes:
+        writer_share: Most that the writer's disk or core may be busy.
+        staging_bytes: Staging memory of one rank.
+        loss_steps: Steps that the loss of a node may take: at most ``2 b`` are at risk.
+        bytes_per_hour: Written by all ranks in an hour of training.
+        total_bytes: Held by all ranks in the run folder.
+        kept_snapshots: How many snapshots stay, with the differentials after them.
+
+    Raises:
+        ConfigError: If a value cannot be.
+    """
+
+    writer_share: float = 0.8
+    staging_bytes: float | None = None
+    loss_steps: int | None = None
+    bytes_per_hour: float | None = None
+    total_bytes: float | None = None
+    kept_snapshots: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.writer_share <= 1:
+            raise ConfigError(f"writer_share is a share, 0 to 1, got {self.writer_share}")
+        if self.loss_steps is not None and self.loss_steps < 2:
+            raise ConfigError(
+                f"losing a node can take two steps even if each is written by itself, so "
+                f"loss_steps is at least 2, got {self.loss_steps}"
+            )
+        for name in ("staging_bytes", "bytes_per_hour", "total_bytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be positive, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One choice.
+
+    Attributes:
+        snapshot_every: Steps between full snapshots (``f``).
+        batch_size: Differentials per durable write (``b``).
+    """
+
+    snapshot_every: int
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A recommendation.
+
+    Attributes:
+        setting: What to use.
+        waste: What it is expected to waste.
+        reasons: Why, in sentences.
+        broken: Limits that no setting keeps, in sentences; then the setting ignores them.
+    """
+
+    setting: Setting
+    waste: Waste
+    reasons: tuple[str, ...]
+    broken: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Intervals that are allowed for some batch size."""
+
+    low: float
+    high: float
+    low_because: str
+    high_because: str
+
+
+def recommend(costs: Costs, rates: FailureRates, limits: Limits) -> Choice:
+    """Choose ``f`` in closed form for every batch size that the limits allow, and the best of them.
+
+    For a fixed ``b`` waste is convex in ``f``, so a limited ``f*`` is the nearest allowed one.
+
+    Raises:
+        ConfigError: If failures come faster than a restart takes.
+    """
+    check_progress(costs, rates)
+    broken: list[str] = []
+    ideal = best_interval(costs, rates)
+    most, most_because = largest_batch(costs, limits)
+    candidates: list[tuple[float, Setting, _Range]] = []
+    for b in range(1, most + 1):
+        allowed = _intervals(costs, limits, b)
+        if allowed.low <= allowed.high:
+            f = _whole(costs, rates, min(max(ideal, allowed.low), allowed.high), b, allowed)
+            candidates.append((waste(costs, rates, f, b).total, Setting(f, b), allowed))
+            if allowed.low <= ideal:
+                break  # from here on a larger batch allows nothing better and loses more
+    if not candidates:
+        broken += _conflict(costs, limits, most)
+        candidates = _whatever(costs, rates, ideal, most)
+    _, setting, allowed = min(candidates, key=lambda found: found[0])
+    reasons = _reasons(costs, rates, limits, setting, ideal, allowed, most, most_because)
+    chosen = waste(costs, rates, setting.snapshot_every, setting.batch_size)
+    return Choice(setting, chosen, tuple(reasons), tuple(broken))
+
+
+def _whatever(
+    costs: Costs, rates: FailureRates, ideal: float, most: int
+) -> list[tuple[float, Setting, _Range]]:
+    """Settings by waste alone, where no limit can be kept: training waits, the less the better."""
+    first = max(1, min(MAX_INTERVAL, math.ceil(ideal)))
+    intervals = [first << k for k in range(16) if first << k <= MAX_INTERVAL]
+    batches = [1 << k for k in range(13) if 1 << k <= most]
+    return [
+        (waste(costs, rates, f, b).total, Setting(f, b), _Range(1, MAX_INTERVAL, "", ""))
+        for f in intervals
+        for b in batches
+    ]
+
+
+def check_progress(costs: Costs, rates: FailureRates) -> None:
+    """Refuse failures that come faster than a restart.
+
+    Raises:
+        ConfigError: With both times.
+    """
+    least = recovery_seconds(costs, 1, 1)
+    mtbf = rates.total.mtbf_seconds
+    if mtbf <= least:
+        raise ConfigError(
+            f"a failure every {readable_seconds(mtbf)} is sooner than a restart takes "
+            f"({readable_seconds(least)}: {readable_seconds(costs.restart_seconds)} to start, "
+            f"{readable_seconds(costs.load_seconds)} to load): the job cannot progress, however "
+            "often it is saved. Check the MTBF, or make restarts faster"
+        )
+
+
+def is_allowed(costs: Costs, limits: Limits, setting: Setting) -> bool:
+    """Whether a setting keeps all limits."""
+    allowed = _intervals(costs, limits, setting.batch_size)
+    return (
+        setting.batch_size <= largest_batch(costs, limits)[0]
+        and allowed.low <= setting.snapshot_every <= allowed.high
+    )
+
+
+def stored_bytes(costs: Costs, limits: Limits, f: float) -> float:
+    """Most that the run folder holds, of all ranks: one snapshot more than are kept, while it is new."""
+    kept = limits.kept_snapshots
+    each = (kept + 1) * costs.snapshot_bytes + kept * f * costs.differential_bytes
+    return costs.world_size * each
+
+
+def written_bytes_per_hour(costs: Costs, f: float, b: float) -> float:
+    """Written by all ranks in an hour of training."""
+    per_step = costs.differential_bytes + costs.snapshot_bytes / f
+    return 3600 / loop_seconds(costs, f, b) * per_step * costs.world_size
+
+
+def largest_batch(costs: Costs, limits: Limits) -> tuple[int, str]:
+    """The largest batch that loss and memory allow, and which of them says so."""
+    found = [(float(MAX_BATCH), "")]
+    if limits.loss_steps is not None:
+        found.append((limits.loss_steps / 2, f"at most {limits.loss_steps} steps may be lost"))
+    if limits.staging_bytes is not None and costs.staged_bytes:
+        room = limits.staging_bytes - costs.snapshot_bytes
+        memory = readable_bytes(limits.staging_bytes)
+        found.append(
+            (room / (2 * costs.staged_bytes), f"2 b differentials and a snapshot fit into {memory}")
+        )
+    most, because = min(found, key=lambda limit: limit[0])
+    return max(1, math.floor(most)), because
+
+
+def _intervals(costs: Costs, limits: Limits, b: int) -> _Range:
+    """Intervals at which the writer keeps up and storage suffices."""
+    lows, highs = [(1.0, "")], [(float(MAX_INTERVAL), "")]
+    own = costs.step_seconds + costs.differential_seconds
+    spare = limits.writer_share * own - disk_seconds_per_step(costs, math.inf, b)
+    writing = costs.snapshot_bytes / costs.write_bytes_per_second
+    # A longer step, by C/f, leaves the disk more time: it shares what the snapshot needs.
+    need = writing - limits.writer_share * costs.snapshot_seconds
+    if spare <= 0 or costs.encode_seconds > own:
+        lows.append((math.inf, "the writer cannot keep up"))
+    else:
+        lows.append((need / spare, "the writer must keep up with snapshots"))
+    if limits.bytes_per_hour is not None:
+        each = limits.bytes_per_hour / costs.world_size * own / 3600
+        spare_bytes = each - costs.differential_bytes
+        extra = costs.snapshot_bytes - each * costs.snapshot_seconds / own
+        low = extra / spare_bytes if spare_bytes > 0 else math.inf
+        lows.append((low, f"{readable_bytes(limits.bytes_per_hour)} may be written in an hour"))
+    if limits.total_bytes is not None:
+        kept = limits.kept_snapshots
+        room = limits.total_bytes / costs.world_size - (kept + 1) * costs.snapshot_bytes
+        if costs.differential_bytes or room < 0:
+            high = room / (kept * costs.differential_bytes) if room >= 0 else 0.0
+            highs.append((high, f"the run may hold {readable_bytes(limits.total_bytes)}"))
+    low, low_because = max(lows, key=lambda limit: limit[0])
+    high, high_because = min(highs, key=lambda limit: limit[0])
+    low = low if math.isinf(low) else math.ceil(low - 1e-9)
+    return _Range(max(1.0, low), math.floor(high + 1e-9), low_because, high_because)
+
+
+def _whole(costs: Costs, rates: FailureRates, f: float, b: int, allowed: _Range) -> int:
+    """The better of the two whole numbers beside an interval."""
+    near = {math.floor(f), math.ceil(f)}
+    fitting = [n for n in near if allowed.low <= n <= allowed.high]
+    return min(fitting, key=lambda n: waste(costs, rates, n, b).total)
+
+
+def _conflict(costs: Costs, limits: Limits, most: int) -> list[str]:
+    """What cannot be kept even with the largest batch."""
+    allowed = _intervals(costs, limits, most)
+    if math.isinf(allowed.low):
+        busy = disk_seconds_per_step(costs, math.inf, most) / costs.step_seconds
+        text = (
+            f"{allowed.low_because}: even without snapshots differentials alone keep the disk "
+            f"busy for {busy:.0%} of a step with b = {most}; more bandwidth, a lower density or "
+            "larger batches are needed"
+        )
+        return [text]
+    text = (
+        f"{allowed.low_because or 'f is at least 1'}, which needs f of at least {allowed.low:.0f}, "
+        f"but {allowed.high_because}, which needs f of at most {allowed.high:.0f}"
+    )
+    return [text]
+
+
+def _reasons(
+    costs: Costs,
+    rates: FailureRates,
+    limits: Limits,
+    setting: Setting,
+    ideal: float,
+    allowed: _Range,
+    most: int,
+    most_because: str,
+) -> list[str]:
+    f, b = setting.snapshot_every, setting.batch_size
+    weighed = (
+        f"f = sqrt(2 C M / (r T)) = {ideal:,.0f}: a snapshot takes "
+        f"{readable_seconds(costs.snapshot_seconds)} of training, a failure comes every "
+        f"{readable_seconds(rates.total.mtbf_seconds)}, and replaying one of the steps since the "
+        f"snapshot takes {readable_seconds(costs.replay_seconds)}"
+    )
+    found = [weighed]
+    if f > ideal + 1:
+        why = allowed.low_because or "training would wait for snapshots even more"
+        found.append(f"raised to {f:,}: {why}")
+    elif f < ideal - 1:
+        found.append(f"lowered to {f:,}: {allowed.high_because or 'no larger one is considered'}")
+    if b == 1:
+        found.append("b = 1: the writer keeps up with every step by itself, so nothing is gained")
+    else:
+        found.append(
+            f"b = {b}: a durable write takes {readable_seconds(batch_seconds(costs, b))}, and in "
+            f"smaller batches the disk would be busy for more than {limits.writer_share:.0%}, or "
+            "snapshots would have to be rarer"
+        )
+    if b == most and most_because:
+        found.append(f"no larger batch: {most_because}")
+    return found

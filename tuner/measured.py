@@ -1,0 +1,173 @@
+"""From what a run recorded of itself to costs and failures: plain samples in, plain values out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lowdiff.errors import ConfigError
+from lowdiff.tuner.costs import Costs
+from lowdiff.tuner.estimates import Estimate, slope_and_intercept
+from lowdiff.tuner.failures import KINDS, FailureHistory
+
+#: Storage changes, so only its newest behaviour counts; one hiccup among so many moves nothing.
+_RECENT_BATCHES, _RECENT_SNAPSHOTS = 15, 5
+
+#: Replay of one element by a block: measured here at 1 to 3.1 ns (docs/benchmarks.md).
+ASSUMED_REPLAY_SECONDS_PER_ELEMENT = 3e-9
+ASSUMED_RESTART_SECONDS = 60.0
+ASSUMED_WRITE_BYTES_PER_SECOND = 500e6
+#: A device-to-host or memory copy of a snapshot.
+ASSUMED_COPY_BYTES_PER_SECOND = 2e9
+
+Facts = Mapping[str, float | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What one incarnation recorded, of the rank that is looked at.
+
+    Attributes:
+        incarnation: Its number.
+        samples: Recent samples by name; seconds and bytes.
+        facts: Single values by name.
+    """
+
+    incarnation: int
+    samples: Mapping[str, Sequence[float]]
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Costs, and how well each is known.
+
+    Attributes:
+        costs: Medians.
+        estimates: By the name of the cost: median, spread and source.
+    """
+
+    costs: Costs
+    estimates: Mapping[str, Estimate]
+
+
+def number(facts: Facts, name: str, default: float = 0.0) -> float:
+    """A fact that is a number."""
+    value = facts.get(name, default)
+    return default if isinstance(value, str) else float(value)
+
+
+def failures_of(lives: Sequence[Life]) -> FailureHistory:
+    """Failures that a run has had, and the time in which they could happen.
+
+    The newest life counts as exposure, too: that it has not failed yet is evidence.
+    """
+    kinds = [str(life.facts.get("restart", "")) for life in lives]
+    counts = {kind: kinds.count(kind) for kind in KINDS}
+    alive = (
+        number(life.facts, "seen_unix_seconds") - number(life.facts, "began_unix_seconds")
+        for life in lives
+    )
+    return FailureHistory(sum(max(0.0, seconds) for seconds in alive), **counts)
+
+
+def measure(lives: Sequence[Life], *, world_size: int) -> Measured:
+    """Costs as the newest life shows them, those of restarts from all lives.
+
+    What was never seen is assumed, and said so by its estimate.
+
+    Raises:
+        ConfigError: If no life has taken enough steps to know how long one takes.
+    """
+    newest = next((life for life in reversed(lives) if life.samples.get("iteration_seconds")), None)
+    if newest is None:
+        raise ConfigError(
+            "no step of this run was measured yet; let it train for some steps, or plan without "
+            "it: lowdiff plan --params 7e9 --gpus 8 --mtbf 4h --disk 2GB/s"
+        )
+    samples, facts = newest.samples, newest.facts
+    estimates = _training(samples, facts) | _writing(samples, facts)
+    estimates |= _recovery(lives, estimates, number(facts, "elements", 1.0))
+    values = {name: estimate.median for name, estimate in estimates.items()}
+    return Measured(Costs(**values, world_size=world_size), estimates)
+
+
+def _training(samples: Mapping[str, Sequence[float]], facts: Facts) -> dict[str, Estimate]:
+    snapshot_bytes = number(facts, "snapshot_bytes", 4 * number(facts, "elements"))
+    return {
+        "step_seconds": _positive(_known(samples, "iteration_seconds", 1.0)),
+        "differential_seconds": _known(samples, "differential_seconds", 0.0),
+        "snapshot_seconds": _positive(
+            _known(samples, "snapshot_seconds", snapshot_bytes / ASSUMED_COPY_BYTES_PER_SECOND)
+        ),
+        "staged_bytes": _known(samples, "step_bytes", 0.0),
+        "snapshot_bytes": Estimate(snapshot_bytes, snapshot_bytes, snapshot_bytes, 1),
+    }
+
+
+def _writing(samples: Mapping[str, Sequence[float]], facts: Facts) -> dict[str, Estimate]:
+    """Snapshots are large and show the bandwidth, batches are small and show the latency."""
+    size = number(facts, "snapshot_bytes")
+    writes = [s for s in samples.get("snapshot_write_seconds", ())[-_RECENT_SNAPSHOTS:] if s > 0]
+    bandwidth = Estimate.of([size / seconds for seconds in writes]) if size else None
+    bandwidth = bandwidth or Estimate.assumed(ASSUMED_WRITE_BYTES_PER_SECOND)
+    batches = list(
+        zip(
+            *(samples.get(f"batch_{name}", ())[-_RECENT_BATCHES:] for name in _BATCH),
+            strict=False,
+        )
+    )
+    latency = [max(0.0, seconds - size / bandwidth.median) for seconds, size, _ in batches]
+    each = [size / steps for _, size, steps in batches if steps]
+    staged = Estimate.of(samples.get("step_bytes", ()))
+    return {
+        "write_bytes_per_second": _positive(bandwidth),
+        "write_latency_seconds": Estimate.of(latency) or Estimate.assumed(0.01),
+        "differential_bytes": Estimate.of(each) or Estimate.assumed(staged.median if staged else 0),
+        "encode_seconds": _known(samples, "encode_seconds", 0.0),
+    }
+
+
+_BATCH = ("seconds", "bytes", "steps")
+
+
+def _recovery(
+    lives: Sequence[Life], known: Mapping[str, Estimate], elements: float
+) -> dict[str, Estimate]:
+    """Load and replay are told apart by a line through restarts that replayed differently many."""
+    recoveries = [life.facts for life in lives if "recovery_seconds" in life.facts]
+    steps = [number(facts, "replayed_steps") for facts in recoveries]
+    seconds = [number(facts, "recovery_seconds") for facts in recoveries]
+    told = [
+        number(facts, "replay_seconds") / number(facts, "replayed_steps")
+        for facts in recoveries
+        if number(facts, "replay_seconds") and number(facts, "replayed_steps")
+    ]
+    line = slope_and_intercept(steps, seconds) if len(set(steps)) > 1 else None
+    replay = Estimate.of(told)
+    if replay is None and line is not None and line[0] > 0:
+        replay = Estimate(line[0], line[0], line[0], len(steps))
+    replay = replay or Estimate.assumed(elements * ASSUMED_REPLAY_SECONDS_PER_ELEMENT)
+    loads = [max(0.0, s - replay.median * n) for s, n in zip(seconds, steps, strict=True)]
+    snapshot = known["snapshot_bytes"].median / known["write_bytes_per_second"].median
+    gaps = [
+        number(life.facts, "gap_seconds")
+        for life in lives
+        if "gap_seconds" in life.facts and life.facts.get("restart")
+    ]
+    return {
+        "replay_seconds": _positive(replay),
+        "load_seconds": Estimate.of(loads) or Estimate.assumed(snapshot),
+        "restart_seconds": Estimate.of(gaps) or Estimate.assumed(ASSUMED_RESTART_SECONDS),
+    }
+
+
+def _known(samples: Mapping[str, Sequence[float]], name: str, otherwise: float) -> Estimate:
+    return Estimate.of(samples.get(name, ())) or Estimate.assumed(otherwise)
+
+
+def _positive(estimate: Estimate) -> Estimate:
+    """Where the model divides by it: a clock that did not move is not nothing."""
+    if estimate.median > 0:
+        return estimate
+    return Estimate(1e-9, 1e-9, max(1e-9, estimate.high), estimate.count, estimate.source)

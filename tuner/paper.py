@@ -1,0 +1,68 @@
+"""LowDiff's published model, for comparison.
+
+Reference: Yao et al., "LowDiff", arXiv 2509.04084, section on configuration tuning. Full
+checkpoints come at a frequency, batches last a time, a merge costs ``R_D`` per batch, and any
+failure loses half a batch. We differ in replaying step by step from concatenated batches, in
+counting what a snapshot takes from training instead of its write time, and in crashes that lose
+nothing because staging memory outlives the process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowdiff.tuner.costs import Costs
+from lowdiff.tuner.failures import FailureRates
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """The published parameters of one rank.
+
+    Attributes:
+        full_bytes: One full checkpoint (``S``).
+        write_bytes_per_second: Bandwidth (``W``).
+        mtbf_seconds: Mean time between failures (``M``).
+        merge_seconds: Merging one batch of differentials into the state (``R_D``).
+        load_seconds: Loading a full checkpoint (``R_F``).
+    """
+
+    full_bytes: float
+    write_bytes_per_second: float
+    mtbf_seconds: float
+    merge_seconds: float
+    load_seconds: float
+
+    @classmethod
+    def of(cls, costs: Costs, rates: FailureRates) -> PublishedModel:
+        """From this framework's costs; a merge steps the whole optimizer once, as a replay does."""
+        return cls(
+            full_bytes=costs.snapshot_bytes,
+            write_bytes_per_second=costs.write_bytes_per_second,
+            mtbf_seconds=rates.total.mtbf_seconds,
+            merge_seconds=costs.replay_seconds,
+            load_seconds=costs.load_seconds,
+        )
+
+    def waste(self, full_per_second: float, batch_seconds: float) -> float:
+        """``(b/2 + R_F + (R_D/2)(1/(f b) - 1))/M + f S/W``, per second, ``f`` a frequency."""
+        merges = self.merge_seconds / 2 * (1 / (full_per_second * batch_seconds) - 1)
+        failing = (batch_seconds / 2 + self.load_seconds + merges) / self.mtbf_seconds
+        return failing + full_per_second * self.full_bytes / self.write_bytes_per_second
+
+    def optimum(self) -> tuple[float, float]:
+        """Full checkpoints per second and seconds per batch that waste least.
+
+        ``f* = cube root of R_D W^2 / (4 S^2 M^2)``, ``b* = cube root of 2 S R_D M / W``.
+        """
+        write = self.full_bytes / self.write_bytes_per_second
+        frequency = (self.merge_seconds / (4 * write**2 * self.mtbf_seconds**2)) ** (1 / 3)
+        batch = (2 * write * self.merge_seconds * self.mtbf_seconds) ** (1 / 3)
+        return frequency, batch
+
+
+def published_choice(costs: Costs, rates: FailureRates) -> tuple[int, int]:
+    """The published optimum in this framework's units: steps between snapshots, steps per batch."""
+    frequency, batch = PublishedModel.of(costs, rates).optimum()
+    b = max(1, round(batch / costs.step_seconds))
+    return max(b, round(1 / (frequency * costs.step_seconds))), b

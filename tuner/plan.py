@@ -1,0 +1,108 @@
+"""Costs of a job that does not exist yet, from the size of its model and its machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lowdiff.errors import ConfigError
+from lowdiff.tuner.costs import Costs
+from lowdiff.tuner.estimates import Estimate
+from lowdiff.tuner.measured import ASSUMED_REPLAY_SECONDS_PER_ELEMENT, Measured
+
+#: float32 tensors of a parameter's size that an optimizer keeps.
+OPTIMIZERS: Mapping[str, int] = {
+    "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "lion": 1, "adam": 2, "adamw": 2,
+}  # fmt: skip
+#: Where nobody says; much depends on it.
+ASSUMED_STEP_SECONDS = 5.0
+#: A kept element as written: sorted index and float32 value (docs/format.md).
+_BYTES_PER_ENTRY = 4.3
+_STAGED_BYTES_PER_ENTRY = 8.0
+#: Of one core: docs/benchmarks.md has 55 to 83 million.
+_ENCODE_ENTRIES_PER_SECOND = 50e6
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is planned; every rank selects from all of the model and persists its selection.
+
+    Attributes:
+        params: Parameters of the model.
+        optimizer: A name of `OPTIMIZERS`.
+        density: Share of each gradient that is kept.
+        gpus: Ranks.
+        step_seconds: One training step.
+        disk_bytes_per_second: Durable bandwidth of one node.
+        gpus_per_node: Ranks that share it.
+        copy_bytes_per_second: From a rank's device to memory.
+        restart_seconds: From a failure until loading begins.
+        replay_workers: Cores that replay on a rank.
+        write_latency_seconds: What a durable write takes whatever its size.
+
+    Raises:
+        ConfigError: If a value cannot be.
+    """
+
+    params: float
+    optimizer: str
+    density: float
+    gpus: int
+    step_seconds: float
+    disk_bytes_per_second: float
+    gpus_per_node: int = 8
+    copy_bytes_per_second: float = 10e9
+    restart_seconds: float = 120.0
+    replay_workers: int = 8
+    write_latency_seconds: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(
+                f"optimizer is one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}"
+            )
+        if not 0 < self.density <= 1:
+            raise ConfigError(f"density must be in (0, 1], got {self.density}; 0.01 keeps 1 %")
+        if self.gpus < 1 or self.gpus_per_node < 1 or self.replay_workers < 1:
+            raise ConfigError("gpus, gpus per node and replay workers count from 1")
+        if not self.params >= 1:
+            raise ConfigError(f"a model has at least 1 parameter, got {self.params}")
+
+
+def planned(job: Job) -> Measured:
+    """Costs of a job, each given or assumed.
+
+    A snapshot is 4 bytes for each parameter and optimizer state element, sharded over the ranks.
+    A differential is ``density * params`` entries of every rank. Replay steps the whole optimizer
+    once per step on every node.
+    """
+    entries = job.density * job.params
+    state = 4.0 * job.params * (1 + OPTIMIZERS[job.optimizer])
+    share = job.disk_bytes_per_second / min(job.gpus, job.gpus_per_node)
+    shard = state / job.gpus
+    # Loading reads the whole state, each node through its own disk.
+    load = state / job.disk_bytes_per_second
+    decode = entries * min(job.gpus, 1 / job.density) * 2e-9
+    replay = (job.params * ASSUMED_REPLAY_SECONDS_PER_ELEMENT + decode) / job.replay_workers
+    costs = Costs(
+        step_seconds=job.step_seconds,
+        differential_seconds=entries * _STAGED_BYTES_PER_ENTRY / job.copy_bytes_per_second,
+        snapshot_seconds=shard / job.copy_bytes_per_second,
+        staged_bytes=entries * _STAGED_BYTES_PER_ENTRY,
+        differential_bytes=entries * _BYTES_PER_ENTRY,
+        snapshot_bytes=shard,
+        encode_seconds=entries / _ENCODE_ENTRIES_PER_SECOND,
+        write_latency_seconds=job.write_latency_seconds,
+        write_bytes_per_second=share,
+        load_seconds=load,
+        replay_seconds=replay,
+        restart_seconds=job.restart_seconds,
+        world_size=job.gpus,
+    )
+    given = ("step_seconds", "write_bytes_per_second")
+    estimates = {
+        name: (Estimate.given if name in given else Estimate.assumed)(getattr(costs, name))
+        for name in Costs.__dataclass_fields__
+        if name != "world_size"
+    }
+    return Measured(costs, estimates)

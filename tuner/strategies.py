@@ -1,0 +1,211 @@
+"""Ways to save a training run, as the simulator sees them: what a step costs, what a failure takes.
+
+References: Young, CACM 17 (1974) and Daly, FGCS 22 (2006) for the interval of periodic snapshots;
+CheckFreq (Mohan et al., FAST 2021); Gemini (Wang et al., SOSP 2023); just-in-time checkpointing
+(Gupta et al., EuroSys 2024); LowDiff (arXiv 2509.04084).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from lowdiff.tuner.choice import Setting
+from lowdiff.tuner.costs import Costs, batch_seconds, loop_seconds
+from lowdiff.tuner.failures import FailureRates
+from lowdiff.tuner.paper import published_choice
+
+#: What CheckFreq's tuner lets checkpoints cost, as in its paper.
+_CHECKFREQ_BUDGET = 0.035
+#: How often Gemini and just-in-time also save to storage, for failures that take all copies.
+_FALLBACK_SECONDS = 3 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What remains after a failure of one kind.
+
+    Attributes:
+        grain_steps: A save happens every so many steps; inf: nothing is ever saved.
+        lag_seconds: So much later it can be used.
+        fixed_seconds: From the failure to the beginning of replay.
+        base_steps: Replay starts from a snapshot, which comes every so many steps.
+        base_lag_seconds: So much later that can be used.
+        replay_seconds: Per step from the snapshot to the newest save.
+        start_is_safe: Whether what a restart began with survives this kind, too.
+    """
+
+    grain_steps: float
+    lag_seconds: float
+    fixed_seconds: float
+    base_steps: float = math.inf
+    base_lag_seconds: float = 0.0
+    replay_seconds: float = 0.0
+    start_is_safe: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to save a run.
+
+    Attributes:
+        name: For people.
+        note: What was chosen for it, for people.
+        step_seconds: One step, with what saving adds to each.
+        stall_seconds: What training waits for every ``interval_steps``.
+        interval_steps: Steps between such stalls; inf for none.
+        process: After a crash of processes only.
+        node: After the loss of a node.
+        group: After the loss of several nodes at once, and all copies of something on them.
+    """
+
+    name: str
+    note: str
+    step_seconds: float
+    stall_seconds: float
+    interval_steps: float
+    process: Recovery
+    node: Recovery
+    group: Recovery
+
+    @property
+    def loop_seconds(self) -> float:
+        """One step with its share of the stalls."""
+        return self.step_seconds + self.stall_seconds / self.interval_steps
+
+
+def lowdiff(costs: Costs, setting: Setting, name: str = "lowdiff") -> Strategy:
+    """This framework: staging survives a crash, batches are durable, replay from the snapshot."""
+    f, b = setting.snapshot_every, setting.batch_size
+    loop = loop_seconds(costs, f, b)
+    process = Recovery(
+        grain_steps=1,
+        lag_seconds=0.0,
+        fixed_seconds=costs.restart_seconds + costs.load_seconds,
+        base_steps=f,
+        base_lag_seconds=costs.snapshot_bytes / costs.write_bytes_per_second,
+        replay_seconds=costs.replay_seconds,
+    )
+    node = replace(process, grain_steps=b, lag_seconds=batch_seconds(costs, b))
+    return Strategy(
+        name=name,
+        note=f"f = {f:,}, b = {b}",
+        step_seconds=loop - costs.snapshot_seconds / f,
+        stall_seconds=costs.snapshot_seconds,
+        interval_steps=f,
+        process=process,
+        node=node,
+        group=node,
+    )
+
+
+def no_checkpoints(costs: Costs) -> Strategy:
+    """Every failure starts from the beginning."""
+    nothing = Recovery(math.inf, 0.0, costs.restart_seconds)
+    return Strategy("no checkpoints", "", costs.step_seconds, 0.0, math.inf, *(nothing,) * 3)
+
+
+def periodic_full(costs: Costs, rates: FailureRates) -> Strategy:
+    """Training stops while all of the state is written; every Young/Daly interval."""
+    write = _write_seconds(costs) + costs.snapshot_seconds
+    interval = _young_daly(write, rates.total.mtbf_seconds, costs.step_seconds)
+    saved = Recovery(interval, 0.0, costs.restart_seconds + costs.load_seconds)
+    note = _every(interval)
+    return Strategy("periodic full", note, costs.step_seconds, write, interval, *(saved,) * 3)
+
+
+def checkfreq(costs: Costs) -> Strategy:
+    """Copied while training waits, persisted while it goes on, as often as 3.5 % overhead allow."""
+    budget = costs.snapshot_seconds / (_CHECKFREQ_BUDGET * costs.step_seconds)
+    interval = max(1, math.ceil(max(budget, _write_seconds(costs) / costs.step_seconds)))
+    saved = Recovery(interval, _write_seconds(costs), costs.restart_seconds + costs.load_seconds)
+    note = _every(interval)
+    return Strategy(
+        "CheckFreq", note, costs.step_seconds, costs.snapshot_seconds, interval, *(saved,) * 3
+    )
+
+
+def gemini(costs: Costs, network_bytes_per_second: float) -> Strategy:
+    """A full copy in the memory of peers, as often as the network takes it; storage as a fallback.
+
+    Its traffic hides in idle network time, so it costs training only the copy's share that is
+    local: none here, to its favour.
+    """
+    send = costs.snapshot_bytes / network_bytes_per_second
+    every = max(1, math.ceil(send / costs.step_seconds))
+    load = costs.restart_seconds + send
+    peers = Recovery(every, send, load)
+    note = f"{_every(every)} to a peer, every 3 h to storage"
+    return Strategy(
+        "Gemini", note, costs.step_seconds, 0.0, math.inf, peers, peers, _fallback(costs)
+    )
+
+
+def just_in_time(costs: Costs) -> Strategy:
+    """Nothing while all is well; surviving replicas save after a failure; storage as a fallback."""
+    save = costs.restart_seconds + _write_seconds(costs) + costs.load_seconds
+    survivors = Recovery(1, 0.0, save)
+    note = "on failure, every 3 h to storage"
+    return Strategy(
+        "just-in-time", note, costs.step_seconds, 0.0, math.inf, survivors, survivors,
+        _fallback(costs),
+    )  # fmt: skip
+
+
+def published_lowdiff(costs: Costs, rates: FailureRates) -> Strategy:
+    """LowDiff as published: batches are in the trainer's memory, so a crash takes them, too.
+
+    A batch is merged into one update, so replay is ``b`` times as fast, but not exact for any
+    optimizer with state.
+    """
+    f, b = published_choice(costs, rates)
+    saved = Recovery(
+        grain_steps=b,
+        lag_seconds=batch_seconds(costs, b),
+        fixed_seconds=costs.restart_seconds + costs.load_seconds,
+        base_steps=f,
+        base_lag_seconds=_write_seconds(costs),
+        replay_seconds=costs.replay_seconds / b,  # a merged batch is one update
+    )
+    loop = loop_seconds(costs, f, b)
+    return Strategy(
+        "LowDiff as published", f"f = {f:,}, b = {b}; exact for plain SGD only", loop - costs.snapshot_seconds / f,
+        costs.snapshot_seconds, f, *(saved,) * 3,
+    )  # fmt: skip
+
+
+def alternatives(
+    costs: Costs, rates: FailureRates, network_bytes_per_second: float
+) -> tuple[Strategy, ...]:
+    """What users would otherwise choose."""
+    return (
+        published_lowdiff(costs, rates),
+        just_in_time(costs),
+        gemini(costs, network_bytes_per_second),
+        checkfreq(costs),
+        periodic_full(costs, rates),
+        no_checkpoints(costs),
+    )
+
+
+def _fallback(costs: Costs) -> Recovery:
+    every = max(1, math.ceil(_FALLBACK_SECONDS / costs.step_seconds))
+    load = costs.restart_seconds + costs.load_seconds
+    return Recovery(every, _write_seconds(costs), load, start_is_safe=False)
+
+
+def _write_seconds(costs: Costs) -> float:
+    """A whole snapshot, one rank's share, durably."""
+    return costs.write_latency_seconds + costs.snapshot_bytes / costs.write_bytes_per_second
+
+
+def _young_daly(write_seconds: float, mtbf_seconds: float, step_seconds: float) -> int:
+    """``sqrt(2 C M)`` (Young) less ``C`` (Daly), in steps, at least one."""
+    if math.isinf(mtbf_seconds):
+        return 1_000_000
+    interval = math.sqrt(2 * write_seconds * mtbf_seconds) - write_seconds
+    return max(1, round(interval / step_seconds))
+
+
+def _every(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps:,} steps"

@@ -1,0 +1,110 @@
+"""Durations, sizes and rates as people write them: ``4h``, ``90 min``, ``80GB``, ``2GB/s``, ``7e9``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from lowdiff.errors import ConfigError
+
+_SECONDS: Mapping[str, float] = {
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "sec": 1.0,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+    "w": 604800.0,
+}
+_BYTES: Mapping[str, float] = {
+    "b": 1.0,
+    **{f"{prefix}b": 1000.0**power for power, prefix in enumerate("kmgtp", 1)},
+    **{f"{prefix}ib": 1024.0**power for power, prefix in enumerate("kmgtp", 1)},
+}
+_COUNTS: Mapping[str, float] = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+#: Unit, its seconds, and from how many of it on it is used.
+_READABLE = (
+    ("d", 86400.0, 2),
+    ("h", 3600.0, 1),
+    ("min", 60.0, 2),
+    ("s", 1.0, 1),
+    ("ms", 1e-3, 1),
+)
+_QUANTITY = re.compile(r"\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def seconds(text: str) -> float:
+    """Seconds of a duration such as ``4h``, ``90min`` or ``1.5 d``.
+
+    Raises:
+        ConfigError: If it is no positive duration, or has no unit.
+    """
+    return _positive(text, _SECONDS, "a duration", "30s, 90min, 4h or 2d")
+
+
+def num_bytes(text: str) -> float:
+    """Bytes of a size such as ``80GB`` (1000s) or ``64GiB`` (1024s).
+
+    Raises:
+        ConfigError: If it is no positive size, or has no unit.
+    """
+    return _positive(text, _BYTES, "a size", "500MB, 80GB or 64GiB")
+
+
+def bytes_per_second(text: str) -> float:
+    """Bytes per second of a rate such as ``2GB/s``.
+
+    Raises:
+        ConfigError: If it is no positive rate, or has no unit.
+    """
+    size, slash, per = text.partition("/")
+    if slash and per.strip().lower() in _SECONDS:
+        return num_bytes(size) / _SECONDS[per.strip().lower()]
+    raise ConfigError(f"{text!r} is not a rate; write it as 500MB/s or 2GB/s")
+
+
+def count(text: str) -> float:
+    """A number such as ``7e9``, ``7B`` or ``350M``.
+
+    Raises:
+        ConfigError: If it is no positive number.
+    """
+    return _positive(text, _COUNTS, "a number", "7e9, 7B or 350M")
+
+
+def _positive(text: str, units: Mapping[str, float], what: str, examples: str) -> float:
+    match = _QUANTITY.fullmatch(text)
+    factor = None if match is None else units.get(match[2].lower())
+    try:
+        value = math.nan if match is None or factor is None else float(match[1]) * factor
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        unit = f": {match[2]!r} is no unit of it" if match and factor is None and match[2] else ""
+        raise ConfigError(f"{text!r} is not {what}{unit}; write it as {examples}")
+    return value
+
+
+def readable_seconds(value: float) -> str:
+    """A duration in its natural unit, three digits."""
+    if math.isinf(value):
+        return "never"
+    for unit, size, least in _READABLE:
+        if value >= size * least:
+            return f"{_short(value / size)} {unit}"
+    return f"{_short(value / 1e-6)} us" if value else "0 s"
+
+
+def readable_bytes(value: float) -> str:
+    """A size in its natural unit of 1000s, three digits."""
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{_short(value / size)} {unit}"
+    return f"{_short(value)} B"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
