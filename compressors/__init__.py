@@ -1,15 +1,16 @@
 """Compressors: what a payload is. Select, aggregate across ranks, decode by block."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from lowdiff.compressors.dense import Dense
 from lowdiff.compressors.topk import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.protocols import Compressor
 
-__all__ = ["TopK", "from_settings"]
+__all__ = ["Dense", "TopK", "from_settings"]
 
-_BY_NAME = {"topk": TopK}
+_BY_NAME: Mapping[str, Callable[..., Compressor]] = {"topk": TopK, "dense": Dense}
 
 
 def from_settings(name: str, settings: Mapping[str, Any]) -> Compressor:

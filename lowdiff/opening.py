@@ -18,11 +18,12 @@ from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
 from lowdiff.averages import Averages, followed_names
 from lowdiff.capture import LARGE_ITEM_BYTES, ItemTracker, Stateful
-from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
 from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch
 from lowdiff.given import Given, watch
 from lowdiff.memory import Memory, agree_on_memory
+from lowdiff.persistence.adoption import has_replica
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.durable import make_directory
@@ -37,6 +38,7 @@ from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.recovery.optimizers import settle_kernels
 from lowdiff.remote import fetch_from_store, run_in_store
+from lowdiff.replicating import begin_replicated
 from lowdiff.residuals import StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.session import Session
@@ -142,7 +144,11 @@ def _shared_catalog(
 
     Durable files become part of this rank's run folder; staged ones are needed only now.
     """
-    chunks = [(f"{s.root.name}/{path.name}", path) for s in stages for _, path in s.chunks()]
+    chunks = [
+        (f"{s.root.name}/{path.name}", path)
+        for s in stages
+        for path in [*(path for _, path in s.chunks()), *s.replica_files()]
+    ]
     ranks.share_files(chunks, imported / run_id)
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
         ranks.share_files(_visible(settings.run, pattern), settings.run)
@@ -161,7 +167,8 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     """
     stages = staging_of_run(settings.staging_root, settings.folder, run_id)
     for stage in stages:
-        lock = FileLock(stage.writer_lock)
+        # Where there is a replica, the writer only persists what the replica holds in memory.
+        lock = FileLock(stage.replica_lock if has_replica(stage) else stage.writer_lock)
         if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
             lock.release()
         else:
@@ -283,10 +290,11 @@ def _begin(
             locks.append(_new_staging(settings, staging))
             session = _session(settings, given, ranks, fence, start, memory, staging, undo)
             # G3 holds from the return of attach: what it starts from is durable by then.
-            if start.needs_snapshot:
+            if start.needs_snapshot or settings.has_replica:
                 session.snapshot(required=True)
+            if start.needs_snapshot:
                 session.stager.wait_for_snapshot()
-            if start.continues:
+            if start.continues and not settings.has_replica:
                 session.stager.wait_for_adoption()
             if settings.store is not None:
                 session.stager.wait_for_store(start.step)
@@ -309,11 +317,14 @@ def _session(
 ) -> Session:
     """This rank's writer and session; ``undo`` learns how to take them back."""
     attached = given.attached
-    if attached.device.type == "cpu":
-        residual: RotatingResidual = StagedResidual(staging.residual, attached.layout)
+    residual: RotatingResidual
+    if settings.has_replica:
+        residual = RotatingResidual([[]] * NUM_SLOTS)  # nothing is left out, so nothing is owed
+    elif attached.device.type == "cpu":
+        residual = StagedResidual(staging.residual, attached.layout)
     else:
         residual = RotatingResidual.zeros(attached.layout, attached.device)
-    if start.residual:
+    if start.residual and not settings.has_replica:
         residual.load(start.residual)
     log = StagingLog(
         staging,
@@ -336,9 +347,13 @@ def _session(
             flush_seconds=settings.flush_seconds,
             retention=settings.retention,
             store=settings.store,
+            has_replica=settings.has_replica,
         )
     )
     undo.callback(writer.stop)
+    begin = begin_replicated if settings.has_replica else Stager
+    stager = begin(log, writer, settings, ranks.rank, ranks.world_size)
+    undo.callback(stager.stop)
     session = Session(
         attached=attached,
         settings=settings,
@@ -350,7 +365,7 @@ def _session(
         residual=residual,
         tracker=given.tracker,
         items=start.items,
-        stager=Stager(log, writer, settings, ranks.rank, ranks.world_size),
+        stager=stager,
         scaler=_hook_scaler(attached, given.stateful),
         averages=Averages(given.averages, attached),
         shares_constants=fence.constants != "",

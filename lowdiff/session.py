@@ -28,6 +28,7 @@ from lowdiff.types import Differential, Digest, OptimizerStep, Payload
 #: What a rank tells all others on the back of the gradients' exchange.
 _PREEMPTED = 1
 _IN_TROUBLE = 2
+_OWES_SNAPSHOT = 4
 
 _logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Session:
         self._averages = averages
         self._shares_constants = shares_constants
         self._digester = Digester(attached.layout)
+        self._pieces = self._digester.pieces_of(rank, world_size)
         self._scaler = scaler
         self._scale = self._loss_scale()
         self._base_step = step
@@ -124,6 +126,8 @@ class Session:
                 "checkpointer.steps(...)"
             )
         # Every rank sent its gradients of this step, so every rank had staged the one before.
+        if self.committed_step < self.step and self._settings.has_replica:
+            self.stager.show(self.step, self.step)  # a replica applies what is committed
         self.committed_step = self.step
         # The optimizer holds a reference to itself in front of the caller's arguments.
         self._changed_outside |= self._guard.before_step(
@@ -191,7 +195,7 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self._settings.takes_snapshot_at(self.step) or self._can_catch_up():
+        elif self._is_snapshot_due(notes):
             self.snapshot()
         self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
 
@@ -304,6 +308,8 @@ class Session:
     def _digest(self, step: int) -> Digest | None:
         if self._attached.device.type != "cpu":
             return None  # reading parameters back would stop the GPU at every step
+        if self._settings.has_replica:
+            return self._digester.digest_of(self._attached.parameters, self._pieces, step)
         return self._digester.digest(self._attached.parameters, step, self._rank, self._world_size)
 
     def _begin(self) -> None:
@@ -314,6 +320,8 @@ class Session:
         step = self.step + 1
         audit = step - self._base_step <= _AUDITED_FIRST or step % _AUDITED_EVERY == 0
         note = _PREEMPTED * self._is_signalled | _IN_TROUBLE * self.stager.in_trouble
+        if self._settings.has_replica and self.stager.owes_snapshot(self.step):
+            note |= _OWES_SNAPSHOT
         self.reducer.begin(self._incarnation << 40 | step, audit=audit, note=note)
 
     def _stage_base(self) -> None:
@@ -330,6 +338,14 @@ class Session:
             residual=self._residual.mark(),
         )
         self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), base.payload)
+
+    def _is_snapshot_due(self, notes: tuple[int, ...]) -> bool:
+        if not self._settings.has_replica:
+            return self._settings.takes_snapshot_at(self.step) or self._can_catch_up()
+        # The replica makes the images for the disk. On CUDA its arithmetic may differ in the last
+        # place, so it begins anew with the trainer's state as often.
+        drifts = self._attached.device.type != "cpu" and self._settings.takes_snapshot_at(self.step)
+        return drifts or self._can_catch_up() or any(note & _OWES_SNAPSHOT for note in notes)
 
     def _can_catch_up(self) -> bool:
         """Whether to take a snapshot that is owed; several ranks do so when the next one is due.

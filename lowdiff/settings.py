@@ -64,6 +64,11 @@ class Settings:
         return step % self.snapshot_every == 0 or kept is not None
 
     @property
+    def has_replica(self) -> bool:
+        """Whether gradients are not compressed, so that a replica applies them (LowDiff+)."""
+        return self.compressor.name == "dense"
+
+    @property
     def staging_root(self) -> Path:
         """Where staging is looked for."""
         return default_staging_root(self.run) if self.staging is None else self.staging

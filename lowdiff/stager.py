@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from lowdiff.counters import Counters
 from lowdiff.errors import StorageError, WriterFailed
@@ -182,6 +183,16 @@ class Stager:
         if status.durable_snapshot < self._log.dropped_step:
             return min(status.durable_step, self._first_dropped - 1)
         return status.durable_step
+
+    def finish(self, timeout_seconds: float) -> None:
+        """Let those who use the log, but the writer, come to their end; nothing more is staged."""
+
+    def stop(self) -> None:
+        """End them at once, for an attach that failed."""
+
+    def figures(self) -> dict[str, Any]:
+        """Further parts of ``stats()``; for any thread."""
+        return {}
 
     def _owe_for(self, error: StorageError) -> None:
         if not self._owes_snapshot:

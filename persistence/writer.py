@@ -26,7 +26,8 @@ from crc32c import crc32c
 
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.events import log_event
-from lowdiff.persistence.adoption import adopt_predecessors
+from lowdiff.persistence.adoption import adopt_predecessors, has_replica_before
+from lowdiff.persistence.catalog import complete_snapshots
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.durable import fsync_directory, write_json
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef
@@ -34,6 +35,7 @@ from lowdiff.persistence.histogram import Histogram
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.replica_status import read_mark
 from lowdiff.persistence.retention import collect
 from lowdiff.persistence.segments import (
     Batch,
@@ -64,6 +66,7 @@ class _SnapshotMark:
     step: int
     bytes: int
     checksum: int
+    image: Path
 
 
 class Writer:
@@ -79,6 +82,8 @@ class Writer:
             settings.folder, settings.incarnation, settings.rank, settings.base_step
         )
         snapshot = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
+        if settings.has_replica:
+            durable = max(snapshot, _durable_image(settings))
         self._status = _status_page(settings, durable, snapshot)
         self._batch_seconds = Histogram(self._status.status.batch_seconds)
         self._batch_began = 0.0
@@ -118,16 +123,17 @@ class Writer:
         adoption = asyncio.create_task(self._adopt())
         try:
             # Whatever fails unexpectedly ends the process; the trainer notices and starts another.
-            await asyncio.gather(self._encode(), self._persist())
+            source = self._follow_images() if self._settings.has_replica else self._encode()
+            await asyncio.gather(source, self._persist())
         finally:
             self._trainer_gone.set()  # or the process would wait for the adopting thread
         await adoption
 
     async def _adopt(self) -> None:
         """Take over what dead predecessors left, once this log names the residual it needs."""
-        while not self._has_begun.is_set() and not self._trainer_gone.is_set():
+        while not self._may_adopt() and not self._trainer_gone.is_set():
             await asyncio.sleep(_POLL_SECONDS)
-        while self._has_begun.is_set():
+        while self._may_adopt():
             try:
                 error = await asyncio.to_thread(
                     adopt_predecessors, self._settings, self._trainer_gone
@@ -144,6 +150,39 @@ class Writer:
                 return
             await asyncio.sleep(_RETRY_SECONDS)
 
+    def _may_adopt(self) -> bool:
+        """Whether what earlier incarnations left is not needed any more once it is durable."""
+        if self._status.status.durable_snapshot >= self._settings.base_step:
+            return True
+        # What a replica held is durable only as this life's first snapshot.
+        is_begun = self._has_begun.is_set() and not self._settings.has_replica
+        return is_begun and not has_replica_before(self._settings)
+
+    async def _follow_images(self) -> None:
+        """Persist the images that trainer and replica make; differentials are the replica's."""
+        staging = self._settings.staging
+        sources = (
+            (staging.snapshot_mark, staging.snapshot),
+            (staging.replica_image_mark, staging.replica_image),
+        )
+        marked = self._status.status.durable_snapshot
+        while True:
+            gone = self._is_trainer_gone() and _is_free(staging.replica_lock)
+            found = [(read_mark(page), image) for page, image in sources]
+            new = [
+                _SnapshotMark(mark.step, mark.bytes, mark.checksum, image)
+                for mark, image in found
+                if mark is not None and mark.step > marked
+            ]
+            for snapshot in sorted(new, key=lambda s: s.step):
+                marked = snapshot.step
+                await self._queue.put(snapshot)
+            if not new:
+                if gone:
+                    break
+                await asyncio.sleep(_POLL_SECONDS)
+        await self._queue.put(None)
+
     async def _encode(self) -> None:
         """Turn records into batches: ``b`` of them, or fewer after ``flush_seconds``."""
         pending: list[RecordRef] = []
@@ -159,7 +198,9 @@ class Writer:
                 if record.header.step > marked:
                     marked = record.header.step
                     await self._flush(pending)
-                    await self._queue.put(_mark(record))
+                    image = self._settings.staging.snapshot
+                    mark = _SnapshotMark(marked, *decode_mark(bytes(record.meta)), image)
+                    await self._queue.put(mark)
             elif record is not None and record.header.step > self._status.status.durable_step:
                 oldest = oldest if pending else time.monotonic()
                 pending.append(record)
@@ -293,7 +334,11 @@ class Writer:
         )
         status = self._status.status
         self._status.update(
-            durable_snapshot=mark.step, snapshot_bytes=status.snapshot_bytes + mark.bytes
+            durable_step=max(status.durable_step, mark.step)
+            if settings.has_replica
+            else status.durable_step,
+            durable_snapshot=mark.step,
+            snapshot_bytes=status.snapshot_bytes + mark.bytes,
         )
         text = f"rank {settings.rank}: the snapshot of step {mark.step} is durable"
         log_event(_logger, logging.INFO, "snapshot_durable", text, step=mark.step, bytes=mark.bytes)
@@ -304,7 +349,7 @@ class Writer:
             self._uploader.wake()
 
     async def _copy_image(self, mark: _SnapshotMark, partial: Path) -> None:
-        source = read_view(self._settings.staging.snapshot)[: mark.bytes]
+        source = read_view(mark.image)[: mark.bytes]
         checksum = 0
         async with aiofiles.open(partial, "wb") as file:
             for start in range(0, mark.bytes, _COPY_BYTES):
@@ -343,8 +388,17 @@ def _status_page(settings: WriterSettings, durable_step: int, durable_snapshot: 
     return StatusPage(path, now)
 
 
-def _mark(record: RecordRef) -> _SnapshotMark:
-    return _SnapshotMark(record.header.step, *decode_mark(bytes(record.meta)))
+def _durable_image(settings: WriterSettings) -> int:
+    """The newest step before this life that is durable whole, or 0."""
+    found = complete_snapshots(settings.folder, settings.run_id)
+    return max((s.step for s in found if s.step <= settings.base_step), default=0)
+
+
+def _is_free(path: Path) -> bool:
+    lock = FileLock(path)
+    free = lock.acquire(f"writer {os.getpid()}")
+    lock.release()
+    return free
 
 
 def main(arguments: Sequence[str]) -> int:
