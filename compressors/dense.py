@@ -52,7 +52,9 @@ class Dense:
         self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
     ) -> DenseReducer:
         """Make the reducer of one run; there is no residual."""
-        return DenseReducer(self, layout, group)
+        rank = 0 if group is None else dist.get_rank(group)
+        world_size = 1 if group is None else group.size()
+        return DenseReducer(self, layout, group, rank=rank, world_size=world_size)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Copies from the share of the rank that owns the block's parameter."""
@@ -89,13 +91,20 @@ class Dense:
 class DenseReducer:
     """Dense bound to one run: keeps a copy of what this rank's share of the gradient was."""
 
-    def __init__(self, compressor: Dense, layout: Layout, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        compressor: Dense,
+        layout: Layout,
+        group: dist.ProcessGroup | None,
+        *,
+        rank: int,
+        world_size: int,
+    ) -> None:
         self._reproducible = compressor.reproducible
         self._layout = layout
         self._group = group
-        self._rank = 0 if group is None else dist.get_rank(group)
-        self._world_size = 1 if group is None else group.size()
-        self._places = _places(layout, self._rank, self._world_size)
+        self._world_size = world_size
+        self._places = _places(layout, rank, world_size)
         self._share = {
             dtype: torch.zeros(
                 sum(spec.numel for i, spec in layout.of_dtype(dtype) if i in self._places),

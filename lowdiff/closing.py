@@ -25,7 +25,7 @@ def finish(opened: Opened, *, failed: bool) -> None:
     session = opened.session
     if not failed and session.has_finished_step:
         session.commit()
-    session.stager.finish(_FINISH_SECONDS)
+    session.stager.stop()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
     session.stager.writer.finish(_FINISH_SECONDS)
     if not is_last_snapshot:

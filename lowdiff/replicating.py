@@ -155,12 +155,8 @@ class ReplicatedStager(Stager):
             and self._consumed_step() >= self._step
         )
 
-    def finish(self, timeout_seconds: float) -> None:
-        """Let the replica apply what is committed; after that it takes nothing any more."""
-        self.replica.finish(timeout_seconds)
-
     def stop(self) -> None:
-        """End the replica at once."""
+        """See ``Stager.stop``."""
         self.replica.stop()
 
     def figures(self) -> dict[str, Any]:
@@ -182,7 +178,7 @@ class ReplicatedStager(Stager):
     def _is_image_in_use(self) -> bool:
         """Whether the trainer's last image is still to be read by the writer or by the replica."""
         status = self.replica.status()
-        is_taken = status.image_step >= self._snapshot_step or self.replica.is_finished
+        is_taken = status.image_step >= self._snapshot_step or self.replica.is_stopped
         return not is_taken or self._status().durable_snapshot < self._snapshot_step
 
 

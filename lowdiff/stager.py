@@ -184,11 +184,8 @@ class Stager:
             return min(status.durable_step, self._first_dropped - 1)
         return status.durable_step
 
-    def finish(self, timeout_seconds: float) -> None:
-        """Let those who use the log, but the writer, come to their end; nothing more is staged."""
-
     def stop(self) -> None:
-        """End them at once, for an attach that failed."""
+        """Stage nothing more but a last snapshot."""
 
     def figures(self) -> dict[str, Any]:
         """Further parts of ``stats()``; for any thread."""

@@ -37,7 +37,6 @@ from lowdiff.persistence.replica_status import (
 from lowdiff.persistence.snapshots import decode_mark, stage_image
 from lowdiff.persistence.staging import LogTail
 from lowdiff.persistence.status import StatusReader
-from lowdiff.persistence.writer_settings import END
 from lowdiff.recovery.images import shard_images
 from lowdiff.recovery.load import load_shard
 from lowdiff.recovery.optimizers import settle_kernels
@@ -105,15 +104,15 @@ class Replica:
             record = None
 
     def _look_for_trainer(self) -> bool:
-        """Whether nothing more will be staged: the trainer said so, or it died."""
+        """Whether the trainer died, so that nothing more will be staged."""
         if not self._is_trainer_gone:
             try:
-                said = os.read(sys.stdin.fileno(), 64) or END
+                is_closed = not os.read(sys.stdin.fileno(), 64)
             except BlockingIOError:
-                said = b""
+                is_closed = False
             # Forked DataLoader workers may hold the pipe open after the trainer's death.
             is_orphan = os.getppid() != self._settings.trainer_pid
-            self._is_trainer_gone = END in said or is_orphan
+            self._is_trainer_gone = is_closed or is_orphan
         return self._is_trainer_gone
 
     def _is_committed(self, step: int) -> bool:

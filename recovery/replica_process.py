@@ -16,7 +16,6 @@ from lowdiff.persistence.replica_status import (
     ReplicaStatus,
 )
 from lowdiff.persistence.writer_process import import_path
-from lowdiff.persistence.writer_settings import END
 
 _logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ class ReplicaProcess:
         ReplicaPage(settings.staging.replica_status).update()
         self._status = ReplicaReader(settings.staging.replica_status)
         self._process = self._start()
-        self._is_finishing = False
+        self.is_stopped = False
         self._checked = time.monotonic()
 
     @property
@@ -47,7 +46,7 @@ class ReplicaProcess:
     def status(self) -> ReplicaStatus:
         """What the replica has done; restarts it if it is no longer there."""
         now = time.monotonic()
-        if not self._is_finishing and now - self._checked > _CHECK_SECONDS:
+        if not self.is_stopped and now - self._checked > _CHECK_SECONDS:
             self._checked = now
             if self._process.poll() is not None:
                 log_event(
@@ -64,31 +63,9 @@ class ReplicaProcess:
                 self.restarts += 1
         return self._status.read()
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether it was told to end, so that it takes nothing any more."""
-        return self._is_finishing
-
-    def finish(self, timeout_seconds: float) -> None:
-        """Tell the replica that nothing more comes, and wait until it has applied all; idempotent."""
-        self._is_finishing = True
-        pipe = self._process.stdin
-        assert pipe is not None
-        if not pipe.closed and self._process.poll() is None:
-            try:
-                # A byte, not only the pipe's end: forked DataLoader workers may hold it open.
-                pipe.write(END)
-            except BrokenPipeError:
-                _logger.warning("the replica of rank %d had ended before", self._settings.rank)
-        self._close_pipe()
-        try:
-            self._process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            _logger.warning("rank %d: the replica is still busy", self._settings.rank)
-
     def stop(self) -> None:
-        """End the replica at once, as its trainer's death would not; for an attach that failed."""
-        self._is_finishing = True
+        """End the replica at once: its files are whole at any moment, and its log is still there."""
+        self.is_stopped = True
         self._process.kill()
         with self._process:  # closes its pipe and waits
             pass

@@ -18,7 +18,7 @@ from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER
 from lowdiff.persistence.values import decode, encode
 from lowdiff.recovery.blocks import Unit
 from lowdiff.recovery.load import empty_state
-from lowdiff.recovery.replay import ReplayOptions, plan_units
+from lowdiff.recovery.replay import BLOCK_ELEMENTS, ReplayOptions, plan_units
 from lowdiff.recovery.replica_file import Contents, ReplicaFile
 from lowdiff.recovery.state import AVERAGE_ITEM, OptimizerState, RecoveredState, is_aligned
 from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState
@@ -184,31 +184,36 @@ class Shard:
 
     def _take_numbers(self) -> None:
         """A parameter some of whose units are a step ahead keeps the numbers of those behind."""
+        begun = self.file.base()["numbers"]
         order = sorted(range(len(self.file.units)), key=lambda u: -int(self.file.unit_steps[u]))
         for index in order:
-            data = self.file.numbers(index)
-            if not data:
-                continue
             unit = self.file.units[index]
-            for block, entries in zip(unit.blocks, decode(data), strict=True):
-                name = self._fence.layout.parameters[block.parameter].name
+            names = [self._fence.layout.parameters[b.parameter].name for b in unit.blocks]
+            data = self.file.numbers(index)
+            # A unit that was not stepped since the file was made has those that it was made with.
+            found = decode(data) if data else [begun[unit.optimizer].get(n, {}) for n in names]
+            for name, entries in zip(names, found, strict=True):
                 self.state.optimizers[unit.optimizer].state.setdefault(name, {}).update(entries)
 
     def _written(self, unit: Unit) -> Iterator[torch.Tensor]:
         return written_by(self.state, unit)
 
 
-def contents_of(state: RecoveredState, *, whole: bool) -> Contents:
+def contents_of(
+    state: RecoveredState, *, whole: bool, block_elements: int = BLOCK_ELEMENTS
+) -> Contents:
     """A new file's contents.
 
     Args:
         state: What one rank owns.
         whole: Whether blocks do not reproduce this run's bits.
+        block_elements: Elements per unit, a multiple of 64.
     """
     layout = state.fence.layout
+    options = ReplayOptions(whole=whole, block_elements=block_elements)
     units = [
         Unit(unit.optimizer, blocks)
-        for unit in plan_units(state, state.fence, ReplayOptions(whole=whole))
+        for unit in plan_units(state, state.fence, options)
         if (
             blocks := tuple(
                 b for b in unit.blocks if layout.parameters[b.parameter].name in state.parameters

@@ -1,0 +1,49 @@
+"""Without compression: the replica's memory gives back the bits of the uninterrupted run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios import averaged_trainings, more_trainings
+from tests.scenarios.lives import Kill, assert_identical, history
+from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import TRAININGS
+
+assert averaged_trainings  # they register themselves
+assert more_trainings
+STEPS = 12
+PLUS = {"compressor": None, "reproducible": True, "snapshot_every": 4}
+
+
+def check(pool: Pool, folder: Path, name: str, world_size: int) -> None:
+    whole = history(
+        pool, TRAININGS[name], folder / "whole", world_size=world_size, until=STEPS, settings=PLUS
+    )
+    everyone = frozenset(range(world_size))
+    kills = [Kill(5, staged_by=everyone), Kill(10, staged_by=frozenset({0}), writers=False)]
+    killed = history(
+        pool,
+        TRAININGS[name],
+        folder / "killed",
+        world_size=world_size,
+        until=STEPS,
+        kills=kills,
+        settings=PLUS,
+    )
+    assert killed.resumed == [5, 10 if world_size == 1 else 9]
+    assert_identical(killed, whole)
+
+
+def test_a_killed_run_goes_on_from_memory(pool: Pool, tmp_path: Path) -> None:
+    check(pool, tmp_path, "gpt_adamw", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(TRAININGS))
+def test_every_training_goes_on_from_memory(
+    pool: Pool, tmp_path: Path, name: str, world_size: int
+) -> None:
+    check(pool, tmp_path, name, world_size)
