@@ -171,6 +171,8 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
         lock = FileLock(stage.replica_lock if has_replica(stage) else stage.writer_lock)
         if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
             lock.release()
+        elif has_replica(stage):
+            raise RunInUse(stage.root, lock.holder(), settings.lock_seconds)
         else:
             _logger.warning("%s still works on %s; going on", lock.holder(), stage.root)
     return stages

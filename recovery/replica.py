@@ -72,16 +72,20 @@ class Replica:
         self._is_trainer_gone = False
         self._whole = False
         self._shard: Shard | None = None
+        os.set_blocking(sys.stdin.fileno(), False)
+        if self._look_for_trainer():
+            return  # who recovers found the lock free, and reads the files now
         torch.set_num_threads(1)
         torch.set_flush_denormal(self._fence.environment.flush_denormal)
         settle_kernels()
-        os.set_blocking(sys.stdin.fileno(), False)
         if self._page.status.generation >= 0:
             self._reopen()
 
     def run(self) -> None:
         """Work until the trainer is gone and all that is committed is applied."""
         record: RecordRef | None = None
+        if self._is_trainer_gone:
+            return
         while True:
             gone = self._look_for_trainer()
             record = record or self._tail.next()

@@ -13,6 +13,7 @@ from benches.harness import abba, excess, overhead
 ROOT = Path(__file__).parents[2]
 KEYS = {"name", "settings", "machine", "versions", "seed", "samples", "summary"}
 FIGURES = {
+    "lowdiff_plus": {"overhead_upper95", "overhead_median", "restart_over_copy"},
     "overhead": {"overhead_upper95", "overhead_median"},
     "replay": {
         "speedup_vs_naive",
