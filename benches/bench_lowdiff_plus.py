@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ class Bench:
 
     def others(self, folder: Path, steps: int) -> dict[str, list[float]]:
         """Seconds of steps that are followed by a full save, by the way of saving."""
-        trainee, saving = self.saved, None
+        trainee = self.saved
+        saving: Any = None
 
         def state() -> dict[str, Any]:
             return {"m": trainee.model.state_dict(), "o": trainee.optimizer.state_dict()}
@@ -152,6 +154,11 @@ def copied(state: RecoveredState) -> list[torch.Tensor]:
     tensors = list(state.parameters.values())
     for entries in state.optimizers[0].state.values():
         tensors += [value for value in entries.values() if isinstance(value, torch.Tensor)]
+    return cloned(tensors)
+
+
+def cloned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A plain copy."""
     return [tensor.clone() for tensor in tensors]
 
 
@@ -169,7 +176,7 @@ def restart(trainee: Trainee, where: Places) -> tuple[float, float]:
         begun = time.perf_counter()
         state, tensors = recovered()
         reading.append(time.perf_counter() - begun)
-        copying.append(timed(lambda of=tensors: [tensor.clone() for tensor in of]))
+        copying.append(timed(partial(cloned, tensors)))
     live = dict(trainee.model.named_parameters())
     for name, tensor in state.tensors().items():
         assert same(tensor, live[name].detach()), f"{name} was not recovered"

@@ -163,6 +163,22 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], 
     )
 
 
+def copied_groups(groups: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    """Groups as they are now: schedulers write into tensors and lists in place."""
+    return tuple(
+        {
+            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+        }
+        for group in groups
+    )
+
+
+def number_or_none(value: Any) -> float | None:
+    """A scaler's tensor as a number."""
+    return None if value is None else float(value)
+
+
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     for part in model.modules():
         if "FullyShardedDataParallel" in type(part).__name__ or "FSDP" in type(part).__name__:

@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
 from lowdiff.averages import Averages, followed_names
-from lowdiff.capture import LARGE_ITEM_BYTES, ItemTracker, Stateful
+from lowdiff.capture import Stateful, name_large_items
 from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
 from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch
@@ -302,7 +302,7 @@ def _begin(
                 session.stager.wait_for_store(start.step)
         undo.pop_all()
     if ranks.rank == 0:
-        _name_large_items(given.tracker)
+        name_large_items(given.tracker)
     run_lock, staging_lock = locks
     return Opened(session, run_lock, staging_lock, ranks, staging, start.items)
 
@@ -374,15 +374,6 @@ def _session(
     )
     undo.callback(session.detach)
     return session
-
-
-def _name_large_items(tracker: ItemTracker) -> None:
-    large = {name: size for name, size in tracker.sizes().items() if size > LARGE_ITEM_BYTES}
-    if large:
-        _logger.info(
-            "a step logs these whole if it changes them: %s",
-            ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items()),
-        )
 
 
 def _new_staging(settings: Settings, staging: StagingFolder) -> FileLock:

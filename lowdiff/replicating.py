@@ -195,6 +195,7 @@ def begin_replicated(
         world_size=world_size,
         trainer_pid=os.getpid(),
         image_every=settings.snapshot_every,
+        keep_every=(settings.retention and settings.retention.every_steps) or 0,
         waits=settings.backpressure == "block",
     )
     return ReplicatedStager(log, writer, settings, rank, world_size, replica)

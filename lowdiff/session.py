@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowdiff.attached import Attached, hyper_parameters
+from lowdiff.attached import Attached, copied_groups, hyper_parameters, number_or_none
 from lowdiff.averages import Averages
 from lowdiff.capture import ItemTracker, restore_random_states
 from lowdiff.compressors.feedback import RotatingResidual
@@ -81,10 +81,10 @@ class Session:
         self._unstaged: Differential | None = None
         self._changed_outside = False
         self._is_signalled = False
-        self._all_preempted = False
+        self._all_preempted = self._is_prepared = False
         self._heeded_step = -1
         self._warned: set[str] = set()
-        self._committed_groups = [_copied(hyper_parameters(o)) for o in attached.optimizers]
+        self._committed_groups = [copied_groups(hyper_parameters(o)) for o in attached.optimizers]
         self._committed_held = attached.held()
         tracker.start(items)
         self._stage_base()
@@ -141,9 +141,9 @@ class Session:
         self._absent.update(self._attached.absent(index))
         self._stepped[index] = OptimizerStep(
             stepped=True,
-            consumed=_copied(hyper_parameters(optimizer)),
-            grad_scale=_number(getattr(optimizer, "grad_scale", None)),
-            found_inf=_number(getattr(optimizer, "found_inf", None)),
+            consumed=copied_groups(hyper_parameters(optimizer)),
+            grad_scale=number_or_none(getattr(optimizer, "grad_scale", None)),
+            found_inf=number_or_none(getattr(optimizer, "found_inf", None)),
         )
 
     def _compress_in_place(self, gradients: list[torch.Tensor | None]) -> None:
@@ -262,16 +262,16 @@ class Session:
 
     def _differential(self) -> Differential:
         after = [hyper_parameters(o) for o in self._attached.optimizers]
-        self._committed_groups = [_copied(groups) for groups in after]
+        self._committed_groups = [copied_groups(groups) for groups in after]
         steps = []
         for index, groups in enumerate(after):
             done = self._stepped.get(index)
             if done is None:
-                steps.append(OptimizerStep(stepped=False, consumed=_copied(groups)))
+                steps.append(OptimizerStep(stepped=False, consumed=copied_groups(groups)))
             elif same(list(done.consumed), list(groups)):
                 steps.append(done)
             else:
-                steps.append(replace(done, committed=_copied(groups)))
+                steps.append(replace(done, committed=copied_groups(groups)))
         self._committed_held = self._attached.held()
         old_scale, self._scale = self._scale, self._loss_scale()
         self._residual.advance(
@@ -345,7 +345,15 @@ class Session:
         # The replica makes the images for the disk. On CUDA its arithmetic may differ in the last
         # place, so it begins anew with the trainer's state as often.
         drifts = self._attached.device.type != "cpu" and self._settings.takes_snapshot_at(self.step)
-        return drifts or self._can_catch_up() or any(note & _OWES_SNAPSHOT for note in notes)
+        # Nothing but an image outlives the machine, and that may be taken away soon.
+        is_last = self.is_preempted and not self._is_prepared
+        self._is_prepared |= is_last
+        return (
+            is_last
+            or drifts
+            or self._can_catch_up()
+            or any(note & _OWES_SNAPSHOT for note in notes)
+        )
 
     def _can_catch_up(self) -> bool:
         """Whether to take a snapshot that is owed; several ranks do so when the next one is due.
@@ -396,18 +404,3 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def _copied(groups: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """Groups as they are now: schedulers write into tensors and lists in place."""
-    return tuple(
-        {
-            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-        }
-        for group in groups
-    )
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

@@ -111,6 +111,7 @@ class ReplicaSettings:
     Attributes:
         trainer_pid: The process whose end it watches for.
         image_every: Steps between images for the disk, all ranks alike; 0 for none.
+        keep_every: The same for images that are kept for ever; 0 for none.
         waits: Whether it waits for the writer where the next image is due and the last one is not
             durable yet; else it goes on, and that image is left out.
     """
@@ -123,7 +124,12 @@ class ReplicaSettings:
     world_size: int
     trainer_pid: int
     image_every: int
+    keep_every: int
     waits: bool
+
+    def is_image_due(self, step: int) -> bool:
+        """Whether the disk gets an image of this step, on all ranks alike."""
+        return any(every and step % every == 0 for every in (self.image_every, self.keep_every))
 
     @property
     def folder(self) -> RunFolder:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,15 +27,14 @@ from crc32c import crc32c
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.events import log_event
 from lowdiff.persistence.adoption import adopt_predecessors, has_replica_before
-from lowdiff.persistence.catalog import complete_snapshots
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.durable import fsync_directory, write_json
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef
 from lowdiff.persistence.histogram import Histogram
+from lowdiff.persistence.images import StagedImage, durable_image, is_free, newer_images
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
-from lowdiff.persistence.replica_status import read_mark
 from lowdiff.persistence.retention import collect
 from lowdiff.persistence.segments import (
     Batch,
@@ -59,16 +58,6 @@ _COPY_BYTES = 4 << 20
 _Work = TypeVar("_Work")
 
 
-@dataclass(frozen=True, slots=True)
-class _SnapshotMark:
-    """A staged image waits to be persisted."""
-
-    step: int
-    bytes: int
-    checksum: int
-    image: Path
-
-
 class Writer:
     """Makes one staging folder durable."""
 
@@ -76,14 +65,14 @@ class Writer:
         self._settings = settings
         self._tail = LogTail(settings.staging)
         self._codec = Codec()
-        self._queue: asyncio.Queue[Batch | _SnapshotMark | None] = asyncio.Queue(maxsize=2)
+        self._queue: asyncio.Queue[Batch | StagedImage | None] = asyncio.Queue(maxsize=2)
         # A restarted writer goes on after what its predecessor made durable.
         durable = durable_step(
             settings.folder, settings.incarnation, settings.rank, settings.base_step
         )
         snapshot = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
         if settings.has_replica:
-            durable = max(snapshot, _durable_image(settings))
+            durable = max(snapshot, durable_image(settings))
         self._status = _status_page(settings, durable, snapshot)
         self._batch_seconds = Histogram(self._status.status.batch_seconds)
         self._batch_began = 0.0
@@ -161,20 +150,11 @@ class Writer:
     async def _follow_images(self) -> None:
         """Persist the images that trainer and replica make; differentials are the replica's."""
         staging = self._settings.staging
-        sources = (
-            (staging.snapshot_mark, staging.snapshot),
-            (staging.replica_image_mark, staging.replica_image),
-        )
         marked = self._status.status.durable_snapshot
         while True:
-            gone = self._is_trainer_gone() and _is_free(staging.replica_lock)
-            found = [(read_mark(page), image) for page, image in sources]
-            new = [
-                _SnapshotMark(mark.step, mark.bytes, mark.checksum, image)
-                for mark, image in found
-                if mark is not None and mark.step > marked
-            ]
-            for snapshot in sorted(new, key=lambda s: s.step):
+            gone = self._is_trainer_gone() and is_free(staging.replica_lock)
+            new = newer_images(staging, marked)
+            for snapshot in new:
                 marked = snapshot.step
                 await self._queue.put(snapshot)
             if not new:
@@ -199,7 +179,7 @@ class Writer:
                     marked = record.header.step
                     await self._flush(pending)
                     image = self._settings.staging.snapshot
-                    mark = _SnapshotMark(marked, *decode_mark(bytes(record.meta)), image)
+                    mark = StagedImage(marked, *decode_mark(bytes(record.meta)), image)
                     await self._queue.put(mark)
             elif record is not None and record.header.step > self._status.status.durable_step:
                 oldest = oldest if pending else time.monotonic()
@@ -238,7 +218,7 @@ class Writer:
         """Write batches in order; a snapshot is copied beside them."""
         copying: asyncio.Task[None] | None = None
         while (work := await self._queue.get()) is not None:
-            if isinstance(work, _SnapshotMark):
+            if isinstance(work, StagedImage):
                 if copying is not None:
                     await copying
                 self._segments.roll()
@@ -296,7 +276,7 @@ class Writer:
         )
         self._wake_uploader()
 
-    async def _snapshot(self, mark: _SnapshotMark) -> None:
+    async def _snapshot(self, mark: StagedImage) -> None:
         await self._retrying(self._persist_snapshot, mark)
         settings = self._settings
         if settings.retention is not None:
@@ -307,7 +287,7 @@ class Writer:
             except (OSError, LowDiffError) as error:
                 _logger.warning("rank %d: old files stay: %s", settings.rank, error)
 
-    async def _persist_snapshot(self, mark: _SnapshotMark) -> None:
+    async def _persist_snapshot(self, mark: StagedImage) -> None:
         settings = self._settings
         folder = settings.folder.snapshot(settings.incarnation, mark.step)
         await asyncio.to_thread(make_run_directory, settings.folder, folder)
@@ -348,7 +328,7 @@ class Writer:
         if self._uploader is not None:
             self._uploader.wake()
 
-    async def _copy_image(self, mark: _SnapshotMark, partial: Path) -> None:
+    async def _copy_image(self, mark: StagedImage, partial: Path) -> None:
         source = read_view(mark.image)[: mark.bytes]
         checksum = 0
         async with aiofiles.open(partial, "wb") as file:
@@ -386,19 +366,6 @@ def _status_page(settings: WriterSettings, durable_step: int, durable_snapshot: 
         closed=False,
     )
     return StatusPage(path, now)
-
-
-def _durable_image(settings: WriterSettings) -> int:
-    """The newest step before this life that is durable whole, or 0."""
-    found = complete_snapshots(settings.folder, settings.run_id)
-    return max((s.step for s in found if s.step <= settings.base_step), default=0)
-
-
-def _is_free(path: Path) -> bool:
-    lock = FileLock(path)
-    free = lock.acquire(f"writer {os.getpid()}")
-    lock.release()
-    return free
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -245,8 +245,8 @@ class Replica:
     def _take_image(self) -> None:
         """Where one is due, copy the state for the writer to persist at its own pace."""
         assert self._shard is not None
-        step, every = self._shard.step, self._settings.image_every
-        if not every or step % every or step <= self._page.status.image_step:
+        step = self._shard.step
+        if not self._settings.is_image_due(step) or step <= self._page.status.image_step:
             return
         while self._writer.read().durable_snapshot < self._image_step:
             if not self._settings.waits or self._look_for_trainer():
