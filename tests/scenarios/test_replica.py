@@ -47,3 +47,22 @@ def test_every_training_goes_on_from_memory(
     pool: Pool, tmp_path: Path, name: str, world_size: int
 ) -> None:
     check(pool, tmp_path, name, world_size)
+
+
+@pytest.mark.slow
+def test_no_rank_needs_to_see_the_memory_of_another(pool: Pool, tmp_path: Path) -> None:
+    build = TRAININGS["gpt_adamw"]
+    whole = history(pool, build, tmp_path / "whole", world_size=2, until=STEPS, settings=PLUS)
+    killed = history(
+        pool,
+        build,
+        tmp_path / "killed",
+        world_size=2,
+        until=STEPS,
+        kills=[Kill(7, staged_by=frozenset({0, 1}))],
+        settings=PLUS,
+        run="node{rank}/run",
+        staging="node{rank}/staging",
+    )
+    assert killed.resumed == [7]
+    assert_identical(killed, whole)
