@@ -298,7 +298,7 @@ def _begin(
                 session.stager.wait_for_snapshot()
             if start.continues and not settings.has_replica:
                 session.stager.wait_for_adoption()
-            if settings.store is not None:
+            if settings.store is not None and (start.needs_snapshot or not settings.has_replica):
                 session.stager.wait_for_store(start.step)
         undo.pop_all()
     if ranks.rank == 0:

@@ -126,7 +126,10 @@ def _is_at_rest(stage: StagingFolder) -> bool:
         return False
     for path in (stage.replica_lock, stage.trainer_lock):
         lock = FileLock(path)
-        is_free = lock.acquire("a look at its replica", shared=True)
+        try:
+            is_free = lock.acquire("a look at its replica", shared=True)
+        except OSError:
+            return False  # somebody else's memory, or it is being removed
         lock.release()
         if not is_free:
             return False

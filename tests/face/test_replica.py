@@ -16,10 +16,12 @@ from torch import nn
 
 import lowdiff
 from lowdiff.compressors import TopK
+from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.recovery import recover
 from lowdiff.recovery.verify import verify
 from lowdiff.replicating import ReplicatedStager
 from tests.faults.victim import ONE_WORKER, TinyTraining, digest_of
+from tests.persistence.s3_server import S3Server
 from tests.scenarios.lives import Kill, abandon
 
 _PATIENCE_SECONDS = 100.0
@@ -175,3 +177,31 @@ def test_the_loss_of_the_memory_leads_back_to_an_image(tmp_path: Path) -> None:
     life.assert_recovered()  # from the image and what is left of the queue
     shutil.rmtree(tmp_path / "staging")
     life.assert_recovered(4)
+
+
+def test_memory_that_holds_a_replica_is_kept_until_a_snapshot_holds_it(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.run(3)
+    life.wait(lambda stats: stats["replica_step"] == 3)
+    life.kill()
+    (verdict,) = clear_staging(tmp_path / "staging")
+    assert not verdict.goes
+    assert "here only" in verdict.reason
+    life.assert_recovered()
+
+
+def test_a_lost_node_is_replaced_from_the_store(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        server = S3Server(environment)
+        url = server.url("replica")
+        life = Life(tmp_path / "lost", snapshot_every=4, store=url)
+        life.run(6)
+        life.wait(lambda stats: stats["remote_step"] == 4)
+        life.kill()
+        after = Life(tmp_path / "new", snapshot_every=4, store=url)
+        assert after.resumed == 4
+        after.run(6)
+        assert after.training.digest() == life.training.digest()
+        after.checkpointer.close()
+        assert after.checkpointer.stats()["remote_step"] == 6
+        server.stop()
