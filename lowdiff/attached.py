@@ -78,6 +78,15 @@ class Attached:
         """Parameters that hold a gradient tensor now."""
         return [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that a later step could use.
+
+        After an overflow that a scaler skipped, they are not finite and of no further use.
+        """
+        found = [p.grad for p in self.parameters if p.grad is not None]
+        return any(bool(g.any()) for g in found) and all(bool(g.isfinite().all()) for g in found)
+
     def absent(self, optimizer: int) -> list[int]:
         """Parameters of an optimizer whose gradient is None."""
         return [

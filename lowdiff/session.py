@@ -126,7 +126,7 @@ class Session:
                 "checkpointer.steps(...)"
             )
         # Every rank sent its gradients of this step, so every rank had staged the one before.
-        if self.committed_step < self.step and self._settings.has_replica:
+        if self._world_size > 1 and self._settings.has_replica:
             self.stager.show(self.step, self.step)  # a replica applies what is committed
         self.committed_step = self.step
         # The optimizer holds a reference to itself in front of the caller's arguments.
@@ -231,11 +231,7 @@ class Session:
 
     def _warn_about_accumulation(self) -> None:
         """A body without a step whose gradients are kept for the next one cannot be resumed."""
-        gradients = [p.grad for p in self._attached.parameters if p.grad is not None]
-        # After an overflow that a scaler skipped, they are not finite and of no further use.
-        if any(bool(g.any()) for g in gradients) and all(
-            bool(g.isfinite().all()) for g in gradients
-        ):
+        if self._attached.holds_gradients:
             self._warn_once(
                 f"step {self.step + 1} ended without optimizer.step() and with gradients: if they "
                 "are accumulated for the next step, a resumed run will lack them; run all "

@@ -179,6 +179,18 @@ def test_the_loss_of_the_memory_leads_back_to_an_image(tmp_path: Path) -> None:
     life.assert_recovered(4)
 
 
+def test_a_preempted_run_makes_an_image_at_once(tmp_path: Path) -> None:
+    life = Life(tmp_path, snapshot_every=1000)
+    life.run(3)
+    assert life.checkpointer._opened is not None
+    life.checkpointer._opened.session.preempt()
+    life.run(5)
+    life.wait(lambda stats: stats["durable_step"] == 4)
+    shutil.rmtree(tmp_path / "staging", ignore_errors=True)
+    life.kill()
+    life.assert_recovered(4)
+
+
 def test_memory_that_holds_a_replica_is_kept_until_a_snapshot_holds_it(tmp_path: Path) -> None:
     life = Life(tmp_path)
     life.run(3)
