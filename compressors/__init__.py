@@ -1,10 +1,11 @@
 """Compressors: what a payload is. Select, aggregate across ranks, decode by block."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowdiff.compressors.cast import Cast
 from lowdiff.compressors.cyclic import CyclicTopK
+from lowdiff.compressors.dense import Dense
 from lowdiff.compressors.powersgd import PowerSGD
 from lowdiff.compressors.quantize import Quantize
 from lowdiff.compressors.randomk import RandomK
@@ -12,11 +13,21 @@ from lowdiff.compressors.topk import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.protocols import Compressor
 
-__all__ = ["Cast", "CyclicTopK", "PowerSGD", "Quantize", "RandomK", "TopK", "from_settings"]
+__all__ = [
+    "Cast",
+    "CyclicTopK",
+    "Dense",
+    "PowerSGD",
+    "Quantize",
+    "RandomK",
+    "TopK",
+    "from_settings",
+]
 
-_BY_NAME: Mapping[str, type[Any]] = {
+_BY_NAME: Mapping[str, Callable[..., Compressor]] = {
     "cast": Cast,
     "cyclic_topk": CyclicTopK,
+    "dense": Dense,
     "powersgd": PowerSGD,
     "quantize": Quantize,
     "randomk": RandomK,

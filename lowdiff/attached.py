@@ -78,6 +78,15 @@ class Attached:
         """Parameters that hold a gradient tensor now."""
         return [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that a later step could use.
+
+        After an overflow that a scaler skipped, they are not finite and of no further use.
+        """
+        found = [p.grad for p in self.parameters if p.grad is not None]
+        return any(bool(g.any()) for g in found) and all(bool(g.isfinite().all()) for g in found)
+
     def absent(self, optimizer: int) -> list[int]:
         """Parameters of an optimizer whose gradient is None."""
         return [
@@ -172,6 +181,22 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], 
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     )
+
+
+def copied_groups(groups: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    """Groups as they are now: schedulers write into tensors and lists in place."""
+    return tuple(
+        {
+            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+        }
+        for group in groups
+    )
+
+
+def number_or_none(value: Any) -> float | None:
+    """A scaler's tensor as a number."""
+    return None if value is None else float(value)
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -214,6 +214,16 @@ class ItemTracker:
         self._trusts_versions = False
 
 
+def name_large_items(tracker: ItemTracker) -> None:
+    """Tell the user what costs much in every step that changes it."""
+    large = {name: size for name, size in tracker.sizes().items() if size > LARGE_ITEM_BYTES}
+    if large:
+        _logger.info(
+            "a step logs these whole if it changes them: %s",
+            ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items()),
+        )
+
+
 def _equal(left: Any, right: Any) -> bool:
     """Whether two states of one generator are the same; they hold tuples, arrays and tensors."""
     if isinstance(left, tuple) and isinstance(right, tuple):

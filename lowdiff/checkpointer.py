@@ -18,6 +18,7 @@ from typing_extensions import Self
 from lowdiff.attached import describe
 from lowdiff.capture import Stateful
 from lowdiff.closing import finish, release
+from lowdiff.compressors import Dense
 from lowdiff.counters import writer_document
 from lowdiff.dataloader import ResumableLoader, StatefulEpochs
 from lowdiff.errors import ConfigError, UsageError
@@ -55,7 +56,10 @@ class Checkpointer:
         run: Folder of the run; created if it is not there. All ranks give the same path, which
             may be a shared folder or each node's own.
         compressor: How gradients are compressed, e.g. ``TopK(density=0.01)``. Lossy compression
-            changes training, so it is always asked for by name.
+            changes training, so it is always asked for by name. None is LowDiff+: training is left
+            as it is, and a replica process applies every step to a copy in memory.
+        reproducible: Without compression and with three ranks or more: add gradients in rank
+            order, so that a resumed run has the bits of an uninterrupted one.
         snapshot: ``"atomic"``: a full snapshot is of one step.
         snapshot_every: Steps between full snapshots; ``"auto"``: as the tuner finds best.
         batch_size: Differentials per durable write, or ``"auto"``. A crash of processes loses no committed
@@ -85,6 +89,7 @@ class Checkpointer:
         run: str | Path,
         *,
         compressor: Compressor | None = None,
+        reproducible: bool = False,
         snapshot: str = "atomic",
         snapshot_every: int | str = 100,
         batch_size: int | str = 16,
@@ -99,16 +104,16 @@ class Checkpointer:
             raise ConfigError(
                 f"run={run!r}: the run folder is on a disk; give Checkpointer(FOLDER, store={run!r})"
             )
-        if compressor is None:
+        if compressor is not None and reproducible:
             raise ConfigError(
-                "Checkpointer needs compressor=TopK(density=...) from lowdiff.compressors; "
-                "training without compression (LowDiff+) is not built yet"
+                "reproducible=True is for training without compression; compressed gradients are "
+                "always summed in rank order"
             )
         if snapshot != "atomic":
             raise ConfigError(f'snapshot must be "atomic", got {snapshot!r}')
         self._settings = Settings(
             run=Path(run).absolute(),
-            compressor=compressor,
+            compressor=Dense(reproducible) if compressor is None else compressor,
             **cadence(snapshot_every, batch_size, tuning),
             staging=None if staging is None else Path(staging).absolute(),
             store=store,
@@ -189,6 +194,7 @@ class Checkpointer:
             self._was_preempted = False
             self._signals = SignalWatch(self._session.preempt)
         except BaseException:
+            self._session.stager.stop()
             self._session.stager.writer.stop()
             self._let_go(self._opened)
             raise
@@ -326,6 +332,7 @@ class Checkpointer:
             "rank": opened.ranks.rank,
             **opened.session.stager.counters.document(),
             **writer_document(writer.read_status()),
+            **opened.session.stager.figures(),
             "durable_step": opened.session.stager.durable_step,
             "committed_step": opened.session.committed_step,
             "attach_seconds": self._attach_seconds,

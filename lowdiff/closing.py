@@ -26,6 +26,7 @@ def finish(opened: Opened, *, failed: bool) -> None:
     session = opened.session
     if not failed and session.has_finished_step and not session.is_taken_over:
         session.commit()
+    session.stager.stop()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
     session.stager.meter.end("failed" if failed else "closed")
     session.stager.writer.finish(_FINISH_SECONDS)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lowdiff.layout import bits, flat
+from lowdiff.layout import bits, flat, shard_owners
 from lowdiff.types import Digest, Layout
 
 NUM_SLICES = 64
@@ -50,6 +50,33 @@ class Digester:
             world_size: Number of ranks, each of which checks another slice.
         """
         start, stop = self.slice_of(step, rank, world_size)
+        return Digest(start, stop, self.value(parameters, start, stop))
+
+    def pieces_of(self, rank: int, world_size: int) -> list[tuple[int, int]]:
+        """Ranges ``[start, stop)`` of the layout that hold only parameters that a rank owns."""
+        owners = shard_owners(self._layout, world_size)
+        owned: list[tuple[int, int]] = []
+        for spec, owner in zip(self._layout.parameters, owners, strict=True):
+            if owner == rank and owned and owned[-1][1] == spec.offset:
+                owned[-1] = owned[-1][0], spec.stop
+            elif owner == rank:
+                owned.append((spec.offset, spec.stop))
+        return [
+            (first, min(first + self._length, stop))
+            for start, stop in owned
+            for first in range(start, stop, self._length)
+        ]
+
+    def digest_of(
+        self, parameters: Sequence[torch.Tensor], pieces: Sequence[tuple[int, int]], step: int
+    ) -> Digest | None:
+        """Digest of the piece due at this step; None if there are none.
+
+        A replica holds one rank's share of the parameters and can check no other.
+        """
+        if not pieces:
+            return None
+        start, stop = pieces[step % len(pieces)]
         return Digest(start, stop, self.value(parameters, start, stop))
 
     def value(self, tensors: Sequence[torch.Tensor | None], start: int, stop: int) -> int:

@@ -140,3 +140,14 @@ def _refuse_unsupported(name: str, parameter: torch.nn.Parameter) -> None:
             f"parameter {name!r} does not cover its memory densely (layout {parameter.layout}, "
             f"strides {tuple(parameter.stride())}); make it contiguous before attach"
         )
+
+
+def shard_owners(layout: Layout, world_size: int) -> list[int]:
+    """Which rank stores each parameter and its optimizer state: balanced by bytes."""
+    load = [0] * world_size
+    owners = [0] * len(layout.parameters)
+    sizes = [spec.nbytes for spec in layout.parameters]
+    for parameter in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owners[parameter] = load.index(min(load))
+        load[owners[parameter]] += sizes[parameter]
+    return owners

@@ -17,6 +17,7 @@ from lowdiff.attached import Attached
 from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.given import Given
+from lowdiff.layout import shard_owners
 from lowdiff.persistence.budget import Room, StagingNeed, existing_part, log_cap, room_at
 from lowdiff.persistence.durable import make_directory
 from lowdiff.settings import Settings
@@ -27,6 +28,8 @@ _MIN_CHUNK_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 64 << 20
 #: Chunks without which a log cannot work: one that is written, one that is read, one to spare.
 _LEAST_CHUNKS = 3
+#: Of a replica's queue: each takes one step of a large model, or many of a small one.
+_QUEUE_CHUNKS = 6
 #: Tensors of a parameter's size that an optimizer may make in its first step.
 _STATE_TENSORS = 2
 
@@ -61,9 +64,12 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
         StorageError: If it cannot fit.
         ConfigError: If the folder is a file.
     """
-    kept = settings.compressor.residual_layout(given.attached.layout)
-    residual_bytes = NUM_SLOTS * sum(spec.nbytes for spec in kept.parameters)
-    need, chunk_bytes = _need(given, ranks.world_size, residual_bytes)
+    if settings.has_replica:
+        need, chunk_bytes = replica_need(given, ranks.world_size)
+    else:
+        kept = settings.compressor.residual_layout(given.attached.layout)
+        residual_bytes = NUM_SLOTS * sum(spec.nbytes for spec in kept.parameters)
+        need, chunk_bytes = _need(given, ranks.world_size, residual_bytes)
     root = settings.staging_root
     cap, error = _cap(root, need, ranks)
     errors = [text for text in ranks.gather(error) if text]
@@ -95,15 +101,20 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, str]:
     except StorageError as error:
         return 0, str(error)
     _logger.info(
-        "rank %d: staging at %s takes up to %.1f MiB (residual %.1f, snapshot about %.1f, log %.1f), "
-        "shared with %d other rank(s); %.1f MiB are free",
+        "rank %d: staging at %s takes up to %.1f MiB (residual %.1f, snapshot about %.1f, replica "
+        "%.1f, log %.1f), shared with %d other rank(s); %.1f MiB are free",
         ranks.rank,
         root,
         *(
             x / 2**20
-            for x in (need.residual_bytes + need.snapshot_bytes + cap, need.residual_bytes)
+            for x in (
+                need.least_bytes - need.least_log_bytes + cap,
+                need.residual_bytes,
+                need.snapshot_bytes,
+                need.replica_bytes,
+                cap,
+            )
         ),
-        *(x / 2**20 for x in (need.snapshot_bytes, cap)),
         len(here) - 1,
         room.free_bytes / 2**20,
     )
@@ -117,7 +128,13 @@ def _room(root: Path) -> Room:
 
 
 def _numbers(need: StagingNeed) -> list[int]:
-    return [need.residual_bytes, need.snapshot_bytes, need.log_bytes, need.least_log_bytes]
+    return [
+        need.residual_bytes,
+        need.snapshot_bytes,
+        need.log_bytes,
+        need.least_log_bytes,
+        need.replica_bytes,
+    ]
 
 
 def _need(given: Given, world_size: int, residual_bytes: int) -> tuple[StagingNeed, int]:
@@ -133,6 +150,33 @@ def _need(given: Given, world_size: int, residual_bytes: int) -> tuple[StagingNe
         snapshot_bytes=(model_bytes + state_bytes + averages) // world_size + model_bytes + items,
         log_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
         least_log_bytes=_LEAST_CHUNKS * chunk_bytes,
+    )
+    return need, chunk_bytes
+
+
+def replica_need(given: Given, world_size: int) -> tuple[StagingNeed, int]:
+    """What one rank needs with a replica (LowDiff+), and the length of its chunks.
+
+    Of the state, one copy that is stepped, one that waits for the disk, and for as long as the
+    first step takes, or a snapshot of the trainer's, a third.
+    """
+    layout = given.attached.layout
+    owners = shard_owners(layout, world_size)
+    shares = [0] * world_size
+    for spec, owner in zip(layout.parameters, owners, strict=True):
+        shares[owner] += spec.nbytes
+    model_bytes = sum(shares)
+    state_bytes = max(_STATE_TENSORS * model_bytes, _state_bytes(given.attached))
+    factor = 1 + state_bytes / model_bytes + len(given.averages)
+    items = sum(tensor.nbytes for tensor in given.tracker.tensors.values())
+    share = int(max(shares) * factor) + items
+    chunk_bytes = max(shares) + _MIN_CHUNK_BYTES
+    need = StagingNeed(
+        residual_bytes=0,
+        snapshot_bytes=share,
+        log_bytes=_QUEUE_CHUNKS * chunk_bytes,
+        least_log_bytes=_LEAST_CHUNKS * chunk_bytes,
+        replica_bytes=2 * share,
     )
     return need, chunk_bytes
 

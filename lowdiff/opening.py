@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from lowdiff.agreement import Ranks, refuse_disagreement
 from lowdiff.attached import Attached
 from lowdiff.averages import Averages, followed_names
-from lowdiff.capture import LARGE_ITEM_BYTES, ItemTracker, Stateful
+from lowdiff.capture import Stateful, name_large_items
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch
@@ -24,6 +24,7 @@ from lowdiff.given import Given, watch
 from lowdiff.history import Story, story_of
 from lowdiff.memory import Memory, agree_on_memory
 from lowdiff.meter import RecoveryClock
+from lowdiff.persistence.adoption import has_replica
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.fences import create_run, known_run_id, new_run_id, write_fence
@@ -37,6 +38,7 @@ from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.recovery.optimizers import settle_kernels
 from lowdiff.remote import fetch_from_store, run_in_store
+from lowdiff.replicating import begin_replicated
 from lowdiff.residuals import StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.run_lock import RunLock
@@ -139,7 +141,11 @@ def _shared_catalog(
 
     Durable files become part of this rank's run folder; staged ones are needed only now.
     """
-    chunks = [(f"{s.root.name}/{path.name}", path) for s in stages for _, path in s.chunks()]
+    chunks = [
+        (f"{s.root.name}/{path.name}", path)
+        for s in stages
+        for path in [*(path for _, path in s.chunks()), *s.replica_files()]
+    ]
     ranks.share_files(chunks, imported / run_id)
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
         ranks.share_files(_visible(settings.run, pattern), settings.run)
@@ -158,9 +164,12 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     """
     stages = staging_of_run(settings.staging_root, settings.folder, run_id)
     for stage in stages:
-        lock = FileLock(stage.writer_lock)
+        # Where there is a replica, the writer only persists what the replica holds in memory.
+        lock = FileLock(stage.replica_lock if has_replica(stage) else stage.writer_lock)
         if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
             lock.release()
+        elif has_replica(stage):
+            raise RunInUse(stage.root, lock.holder(), settings.lock_seconds)
         else:
             _logger.warning("%s still works on %s; going on", lock.holder(), stage.root)
     return stages
@@ -289,15 +298,16 @@ def _begin(
                 settings, given, ranks, fence, start, memory, staging, lock, undo, story
             )
             # G3 holds from the return of attach: what it starts from is durable by then.
-            if start.needs_snapshot:
+            if start.needs_snapshot or settings.has_replica:
                 session.snapshot(required=True)
+            if start.needs_snapshot:
                 session.stager.wait_for_snapshot()
-            if start.continues:
+            if start.continues and not settings.has_replica:
                 session.stager.wait_for_adoption()
-            if settings.store is not None:
+            if settings.store is not None and (start.needs_snapshot or not settings.has_replica):
                 session.stager.wait_for_store(start.step)
         if ranks.rank == 0:
-            _name_large_items(given.tracker)
+            name_large_items(given.tracker)
         opened = Opened(session, lock, staging_lock, ranks, staging, start.items)
         undo.pop_all()
     return opened
@@ -318,7 +328,7 @@ def _session(
     """This rank's writer and session; ``undo`` learns how to take them back."""
     attached = given.attached
     kept = settings.compressor.residual_layout(attached.layout)
-    if attached.device.type == "cpu":
+    if attached.device.type == "cpu" and kept.parameters:
         residual: RotatingResidual = StagedResidual(staging.residual, kept)
     else:
         residual = RotatingResidual.zeros(kept, attached.device)
@@ -345,10 +355,13 @@ def _session(
             flush_seconds=settings.flush_seconds,
             retention=settings.retention,
             store=settings.store,
+            has_replica=settings.has_replica,
         )
     )
     undo.callback(writer.stop)
-    stager = Stager(log, writer, settings, ranks.rank, ranks.world_size)
+    begin = begin_replicated if settings.has_replica else Stager
+    stager = begin(log, writer, settings, ranks.rank, ranks.world_size)
+    undo.callback(stager.stop)
     stager.begin(start.step, story, attached.layout)
     session = Session(
         attached=attached,
@@ -369,15 +382,6 @@ def _session(
     )
     undo.callback(session.detach)
     return session
-
-
-def _name_large_items(tracker: ItemTracker) -> None:
-    large = {name: size for name, size in tracker.sizes().items() if size > LARGE_ITEM_BYTES}
-    if large:
-        _logger.info(
-            "a step logs these whole if it changes them: %s",
-            ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items()),
-        )
 
 
 def _new_staging(settings: Settings, staging: StagingFolder) -> FileLock:

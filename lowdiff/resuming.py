@@ -25,8 +25,7 @@ from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.damage import judge
-from lowdiff.recovery.engine import recover_from
-from lowdiff.recovery.plan import plan_recovery
+from lowdiff.recovery.engine import newest_step, recover_from
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.state import RNG_ITEM, STATEFUL_ITEM, RecoveredState, inherit
 from lowdiff.residuals import read_residual
@@ -151,11 +150,11 @@ def recover_together(
         return None  # new, or its only trainer died before its first snapshot was durable
     # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
     with ranks.together():
-        target = plan_recovery(catalog, step).step if ranks.rank == 0 else -1
+        target = newest_step(catalog, step) if ranks.rank == 0 else -1
     target = ranks.gather(target)[0]
     options = ReplayOptions(num_workers=_workers_per_rank(ranks), progress=clock.progress)
     with ranks.together():
-        plan_recovery(catalog, target)
+        newest_step(catalog, target)
         check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
         return recover_from(catalog, target, options)
 

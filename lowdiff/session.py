@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowdiff.attached import Attached, hyper_parameters
+from lowdiff.attached import Attached, copied_groups, hyper_parameters, number_or_none
 from lowdiff.averages import Averages
 from lowdiff.capture import ItemTracker, restore_random_states
 from lowdiff.compressors.feedback import RotatingResidual
@@ -78,6 +78,7 @@ class Session:
         self._shares_constants = shares_constants
         self._digester = Digester(attached.layout)
         self.scaling = scaling
+        self._pieces = self._digester.pieces_of(rank, world_size)
         self._base_step = step
         self._stepped: dict[int, OptimizerStep] = {}
         self._finished: set[int] = set()
@@ -85,12 +86,12 @@ class Session:
         self._unstaged: Differential | None = None
         self._changed_outside = False
         self._is_signalled = False
-        self._all_preempted = False
+        self._all_preempted = self._is_prepared = False
         self._is_taken_over = False
         self._heeded_step = -1
         self._tried_snapshot_step = -1
         self._warned: set[str] = set()
-        self._committed_groups = [_copied(hyper_parameters(o)) for o in attached.optimizers]
+        self._committed_groups = [copied_groups(hyper_parameters(o)) for o in attached.optimizers]
         self._committed_held = attached.held()
         tracker.start(items)
         self._stage_base()
@@ -132,6 +133,8 @@ class Session:
                 "checkpointer.steps(...)"
             )
         # Every rank sent its gradients of this step, so every rank had staged the one before.
+        if self._world_size > 1 and self._settings.has_replica:
+            self.stager.show(self.step, self.step)  # a replica applies what is committed
         self.committed_step = self.step
         # The optimizer holds a reference to itself in front of the caller's arguments.
         self._changed_outside |= self._guard.before_step(
@@ -145,9 +148,9 @@ class Session:
         self._absent.update(self._attached.absent(index))
         self._stepped[index] = OptimizerStep(
             stepped=True,
-            consumed=_copied(hyper_parameters(optimizer)),
-            grad_scale=_number(getattr(optimizer, "grad_scale", None)),
-            found_inf=_number(getattr(optimizer, "found_inf", None)),
+            consumed=copied_groups(hyper_parameters(optimizer)),
+            grad_scale=number_or_none(getattr(optimizer, "grad_scale", None)),
+            found_inf=number_or_none(getattr(optimizer, "found_inf", None)),
         )
 
     def _compress_in_place(self, gradients: list[torch.Tensor | None]) -> None:
@@ -204,7 +207,7 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self.stager.cadence.is_due(self.step) or self._can_catch_up(notes):
+        elif self._is_snapshot_due(notes):
             self._tried_snapshot_step = self.step
             self.stager.cadence.snapshot_taken(self.step)
             self.snapshot()
@@ -247,11 +250,7 @@ class Session:
 
     def _warn_about_accumulation(self) -> None:
         """A body without a step whose gradients are kept for the next one cannot be resumed."""
-        gradients = [p.grad for p in self._attached.parameters if p.grad is not None]
-        # After an overflow that a scaler skipped, they are not finite and of no further use.
-        if any(bool(g.any()) for g in gradients) and all(
-            bool(g.isfinite().all()) for g in gradients
-        ):
+        if self._attached.holds_gradients:
             self._warn_once(
                 f"step {self.step + 1} ended without optimizer.step() and with gradients: if they "
                 "are accumulated for the next step, a resumed run will lack them; run all "
@@ -278,16 +277,16 @@ class Session:
 
     def _differential(self) -> Differential:
         after = [hyper_parameters(o) for o in self._attached.optimizers]
-        self._committed_groups = [_copied(groups) for groups in after]
+        self._committed_groups = [copied_groups(groups) for groups in after]
         steps = []
         for index, groups in enumerate(after):
             done = self._stepped.get(index)
             if done is None:
-                steps.append(OptimizerStep(stepped=False, consumed=_copied(groups)))
+                steps.append(OptimizerStep(stepped=False, consumed=copied_groups(groups)))
             elif same(list(done.consumed), list(groups)):
                 steps.append(done)
             else:
-                steps.append(replace(done, committed=_copied(groups)))
+                steps.append(replace(done, committed=copied_groups(groups)))
         self._committed_held = self._attached.held()
         self._residual.advance(
             stepped=any(s.stepped and not s.found_inf for s in steps),
@@ -319,6 +318,8 @@ class Session:
     def _digest(self, step: int) -> Digest | None:
         if self._attached.device.type != "cpu":
             return None  # reading parameters back would stop the GPU at every step
+        if self._settings.has_replica:
+            return self._digester.digest_of(self._attached.parameters, self._pieces, step)
         return self._digester.digest(self._attached.parameters, step, self._rank, self._world_size)
 
     def _begin(self) -> None:
@@ -356,6 +357,18 @@ class Session:
             residual=self._residual.mark(),
         )
         self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), base.payload)
+
+    def _is_snapshot_due(self, notes: tuple[int, ...]) -> bool:
+        is_due = self.stager.cadence.is_due(self.step)
+        if self._settings.has_replica:
+            # The replica makes the images for the disk. On CUDA its arithmetic may differ in the
+            # last place, so it begins anew with the trainer's state as often.
+            drifts = self._attached.device.type != "cpu" and is_due
+            # Nothing but an image outlives the machine, and that may be taken away soon.
+            is_last = self.is_preempted and not self._is_prepared
+            self._is_prepared |= is_last
+            is_due = is_last or drifts
+        return is_due or self._can_catch_up(notes)
 
     def _can_catch_up(self, notes: tuple[int, ...]) -> bool:
         """Whether to take a snapshot that a rank owes; it exists only with every rank's shard."""
@@ -410,18 +423,3 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def _copied(groups: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """Groups as they are now: schedulers write into tensors and lists in place."""
-    return tuple(
-        {
-            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-        }
-        for group in groups
-    )
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

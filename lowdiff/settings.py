@@ -84,6 +84,11 @@ class Settings:
         return self.tunes_interval or self.tunes_batch
 
     @property
+    def has_replica(self) -> bool:
+        """Whether gradients are not compressed, so that a replica applies them (LowDiff+)."""
+        return self.compressor.name == "dense"
+
+    @property
     def staging_root(self) -> Path:
         """Where staging is looked for."""
         return default_staging_root(self.run) if self.staging is None else self.staging

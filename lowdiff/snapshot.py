@@ -9,36 +9,11 @@ import torch
 
 from lowdiff.attached import Attached, hyper_parameters
 from lowdiff.capture import ItemTracker
-from lowdiff.layout import byte_view, dtype_name
-from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
-from lowdiff.persistence.values import encode
+from lowdiff.layout import shard_owners
+from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER, RESIDUAL, ImageTensor
+from lowdiff.recovery.images import image_tensor, scalars_image
 from lowdiff.recovery.optimizers import SCALAR_STATE
 from lowdiff.recovery.state import AVERAGE_ITEM
-from lowdiff.types import Layout
-
-_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-
-
-def shard_owners(layout: Layout, world_size: int) -> list[int]:
-    """Which rank stores each parameter and its optimizer state: balanced by bytes."""
-    load = [0] * world_size
-    owners = [0] * len(layout.parameters)
-    sizes = [spec.nbytes for spec in layout.parameters]
-    for parameter in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owners[parameter] = load.index(min(load))
-        load[owners[parameter]] += sizes[parameter]
-    return owners
 
 
 def shard_tensors(
@@ -71,44 +46,32 @@ def shard_tensors(
         if owners[i] != rank:
             continue
         parameter = attached.parameters[i]
-        tensors.append(_image(PARAMETER + spec.name, parameter))
+        tensors.append(image_tensor(PARAMETER + spec.name, parameter))
         entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
         for key, value in entries.items():
             full = isinstance(value, torch.Tensor) and value.shape == parameter.shape
             if full and key not in SCALAR_STATE:
                 name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
-                tensors.append(_image(name, value))
+                tensors.append(image_tensor(name, value))
             else:
                 state[attached.owner[i]].setdefault(spec.name, {})[key] = value
         tensors += [
-            _image(f"{AVERAGE_ITEM}{name}/{spec.name}", values[i])
+            image_tensor(f"{AVERAGE_ITEM}{name}/{spec.name}", values[i])
             for name, values in averages.items()
             if i in values
         ]
     # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
     tensors += [
-        _image(name, value)
+        image_tensor(name, value)
         for name, value in tracker.tensors.items()
         if not (shares_constants and tracker.is_as_started(name))
     ]
-    tensors += [_image(RESIDUAL + name, values) for name, values in residual.items()]
-    scalars = {
-        "groups": [list(hyper_parameters(o)) for o in attached.optimizers],
-        "state": state,
-        "held": list(held),
-        "items": dict(tracker.committed),
-    }
-    data = torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)
-    tensors.append(_image(SCALARS, data))
+    tensors += [image_tensor(RESIDUAL + name, values) for name, values in residual.items()]
+    groups = [list(hyper_parameters(o)) for o in attached.optimizers]
+    tensors.append(scalars_image(groups, state, list(held), dict(tracker.committed)))
     return tensors
 
 
 def constant_images(attached: Attached) -> list[ImageTensor]:
     """The frozen parameters, to be stored once for all snapshots."""
-    return [_image(name, tensor) for name, tensor in attached.frozen.items()]
-
-
-def _image(name: str, tensor: torch.Tensor) -> ImageTensor:
-    host = tensor.detach().cpu().contiguous()
-    data = byte_view(host) if host.numel() else memoryview(b"")
-    return ImageTensor(name, _CODES[dtype_name(host.dtype)], tuple(host.shape), data)
+    return [image_tensor(name, tensor) for name, tensor in attached.frozen.items()]

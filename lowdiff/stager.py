@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from lowdiff.cadence import Cadence
 from lowdiff.counters import Counters
@@ -200,6 +201,13 @@ class Stager:
         if 0 < self._first_dropped and status.durable_snapshot < self._log.dropped_step:
             return min(status.durable_step, self._first_dropped - 1)
         return status.durable_step
+
+    def stop(self) -> None:
+        """Stage nothing more but a last snapshot."""
+
+    def figures(self) -> dict[str, Any]:
+        """Further parts of ``stats()``; for any thread."""
+        return {}
 
     def _owe_for(self, error: StorageError, step: int) -> None:
         # Each try costs the ranks that have the memory a snapshot.

@@ -282,7 +282,7 @@ class Fence:
         incarnation: Number of this life of the run, from 0.
         parent: Incarnation it continues, None for the first.
         base_step: Step it starts from.
-        compressor: Name and settings of the compressor; ``"none"`` never occurs yet.
+        compressor: Name and settings of the compressor; ``"dense"`` means that a replica was kept.
         names: Keys of ``model.state_dict()`` -> name of the parameter or item behind each.
         stateful: Names of the user's stateful objects -> their classes.
         averages: Those of them that average parameters, and are replayed -> names of these.

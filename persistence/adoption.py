@@ -41,8 +41,11 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 if trainer_gone.is_set():
                     break  # the next incarnation's writer will adopt it
             else:
-                asyncio.run(_adopt(settings, stage))
-                stage.remove()
+                if not has_replica(stage):
+                    asyncio.run(_adopt(settings, stage))
+                    stage.remove()
+                elif FileLock(stage.replica_lock).acquire("adopting writer", timeout_seconds=30.0):
+                    stage.remove()  # its state is the base of this life, which is durable by now
         except (OSError, StorageError) as error:
             if stage.root.exists():  # else another incarnation's writer was faster
                 _logger.warning("cannot adopt %s: %s; it stays in staging", stage.root, error)
@@ -50,6 +53,20 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
         finally:
             lock.release()
     return "; ".join(errors)
+
+
+def has_replica(stage: StagingFolder) -> bool:
+    """Whether the state of that life is kept by a replica, and its log is only what followed."""
+    return stage.replica_status.exists()
+
+
+def has_replica_before(settings: WriterSettings) -> bool:
+    """Whether an earlier incarnation's newest state is in a replica's memory."""
+    root = Path(settings.staging_root)
+    return any(
+        stage.incarnation < settings.incarnation and has_replica(stage)
+        for stage in staging_of_run(root, settings.folder, settings.run_id)
+    )
 
 
 async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:

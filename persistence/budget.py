@@ -27,17 +27,19 @@ class StagingNeed:
         snapshot_bytes: Image of its shard of a full snapshot, an estimate before the first step.
         log_bytes: The log, as long as storage keeps up with a delay of many steps.
         least_log_bytes: The log, where memory is short: training waits for storage earlier.
+        replica_bytes: A replica's state, and a copy of it while the disk takes it (LowDiff+).
     """
 
     residual_bytes: int
     snapshot_bytes: int
     log_bytes: int
     least_log_bytes: int
+    replica_bytes: int = 0
 
     @property
     def least_bytes(self) -> int:
         """Without this much nothing works."""
-        return self.residual_bytes + self.snapshot_bytes + self.least_log_bytes
+        return self.residual_bytes + self.snapshot_bytes + self.least_log_bytes + self.replica_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
             f"staging needs {_mib(least)} at {room.root} for {len(needs)} rank(s) of this machine "
             f"({_mib(sum(n.residual_bytes for n in needs))} residuals, "
             f"{_mib(sum(n.snapshot_bytes for n in needs))} snapshot images, "
+            f"{_mib(sum(n.replica_bytes for n in needs))} replicas, "
             f"{_mib(sum(n.least_log_bytes for n in needs))} logs), but {_mib(room.free_bytes)} are "
             f"free{_limited(room)}; enlarge it (docker: --shm-size), free it with "
             "`lowdiff gc --staging`, or pass Checkpointer(..., staging=OTHER_FOLDER)"

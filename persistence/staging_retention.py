@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.errors import LowDiffError, NotARun
-from lowdiff.persistence.catalog import last_segment
+from lowdiff.persistence.adoption import has_replica
+from lowdiff.persistence.catalog import complete_snapshots, last_segment
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import Owner
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.replica_status import read_replica_status
 from lowdiff.persistence.staging import staged_records
 
 
@@ -59,7 +61,10 @@ def clear_staging(
 
 def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
     """Decide; a folder that may go is locked for as long as ``held`` lasts."""
-    for lock in (FileLock(stage.trainer_lock), FileLock(stage.writer_lock)):
+    paths = [stage.trainer_lock, stage.writer_lock]
+    if has_replica(stage):
+        paths.append(stage.replica_lock)
+    for lock in map(FileLock, paths):
         if not lock.acquire(f"process {os.getpid()}, clearing staging memory"):
             return _verdict(stage, f"in use by {lock.holder()}", is_in_use=True)
         held.callback(lock.release)
@@ -68,7 +73,9 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
         for _, record in staged_records(stage)
         if record.header.kind is RecordKind.DIFFERENTIAL
     ]
-    if not steps:
+    if has_replica(stage):
+        steps.append(read_replica_status(stage.replica_status).step)
+    if max(steps, default=-1) < 0:
         return _verdict(stage, "it holds no step", goes=True)
     owner = Owner.read(stage)
     if owner is None:
@@ -85,6 +92,12 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
         return _verdict(stage, f"the run cannot be read: {error}")
     found = last_segment(folder, stage.incarnation, stage.rank)
     durable = -1 if found is None else found[1]
+    if has_replica(stage):
+        # Its steps are durable only in snapshots, of this life or of one that went on from it.
+        found_there = complete_snapshots(folder, stage.run_id)
+        durable = max(
+            (s.step for s in found_there if s.incarnation >= stage.incarnation), default=-1
+        )
     if durable >= max(steps):
         return _verdict(stage, f"its steps are all in {owner.run}", goes=True)
     first = max(durable + 1, min(steps))

@@ -56,8 +56,9 @@ class Uploader:
         self._old: frozenset[Path] = frozenset()
         self._notes: dict[str, bytes] = {}
         self._last = settings.base_step
-        self._is_base_there = False
-        self._needed_snapshot = -1
+        # With a replica all that counts is one snapshot of this life.
+        self._is_base_there = settings.has_replica
+        self._needed_snapshot = settings.base_step if settings.has_replica else -1
         self._adopted = asyncio.Event()
         self._snapshots_passed = asyncio.Event()
         self._new_segments, self._new_snapshots = asyncio.Event(), asyncio.Event()
@@ -281,7 +282,7 @@ class Uploader:
                 if incarnation == settings.incarnation and file.rank == settings.rank:
                     newest = max(step, self._page.status.remote_snapshot)
                     self._page.update(remote_snapshot=newest)
-                    self._publish_step(self._last)
+                    self._publish_step(newest if settings.has_replica else self._last)
         if uploaded and settings.retention is not None:
             await self._collect()
         if not self._snapshots_passed.is_set():

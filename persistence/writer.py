@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,11 +26,12 @@ from crc32c import crc32c
 
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.events import log_event
-from lowdiff.persistence.adoption import adopt_predecessors
+from lowdiff.persistence.adoption import adopt_predecessors, has_replica_before
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.durable import fsync_directory, write_json
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef
 from lowdiff.persistence.histogram import Histogram
+from lowdiff.persistence.images import StagedImage, durable_image, is_free, newer_images
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.measurements import Recorder, gather_measurements, write_measurements
 from lowdiff.persistence.memory import read_view
@@ -65,15 +66,6 @@ _COPY_BYTES = 4 << 20
 _Work = TypeVar("_Work")
 
 
-@dataclass(frozen=True, slots=True)
-class _SnapshotMark:
-    """A staged image waits to be persisted."""
-
-    step: int
-    bytes: int
-    checksum: int
-
-
 class Writer:
     """Makes one staging folder durable."""
 
@@ -81,12 +73,14 @@ class Writer:
         self._settings = settings
         self._tail = LogTail(settings.staging)
         self._codec = Codec()
-        self._queue: asyncio.Queue[Batch | _SnapshotMark | None] = asyncio.Queue(maxsize=2)
+        self._queue: asyncio.Queue[Batch | StagedImage | None] = asyncio.Queue(maxsize=2)
         # A restarted writer goes on after what its predecessor made durable.
         durable = durable_step(
             settings.folder, settings.incarnation, settings.rank, settings.base_step
         )
         snapshot = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
+        if settings.has_replica:
+            durable = max(snapshot, durable_image(settings))
         self._status = _status_page(settings, durable, snapshot)
         self._batch_seconds = Histogram(self._status.status.batch_seconds)
         self._batch_began = 0.0
@@ -133,16 +127,17 @@ class Writer:
         adoption = asyncio.create_task(self._adopt())
         try:
             # Whatever fails unexpectedly ends the process; the trainer notices and starts another.
-            await asyncio.gather(self._encode(), self._persist())
+            source = self._follow_images() if self._settings.has_replica else self._encode()
+            await asyncio.gather(source, self._persist())
         finally:
             self._trainer_gone.set()  # or the process would wait for the adopting thread
         await adoption
 
     async def _adopt(self) -> None:
         """Take over what dead predecessors left, once this log names the residual it needs."""
-        while not self._has_begun.is_set() and not self._trainer_gone.is_set():
+        while not self._may_adopt() and not self._trainer_gone.is_set():
             await asyncio.sleep(_POLL_SECONDS)
-        while self._has_begun.is_set():
+        while self._may_adopt():
             try:
                 error = await asyncio.to_thread(
                     adopt_predecessors, self._settings, self._trainer_gone
@@ -180,6 +175,30 @@ class Writer:
         except (OSError, LowDiffError) as error:
             _logger.warning("rank %d: measurements are not kept: %s", settings.rank, error)
 
+    def _may_adopt(self) -> bool:
+        """Whether what earlier incarnations left is not needed any more once it is durable."""
+        if self._status.status.durable_snapshot >= self._settings.base_step:
+            return True
+        # What a replica held is durable only as this life's first snapshot.
+        is_begun = self._has_begun.is_set() and not self._settings.has_replica
+        return is_begun and not has_replica_before(self._settings)
+
+    async def _follow_images(self) -> None:
+        """Persist the images that trainer and replica make; differentials are the replica's."""
+        staging = self._settings.staging
+        marked = self._status.status.durable_snapshot
+        while True:
+            gone = self._is_trainer_gone() and is_free(staging.replica_lock)
+            new = newer_images(staging, marked)
+            for snapshot in new:
+                marked = snapshot.step
+                await self._queue.put(snapshot)
+            if not new:
+                if gone:
+                    break
+                await asyncio.sleep(_POLL_SECONDS)
+        await self._queue.put(None)
+
     async def _encode(self) -> None:
         """Turn records into batches: ``b`` of them, or fewer after ``flush_seconds``."""
         pending: list[RecordRef] = []
@@ -195,7 +214,9 @@ class Writer:
                 if record.header.step > marked:
                     marked = record.header.step
                     await self._flush(pending)
-                    await self._queue.put(_mark(record))
+                    image = self._settings.staging.snapshot
+                    mark = StagedImage(marked, *decode_mark(bytes(record.meta)), image)
+                    await self._queue.put(mark)
             elif record is not None and record.header.step > self._status.status.durable_step:
                 oldest = oldest if pending else time.monotonic()
                 pending.append(record)
@@ -237,7 +258,7 @@ class Writer:
         """Write batches in order; a snapshot is copied beside them."""
         copying: asyncio.Task[None] | None = None
         while (work := await self._queue.get()) is not None:
-            if isinstance(work, _SnapshotMark):
+            if isinstance(work, StagedImage):
                 if copying is not None:
                     await copying
                 self._segments.roll()
@@ -300,7 +321,7 @@ class Writer:
         )
         self._wake_uploader()
 
-    async def _snapshot(self, mark: _SnapshotMark) -> None:
+    async def _snapshot(self, mark: StagedImage) -> None:
         await self._retrying(self._persist_snapshot, mark)
         settings = self._settings
         if settings.retention is not None:
@@ -311,7 +332,7 @@ class Writer:
             except (OSError, LowDiffError) as error:
                 _logger.warning("rank %d: old files stay: %s", settings.rank, error)
 
-    async def _persist_snapshot(self, mark: _SnapshotMark) -> None:
+    async def _persist_snapshot(self, mark: StagedImage) -> None:
         settings = self._settings
         began = time.monotonic()
         folder = settings.folder.snapshot(settings.incarnation, mark.step)
@@ -342,7 +363,11 @@ class Writer:
         self._recorder.publish()
         status = self._status.status
         self._status.update(
-            durable_snapshot=mark.step, snapshot_bytes=status.snapshot_bytes + mark.bytes
+            durable_step=max(status.durable_step, mark.step)
+            if settings.has_replica
+            else status.durable_step,
+            durable_snapshot=mark.step,
+            snapshot_bytes=status.snapshot_bytes + mark.bytes,
         )
         text = f"rank {settings.rank}: the snapshot of step {mark.step} is durable"
         log_event(_logger, logging.INFO, "snapshot_durable", text, step=mark.step, bytes=mark.bytes)
@@ -352,8 +377,8 @@ class Writer:
         if self._uploader is not None:
             self._uploader.wake()
 
-    async def _copy_image(self, mark: _SnapshotMark, partial: Path) -> None:
-        source = read_view(self._settings.staging.snapshot)[: mark.bytes]
+    async def _copy_image(self, mark: StagedImage, partial: Path) -> None:
+        source = read_view(mark.image)[: mark.bytes]
         checksum = 0
         async with aiofiles.open(partial, "wb") as file:
             for start in range(0, mark.bytes, _COPY_BYTES):
@@ -390,10 +415,6 @@ def _status_page(settings: WriterSettings, durable_step: int, durable_snapshot: 
         closed=False,
     )
     return StatusPage(path, now)
-
-
-def _mark(record: RecordRef) -> _SnapshotMark:
-    return _SnapshotMark(record.header.step, *decode_mark(bytes(record.meta)))
 
 
 def main(arguments: Sequence[str]) -> int:

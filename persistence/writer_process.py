@@ -177,7 +177,7 @@ class WriterProcess:
                 stderr=log,
                 start_new_session=True,
                 cwd="/",  # `-m` looks there first: no module of the user's may shadow ours
-                env={**os.environ, "PYTHONPATH": _import_path()},
+                env={**os.environ, "PYTHONPATH": import_path()},
             )
 
     def _wait_for_status(self) -> StatusReader:
@@ -198,7 +198,7 @@ class WriterProcess:
         raise WriterFailed(f"the writer process did not start; its log says:\n{log}")
 
 
-def _import_path() -> str:
+def import_path() -> str:
     """Where this very lowdiff is found, ahead of whatever the environment says."""
     here = str(Path(__file__).parent.parent.parent)
     package = Path(sys.modules["lowdiff"].__file__ or here).parent.parent

@@ -45,6 +45,8 @@ class WriterSettings:
         store: URL of the run in an object store, if it is to be there as well.
         store_patience_seconds: How long a store may stay away once the trainer is gone.
         folder_patience_seconds: How long the run folder may.
+        has_replica: Whether a replica applies the differentials (LowDiff+), so that only images
+            are made durable.
     """
 
     run: str
@@ -61,6 +63,7 @@ class WriterSettings:
     store: str | None = None
     store_patience_seconds: float = 60.0
     folder_patience_seconds: float = 600.0
+    has_replica: bool = False
 
     @property
     def folder(self) -> RunFolder:

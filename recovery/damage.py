@@ -99,11 +99,21 @@ def first_gap(catalog: Catalog, base: int, last: int) -> Finding | None:
 
 
 def last_kept(catalog: Catalog, base: int, last: int) -> int:
-    """``last``, or the step before the first one after ``base`` that retention removed."""
+    """``last``, or the step before the first one after ``base`` that is not there by intent.
+
+    Retention removed it, or a replica used it up (LowDiff+).
+    """
     step, owner, _ = _first_missing(catalog, base, last)
-    if step is None or owner is None or not catalog.collected.holds(owner, step):
+    if step is None or owner is None:
         return last
-    return step - 1
+    if catalog.collected.holds(owner, step) or _has_replica(catalog, owner):
+        return step - 1
+    return last
+
+
+def _has_replica(catalog: Catalog, incarnation: int) -> bool:
+    found = catalog.incarnations.get(incarnation)
+    return found is not None and found.fence.compressor["name"] == "dense"
 
 
 def _first_missing(catalog: Catalog, base: int, last: int) -> tuple[int | None, int | None, int]:
@@ -122,7 +132,7 @@ def _first_missing(catalog: Catalog, base: int, last: int) -> tuple[int | None, 
 def lost_after(catalog: Catalog, last: int) -> list[Finding]:
     """The step after the newest recoverable one, if a rank that lacks it has later ones."""
     for span in spans_of(catalog):
-        if span.owns(last + 1):
+        if span.owns(last + 1) and not _has_replica(catalog, span.incarnation):
             for rank in range(span.world_size):
                 steps = catalog.records.get((span.incarnation, rank), {})
                 if last + 1 not in steps and max(steps, default=0) > last + 1:

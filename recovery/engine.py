@@ -15,8 +15,9 @@ from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import was_removed
 from lowdiff.recovery.damage import judge
+from lowdiff.recovery.in_memory import MemoryPlan, carry_out_in_memory, plan_in_memory
 from lowdiff.recovery.load import load_snapshot
-from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
+from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
 from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.sizing import check_memory
 from lowdiff.recovery.state import RecoveredState
@@ -86,6 +87,8 @@ def _recover(
         _logger.warning("%s", finding.message)
 
     def act(seen: Catalog) -> RecoveredState:
+        if plan_best(seen, step) is not None:
+            return recover_from(seen, step, options or ReplayOptions())
         plan = plan_recovery(seen, step)
         how = reporting(options, progress, 0, len(plan.steps))
         return recover_from(seen, plan.step, how)
@@ -126,8 +129,37 @@ def look_again(
     return act(catalog)
 
 
+def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | None:
+    """The way from what replicas left in memory, where it leads further than the disk, or as far."""
+    memory = plan_in_memory(catalog, step)
+    ranges = recoverable(catalog)
+    if memory is None or (ranges and memory.step < ranges[-1][1] and step is None):
+        return None
+    return memory
+
+
+def newest_step(catalog: Catalog, step: int | None) -> int:
+    """The step that `recover_from` leads to.
+
+    Raises:
+        StepNotFound: If there is none, or ``step`` is given and cannot be reached.
+    """
+    memory = plan_best(catalog, step)
+    return plan_recovery(catalog, step).step if memory is None else memory.step
+
+
 def recover_from(catalog: Catalog, step: int | None, options: ReplayOptions) -> RecoveredState:
-    """`recover` with a catalog at hand. A damaged snapshot is passed over for an older one."""
+    """`recover` with a catalog at hand.
+
+    What replicas left in memory comes first, where it leads as far; a damaged snapshot is passed
+    over for an older one.
+    """
+    memory = plan_best(catalog, step)
+    if memory is not None:
+        try:
+            return carry_out_in_memory(catalog, memory, options)
+        except (DamagedFile, ReplayMismatch) as error:
+            _logger.warning("%s; going back to what is on disk", error)
     while True:
         plan = plan_recovery(catalog, step)
         try:

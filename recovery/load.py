@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,34 +46,12 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
     Raises:
         DamagedFile: If a shard is not what was written.
     """
-    state = RecoveredState(
-        step=snapshot.step,
-        fence=fence,
-        parameters={},
-        optimizers=[],
-        items=[],
-        held=(),
-        residual_marks=[None] * fence.world_size,
-        residuals=[],
-        base_step=snapshot.step,
-    )
+    state = empty_state(snapshot.step, fence)
+    state.residual_marks = [None] * fence.world_size
     specs = {spec.name: spec for spec in fence.layout.parameters}
-    constants = _load_constants(RunFolder(snapshot.run), fence)
+    constants = load_constants(RunFolder(snapshot.run), fence)
     for manifest in snapshot.manifests:
-        path = check_shard(snapshot.folder, manifest)
-        try:
-            tensors = load_file(path)
-            scalars = decode(tensors.pop(SCALARS).numpy().tobytes())
-            _add_shard(state, tensors, scalars, specs, constants)
-        except (
-            SafetensorError,
-            BadEncoding,
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as error:
-            raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
+        _read_shard(check_shard(snapshot.folder, manifest), state, constants)
     for name in fence.averages:
         item = STATEFUL_ITEM + name
         if len({int(decode(i[item])["n_averaged"]) for i in state.items if item in i}) > 1:
@@ -87,7 +66,53 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
     return state
 
 
-def _load_constants(folder: RunFolder, fence: Fence) -> dict[str, bytes]:
+def empty_state(step: int, fence: Fence) -> RecoveredState:
+    """A state to which shards are added."""
+    return RecoveredState(
+        step=step,
+        fence=fence,
+        parameters={},
+        optimizers=[],
+        items=[],
+        held=(),
+        residual_marks=[],
+        residuals=[],
+        base_step=step,
+    )
+
+
+def load_shard(path: Path, step: int, fence: Fence) -> RecoveredState:
+    """What one rank's image holds, without the frozen parameters that are stored apart.
+
+    Raises:
+        DamagedFile: If it is no image.
+    """
+    state = empty_state(step, fence)
+    state.residual_marks = [None]
+    _read_shard(path, state, {})
+    state.averages = {name: state.averages.get(name, {}) for name in fence.averages}
+    return state
+
+
+def _read_shard(path: Path, state: RecoveredState, constants: Mapping[str, bytes]) -> None:
+    specs = {spec.name: spec for spec in state.fence.layout.parameters}
+    try:
+        tensors = load_file(path)
+        scalars = decode(tensors.pop(SCALARS).numpy().tobytes())
+        _add_shard(state, tensors, scalars, specs, constants)
+    except (
+        SafetensorError,
+        BadEncoding,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OSError,
+    ) as error:
+        raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
+
+
+def load_constants(folder: RunFolder, fence: Fence) -> dict[str, bytes]:
     """The frozen parameters that all snapshots of an incarnation share, as items."""
     if not fence.constants:
         return {}

@@ -93,6 +93,20 @@ def plan_recovery(catalog: Catalog, step: int | None = None) -> RecoveryPlan:
     return RecoveryPlan(target, incarnation, base, planned)
 
 
+def steps_after(catalog: Catalog, base: int, last: int | None) -> tuple[PlannedStep, ...]:
+    """The unbroken sequence of replayable steps after ``base``, up to ``last``."""
+    spans = spans_of(catalog)
+    steps: list[PlannedStep] = []
+    step = base + 1
+    while last is None or step <= last:
+        planned = _planned(catalog, spans, step)
+        if planned is None:
+            break
+        steps.append(planned)
+        step += 1
+    return tuple(steps)
+
+
 def spans_of(catalog: Catalog) -> tuple[Span, ...]:
     """Which incarnation owns which steps of the run's history."""
     return lineage({n: incarnation.fence for n, incarnation in catalog.incarnations.items()})

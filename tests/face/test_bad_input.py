@@ -38,7 +38,7 @@ def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compressor": None}, r"compressor=TopK\(density"),
+        ({"reproducible": True}, "always summed in rank order"),
         ({"snapshot": "fuzzy"}, 'snapshot must be "atomic"'),
         ({"snapshot_every": 0}, "snapshot_every counts steps, at least 1, got 0"),
         ({"batch_size": -2}, "batch_size counts steps, at least 1, got -2"),

@@ -51,7 +51,7 @@ class Campaign:
         """Live once without interruption."""
         whole = self.folder / "whole"
         whole.mkdir(parents=True)
-        for pid in self.zygote.spawn(whole, self.until, self.world_size):
+        for pid in self._spawn(whole):
             _wait_for_end(pid, whole)
         for rank in range(self.world_size):
             lines = _lines(whole, rank)
@@ -66,7 +66,7 @@ class Campaign:
         self.outcome.rounds += 1
         # A killed writer's trainer lives on, and is killed in the end of the round as well.
         begin = _size(target)
-        pids = self.zygote.spawn(target, self.until, self.world_size)
+        pids = self._spawn(target)
         if number % _EARLY_KILLS == 0:
             time.sleep(self.chance.random() * _EARLY_SECONDS)
         else:
@@ -81,6 +81,9 @@ class Campaign:
             _wait_for_end(pid, target)
         self._check(f"round {number}, {kind}", target)
         self.outcome.found[f"{kind} of {self.world_size}"] += 1
+
+    def _spawn(self, folder: Path) -> list[int]:
+        return self.zygote.spawn(folder, self.until, self.world_size)
 
     def _kill(self, kind: str, pids: Sequence[int]) -> None:
         writers = [child for pid in pids for child in child_processes(pid)]
@@ -142,7 +145,7 @@ def kills(folder: Path, rounds: int, *, world_size: int = 1, seed: int = 0) -> O
                 campaign.round(number)
     finally:
         zygote.close()
-        _wait_for_writers(folder)
+        wait_for_writers(folder)
     return outcome
 
 
@@ -183,7 +186,7 @@ def _wait_for_end(pid: int, folder: Path) -> None:
         time.sleep(0.005)
 
 
-def _wait_for_writers(folder: Path) -> None:
+def wait_for_writers(folder: Path) -> None:
     """Writers outlive their trainers; whoever deletes their folder waits for them."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while any(str(folder).encode() in words for words in _command_lines()):
@@ -196,4 +199,5 @@ def _command_lines() -> list[bytes]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             found.append(path.read_bytes())
-    return [words for words in found if b"lowdiff.persistence.writer" in words]
+    ours = b"lowdiff.persistence.writer", b"lowdiff.recovery.replica"
+    return [words for words in found if any(module in words for module in ours)]

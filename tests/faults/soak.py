@@ -31,6 +31,7 @@ from tests.faults.fuzz import fuzz, fuzz_guided
 from tests.faults.kills import kills
 from tests.faults.outcome import Outcome
 from tests.faults.power import power_failures
+from tests.faults.replica_kills import replica_kills
 from tests.faults.storage import storage_troubles
 from tests.faults.stranger import HOSTILE, mutations, strangers
 
@@ -53,6 +54,8 @@ def campaigns(folder: Path, scale: float, seed: int) -> list[Callable[[], Outcom
     return [
         lambda: kills(folder / "kills", size(200, 3), seed=seed),
         lambda: kills(folder / "kills", size(50, 2), world_size=2, seed=seed),
+        lambda: replica_kills(folder / "replicas", size(100, 2), seed=seed),
+        lambda: replica_kills(folder / "replicas", size(30, 1), world_size=2, seed=seed),
         lambda: cuts(victims, every=every, seed=seed),
         lambda: flips(victims, size(10_000, 50), seed=seed),
         lambda: resumptions(victims, size(400, 4), folder, seed=seed),

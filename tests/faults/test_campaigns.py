@@ -11,6 +11,7 @@ import torch
 from lowdiff.errors import DamagedFile
 from tests.faults import damage, fuzz, kills, peers, power, soak, storage, stranger
 from tests.faults.outcome import Outcome
+from tests.faults.replica_kills import replica_kills
 from tests.faults.victim import TinyTraining, Victim, checkpointer_for
 
 pytestmark = pytest.mark.launch
@@ -38,6 +39,20 @@ def test_no_committed_step_is_lost_to_sigkill_at_random_instants(tmp_path: Path)
 @pytest.mark.slow
 def test_no_committed_step_of_two_ranks_is_lost_to_sigkill(tmp_path: Path) -> None:
     expect_nothing_lost(kills.kills(tmp_path, 3, world_size=2, seed=4), 3)
+
+
+def test_no_committed_step_is_lost_with_a_replica(tmp_path: Path) -> None:
+    outcome = replica_kills(tmp_path, 3, seed=4)
+    expect_nothing_lost(outcome, 3)
+    assert outcome.found.keys() == {"trainer of 1", "writer of 1", "both of 1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_committed_step_is_lost_to_ten_kills_with_a_replica(
+    tmp_path: Path, world_size: int
+) -> None:
+    expect_nothing_lost(replica_kills(tmp_path, 10, world_size=world_size, seed=5), 10)
 
 
 def test_files_cut_anywhere_lead_to_an_exact_step_or_a_named_error(victims: list[Victim]) -> None:

@@ -79,10 +79,14 @@ def digest_of(state: RecoveredState) -> str:
 
 def checkpointer_for(run: Path, staging: Path, **settings: Any) -> lowdiff.Checkpointer:
     """Small batches and frequent snapshots, so that little training exercises much."""
-    chosen = {"snapshot_every": 5, "batch_size": 2, "retention": None, **settings}
-    return lowdiff.Checkpointer(
-        run, compressor=TopK(0.1, dense_below=16), staging=staging, **chosen
-    )
+    chosen: dict[str, Any] = {
+        "compressor": TopK(0.1, dense_below=16),
+        "snapshot_every": 5,
+        "batch_size": 2,
+        "retention": None,
+        **settings,
+    }
+    return lowdiff.Checkpointer(run, staging=staging, **chosen)
 
 
 @dataclass

@@ -40,12 +40,15 @@ class Zygote:
             start_new_session=True,
         )
 
-    def spawn(self, folder: Path, until: int, world_size: int = 1) -> list[int]:
+    def spawn(
+        self, folder: Path, until: int, world_size: int = 1, *, compressed: bool = True
+    ) -> list[int]:
         """Start one life of the run in ``folder``; returns the process ids, by rank."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         port = _free_port() if world_size > 1 else 0
-        print(folder, until, world_size, port, file=self._process.stdin, flush=True)
+        words = (folder, until, world_size, port, int(compressed))
+        print(*words, file=self._process.stdin, flush=True)
         return [int(pid) for pid in self._process.stdout.readline().split()]
 
     def close(self) -> None:
@@ -66,25 +69,28 @@ def _free_port() -> int:
 def _serve() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are not waited for
     for line in sys.stdin:
-        folder, until, world_size, port = line.split()
+        folder, until, world_size, port, compressed = line.split()
         pids = []
         for rank in range(int(world_size)):
             pid = os.fork()
             if pid == 0:
-                _live(Path(folder), int(until), rank, int(world_size), int(port))
+                ranks = rank, int(world_size), int(port)
+                _live(Path(folder), int(until), *ranks, compressed=compressed == "1")
             pids.append(pid)
         sys.stdout.write(" ".join(map(str, pids)) + "\n")
         sys.stdout.flush()
 
 
-def _live(folder: Path, until: int, rank: int, world_size: int, port: int) -> None:
+def _live(
+    folder: Path, until: int, rank: int, world_size: int, port: int, *, compressed: bool
+) -> None:
     """The child's whole life; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     output = os.open(folder / f"output.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (0, 1, 2):
         os.dup2(output if stream else os.open(os.devnull, os.O_RDONLY), stream)
     try:
-        _train(folder, until, rank, world_size, port)
+        _train(folder, until, rank, world_size, port, compressed=compressed)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -92,7 +98,9 @@ def _live(folder: Path, until: int, rank: int, world_size: int, port: int) -> No
     os._exit(0)
 
 
-def _train(folder: Path, until: int, rank: int, world_size: int, port: int) -> None:
+def _train(
+    folder: Path, until: int, rank: int, world_size: int, port: int, *, compressed: bool
+) -> None:
     torch.set_num_threads(1)
     training = TinyTraining()
     model: torch.nn.Module = training.model
@@ -102,7 +110,10 @@ def _train(folder: Path, until: int, rank: int, world_size: int, port: int) -> N
         )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         model = DistributedDataParallel(model)
-    checkpointer = checkpointer_for(folder / "run", folder / "staging", retention=RETENTION)
+    settings = {} if compressed else {"compressor": None, "snapshot_every": 10}
+    checkpointer = checkpointer_for(
+        folder / "run", folder / "staging", retention=RETENTION, **settings
+    )
     report = os.open(folder / f"report.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     resumed = checkpointer.attach(model, training.optimizer, **training.stateful)
     os.write(report, f"resumed {resumed} {training.digest()}\n".encode())

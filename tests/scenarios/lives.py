@@ -18,6 +18,7 @@ import torch
 import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.persistence.values import encode
+from lowdiff.replicating import ReplicatedStager
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import Builder, Training
 
@@ -29,7 +30,7 @@ class Kill:
     Attributes:
         step: Step whose optimizer has run on all ranks when the processes die.
         staged_by: Ranks that had also committed it; the others died just before.
-        writers: Whether the writer processes die as well, with batches in their memory.
+        writers: Whether writers and replicas die as well, with batches in their memory.
     """
 
     step: int
@@ -101,14 +102,18 @@ def abandon(checkpointer: lowdiff.Checkpointer, kill: Kill) -> None:
     """Leave a checkpointer as SIGKILL would: nothing flushed, nothing closed in order."""
     opened = checkpointer._opened
     assert opened is not None
-    process = opened.session.stager.writer._process
-    if kill.writers:
-        os.kill(process.pid, signal.SIGKILL)
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()  # what the kernel does when the trainer dies
-    if kill.writers:
-        process.wait()
+    stager = opened.session.stager
+    processes = [stager.writer._process]
+    if isinstance(stager, ReplicatedStager):
+        processes.append(stager.replica._process)
+    for process in processes:
+        if kill.writers:
+            os.kill(process.pid, signal.SIGKILL)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()  # what the kernel does when the trainer dies
+        if kill.writers:
+            process.wait()
     opened.session.detach()
     opened.lock.release()
     opened.staging_lock.release()

@@ -1,0 +1,364 @@
+"""What a checkpoint at every step costs without compression: the same training with and without it.
+
+    python -m benches.bench_lowdiff_plus --out DIR [--smoke]
+
+The arms take turns step by step, in ABBA order, in one process, on equal models and equal batches; a
+twin of the arm without checkpoints is measured in the same way (A/A) and subtracted. The trainer has
+one core and one thread, replica and writer the others. For comparison a few steps each are followed by
+``torch.save`` and by ``torch.distributed.checkpoint.async_save``, which waits for the save before.
+
+At the end the replica is killed, the state is read back from its memory into fresh tensors, timed
+against a plain copy of as many bytes, and compared with the live state bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from matplotlib.axes import Axes
+
+import lowdiff
+from benches.bench_overhead import Batch, Trainee
+from benches.harness import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    RED,
+    Pair,
+    Result,
+    abba,
+    arguments,
+    excess,
+    machine,
+    overhead,
+    pin,
+    timed,
+    write,
+)  # fmt: skip
+from benches.runs import Places, places
+from lowdiff.demo.data import batch_for_step, load_corpus
+from lowdiff.demo.model import GPTConfig
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.values import same
+from lowdiff.recovery.engine import recover_from
+from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.state import RecoveredState
+from lowdiff.replicating import ReplicatedStager
+
+TARGET = 0.05
+RESTART_TARGET = 1.5
+_MODEL = GPTConfig(layers=6, heads=6, width=384, dropout=0.0)
+_SMOKE_MODEL = GPTConfig(layers=2, heads=2, width=64, dropout=0.0)
+_REPEATS = 5
+
+
+class Bench:
+    """The models, and how they take turns."""
+
+    def __init__(self, args: argparse.Namespace, where: Places) -> None:
+        self.config = _SMOKE_MODEL if args.smoke else _MODEL
+        self._args = args
+        self._tokens = load_corpus().train
+        self._batches = 0
+        first = self.batch()
+        self.plain, self.twin, self.checked, self.saved = (
+            Trainee(self.config, first, seed=args.seed, fused=args.fused) for _ in range(4)
+        )
+        self.checkpointer = lowdiff.Checkpointer(
+            where.run,
+            snapshot_every=args.snapshot_every,
+            staging=where.staging,
+            on_error="raise",
+        )
+        self.checkpointer.attach(self.checked.model, self.checked.optimizer)
+        self.checked.end_step = self.checkpointer.commit
+
+    @property
+    def stager(self) -> ReplicatedStager:
+        """What hands the steps to the replica."""
+        assert self.checkpointer._opened is not None
+        stager = self.checkpointer._opened.session.stager
+        assert isinstance(stager, ReplicatedStager)
+        return stager
+
+    def turns(self) -> tuple[list[Pair], list[Pair]]:
+        """Two A/B pairs and two A/A pairs on the same two batches."""
+        two = [self.batch(), self.batch()]
+
+        def arm(trainee: Trainee) -> Callable[[], float]:
+            batches = iter(two)
+            return lambda: trainee.step(next(batches))
+
+        pairs = list(abba(arm(self.checked), arm(self.plain)))
+        return pairs, list(abba(arm(self.twin), arm(self.plain)))
+
+    def others(self, folder: Path, steps: int) -> dict[str, list[float]]:
+        """Seconds of steps that are followed by a full save, by the way of saving."""
+        trainee = self.saved
+        saving: Any = None
+
+        def state() -> dict[str, Any]:
+            return {"m": trainee.model.state_dict(), "o": trainee.optimizer.state_dict()}
+
+        found: dict[str, list[float]] = {"torch.save": [], "async_save": []}
+        for _ in range(steps):
+            batch = self.batch()
+            found["torch.save"].append(
+                trainee.step(batch) + timed(lambda: torch.save(state(), folder / "state.pt"))
+            )
+        store = dist.FileStore(str(folder / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        for number in range(steps):
+            batch = self.batch()
+            begun = time.perf_counter()
+            trainee.step(batch)
+            if saving is not None:
+                saving.result()
+            saving = dcp.async_save(state(), checkpoint_id=folder / f"dcp-{number % 2}")
+            found["async_save"].append(time.perf_counter() - begun)
+        if saving is not None:
+            saving.result()
+        dist.destroy_process_group()
+        return found
+
+    def batch(self) -> Batch:
+        """The next batch."""
+        self._batches += 1
+        return batch_for_step(
+            self._tokens,
+            step=self._batches,
+            rank=0,
+            world_size=1,
+            seed=self._args.seed,
+            batch_size=self._args.sequences,
+            context=self.config.context,
+        )
+
+
+def copied(state: RecoveredState) -> list[torch.Tensor]:
+    """Every tensor of a state, in memory of its own, as loading it makes them."""
+    tensors = list(state.parameters.values())
+    for entries in state.optimizers[0].state.values():
+        tensors += [value for value in entries.values() if isinstance(value, torch.Tensor)]
+    return cloned(tensors)
+
+
+def cloned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A plain copy."""
+    return [tensor.clone() for tensor in tensors]
+
+
+def restart(trainee: Trainee, where: Places) -> tuple[float, float]:
+    """Seconds to read the newest step from the replica's memory, and to copy as much as it is."""
+
+    def recovered() -> tuple[RecoveredState, list[torch.Tensor]]:
+        state = recover_from(
+            scan(RunFolder(where.run), [where.staging]), None, ReplayOptions(num_workers=1)
+        )
+        return state, copied(state)
+
+    reading, copying = [], []
+    for _ in range(_REPEATS):
+        begun = time.perf_counter()
+        state, tensors = recovered()
+        reading.append(time.perf_counter() - begun)
+        copying.append(timed(partial(cloned, tensors)))
+    live = dict(trainee.model.named_parameters())
+    for name, tensor in state.tensors().items():
+        assert same(tensor, live[name].detach()), f"{name} was not recovered"
+    recovered_state, expected = state.optimizer_state_dict(), trainee.optimizer.state_dict()
+    assert same(recovered_state["state"], expected["state"]), "the optimizer was not recovered"
+    return statistics.median(reading), statistics.median(copying)
+
+
+def staged_bytes(where: Places) -> int:
+    """What lies in memory files now."""
+    sizes = []
+    for path in where.staging.rglob("*"):
+        try:
+            sizes.append(path.stat().st_blocks * 512 if path.is_file() else 0)
+        except FileNotFoundError:  # an image that was given back
+            continue
+    return sum(sizes)
+
+
+def update_seconds(trainee: Trainee) -> float:
+    """What the optimizer alone takes of a step."""
+    return statistics.median(timed(trainee.optimizer.step) for _ in range(_REPEATS))
+
+
+def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Result:
+    """Take all turns, check the outcome, and work out the figures."""
+    facts = machine()
+    pin(cores[:1])
+    torch.set_num_threads(1)
+    bench = Bench(args, where)
+    stager = bench.stager
+    for process in (stager.replica.pid, stager.writer.pid):
+        pin(cores[1:] or cores, process)
+    for _ in range(args.warm_up_pairs // 2):
+        bench.turns()
+    while bench.checkpointer.stats()["replica_lag_steps"]:
+        time.sleep(0.01)  # until it has come up
+    before = bench.checkpointer.stats()
+    pairs: list[Pair] = []
+    null_pairs: list[Pair] = []
+    memory, lags = [], []
+    for done in range(0, args.pairs, 2):
+        measured, null = bench.turns()
+        pairs += measured
+        null_pairs += null
+        memory.append(staged_bytes(where))
+        lags.append(bench.checkpointer.stats()["replica_lag_steps"])
+        if done % 10 == 0:
+            print(f"pair {done} of {args.pairs}: {pairs[-1][0]:.3f} s, {pairs[-1][1]:.3f} s")
+    after = bench.checkpointer.stats()
+    assert after["replica_restarts"] == 0, "the replica died and was started again"
+    with tempfile.TemporaryDirectory(dir=args.out) as folder:
+        others = bench.others(Path(folder), args.others)
+    while bench.checkpointer.stats()["replica_lag_steps"]:
+        time.sleep(0.01)
+
+    opened = bench.checkpointer._opened
+    assert opened is not None
+    stager.stop()
+    stager.writer.stop()
+    opened.staging_lock.release()  # as if the trainer had died as well
+    reading, copying = restart(bench.checked, where)
+    for twin, checked in zip(
+        bench.twin.model.parameters(), bench.checked.model.parameters(), strict=True
+    ):
+        assert same(twin.detach(), checked.detach()), "checkpointing changed training"
+    opened.session.detach()
+    update = update_seconds(bench.plain)
+    for trainee in (bench.plain, bench.twin, bench.checked):
+        trainee.assert_sane()
+
+    estimate = overhead(pairs, null_pairs, seed=args.seed)
+    model_bytes = sum(p.nbytes for p in bench.checked.model.parameters())
+    step = statistics.median(plain for _, plain in pairs)
+    return Result(
+        name="lowdiff_plus",
+        settings={
+            **{key: value for key, value in vars(args).items() if key != "out"},
+            "parameters": model_bytes // 4,
+            "optimizer": "AdamW, gradients clipped at norm 1",
+            "trainer_core": cores[0],
+            "replica_cores": list(cores[1:] or cores),
+        },
+        seed=args.seed,
+        machine=facts,
+        samples={
+            "checkpointed_and_plain_seconds": pairs,
+            "twin_and_plain_seconds": null_pairs,
+            **{f"{name}_seconds": values for name, values in others.items()},
+            "staging_bytes": memory,
+            "lag_steps": lags,
+        },
+        summary={
+            "overhead_median": estimate.median,
+            "overhead_upper95": estimate.upper95,
+            "null_median": estimate.null_median,
+            **{
+                f"overhead_of_{name.replace('.', '_')}": statistics.median(values) / step - 1
+                for name, values in others.items()
+            },
+            "step_seconds": step,
+            "step_over_update": step / update,
+            "replica_seconds_per_step": (after["replica_seconds_per_step"]),
+            "largest_lag_steps": max(lags),
+            "waiting_seconds": after["waiting_seconds"] - before["waiting_seconds"],
+            "training_thread_ms_per_step": 1000
+            * (after["training_thread_seconds"] - before["training_thread_seconds"])
+            / args.pairs,
+            "restart_seconds": reading,
+            "copy_seconds": copying,
+            "restart_over_copy": reading / copying,
+            "model_bytes": model_bytes,
+            "largest_staging_bytes": max(memory),
+            # Parameters and two moments; images come and go.
+            "largest_staging_over_state": max(memory) / (3 * model_bytes),
+            "bit_identical": True,  # asserted above
+        },
+    )
+
+
+def draw(axes: Axes, result: Result) -> None:
+    """Every pair's excess as a dot, and the medians of other ways to save at every step."""
+    summary = result.summary
+    plain = statistics.median(p for _, p in result.samples["checkpointed_and_plain_seconds"])
+    rows: list[tuple[str, list[float], str]] = [
+        ("without against without (A/A)", excess(result.samples["twin_and_plain_seconds"]), MUTED),
+        ("LowDiff+", excess(result.samples["checkpointed_and_plain_seconds"]), BLUE),
+        *(
+            (name, [s / plain - 1 for s in result.samples[f"{name}_seconds"]], INK)
+            for name in ("async_save", "torch.save")
+        ),
+    ]
+    for height, (_, values, colour) in enumerate(rows):
+        percent = sorted(100 * value for value in values)
+        spread = [height + 0.25 * (i % 9 - 4) / 4 for i in range(len(percent))]
+        axes.plot(percent, spread, "o", color=colour, markersize=4, alpha=0.6)
+        median = statistics.median(percent)
+        axes.plot([median, median], [height - 0.38, height + 0.38], color=colour, linewidth=2.5)
+    axes.axvline(100 * TARGET, color=RED, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.set_xscale("symlog", linthresh=10)
+    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
+    axes.set_xlabel(
+        f"time of a step over that of one without checkpoints, excess in %; a step takes "
+        f"{summary['step_seconds']:.2f} s; bar: median",
+        color=INK,
+    )
+    good = summary["overhead_upper95"] <= TARGET
+    axes.set_title(
+        f"Every step in a replica costs {100 * summary['overhead_median']:.1f} % of it "
+        f"(95 % bound: {100 * summary['overhead_upper95']:.1f} %)",
+        loc="left", color=GREEN if good else INK, fontsize=11.5, fontweight="bold", pad=10,
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the bench."""
+    parser = arguments((__doc__ or "").split("\n")[0])
+    parser.add_argument("--pairs", type=int, default=60, help="A/B pairs; as many A/A pairs")
+    parser.add_argument("--warm-up-pairs", type=int, default=6)
+    parser.add_argument("--others", type=int, default=10, help="steps with each other way to save")
+    parser.add_argument("--snapshot-every", type=int, default=20, help="steps between images")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences per training batch")
+    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.pairs, args.warm_up_pairs, args.others = 6, 2, 2
+    if args.pairs % 2 or args.warm_up_pairs % 2:
+        parser.error("pairs come in twos: ABBA")
+    args.out.mkdir(parents=True, exist_ok=True)
+    with places(Path(args.out)) as where:
+        result = measure(args, where, sorted(os.sched_getaffinity(0)))
+    write(result, args.out, draw)
+    summary = result.summary
+    for name, bound, target in (
+        ("overhead, upper 95 % bound", summary["overhead_upper95"], TARGET),
+        ("restart over a plain copy", summary["restart_over_copy"], RESTART_TARGET),
+    ):
+        verdict = "met" if bound <= target else "MISSED"
+        print(f"{name}: {bound:.3f}, target {target}: {verdict}")
+    if summary["step_over_update"] < 5 or summary["step_seconds"] < 0.3:
+        print("too small a step for figures to quote", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Staging for a replica: gradients that are used at once instead of being written every step."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lowdiff.errors import StorageError
+from lowdiff.events import log_event
+from lowdiff.persistence.framing import RecordKind
+from lowdiff.persistence.replica_status import ImageMark, MarkPage, ReplicaSettings
+from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
+from lowdiff.persistence.staging import StagingLog
+from lowdiff.persistence.writer_process import WriterProcess
+from lowdiff.recovery.replica_process import ReplicaProcess
+from lowdiff.settings import Settings
+from lowdiff.stager import Stager
+from lowdiff.types import Payload
+
+_logger = logging.getLogger(__name__)
+
+
+class ReplicatedStager(Stager):
+    """One rank's queue of steps, the replica that empties it, and the writer of its images."""
+
+    def __init__(
+        self,
+        log: StagingLog,
+        writer: WriterProcess,
+        settings: Settings,
+        rank: int,
+        world_size: int,
+        replica: ReplicaSettings,
+    ) -> None:
+        super().__init__(log, writer, settings, rank, world_size)
+        self._marks = MarkPage(log.folder.snapshot_mark)
+        self._step = -1
+        self._holds_image = False
+        self._error_of_replica = ""
+        self.replica = ReplicaProcess(replica)
+
+    def stage(
+        self,
+        kind: RecordKind,
+        step: int,
+        scalars: bytes,
+        payload: Payload,
+        *,
+        rebases: bool = False,
+    ) -> None:
+        """Queue a record for the replica, as soon as there is room.
+
+        With ``backpressure="block"`` training waits for room, and where the newest durable image is
+        two snapshot intervals old. With ``"degrade"`` a step that finds no room is given up, with
+        all that follow, until a fresh snapshot of the trainer's takes their place.
+        """
+        if kind is RecordKind.DIFFERENTIAL:
+            self._forget_image()
+            if self._owes_snapshot and not rebases:
+                self._drop(step)
+                return
+            limit = step - 2 * self._settings.snapshot_every
+            if self._degrades:
+                self.counters.unprotected_steps += self._status().durable_step < limit
+            else:
+                self._wait_for_step(limit)
+
+        size: list[int] = []
+
+        def fits(_: object) -> bool:
+            written = self._log.append(
+                kind,
+                step,
+                scalars,
+                payload.sections,
+                durable_step=self._consumed_step(),
+                rebases=rebases,
+            )
+            size.extend([] if written is None else [written])
+            return written is not None
+
+        if self._degrades and kind is RecordKind.DIFFERENTIAL:
+            if not fits(None):
+                self._drop(step)
+                return
+        else:
+            self._wait_until(fits, "the replica to make room")
+        self._step = step
+        self.counters.staged_bytes += size[0]
+
+    def _forget_image(self) -> None:
+        """Give an image's memory back once the replica has its own copy and the disk has it."""
+        if self._holds_image and not self._is_image_in_use():
+            self._log.folder.snapshot.unlink(missing_ok=True)
+            self._holds_image = False
+
+    def _drop(self, step: int) -> None:
+        if not self._owes_snapshot:
+            log_event(
+                _logger,
+                logging.WARNING,
+                "steps_dropped",
+                f"rank {self._rank}: the replica does not keep up and its queue is full, so steps "
+                f"from {step} on are given up; a full snapshot follows when it has caught up",
+                rank=self._rank,
+                step=step,
+            )
+        self._owes_snapshot = True
+        self.counters.dropped_steps += 1
+
+    def stage_snapshot(
+        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
+    ) -> None:
+        """See ``Stager.stage_snapshot``: the replica begins anew with it, the writer persists it."""
+        if self._degrades and not required and self._is_image_in_use():
+            self._owes_snapshot = True
+            return
+        self._wait_until(lambda _: not self._is_image_in_use(), "the last full snapshot")
+        self._holds_image = False  # the new one takes its place
+        with self.timed("snapshot_seconds"):
+            try:
+                size, checksum = stage_image(self._log.folder.snapshot, tensors())
+            except StorageError as error:
+                if required or (self._raises and self._world_size == 1):
+                    raise
+                self._owe_for(error, step)
+                return
+            self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
+            self._marks.publish(ImageMark(step, size, checksum))
+        self._snapshot_step = step
+        self._holds_image = True
+        self._owes_snapshot = False
+        self._retry_after = 1
+        self._error_of_snapshot = ""
+        self.counters.snapshots += 1
+
+    @property
+    def owes_snapshot(self) -> bool:
+        """Whether steps were given up, or the replica asks for an image."""
+        error = self.replica.status().error
+        if error and error != self._error_of_replica:
+            log_event(
+                _logger,
+                logging.WARNING,
+                "replica_error",
+                f"rank {self._rank}: the replica begins anew with a full snapshot: {error}",
+                rank=self._rank,
+                error=error,
+            )
+            self._owes_snapshot = True
+        self._error_of_replica = error
+        return self._owes_snapshot
+
+    def is_ready_for_snapshot(self, step: int) -> bool:
+        """Whether the replica has used up all before it, and can take an image."""
+        return (
+            step >= self._retry_step
+            and not self._is_image_in_use()
+            and self._consumed_step() >= self._step
+        )
+
+    def stop(self) -> None:
+        """See ``Stager.stop``."""
+        self.replica.stop()
+
+    def figures(self) -> dict[str, Any]:
+        """See ``Stager.figures``: the replica's part of ``stats()``."""
+        status = self.replica.read_status()
+        applied = max(1, status.applied_steps)
+        return {
+            "replica_step": status.step,
+            "replica_lag_steps": max(0, self._step - status.consumed_step),
+            "replica_seconds_per_step": status.apply_seconds / applied,
+            "replica_restarts": self.replica.restarts,
+            "replica_error": status.error,
+            "queue_bytes": self._log.bytes_held,
+        }
+
+    def _consumed_step(self) -> int:
+        return self.replica.status().consumed_step
+
+    def _is_image_in_use(self) -> bool:
+        """Whether the trainer's last image is still to be read by the writer or by the replica."""
+        status = self.replica.status()
+        is_taken = status.image_step >= self._snapshot_step or self.replica.is_stopped
+        return not is_taken or self._status().durable_snapshot < self._snapshot_step
+
+
+def begin_replicated(
+    log: StagingLog, writer: WriterProcess, settings: Settings, rank: int, world_size: int
+) -> ReplicatedStager:
+    """Start a rank's replica, which reads ``log`` and hands its images to ``writer``."""
+    replica = ReplicaSettings(
+        run=str(settings.run),
+        staging_root=str(log.folder.root.parents[1]),
+        run_id=log.folder.run_id,
+        incarnation=log.folder.incarnation,
+        rank=rank,
+        world_size=world_size,
+        trainer_pid=os.getpid(),
+        image_every=settings.snapshot_every,
+        keep_every=(settings.retention and settings.retention.every_steps) or 0,
+        waits=settings.backpressure == "block",
+    )
+    return ReplicatedStager(log, writer, settings, rank, world_size, replica)

@@ -1,0 +1,52 @@
+"""Images of the state that wait in memory to be persisted, by the trainer or by its replica."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowdiff.persistence.catalog import complete_snapshots
+from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.replica_status import read_mark
+from lowdiff.persistence.writer_settings import WriterSettings
+
+
+@dataclass(frozen=True, slots=True)
+class StagedImage:
+    """A staged image waits to be persisted."""
+
+    step: int
+    bytes: int
+    checksum: int
+    image: Path
+
+
+def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
+    """Whole images of later steps, in runs with a replica; oldest first."""
+    sources = (
+        (staging.snapshot_mark, staging.snapshot),
+        (staging.replica_image_mark, staging.replica_image),
+    )
+    found = [(read_mark(page), image) for page, image in sources]
+    new = [
+        StagedImage(mark.step, mark.bytes, mark.checksum, image)
+        for mark, image in found
+        if mark is not None and mark.step > step
+    ]
+    return sorted(new, key=lambda image: image.step)
+
+
+def durable_image(settings: WriterSettings) -> int:
+    """The newest step before this life that is durable whole, or 0."""
+    found = complete_snapshots(settings.folder, settings.run_id)
+    return max((s.step for s in found if s.step <= settings.base_step), default=0)
+
+
+def is_free(path: Path) -> bool:
+    """Whether nobody holds a lock."""
+    lock = FileLock(path)
+    free = lock.acquire(f"writer {os.getpid()}")
+    lock.release()
+    return free

@@ -1,0 +1,151 @@
+"""What a replica tells its trainer and whoever recovers, and which images wait to be persisted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from lowdiff.persistence.page import Page, PageReader
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+
+_ERROR_BYTES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """How far a replica is.
+
+    Attributes:
+        step: The step whose state it holds; -1 before the first image.
+        consumed_step: Records up to here are not needed any more: applied, or of no use.
+        generation: Number of the file that holds its state, -1 for none.
+        image_step: Step of the newest trainer's image that it took over.
+        applied_steps: Steps applied since its process started.
+        apply_seconds: Time spent on them.
+        error: Why it waits for a fresh image, empty when all is well.
+    """
+
+    step: int = -1
+    consumed_step: int = -1
+    generation: int = -1
+    image_step: int = -1
+    applied_steps: int = 0
+    apply_seconds: float = 0.0
+    error: str = ""
+
+
+class ReplicaPage:
+    """The replica's end."""
+
+    def __init__(self, path: Path) -> None:
+        self._page = Page(path)
+        self.status = read_replica_status(path)
+
+    def update(self, **changes: object) -> None:
+        """Change some fields and publish them together."""
+        self.status = replace(self.status, **changes)  # type: ignore[arg-type]
+        error = self.status.error.encode(errors="replace")[:_ERROR_BYTES].decode(errors="ignore")
+        self._page.publish({**asdict(self.status), "error": error})
+
+
+class ReplicaReader:
+    """The other end; keeps the page mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._page = PageReader(path)
+
+    def read(self) -> ReplicaStatus:
+        """The newest whole status."""
+        return ReplicaStatus(**self._page.read())
+
+
+def read_replica_status(path: Path) -> ReplicaStatus:
+    """What a replica said last.
+
+    Raises:
+        FileNotFoundError: If there was none.
+    """
+    return ReplicaReader(path).read()
+
+
+@dataclass(frozen=True, slots=True)
+class ImageMark:
+    """Says that an image is whole.
+
+    Attributes:
+        step: The step it is of.
+        bytes: Its length.
+        checksum: CRC-32C of all of it.
+    """
+
+    step: int
+    bytes: int
+    checksum: int
+
+
+class MarkPage:
+    """Whoever makes images publishes here which one is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._page = Page(path)
+
+    def publish(self, mark: ImageMark) -> None:
+        """The image is whole, and stays until it is durable."""
+        self._page.publish(asdict(mark))
+
+
+def read_mark(path: Path) -> ImageMark | None:
+    """The newest mark; None before the first."""
+    try:
+        content = PageReader(path).read()
+    except FileNotFoundError:
+        return None
+    return ImageMark(**content) if content else None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """All a replica needs to know, as it travels on its command line.
+
+    Attributes:
+        trainer_pid: The process whose end it watches for.
+        image_every: Steps between images for the disk, all ranks alike; 0 for none.
+        keep_every: The same for images that are kept for ever; 0 for none.
+        waits: Whether it waits for the writer where the next image is due and the last one is not
+            durable yet; else it goes on, and that image is left out.
+    """
+
+    run: str
+    staging_root: str
+    run_id: str
+    incarnation: int
+    rank: int
+    world_size: int
+    trainer_pid: int
+    image_every: int
+    keep_every: int
+    waits: bool
+
+    def is_image_due(self, step: int) -> bool:
+        """Whether the disk gets an image of this step, on all ranks alike."""
+        return any(every and step % every == 0 for every in (self.image_every, self.keep_every))
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run folder."""
+        return RunFolder(Path(self.run))
+
+    @property
+    def staging(self) -> StagingFolder:
+        """This incarnation's staging folder."""
+        return StagingFolder.of(Path(self.staging_root), self.run_id, self.incarnation, self.rank)
+
+    def to_json(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ReplicaSettings:
+        """What ``to_json`` made."""
+        return cls(**json.loads(text))

@@ -1,0 +1,289 @@
+"""The replica process: applies every committed step to a copy of one rank's share of the state.
+
+Started by the trainer with ``python -m lowdiff.recovery.replica SETTINGS``, in a session of its own so
+that a launcher's kill does not reach it. The copy lies in memory files that outlive it, so whoever
+comes next needs no surviving process. When its trainer is gone it applies what is committed and
+exits. It never runs ahead of a step that all ranks have staged.
+
+Reference: Yao et al., "LowDiff", arXiv 2509.04084, LowDiff+. There the copy is kept by a thread of
+the trainer and dies with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from crc32c import crc32c
+
+from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, StorageError
+from lowdiff.persistence.catalog import StoredRecord
+from lowdiff.persistence.fences import read_fence
+from lowdiff.persistence.framing import RecordKind, RecordRef
+from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.memory import read_view
+from lowdiff.persistence.page import PageReader
+from lowdiff.persistence.replica_status import (
+    ImageMark,
+    MarkPage,
+    ReplicaPage,
+    ReplicaSettings,
+    read_mark,
+)
+from lowdiff.persistence.snapshots import decode_mark, stage_image
+from lowdiff.persistence.staging import LogTail
+from lowdiff.persistence.status import StatusReader
+from lowdiff.recovery.images import shard_images
+from lowdiff.recovery.load import load_shard
+from lowdiff.recovery.optimizers import settle_kernels
+from lowdiff.recovery.replica_file import ReplicaFile, SlotTooSmall
+from lowdiff.recovery.shard import Shard, contents_of, share_step
+from lowdiff.recovery.state import RecoveredState
+from lowdiff.recovery.unit import Step
+
+_logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.002
+_RETRY_SECONDS = 1.0
+#: What torch and Python say of values of the wrong type, shape or number.
+_UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+
+
+class Replica:
+    """Keeps one rank's share of the state one step behind its trainer, or less."""
+
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self._settings = settings
+        self._staging = settings.staging
+        self._fence = read_fence(settings.folder.fence(settings.incarnation, settings.rank))
+        self._tail = LogTail(self._staging)
+        self._page = ReplicaPage(self._staging.replica_status)
+        self._page.update(applied_steps=0, apply_seconds=0.0)
+        self._trainer = PageReader(self._staging.trainer_status)
+        self._marks = MarkPage(self._staging.replica_image_mark)
+        mark = read_mark(self._staging.replica_image_mark)
+        self._image_step = -1 if mark is None else mark.step
+        self._writer = StatusReader(self._staging.status)
+        self._holds_image = self._staging.replica_image.exists()
+        self._is_trainer_gone = False
+        self._whole = False
+        self._shard: Shard | None = None
+        os.set_blocking(sys.stdin.fileno(), False)
+        if self._look_for_trainer():
+            return  # who recovers found the lock free, and reads the files now
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(self._fence.environment.flush_denormal)
+        settle_kernels()
+        if self._page.status.generation >= 0:
+            self._reopen()
+
+    def run(self) -> None:
+        """Work until the trainer is gone and all that is committed is applied."""
+        record: RecordRef | None = None
+        if self._is_trainer_gone:
+            return
+        while True:
+            gone = self._look_for_trainer()
+            record = record or self._tail.next()
+            if record is None or not self._is_committed(record.header.step):
+                if gone:
+                    return
+                self._forget_image()
+                time.sleep(_POLL_SECONDS)
+                continue
+            try:
+                self._take(record)
+            except StorageError as error:
+                self._report(f"{type(error).__name__}: {error}")
+                if gone:
+                    return
+                time.sleep(_RETRY_SECONDS)
+                if self._page.status.generation >= 0:
+                    self._reopen()
+                continue
+            record = None
+
+    def _look_for_trainer(self) -> bool:
+        """Whether the trainer died, so that nothing more will be staged."""
+        if not self._is_trainer_gone:
+            try:
+                is_closed = not os.read(sys.stdin.fileno(), 64)
+            except BlockingIOError:
+                is_closed = False
+            # Forked DataLoader workers may hold the pipe open after the trainer's death.
+            is_orphan = os.getppid() != self._settings.trainer_pid
+            self._is_trainer_gone = is_closed or is_orphan
+        return self._is_trainer_gone
+
+    def _is_committed(self, step: int) -> bool:
+        """Whether every rank has staged a step: only then can none of them go back behind it."""
+        return self._settings.world_size == 1 or step <= self._trainer.read().get(
+            "committed_step", -1
+        )
+
+    def _take(self, record: RecordRef) -> None:
+        step = record.header.step
+        status = self._page.status
+        if record.header.kind is RecordKind.SNAPSHOT:
+            if step > status.image_step and step >= status.step:
+                self._load(record)
+        elif record.header.kind is RecordKind.DIFFERENTIAL and step > status.consumed_step:
+            shard = self._shard
+            if shard is None or record.header.rebases or step != shard.step + 1:
+                # Only the trainer's next image leads to it.
+                self._page.update(consumed_step=step)
+                return
+            started = time.perf_counter()
+            self._apply(shard, record)
+            if self._shard is not None:
+                self._page.update(
+                    step=step,
+                    consumed_step=step,
+                    applied_steps=self._page.status.applied_steps + 1,
+                    apply_seconds=self._page.status.apply_seconds + time.perf_counter() - started,
+                )
+                self._take_image()
+
+    def _load(self, record: RecordRef) -> None:
+        """Begin anew with the trainer's image, unless a later one has taken its memory."""
+        size, checksum = decode_mark(bytes(record.meta))
+        try:
+            image = read_view(self._staging.snapshot)
+            if len(image) != size or crc32c(image) != checksum:
+                return
+            state = load_shard(self._staging.snapshot, record.header.step, self._fence)
+        except FileNotFoundError:
+            return
+        self._begin(state, image_step=state.step, error="")
+
+    def _apply(self, shard: Shard, record: RecordRef) -> None:
+        number = record.header.step
+        try:
+            # The trainer leaves the record alone until it is consumed.
+            stored = StoredRecord(record, self._staging.root, staged=False)
+            step = share_step(stored, self._fence)
+            self._step(shard, step)
+        except (ReplayMismatch, DamagedFile, *_UNFIT) as error:
+            # Next time in whole tensors: this kernel may not round alike in blocks.
+            self._whole = isinstance(error, ReplayMismatch)
+            if self._whole:
+                torch.set_num_threads(self._fence.environment.num_threads)
+            _logger.warning("step %d: %s", number, error, exc_info=not self._whole)
+            self._forget(number, f"{type(error).__name__}: {error}")
+
+    def _step(self, shard: Shard, step: Step) -> None:
+        """Apply a step in place; or, where that makes state of a new shape, into a new file."""
+        if names := shard.unsettled(step):
+            private = self._privately(step)
+            if any(o.state.get(name) for name in names for o in private.optimizers):
+                self._begin(private)
+                return
+            shard.settle(names)
+        try:
+            shard.apply(step)
+        except SlotTooSmall:
+            self._begin(self._privately(step))
+
+    def _privately(self, step: Step) -> RecoveredState:
+        """The state after a step, in memory of this process."""
+        path = self._staging.replica_state(self._page.status.generation)
+        copy = Shard(ReplicaFile.open(path, private=True), self._fence, journaled=False)
+        copy.apply(step)
+        return copy.state
+
+    def _begin(self, state: RecoveredState, **changes: object) -> None:
+        """Write a state into a new file, and go on there."""
+        before = self._page.status.generation
+        generation = max(before, *self._generations()) + 1
+        path = self._staging.replica_state(generation)
+        try:
+            ReplicaFile.create(path, contents_of(state, whole=self._whole))
+        except StorageError:
+            path.unlink(missing_ok=True)
+            raise
+        self._page.update(
+            step=state.step, consumed_step=state.step, generation=generation, **changes
+        )
+        self._reopen()
+        if before >= 0:
+            self._staging.replica_state(before).unlink()
+
+    def _generations(self) -> list[int]:
+        """Numbers of the files there are, also of one that was never published."""
+        names = [path.name for path in self._staging.root.glob("replica-????????")]
+        return [0, *(int(name.removeprefix("replica-")) for name in names)]
+
+    def _reopen(self) -> None:
+        """Take up the published file, finishing or undoing what was under way."""
+        status = self._page.status
+        path = self._staging.replica_state(status.generation)
+        try:
+            file = ReplicaFile.open(path, private=False)
+            self._shard = Shard(file, self._fence, journaled=True)
+        except DamagedFile as error:
+            self._forget(status.consumed_step, str(error))
+            return
+        if self._shard.step > status.step:
+            self._page.update(step=self._shard.step, consumed_step=self._shard.step)
+
+    def _forget(self, consumed_step: int, error: str) -> None:
+        """What there is cannot be trusted: wait for the trainer's next image."""
+        generation = self._page.status.generation
+        self._shard = None
+        self._page.update(step=-1, generation=-1, consumed_step=consumed_step, error=error)
+        self._staging.replica_state(generation).unlink(missing_ok=True)
+
+    def _report(self, error: str) -> None:
+        if error != self._page.status.error:
+            _logger.warning("rank %d: %s", self._settings.rank, error)
+            self._page.update(error=error)
+
+    def _take_image(self) -> None:
+        """Where one is due, copy the state for the writer to persist at its own pace."""
+        assert self._shard is not None
+        step = self._shard.step
+        if not self._settings.is_image_due(step) or step <= self._page.status.image_step:
+            return
+        while self._writer.read().durable_snapshot < self._image_step:
+            if not self._settings.waits or self._look_for_trainer():
+                return
+            time.sleep(_POLL_SECONDS)
+        try:
+            size, checksum = stage_image(
+                self._staging.replica_image, shard_images(self._shard.state)
+            )
+        except StorageError as error:
+            return self._report(f"no image of step {step}: {error}")
+        self._marks.publish(ImageMark(step, size, checksum))
+        self._image_step = step
+        self._holds_image = True
+
+    def _forget_image(self) -> None:
+        """Give an image's memory back once it is durable."""
+        if self._holds_image and self._writer.read().durable_snapshot >= self._image_step:
+            self._staging.replica_image.unlink(missing_ok=True)
+            self._holds_image = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point of the process."""
+    settings = ReplicaSettings.from_json(arguments[0])
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    lock = FileLock(settings.staging.replica_lock)
+    if not lock.acquire(f"replica {os.getpid()}", timeout_seconds=30.0):
+        _logger.error("another replica holds %s", lock.path)
+        return 1
+    try:
+        Replica(settings).run()
+    except LowDiffError:
+        _logger.exception("rank %d: the replica ends", settings.rank)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""Training without compression has the bits of DDP without a hook, or bits that no bucket changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowdiff.compressors import Dense
+from lowdiff.compressors.dense import DenseReducer
+from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
+from lowdiff.compressors.reproducible import reproducible_mean
+from lowdiff.errors import UsageError
+from lowdiff.hook import HookState, comm_hook
+from lowdiff.layout import bits, canonical_name, layout_of, shard_owners
+from lowdiff.types import Block, Layout
+from tests.scenarios.pool import Pool
+
+NO_RESIDUAL = RotatingResidual([[]] * NUM_SLOTS, Layout(()))
+
+
+def gradients_of(hooked: bool, rank: int, world_size: int) -> list[bytes]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(30, 70), nn.Tanh(), nn.Linear(70, 50), nn.Linear(50, 3))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    if hooked:
+        named = [(canonical_name(n), p) for n, p in ddp.named_parameters()]
+        reducer = Dense().bind(layout_of(named), NO_RESIDUAL, dist.group.WORLD)
+        state = HookState()
+        state.open(reducer, [p for _, p in named])
+        ddp.register_comm_hook(state, comm_hook)
+    found = []
+    for step in range(3):
+        if hooked:
+            reducer.begin(step, audit=False, note=rank)
+        ddp.zero_grad()
+        torch.manual_seed(100 * step + rank)
+        ddp(torch.randn(9, 30)).square().mean().backward()
+        found += [bits(p.grad.flatten()).tobytes() for p in ddp.parameters() if p.grad is not None]
+        if hooked:
+            assert reducer.heard() == (tuple(range(world_size)) if world_size > 1 else ())
+    return found
+
+
+def compare(rank: int, world_size: int) -> bool:
+    return gradients_of(True, rank, world_size) == gradients_of(False, rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_averages_have_the_bits_of_ddp_without_a_hook(pool: Pool, world_size: int) -> None:
+    assert pool.run(compare, world_size) == [True] * world_size
+
+
+def sums(rank: int, world_size: int) -> list[Any]:
+    """The same values summed in one buffer, and in pieces of odd lengths."""
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    everyone = [torch.empty_like(values) for _ in range(world_size)]
+    dist.all_gather(everyone, values)
+    expected = everyone[0] / world_size
+    for other in everyone[1:]:
+        expected += other / world_size
+    whole = reproducible_mean(values.clone(), dist.group.WORLD).wait()
+    pieces = [
+        reproducible_mean(piece.clone(), dist.group.WORLD).wait()
+        for piece in values.split([1, 500, 499, 1])
+    ]
+    return [torch.equal(whole, expected), torch.equal(torch.cat(pieces), expected)]
+
+
+def test_the_reproducible_sum_does_not_depend_on_what_shares_a_buffer(pool: Pool) -> None:
+    assert pool.run(sums, 3) == [[True, True]] * 3
+
+
+def steps_apart(rank: int, world_size: int) -> str:
+    layout = layout_of([("w", nn.Parameter(torch.zeros(4)))])
+    reducer = Dense().bind(layout, NO_RESIDUAL, dist.group.WORLD)
+    reducer.begin(7 + rank, audit=False)
+    buffer = torch.ones(4)
+    reducer.reduce([0], [buffer], buffer).wait()
+    try:
+        reducer.heard()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_in_different_steps_are_told(pool: Pool) -> None:
+    assert all("another step" in text for text in pool.run(steps_apart, 2))
+
+
+def test_every_rank_stores_the_whole_gradient_of_its_own_parameters() -> None:
+    named = [(str(n), nn.Parameter(torch.zeros(n))) for n in (5, 300, 64, 1)]
+    named += [("half", nn.Parameter(torch.zeros(7, dtype=torch.float64)))]
+    layout = layout_of(named)
+    gradients = [torch.randn(p.numel()).to(p.dtype) for _, p in named]
+    compressor = Dense()
+    payloads = []
+    for rank in range(3):
+        reducer = DenseReducer(compressor, layout, None, rank=rank, world_size=3)
+        reducer.begin(1, audit=True)
+        reducer.consume(gradients)
+        payloads.append(reducer.payload())
+    assert sum(p.nbytes for p in payloads) == sum(g.nbytes for g in gradients)
+    decode = compressor.decoder(payloads, layout)
+    for i, gradient in enumerate(gradients):
+        out = torch.zeros_like(gradient)
+        decode(Block(i, 0, gradient.numel()), out)
+        assert torch.equal(out, gradient)
+    assert set(shard_owners(layout, 3)) == {0, 1, 2}

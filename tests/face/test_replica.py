@@ -1,0 +1,219 @@
+"""Training without compression, from the trainer's side: the replica's deaths, doubts and delays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.persistence.staging_retention import clear_staging
+from lowdiff.recovery import recover
+from lowdiff.recovery.verify import verify
+from lowdiff.replicating import ReplicatedStager
+from tests.faults.victim import ONE_WORKER, TinyTraining, digest_of
+from tests.persistence.s3_server import S3Server
+from tests.scenarios.lives import Kill, abandon
+
+_PATIENCE_SECONDS = 100.0
+
+
+class LargerTraining(TinyTraining):
+    """Its queue is full after some twenty steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(8, 12_000), nn.ReLU(), nn.Linear(12_000, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 7, 0.9)
+
+
+class Life:
+    """A checkpointer on a training of its own."""
+
+    def __init__(
+        self, folder: Path, kind: type[TinyTraining] = TinyTraining, **settings: Any
+    ) -> None:
+        self.folder = folder
+        self.training = kind()
+        self.checkpointer = lowdiff.Checkpointer(
+            folder / "run", staging=folder / "staging", **settings
+        )
+        self.resumed = self.checkpointer.attach(
+            self.training.model, self.training.optimizer, **self.training.stateful
+        )
+        self.step = self.resumed
+
+    def run(self, until: int) -> None:
+        for step in range(self.step, until):
+            self.training.step(step)
+            self.checkpointer.commit()
+        self.step = until
+
+    def wait(self, is_there: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait for something in ``stats()``, as a trainer that asks after each step."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not is_there(stats := self.checkpointer.stats()):
+            assert time.monotonic() < deadline, stats
+            self.stager.replica.status()
+            time.sleep(0.01)
+
+    @property
+    def stager(self) -> ReplicatedStager:
+        opened = self.checkpointer._opened
+        assert opened is not None
+        assert isinstance(opened.session.stager, ReplicatedStager)
+        return opened.session.stager
+
+    def kill(self) -> None:
+        abandon(self.checkpointer, Kill(self.step))
+
+    def assert_recovered(self, step: int | None = None) -> None:
+        state = recover(self.folder / "run", staging=self.folder / "staging", options=ONE_WORKER)
+        assert state.step == (self.step if step is None else step)
+        if step is None:
+            assert digest_of(state) == self.training.digest()
+
+
+def test_a_replica_that_dies_is_replaced_and_misses_nothing(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.run(3)
+    life.wait(lambda stats: stats["replica_step"] == 3)
+    os.kill(life.stager.replica.pid, signal.SIGKILL)
+    life.run(9)
+    life.wait(lambda stats: stats["replica_restarts"] == 1 and stats["replica_step"] == 9)
+    assert life.checkpointer.stats()["replica_lag_steps"] == 0
+    life.run(11)
+    life.kill()
+    life.assert_recovered()
+    after = Life(tmp_path)
+    assert after.resumed == 11
+    assert after.training.digest() == life.training.digest()
+    after.run(12)
+    after.checkpointer.close()
+    assert not list((tmp_path / "staging").rglob("replica*"))
+    assert verify(tmp_path / "run", tmp_path / "staging").ok
+
+
+def test_a_replica_that_differs_begins_anew_with_a_fresh_image(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.run(2)
+    life.wait(lambda stats: stats["replica_step"] == 2)
+    for parameter in life.training.model.parameters():
+        parameter.data.mul_(1.5)  # nothing but the checksum of a slice can see it
+    life.run(3)
+    life.wait(lambda stats: "differ from those of the trainer" in stats["replica_error"])
+    while life.checkpointer.stats()["replica_step"] != life.step:
+        assert life.step < 2000
+        life.run(life.step + 1)
+        time.sleep(0.02)
+    assert life.checkpointer.stats()["snapshots"] == 2
+    assert life.checkpointer.stats()["replica_error"] == ""
+    life.run(life.step + 3)
+    life.kill()
+    life.assert_recovered()
+
+
+@pytest.mark.parametrize("backpressure", ["degrade", "block"])
+def test_a_replica_that_stands_still_holds_up_training_or_costs_steps(
+    tmp_path: Path, backpressure: str
+) -> None:
+    life = Life(tmp_path, LargerTraining, backpressure=backpressure, snapshot_every=1000)
+    life.run(2)
+    life.wait(lambda stats: stats["replica_step"] == 2)
+    pid = life.stager.replica.pid
+    os.kill(pid, signal.SIGSTOP)
+    if backpressure == "block":
+        life.run(10)
+        assert life.checkpointer.stats()["replica_lag_steps"] == 8
+        os.kill(pid, signal.SIGCONT)
+        life.run(40)
+        assert life.checkpointer.stats()["dropped_steps"] == 0
+    else:
+        life.run(60)
+        assert life.checkpointer.stats()["dropped_steps"] > 20
+        os.kill(pid, signal.SIGCONT)
+        while life.checkpointer.stats()["replica_step"] != life.step:
+            assert life.step < 5000
+            life.run(life.step + 1)
+            time.sleep(0.02)
+        assert life.checkpointer.stats()["snapshots"] == 2
+    assert life.checkpointer.stats()["queue_bytes"] < 7 * (12_000 * 13 * 4 + (1 << 20))
+    life.run(life.step + 2)
+    life.kill()
+    life.assert_recovered()
+
+
+def test_a_run_may_change_from_and_to_compression(tmp_path: Path) -> None:
+    compressors = [TopK(0.1), None, TopK(0.1), None]
+    digest, expected = "", 0
+    for compressor in compressors:
+        life = Life(tmp_path, compressor=compressor)
+        assert life.resumed == expected
+        assert digest in ("", life.training.digest())
+        life.run(life.step + 4)
+        digest, expected = life.training.digest(), life.step
+        life.kill()
+
+
+def test_the_loss_of_the_memory_leads_back_to_an_image(tmp_path: Path) -> None:
+    life = Life(tmp_path, snapshot_every=4)
+    life.run(6)
+    life.wait(lambda stats: stats["durable_step"] == 4)
+    assert life.checkpointer.stats()["snapshots"] == 1, "the trainer takes none but the base"
+    life.kill()
+    for path in (tmp_path / "staging").rglob("replica*"):
+        path.unlink()
+    life.assert_recovered()  # from the image and what is left of the queue
+    shutil.rmtree(tmp_path / "staging")
+    life.assert_recovered(4)
+
+
+def test_a_preempted_run_makes_an_image_at_once(tmp_path: Path) -> None:
+    life = Life(tmp_path, snapshot_every=1000)
+    life.run(3)
+    assert life.checkpointer._opened is not None
+    life.checkpointer._opened.session.preempt()
+    life.run(5)
+    life.wait(lambda stats: stats["durable_step"] == 4)
+    shutil.rmtree(tmp_path / "staging", ignore_errors=True)
+    life.kill()
+    life.assert_recovered(4)
+
+
+def test_memory_that_holds_a_replica_is_kept_until_a_snapshot_holds_it(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.run(3)
+    life.wait(lambda stats: stats["replica_step"] == 3)
+    life.kill()
+    (verdict,) = clear_staging(tmp_path / "staging")
+    assert not verdict.goes
+    assert "here only" in verdict.reason
+    life.assert_recovered()
+
+
+def test_a_lost_node_is_replaced_from_the_store(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        server = S3Server(environment)
+        url = server.url("replica")
+        life = Life(tmp_path / "lost", snapshot_every=4, store=url)
+        life.run(6)
+        life.wait(lambda stats: stats["remote_step"] == 4)
+        life.kill()
+        after = Life(tmp_path / "new", snapshot_every=4, store=url)
+        assert after.resumed == 4
+        after.run(6)
+        assert after.training.digest() == life.training.digest()
+        after.checkpointer.close()
+        assert after.checkpointer.stats()["remote_step"] == 6
+        server.stop()

@@ -1,0 +1,68 @@
+"""SIGKILL of trainer, replica or both, at random instants: the newest committed step is in memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lowdiff.demo.launch import child_processes
+from lowdiff.recovery import recover
+from tests.faults.kills import Campaign, wait_for_writers
+from tests.faults.outcome import Outcome
+from tests.faults.victim import ONE_WORKER, digest_of
+from tests.faults.zygote import Zygote
+
+
+class ReplicaCampaign(Campaign):
+    """Lives without compression, whose replicas die as well."""
+
+    def _spawn(self, folder: Path) -> list[int]:
+        return self.zygote.spawn(folder, self.until, self.world_size, compressed=False)
+
+    def _kill(self, kind: str, pids: Sequence[int]) -> None:
+        """``"writer"`` is the replica here; the writer of its images dies with every trainer."""
+        children = [child for pid in pids for child in child_processes(pid)]
+        replicas = [child for child in children if "lowdiff.recovery.replica" in _words(child)]
+        victims = {"trainer": list(pids), "writer": replicas, "both": [*pids, *children]}
+        for pid in victims[kind]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _recover(self, what: str, target: Path, last: int) -> None:
+        wait_for_writers(target)
+        state = recover(target / "run", staging=target / "staging", options=ONE_WORKER)
+        if state.step < last:
+            self.outcome.lose(f"{what}: step {last} was committed, {state.step} is the newest")
+        if digest_of(state) != self.reference[0][state.step]:
+            self.outcome.lose(f"{what}: step {state.step} came back with other bits")
+
+
+def replica_kills(folder: Path, rounds: int, *, world_size: int = 1, seed: int = 0) -> Outcome:
+    """Kill a run without compression ``rounds`` times; begin another life where it ends."""
+    words = "one process" if world_size == 1 else f"{world_size} ranks"
+    tried = f"SIGKILL of trainer, replica or both at random instants, {words}"
+    outcome = Outcome(tried, seed)
+    zygote = Zygote()
+    until = 150 + 45 * rounds
+    campaign = ReplicaCampaign(
+        zygote, folder / f"of-{world_size}", world_size, until, outcome, random.Random(seed)
+    )
+    try:
+        with outcome.timed():
+            campaign.prepare()
+            for number in range(rounds):
+                campaign.round(number)
+    finally:
+        zygote.close()
+        wait_for_writers(folder)
+    return outcome
+
+
+def _words(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
