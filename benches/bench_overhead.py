@@ -335,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--warm-up-pairs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=16, help="differentials per write")
     parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--sequences", type=int, default=6, help="sequences per training batch")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences per training batch")
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
     args = parser.parse_args(argv)
     if args.smoke:

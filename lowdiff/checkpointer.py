@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from lowdiff.settings import Settings
 _logger = logging.getLogger(__name__)
 
 _RESTORE = ("all", "model", "none")
+#: The live Checkpointer of each run folder, by process: forked children inherit this.
+_attached: dict[tuple[int, str], Checkpointer] = {}
 
 
 class Checkpointer:
@@ -168,19 +171,26 @@ class Checkpointer:
         started = time.perf_counter()
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         attached = describe(model, optimizers)
+        self._close_earlier()
         if attached.ddp is not None:
             self.hook_state = registered(attached.ddp, self.hook_state)
         self._opened = open_session(
             self._settings, attached, {**self._loaders, **stateful}, restore=restore, step=step
         )
-        self.hook_state.open(self._opened.session.reducer, attached.parameters)
-        # Building a DataLoader's iterator draws from the global generator, so the generators are
-        # set when the first step begins, not now.
-        self._pending_random = self._opened.random_states
-        self._commits = "unknown"
-        self._forward_hook = model.register_forward_pre_hook(self._before_forward)
-        self._was_preempted = False
-        self._signals = SignalWatch(self._session.preempt)
+        try:
+            self.hook_state.open(self._opened.session.reducer, attached.parameters)
+            # Building a DataLoader's iterator draws from the global generator, so the generators
+            # are set when the first step begins, not now.
+            self._pending_random = self._opened.random_states
+            self._commits = "unknown"
+            self._forward_hook = model.register_forward_pre_hook(self._before_forward)
+            self._was_preempted = False
+            self._signals = SignalWatch(self._session.preempt)
+        except BaseException:
+            self._session.stager.writer.stop()
+            self._let_go(self._opened)
+            raise
+        _attached[self._key] = self
         self._attach_seconds = time.perf_counter() - started
         self._say(
             "attached",
@@ -314,6 +324,7 @@ class Checkpointer:
             "rank": opened.ranks.rank,
             **opened.session.stager.counters.document(),
             **writer_document(writer.read_status()),
+            "durable_step": opened.session.stager.durable_step,
             "committed_step": opened.session.committed_step,
             "attach_seconds": self._attach_seconds,
             "large_items": opened.session.large_items,
@@ -369,13 +380,36 @@ class Checkpointer:
             self._final_stats = self.stats()
             self._say("closed", f"{self._settings.run} is closed", step=opened.session.step)
         finally:
-            if self._signals is not None:
-                self._signals.close()
-            self.hook_state.close()
-            if self._forward_hook is not None:
-                self._forward_hook.remove()
-            release(opened)
-            self._opened = None
+            self._let_go(opened)
+
+    @property
+    def _key(self) -> tuple[int, str]:
+        return os.getpid(), os.path.realpath(self._settings.run)
+
+    def _close_earlier(self) -> None:
+        """A notebook's cell run again, say: its old Checkpointer holds the run (design rule R13)."""
+        earlier = _attached.get(self._key)
+        if earlier is not None and earlier._opened is not None:
+            _logger.warning(
+                "%s is still attached in this process; that Checkpointer is closed, without "
+                "committing what it had not",
+                self._settings.run,
+            )
+            earlier._close(failed=True)
+
+    def _let_go(self, opened: Opened) -> None:
+        """Take back what ``attach`` registered, as far as it came."""
+        if self._signals is not None:
+            self._signals.close()
+            self._signals = None
+        self.hook_state.close()
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
+        release(opened)
+        self._opened = None
+        if _attached.get(self._key) is self:
+            del _attached[self._key]
 
     def _say(self, event: str, text: str, **fields: Any) -> None:
         assert self._opened is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from lowdiff.errors import StorageError
 from lowdiff.opening import Opened
 
 _logger = logging.getLogger(__name__)
@@ -18,20 +17,30 @@ def finish(opened: Opened, *, failed: bool) -> None:
 
     Args:
         opened: What runs.
-        failed: Whether an exception ended the training: then nothing is committed.
+        failed: Whether an exception ended the training: then nothing is committed, and neither is
+            it when another trainer has taken over the run.
 
     Raises:
         WriterFailed: If storage does not take everything in time; nothing is lost.
     """
     session = opened.session
-    if not failed and session.has_finished_step:
+    if not failed and session.has_finished_step and not session.is_taken_over:
         session.commit()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
     session.stager.writer.finish(_FINISH_SECONDS)
+    if not is_last_snapshot:
+        return
     # The snapshot exists only with every rank's shard, and one that failed here does not come.
-    if is_last_snapshot and opened.ranks.meet(_MEET_SECONDS):
+    if opened.ranks.meet(_MEET_SECONDS):
         session.committed_step = session.step
         opened.staging.remove()
+    else:
+        _logger.warning(
+            "another rank did not finish its share of the last snapshot within %.0f s, so %s is "
+            "kept; the next attach resumes with its help",
+            _MEET_SECONDS,
+            opened.staging.root,
+        )
 
 
 def release(opened: Opened) -> None:
@@ -56,13 +65,9 @@ def _take_last_snapshot(opened: Opened) -> bool:
             opened.staging.root,
         )
         return False
-    if all(opened.ranks.gather(opened.session.is_as_committed())):
-        error = ""
-        try:
-            opened.session.snapshot(required=True)
-        except StorageError as failure:
-            error = str(failure)
-        failures = list(filter(None, opened.ranks.gather(error)))
+    reasons = list(filter(None, opened.ranks.gather(_why_no_snapshot(opened))))
+    if not reasons:
+        failures = list(filter(None, opened.ranks.gather(_failure_of_snapshot(opened))))
         if failures:
             _logger.warning(
                 "no last snapshot is taken: %s; the next attach resumes with the help of %s",
@@ -71,9 +76,27 @@ def _take_last_snapshot(opened: Opened) -> bool:
             )
         return not failures
     _logger.warning(
-        "the model changed after its last commit (step %d), so no last snapshot is taken; "
-        "the next attach resumes from that commit, with the help of %s",
-        opened.session.step,
+        "%s, so no last snapshot is taken; the next attach resumes from the last commit, with the "
+        "help of %s",
+        reasons[0],
         opened.staging.root,
     )
     return False
+
+
+def _why_no_snapshot(opened: Opened) -> str:
+    if opened.session.is_taken_over:
+        return "another trainer has taken over the run"
+    if not opened.session.is_as_committed():
+        return f"the model changed after its last commit (step {opened.session.step})"
+    return ""
+
+
+def _failure_of_snapshot(opened: Opened) -> str:
+    """Take the snapshot; what went wrong, which the other ranks wait to hear, or nothing."""
+    try:
+        opened.session.snapshot(required=True)
+    except Exception as failure:
+        _logger.debug("the last snapshot failed", exc_info=True)
+        return str(failure) or type(failure).__name__
+    return ""

@@ -20,6 +20,7 @@ from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
+from lowdiff.run_lock import RunLock
 from lowdiff.scaling import Scaling
 from lowdiff.settings import Settings
 from lowdiff.snapshot import shard_tensors
@@ -29,6 +30,9 @@ from lowdiff.types import Differential, Digest, OptimizerStep, Payload
 #: What a rank tells all others on the back of the gradients' exchange.
 _PREEMPTED = 1
 _IN_TROUBLE = 2
+_OWES_SNAPSHOT = 4
+_READY_FOR_SNAPSHOT = 8
+_LOST_RUN = 16
 
 _logger = logging.getLogger(__name__)
 
@@ -54,6 +58,7 @@ class Session:
         tracker: ItemTracker,
         items: Mapping[str, bytes],
         stager: Stager,
+        lock: RunLock,
         scaling: Scaling,
         averages: Averages,
         shares_constants: bool,
@@ -61,6 +66,7 @@ class Session:
         self.step = step
         self.committed_step = step
         self.stager = stager
+        self._lock = lock
         self.reducer = reducer
         self._attached = attached
         self._settings = settings
@@ -80,7 +86,9 @@ class Session:
         self._changed_outside = False
         self._is_signalled = False
         self._all_preempted = False
+        self._is_taken_over = False
         self._heeded_step = -1
+        self._tried_snapshot_step = -1
         self._warned: set[str] = set()
         self._committed_groups = [_copied(hyper_parameters(o)) for o in attached.optimizers]
         self._committed_held = attached.held()
@@ -167,9 +175,13 @@ class Session:
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
             StorageError: If staging memory is exhausted.
+            RunInUse: If another machine took over the run; on all ranks.
         """
         with self.stager.timed("differential_seconds"):
             notes = self.reducer.heard()
+            self._is_taken_over |= any(note & _LOST_RUN for note in notes or (self._note(),))
+            if self._is_taken_over:
+                raise self._lock.taken_over()
             self._heed(notes)
             self._changed_outside |= self._guard.at_commit()
             if not self._stepped:
@@ -191,7 +203,8 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self._settings.takes_snapshot_at(self.step) or self._can_catch_up():
+        elif self._settings.takes_snapshot_at(self.step) or self._can_catch_up(notes):
+            self._tried_snapshot_step = self.step
             self.snapshot()
         self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
 
@@ -199,6 +212,11 @@ class Session:
     def is_preempted(self) -> bool:
         """Whether a rank was told to stop soon; turns true at the same commit on all ranks."""
         return self._all_preempted or (self._world_size == 1 and self._is_signalled)
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether another machine has taken over the run, as far as this rank knows."""
+        return self._is_taken_over or self._lock.is_lost()
 
     def preempt(self) -> None:
         """Prepare for a near end and tell the other ranks with the next exchange; any thread."""
@@ -308,8 +326,18 @@ class Session:
         self._changed_outside = False
         step = self.step + 1
         audit = step - self._base_step <= _AUDITED_FIRST or step % _AUDITED_EVERY == 0
-        note = _PREEMPTED * self._is_signalled | _IN_TROUBLE * self.stager.in_trouble
-        self.reducer.begin(self._incarnation << 40 | step, audit=audit, note=note)
+        self.reducer.begin(self._incarnation << 40 | step, audit=audit, note=self._note())
+
+    def _note(self) -> int:
+        """What this rank tells the others in the step that begins."""
+        stager = self.stager
+        return (
+            _LOST_RUN * self._lock.is_lost()
+            | _PREEMPTED * self._is_signalled
+            | _IN_TROUBLE * stager.in_trouble
+            | _OWES_SNAPSHOT * stager.owes_snapshot
+            | _READY_FOR_SNAPSHOT * stager.is_ready_for_snapshot(self.step)
+        )
 
     def _stage_base(self) -> None:
         """Name the residual this incarnation starts from, should it die in its first step."""
@@ -326,12 +354,16 @@ class Session:
         )
         self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), base.payload)
 
-    def _can_catch_up(self) -> bool:
-        """Whether to take a snapshot that is owed; several ranks do so when the next one is due.
-
-        A snapshot exists only with every rank's shard, and ranks may owe theirs at different steps.
-        """
-        return self._world_size == 1 and self.stager.owes_snapshot(self.step)
+    def _can_catch_up(self, notes: tuple[int, ...]) -> bool:
+        """Whether to take a snapshot that a rank owes; it exists only with every rank's shard."""
+        if self._world_size == 1:
+            return self.stager.owes_snapshot and self.stager.is_ready_for_snapshot(self.step)
+        # The notes are from before the last commit's snapshot, which may be the one owed.
+        return (
+            self._tried_snapshot_step < self.step - 1
+            and any(note & _OWES_SNAPSHOT for note in notes)
+            and all(note & _READY_FOR_SNAPSHOT for note in notes)
+        )
 
     def snapshot(self, *, required: bool = False) -> None:
         """Stage a full snapshot of the current step, unless that was the last one staged.

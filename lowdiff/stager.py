@@ -45,7 +45,9 @@ class Stager:
         self._page = TrainerPage(log.folder.trainer_status)
         self._snapshot_step = -1
         self._owes_snapshot = False
-        self._error = self._error_of_store = ""
+        self._retry_step, self._retry_after = -1, 1
+        self._first_dropped = -1
+        self._error = self._error_of_store = self._error_of_snapshot = ""
         self._troubled: tuple[int, ...] = ()
 
     @property
@@ -76,9 +78,9 @@ class Stager:
             else:
                 self._wait_for_step(limit)
         written: list[int] = []
-        dropped_before = self._log.dropped_step
 
         def fits(status: WriterStatus) -> bool:
+            dropped_before = self._log.dropped_step
             size = self._log.append(
                 kind,
                 step,
@@ -90,12 +92,12 @@ class Stager:
             )
             if size is not None:
                 written.append(size)
+            if self._log.dropped_step > dropped_before:
+                self._note_dropped(dropped_before, status)
             return size is not None
 
         self._wait_until(fits, "staging memory")
         self.counters.staged_bytes += written[0]
-        if self._log.dropped_step > dropped_before:
-            self._note_dropped(max(dropped_before, self._status().durable_step))
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
@@ -117,22 +119,29 @@ class Stager:
             try:
                 size, checksum = stage_image(self._log.folder.snapshot, tensors())
             except StorageError as error:
-                if required or self._settings.on_error == "raise":
+                # Ranks that wait for this one must hear of it first: with the next exchange.
+                if required or (self._raises and self._world_size == 1):
                     raise
-                self._owe_for(error)
+                self._owe_for(error, step)
                 return
             self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
         self._snapshot_step = step
         self._owes_snapshot = False
+        self._retry_after = 1
+        self._error_of_snapshot = ""
         self.counters.snapshots += 1
 
-    def owes_snapshot(self, step: int) -> bool:
-        """Whether a snapshot that could not be taken should be tried now, after ``step``."""
-        if not self._owes_snapshot:
-            return False
+    @property
+    def owes_snapshot(self) -> bool:
+        """Whether a snapshot could not be taken and should be."""
+        return self._owes_snapshot
+
+    def is_ready_for_snapshot(self, step: int) -> bool:
+        """Whether one after ``step`` would not stop training, as far as this rank knows."""
         status = self._status()
         return (
-            not status.error
+            step >= self._retry_step
+            and not status.error
             and status.durable_snapshot >= self._snapshot_step
             and status.durable_step >= step - 2 * self._settings.batch_size
         )
@@ -150,8 +159,11 @@ class Stager:
     def _degrades(self) -> bool:
         return self._settings.backpressure == "degrade"
 
-    def _note_dropped(self, durable_step: int) -> None:
-        """Steps after ``durable_step`` are gone; what follows needs a snapshot to be of use."""
+    def _note_dropped(self, dropped_before: int, status: WriterStatus) -> None:
+        """Steps that were not durable are gone; what follows needs a snapshot to be of use."""
+        durable_step = max(dropped_before, status.durable_step)
+        if status.durable_snapshot >= dropped_before:  # else the gap before is still open
+            self._first_dropped = durable_step + 1
         if not self._owes_snapshot:
             log_event(
                 _logger,
@@ -165,10 +177,25 @@ class Stager:
         self._owes_snapshot = True
         self.counters.dropped_steps += self._log.dropped_step - durable_step
 
-    def _owe_for(self, error: StorageError) -> None:
+    @property
+    def durable_step(self) -> int:
+        """The newest step of this rank's that needs no memory to be recovered; for any thread.
+
+        What follows dropped steps counts once the snapshot behind the gap is durable.
+        """
+        status = self.writer.read_status()
+        if 0 < self._first_dropped and status.durable_snapshot < self._log.dropped_step:
+            return min(status.durable_step, self._first_dropped - 1)
+        return status.durable_step
+
+    def _owe_for(self, error: StorageError, step: int) -> None:
+        # Each try costs the ranks that have the memory a snapshot.
+        self._retry_step = step + self._retry_after
+        self._retry_after = min(2 * self._retry_after, self._settings.snapshot_every)
         if not self._owes_snapshot:
             _logger.warning("rank %d: no full snapshot now: %s", self._rank, error)
         self._owes_snapshot = True
+        self._error_of_snapshot = str(error)
 
     def wait_for_snapshot(self) -> None:
         """Wait until the last staged snapshot is durable."""
@@ -237,7 +264,9 @@ class Stager:
     @property
     def in_trouble(self) -> bool:
         """Whether this rank's writer reported trouble when it was last asked."""
-        return bool(self._error or (self._raises and self._error_of_store))
+        return bool(
+            self._error or (self._raises and (self._error_of_store or self._error_of_snapshot))
+        )
 
     @property
     def _raises(self) -> bool:
@@ -257,7 +286,11 @@ class Stager:
             self._status()
             troubled = [0] if self.in_trouble else []
         if troubled and self._raises:
-            raise WriterFailed(self._complaint(troubled))
+            complaint = self._complaint(troubled)
+            self._error_of_snapshot = (
+                ""  # said once: the snapshot is owed, and taken when it can be
+            )
+            raise WriterFailed(complaint)
         others = tuple(rank for rank in troubled if rank != self._rank)
         if others and others != self._troubled:
             text = f"rank {self._rank} hears: {self._complaint(others)}"
@@ -266,8 +299,7 @@ class Stager:
 
     def step_done(self, step: int, committed_step: int, *, preempted: bool) -> None:
         """Count a commit and show it."""
-        durable_step = self.writer.read_status().durable_step
-        self.counters.step_done(max(0, committed_step - durable_step))
+        self.counters.step_done(max(0, committed_step - self.durable_step))
         self.show(step, committed_step, preempted=preempted)
 
     def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
@@ -315,12 +347,14 @@ class Stager:
 
     def _complaint(self, troubled: Sequence[int]) -> str:
         return "; ".join(
-            f"the writer of rank {rank} reports: {self._error_of(rank) or 'trouble, see its log'}"
+            f"rank {rank} reports: {self._error_of(rank) or 'trouble with storage, see its output'}"
             for rank in troubled
         )
 
     def _error_of(self, rank: int) -> str:
-        """A writer's error, if its page can be seen from here: not that of another node."""
+        """What is wrong with a rank, if its page can be seen from here: not that of another node."""
+        if rank == self._rank and self._error_of_snapshot:
+            return self._error_of_snapshot
         mine = self._log.folder
         root = mine.root.parent.parent
         page = StagingFolder.of(root, mine.run_id, mine.incarnation, rank).status

@@ -24,7 +24,7 @@ from typing import TypeVar
 import aiofiles
 from crc32c import crc32c
 
-from lowdiff.errors import LowDiffError, StorageError
+from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.events import log_event
 from lowdiff.persistence.adoption import adopt_predecessors
 from lowdiff.persistence.codec import Codec
@@ -83,6 +83,7 @@ class Writer:
         self._batch_seconds = Histogram(self._status.status.batch_seconds)
         self._batch_began = 0.0
         self._write_through = False
+        self._deleted_since: float | None = None
         header = FileHeader(
             FileKind.SEGMENT,
             settings.run_id,
@@ -217,10 +218,23 @@ class Writer:
                 self._report(action.__name__, f"{type(error).__name__}: {error}")
                 text = f"rank {self._settings.rank}: {error}"
                 log_event(_logger, logging.WARNING, "write_failed", text, task=action.__name__)
+                self._give_up_if_deleted(error)
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 self._report(action.__name__, "")
                 return
+
+    def _give_up_if_deleted(self, error: Exception) -> None:
+        """End rather than wait for ever, without a trainer, for a run folder that was deleted.
+
+        What is staged stays there: an attach to the run, should it come back, adopts it.
+        """
+        if not self._trainer_gone.is_set() or self._settings.folder.run_file.exists():
+            self._deleted_since = None
+        elif self._deleted_since is None:
+            self._deleted_since = time.monotonic()
+        elif time.monotonic() - self._deleted_since > self._settings.folder_patience_seconds:
+            raise WriterFailed(f"{self._settings.run} is gone, and so is its trainer") from error
 
     def _report(self, task: str, error: str) -> None:
         """Publish the errors of both tasks: the success of one says nothing about the other."""

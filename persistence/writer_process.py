@@ -20,6 +20,8 @@ _logger = logging.getLogger(__name__)
 
 _START_SECONDS = 30.0
 _CHECK_SECONDS = 0.5
+#: How many writers may die while they finish.
+_FINISH_ATTEMPTS = 3
 
 
 class WriterProcess:
@@ -80,22 +82,35 @@ class WriterProcess:
     def finish(self, timeout_seconds: float) -> WriterStatus:
         """Tell the writer that nothing more comes, and wait until all is durable; idempotent.
 
+        One that dies on the way is replaced.
+
         Raises:
             WriterFailed: If it does not get there in time; what is staged stays in staging.
         """
-        self._checked = 0.0
-        self.status()  # a writer that died unnoticed has a successor, which drains
+        deadline = time.monotonic() + timeout_seconds
+        for _ in range(_FINISH_ATTEMPTS):
+            self._checked = 0.0
+            self.status()  # a writer that died unnoticed has a successor, which drains
+            with self._pipe:
+                # A byte, not only the pipe's end: forked DataLoader workers may hold it open.
+                self._tell(END)
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+            try:
+                self._process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _logger.warning("rank %d: the writer is still busy", self._settings.rank)
+                break
+            if self._status.read().closed:
+                break
         self._finishing = True
-        with self._pipe:
-            # A byte, not only the pipe's end: forked DataLoader workers may hold it open.
-            self._tell(END)
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            _logger.warning("rank %d: the writer is still busy", self._settings.rank)
         status = self._status.read()
+        if not status.closed and self._process.poll() is not None:
+            raise WriterFailed(
+                f"the writer of rank {self._settings.rank} died {_FINISH_ATTEMPTS} times while it "
+                f"finished; nothing is lost: the next attach adopts {self._settings.staging.root}, "
+                f"and {self._settings.staging.writer_log} says why"
+            )
         if not status.closed:
             raise WriterFailed(
                 f"the writer of rank {self._settings.rank} did not finish within "

@@ -26,6 +26,7 @@ class WriterSettings:
         retention: What is kept; None keeps all.
         store: URL of the run in an object store, if it is to be there as well.
         store_patience_seconds: How long a store may stay away once the trainer is gone.
+        folder_patience_seconds: How long the run folder may.
     """
 
     run: str
@@ -41,6 +42,7 @@ class WriterSettings:
     retention: Retention | None
     store: str | None = None
     store_patience_seconds: float = 60.0
+    folder_patience_seconds: float = 600.0
 
     @property
     def folder(self) -> RunFolder:

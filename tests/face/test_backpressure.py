@@ -83,18 +83,30 @@ def test_degraded_training_goes_on_drops_steps_and_recovers_once_storage_is_back
     assert stats["waiting_seconds"] == waited
     assert stats["unprotected_steps"] > 100
     assert 0 < stats["dropped_steps"] < 114
+    assert stats["durable_step"] == 6
     assert "steps from 7 on are given up" in caplog.text
     filler.unlink()
     wait_until(lambda: loop.checkpointer.stats()["writer_error"] == "")
-    wait_until(lambda: loop.checkpointer.stats()["durable_step"] >= 120)
-    train(125)
-    assert loop.checkpointer.stats()["snapshots"] == 2
+    # What lies behind the gap is of no use, durable or not, before the snapshot that closes it.
+    assert loop.checkpointer.stats()["durable_step"] == 6
+    closing = 120
+
+    def is_snapshot_taken() -> bool:
+        nonlocal closing
+        closing += 1
+        train(closing)
+        return int(loop.checkpointer.stats()["snapshots"]) == 2
+
+    wait_until(is_snapshot_taken)
+    last = closing + 4
+    train(last)
+    wait_until(lambda: loop.checkpointer.stats()["durable_step"] == last)
     run = RunFolder(disk / "run")
-    wait_until(lambda: any(s > 100 and manifest_file(p, 0).exists() for _, s, p in run.snapshots()))
+    assert manifest_file(run.snapshot(0, closing), 0).exists()
     loop.die()
     recovered = lowdiff.recover(disk / "run", staging=tmp_path / "staging")
-    assert recovered.step == 125
-    for step in (3, 6, 121, 125):
+    assert recovered.step == last
+    for step in (3, 6, closing, last):
         found = lowdiff.recover(disk / "run", step, staging=tmp_path / "staging")
         assert same(dict(found.model_state_dict()), live[step])
     with pytest.raises(lowdiff.LowDiffError, match=r"differential of step \d+ is missing"):

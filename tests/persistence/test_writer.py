@@ -34,7 +34,7 @@ from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.sections import read_sections
 from lowdiff.persistence.segments import Batch, SegmentWriter, durable_step
 from lowdiff.persistence.snapshots import ImageTensor, encode_mark, shard_file, stage_image
-from lowdiff.persistence.staging import StagingLog
+from lowdiff.persistence.staging import StagingLog, staged_records
 from lowdiff.persistence.status import StatusReader, WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
@@ -371,7 +371,6 @@ import os, signal, sys, time
 from test_writer import append, log_of, settings_in, stage_snapshot, wait_until, writing
 from pathlib import Path
 from lowdiff.persistence.writer_process import WriterProcess
-from tests.mounts import tmpfs_or_skip
 
 settings = settings_in(Path(sys.argv[1]), batch_size=100)
 log = log_of(settings)
@@ -429,6 +428,35 @@ def test_finishing_after_the_writer_was_killed_starts_another_that_drains(tmp_pa
     writer._process.wait()
     assert writer.finish(PATIENCE_SECONDS).closed
     assert stored(settings.folder) == [1]
+
+
+def test_a_writer_killed_while_it_finishes_is_replaced(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    log = log_of(settings)
+    writer = WriterProcess(settings)
+    os.kill(writer.pid, signal.SIGSTOP)
+    append(log, 1)
+    killing = threading.Timer(0.3, os.kill, (writer.pid, signal.SIGKILL))
+    killing.start()
+    assert writer.finish(PATIENCE_SECONDS).closed
+    killing.join()
+    assert writer.restarts == 1
+    assert stored(settings.folder) == [1]
+
+
+def test_a_writer_without_trainer_and_run_folder_ends_and_leaves_what_is_staged(
+    tmp_path: Path,
+) -> None:
+    settings = settings_in(tmp_path, folder_patience_seconds=0.0)
+    log = log_of(settings)
+    writer = WriterProcess(settings)
+    shutil.rmtree(settings.folder.root)
+    append(log, 1)
+    with pytest.raises(WriterFailed, match="died 3 times while it finished"):
+        writer.finish(PATIENCE_SECONDS)
+    assert not is_alive(writer.pid)
+    assert "is gone, and so is its trainer" in settings.staging.writer_log.read_text()
+    assert [r.header.step for _, r in staged_records(settings.staging)] == [1]
 
 
 # Adoption
