@@ -202,6 +202,7 @@ def draw(axes: Axes, result: Result) -> None:
         spread = 100 * _DEVIATIONS * result.summary[f"{task}/dense_deviation"] / mean
         axes.axhline(spread, color=colors[task], lw=0.8, ls=":")
     axes.axhline(0, color=MUTED, lw=0.8)
+    axes.set_yscale("symlog", linthresh=10)
     axes.set_xticks(range(len(ARMS)), list(ARMS), rotation=30, ha="right", fontsize=8)
     axes.set_ylabel("held-out loss over dense, %")
     axes.set_title("dots: seeds; bars: means; dotted: 2 deviations of dense", fontsize=9, color=INK)

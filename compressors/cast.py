@@ -83,13 +83,14 @@ class Cast:
 
         def rebuild(block: Block, out: torch.Tensor) -> None:
             numel = layout.parameters[block.parameter].numel
+            if not all(block.parameter in own for own in halves):
+                raise ReplayMismatch("a rank's payload lacks its part of a gradient")
             for rank, own in enumerate(halves):
-                if block.parameter in own:
-                    first, last = share(numel, rank, len(halves))
-                    start, stop = max(first, block.start), min(last, block.stop)
-                    if start < stop:
-                        stored = own[block.parameter][start - first : stop - first]
-                        out[start - block.start : stop - block.start] = floats(stored, self.half)
+                first, last = share(numel, rank, len(halves))
+                start, stop = max(first, block.start), min(last, block.stop)
+                if start < stop:
+                    stored = own[block.parameter][start - first : stop - first]
+                    out[start - block.start : stop - block.start] = floats(stored, self.half)
 
         return lambda block, out: corrections.apply(block, out, rebuild)
 

@@ -73,11 +73,14 @@ def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _candidates(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
     """Numbers whose product with a sample of ``before`` rounds to ``after``, likeliest first."""
-    told = torch.nonzero(before).flatten()
+    # A sample first: positions of all entries would take twice the memory of the tensor.
+    stride = max(1, before.numel() // _SAMPLES)
+    told = torch.nonzero(before[::stride]).flatten() * stride
+    if told.numel() == 0:
+        told = torch.nonzero(before).flatten()[:_SAMPLES]
     if told.numel() == 0:
         yield 0.0
         return
-    told = told[:: -(-told.numel() // _SAMPLES)]
     # Extended precision, so that the intervals of float64 entries come out right as well.
     x = before[told].double().cpu().numpy().astype(np.longdouble)
     y = after[told].double().cpu().numpy().astype(np.longdouble)

@@ -109,8 +109,9 @@ class PowerSGD:
         factors = self._read(payloads, layout)
 
         def rebuild(block: Block, out: torch.Tensor) -> None:
-            if block.parameter in factors:
-                low_rank(factors[block.parameter], block.start, block.stop, out)
+            if block.parameter not in factors:
+                raise ReplayMismatch("the payloads lack the factors of a gradient")
+            low_rank(factors[block.parameter], block.start, block.stop, out)
 
         return lambda block, out: corrections.apply(block, out, rebuild)
 
@@ -130,7 +131,7 @@ class PowerSGD:
                     raise ReplayMismatch(f"a payload ends before the factors of {spec.name!r}")
                 shares.setdefault(i, []).append(section.data[start:stop])
         if any(len(own) != len(payloads) for own in shares.values()):
-            raise ReplayMismatch("some ranks stored their share of a low-rank gradient, others not")
+            raise ReplayMismatch("a rank's payload lacks its share of a gradient's factors")
         return {i: self._split(layout.parameters[i], own) for i, own in shares.items()}
 
     def _split(self, spec: ParameterSpec, patterns: Sequence[Bits]) -> Factorized:

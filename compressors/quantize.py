@@ -96,14 +96,13 @@ class Quantize:
 
         def rebuild(block: Block, out: torch.Tensor) -> None:
             own = [of_rank[block.parameter] for of_rank in codes if block.parameter in of_rank]
-            if own and len(own) < len(codes):
-                raise ReplayMismatch("some ranks stored their codes of a gradient, others not")
-            if own:
-                start, stop = block.start // _SCALED, -(-block.stop // _SCALED)
-                cut = [(c[start:stop], s[start:stop]) for c, s in own]
-                first = block.start - start * _SCALED
-                mean = _mean(cut, self.levels, len(codes))
-                out.copy_(mean[first : first + out.numel()])
+            if len(own) < len(codes):
+                raise ReplayMismatch("a rank's payload lacks its codes of a gradient")
+            start, stop = block.start // _SCALED, -(-block.stop // _SCALED)
+            cut = [(c[start:stop], s[start:stop]) for c, s in own]
+            first = block.start - start * _SCALED
+            mean = _mean(cut, self.levels, len(codes))
+            out.copy_(mean[first : first + out.numel()])
 
         return lambda block, out: corrections.apply(block, out, rebuild)
 

@@ -74,6 +74,15 @@ def test_other_changes_are_not_taken_for_a_factor(dtype: torch.dtype) -> None:
     assert find_factors(before, before.flip(0)) is None
 
 
+def test_few_entries_among_many_zeros_tell_the_factor() -> None:
+    before = torch.zeros(100_000)
+    before[[12_345, 99_998]] = torch.tensor([0.7, -3.1])
+    after = before * torch.tensor(0.123)
+    found = find_factors(before, after)
+    assert found is not None
+    assert equal_bits(multiply(before, found), after)
+
+
 def test_nothing_done_is_no_factor_and_the_sign_of_zero_counts() -> None:
     before = values(0, 1000, torch.float32)
     assert find_factors(before, before.clone()) == ()

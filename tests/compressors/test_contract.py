@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.errors import ReplayMismatch
+from lowdiff.types import Payload
 from tests.compressors.family import (
     CHANGES,
     DTYPES,
@@ -150,3 +152,14 @@ def test_a_later_backward_pass_does_not_replace_what_an_optimizer_consumed(name:
     consumed.append(exact(second[2]))
     rebuilt = decoded(compressor, [reducer.payload()], layout, 100)
     assert_same([exact(r) for r in rebuilt], consumed, name)
+
+
+@pytest.mark.parametrize("name", ["cast to bfloat16", "8 bits", "powersgd"])
+def test_a_payload_that_lacks_a_part_is_an_error_and_not_zeros(name: str) -> None:
+    case = Case(name, ((24, 40),), (torch.float32,), ("nothing",), 2)
+    report = run(case, 0, None)[0]
+    whole = payload_of(report)
+    decoded(case.made, [whole], case.layout, 100)
+    for payloads in ([Payload(())], [whole, Payload(())], [Payload(whole.sections[:1])]):
+        with pytest.raises(ReplayMismatch, match="payload"):
+            decoded(case.made, payloads, case.layout, 100)
