@@ -29,7 +29,7 @@ p { margin: .4rem 0 .8rem; } .muted { color: var(--muted); }
   padding: .6rem 1rem .6rem 2rem; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; } td.number { text-align: right; white-space: nowrap; }
+  vertical-align: top; }
 .wide { overflow-x: auto; }
 svg { display: block; width: 100%; max-width: 38rem; height: auto; margin: .4rem 0; }
 text { fill: var(--ink); font-size: 12px; } .tick { fill: var(--muted); font-size: 11px; }

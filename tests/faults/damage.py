@@ -55,6 +55,8 @@ def kind_of(path: Path) -> str:
     """What a file is for."""
     if path.parent.parent.name == "incarnations":
         return "fence"
+    if path.parent.name == "measurements":
+        return "measurements"
     suffixes = {".json": "manifest", ".safetensors": "shard", ".seg": "segment", ".chunk": "chunk"}
     return "run.json" if path.name == "run.json" else suffixes.get(path.suffix, path.name)
 
