@@ -100,9 +100,9 @@ def replay(
         DamagedFile: If a record does not decode.
     """
     settle_kernels()
-    group = options.group
-    if group is not None:
-        agree((state.step, steps[-1].step if steps else state.step), group)
+    ranks = options.group
+    if ranks is not None:
+        agree((state.step, steps[-1].step if steps else state.step), ranks)
     elif options.block_elements is None and not options.whole and steps:
         with _one_thread_each():
             torch.set_num_threads(1)
@@ -110,16 +110,16 @@ def replay(
             best = measured_block_elements(state, target, len(steps))
         options = replace(options, block_elements=best)
     done = 0
-    for incarnation, group in groupby(steps, key=lambda s: s.incarnation):
+    for incarnation, life in groupby(steps, key=lambda s: s.incarnation):
         fence = fences(incarnation)
         if fence.world_size != len(state.items) or fence.incarnation != state.fence.incarnation:
             state.items = inherit(state.items, fence.world_size)
         state.fence = fence
         state.averages = _continued_averages(state, fence)
-        own = list(group)
+        own = list(life)
         with _Replay(state, fence, options) as running:
             windows = _windows(own, fence)
-            for window in windows if group is None else together(windows, group):
+            for window in windows if ranks is None else together(windows, ranks):
                 running.run(window)
                 done += len(window)
                 if options.progress:
