@@ -93,7 +93,7 @@ def recover(
     if as_json:
         raise ConfigError("--json belongs to --plan; without it the output is a file")
     if (out is None) == (as_run is None):
-        raise ConfigError("give one of --out FILE|DIR, --as-run NEW, or --plan")
+        raise typer.BadParameter("give one of --out FILE|DIR, --as-run NEW, or --plan")
     from lowdiff.recovery import recover as rebuild
     from lowdiff.recovery.branch import start_run
     from lowdiff.recovery.export import check_output, export
