@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +25,8 @@ from lowdiff.terminal import (
 )
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from lowdiff.recovery.forecast import Forecast
 
 
@@ -69,7 +75,8 @@ def recover(
     """Rebuild the state after any committed step, without the training code.
 
     Loads the nearest snapshot before the step and replays the differentials on it. If the step is
-    not there, says which are. `lowdiff timeline` helps to choose one.
+    not there, says which are. `lowdiff timeline` helps to choose one. Under torchrun the processes
+    share the replay: `torchrun --nproc-per-node 4 -m lowdiff recover runs/gpt --out newest.pt`.
     """
     from lowdiff.recovery.replay import ReplayOptions
 
@@ -86,7 +93,7 @@ def recover(
     if as_json:
         raise ConfigError("--json belongs to --plan; without it the output is a file")
     if (out is None) == (as_run is None):
-        raise ConfigError("give one of --out FILE|DIR, --as-run NEW, or --plan")
+        raise typer.BadParameter("give one of --out FILE|DIR, --as-run NEW, or --plan")
     from lowdiff.recovery import recover as rebuild
     from lowdiff.recovery.branch import start_run
     from lowdiff.recovery.export import check_output, export
@@ -96,14 +103,33 @@ def recover(
     if as_run is not None and as_run.exists():
         raise ConfigError(f"{as_run} exists; give the name of a new folder")
     started = time.perf_counter()
-    with progress("Replaying") as show:
-        state = rebuild(run, step, staging=staging, options=options, progress=show)
+    with _ranks() as group, progress("Replaying") as show:
+        state = rebuild(
+            run, step, staging=staging, options=replace(options, group=group), progress=show
+        )
+        if group is not None and group.rank() != 0:
+            return
     target = start_run(state, as_run) if as_run else export(state, out or "", overwrite=force)
     written = sum(f.stat().st_size for f in [target, *target.rglob("*")] if f.is_file())
     typer.echo(
         f"{out or as_run}: step {state.step} of {run}, {size(written)}, rebuilt from snapshot "
         f"{state.base_step} in {time.perf_counter() - started:.1f} s"
     )
+
+
+@contextmanager
+def _ranks() -> Iterator[dist.ProcessGroup | None]:
+    """All processes, when torchrun has started several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def _print_plan(run: str, found: Forecast) -> None:

@@ -55,6 +55,8 @@ def timeline(
 
 
 def _print(found: Timeline, out: Path | None) -> None:
+    from lowdiff.recovery.timeline import first_outlier
+
     if not found.steps:
         typer.echo(f"{found.run} holds a snapshot, but no step to measure")
         return
@@ -67,6 +69,12 @@ def _print(found: Timeline, out: Path | None) -> None:
         typer.echo(
             f"{step.step:>10}  {step.update_norm:>12.6g}  {step.gradient_norm:>13.6g}"
             f"  {step.density:>7.2%}  {rates}"
+        )
+    far_out = first_outlier(found.steps)
+    if far_out is not None:
+        typer.echo(
+            f"the first far out of line is step {far_out.step}; before it: "
+            f"lowdiff recover {found.run} --step {far_out.step - 1} --as-run NEW"
         )
     if out is not None:
         typer.echo(f"drawn in {out}")

@@ -69,7 +69,7 @@ def check_output(path: str | Path, *, overwrite: bool) -> Path:
         ConfigError: Saying what to give instead.
     """
     target = Path(path)
-    if target.suffix not in (".pt", ".safetensors", ""):
+    if target.suffix not in (".pt", ".safetensors", "") or target.name.startswith("."):
         raise ConfigError(
             f"{target} ends neither in .pt (model, optimizer, stateful objects and step, for "
             "torch.load) nor in .safetensors (model weights only); without an ending it is a "

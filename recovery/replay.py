@@ -6,6 +6,7 @@ is read and decoded meanwhile, so memory is bounded whatever the number of diffe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
+import torch.distributed as dist
 from typing_extensions import Self
 
 from lowdiff.compressors import from_settings
@@ -25,6 +27,7 @@ from lowdiff.recovery.blocks import Unit, element_units, optimizer_units, tensor
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import granularity, settle_kernels
 from lowdiff.recovery.plan import PlannedStep
+from lowdiff.recovery.sharing import agree, gather, owners_of, share_results, together
 from lowdiff.recovery.sizing import BLOCK_ELEMENTS, measured_block_elements, usable_cores
 from lowdiff.recovery.state import RecoveredState, inherit
 from lowdiff.recovery.unit import Movement, Scratch, Step, Sums, UnitState
@@ -49,6 +52,9 @@ class ReplayOptions:
         whole: Replay every parameter whole on one thread team of the live run's size.
         progress: Called with the number of steps replayed so far.
         movements: If given, filled with how far every step went; costs about half as much again.
+            Of a group, each rank finds what its own units did.
+        group: Ranks that replay together, each some units of its own, and end with the whole state
+            each. All must ask for the same step of the same files.
     """
 
     num_workers: int | None = None
@@ -56,6 +62,7 @@ class ReplayOptions:
     whole: bool = False
     progress: Callable[[int], None] | None = None
     movements: dict[int, Movement] | None = None
+    group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.block_elements is not None and (
@@ -70,7 +77,8 @@ class ReplayOptions:
         """Number of worker threads."""
         if self.whole:
             return 1
-        return self.num_workers or usable_cores()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.group is not None else 1
+        return self.num_workers or max(1, usable_cores() // here)
 
 
 def replay(
@@ -92,22 +100,26 @@ def replay(
         DamagedFile: If a record does not decode.
     """
     settle_kernels()
-    if options.block_elements is None and not options.whole and steps:
+    ranks = options.group
+    if ranks is not None:
+        agree((state.step, steps[-1].step if steps else state.step), ranks)
+    elif options.block_elements is None and not options.whole and steps:
         with _one_thread_each():
             torch.set_num_threads(1)
             target = fences(steps[-1].incarnation)
             best = measured_block_elements(state, target, len(steps))
         options = replace(options, block_elements=best)
     done = 0
-    for incarnation, group in groupby(steps, key=lambda s: s.incarnation):
+    for incarnation, life in groupby(steps, key=lambda s: s.incarnation):
         fence = fences(incarnation)
         if fence.world_size != len(state.items) or fence.incarnation != state.fence.incarnation:
             state.items = inherit(state.items, fence.world_size)
         state.fence = fence
         state.averages = _continued_averages(state, fence)
-        own = list(group)
+        own = list(life)
         with _Replay(state, fence, options) as running:
-            for window in _windows(own, fence):
+            windows = _windows(own, fence)
+            for window in windows if ranks is None else together(windows, ranks):
                 running.run(window)
                 done += len(window)
                 if options.progress:
@@ -178,8 +190,13 @@ class _Replay:
         self._options = options
         self._threads = fence.environment.num_threads if options.whole else 1
         chooser = StepChooser()
+        self._planned = plan_units(state, fence, options)
+        self._owners = owners_of(self._planned, options.group.size() if options.group else 1)
+        rank = dist.get_rank(options.group) if options.group else 0
         self._units = [
-            UnitState(unit, state, fence, chooser) for unit in plan_units(state, fence, options)
+            UnitState(unit, state, fence, chooser)
+            for unit, owner in zip(self._planned, self._owners, strict=True)
+            if owner == rank
         ]
         self._pool = ThreadPoolExecutor(options.workers, thread_name_prefix="lowdiff-replay")
         self._scratch = Scratch(max((u.unit.scratch_elements for u in self._units), default=0))
@@ -192,22 +209,28 @@ class _Replay:
         if exception[0] is None:
             for unit in self._units:
                 unit.collect(self._state)
+            if self._options.group is not None:
+                share_results(self._planned, self._owners, self._state, self._options.group)
 
     def run(self, window: Sequence[Step]) -> None:
         """Step every unit through a window, then check the digests of the window's steps."""
         workers = self._options.workers
         queue = iter(self._units)  # next() on a list iterator is atomic
+        sums: Sums = {}
+        moved = self._options.movements
         with _one_thread_each():
             jobs = [self._pool.submit(self._work, queue, window) for _ in range(workers)]
-            sums: Sums = {}
-            moved = self._options.movements
-            for job in jobs:
-                digests, movements = job.result()
-                for key, value in digests.items():
-                    sums[key] = Digester.add(sums.get(key, 0), value)
-                for number, movement in movements.items():
-                    if moved is not None:
-                        moved[number] = moved.get(number, Movement()) + movement
+            results = [job.result() for job in jobs]
+        found = [digests for digests, _ in results]
+        if self._options.group is not None:
+            found = [part for parts in gather(found, self._options.group) for part in parts]
+        for digests in found:
+            for key, value in digests.items():
+                sums[key] = Digester.add(sums.get(key, 0), value)
+        for _, movements in results:
+            for number, movement in movements.items():
+                if moved is not None:
+                    moved[number] = moved.get(number, Movement()) + movement
         for step in window:
             for shard in step.shards:
                 self._check(shard, sums)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
 from lowdiff.recovery.plan import PlannedStep, plan_recovery, recoverable, usable_snapshots
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.unit import Movement
+
+_FEWEST_BEFORE, _MOST_BEFORE, _FAR_OUT = 10, 100, 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,29 @@ class Timeline:
             for step in self.steps
         ]
         return {"run": self.run, "run_id": self.run_id, "steps": steps}
+
+
+def first_outlier(steps: Sequence[TimelineStep]) -> TimelineStep | None:
+    """The first step far out of line: a norm over 50 times its median of up to 100 steps before.
+
+    Needs ten steps before it; one that is not finite is far out, too.
+    """
+    for i in range(_FEWEST_BEFORE, len(steps)):
+        before = steps[max(0, i - _MOST_BEFORE) : i]
+        for norm in (_gradient_norm, _update_norm):
+            usual = statistics.median(map(norm, before))
+            value = norm(steps[i])
+            if not math.isfinite(value) or value > _FAR_OUT * usual > 0:
+                return steps[i]
+    return None
+
+
+def _gradient_norm(step: TimelineStep) -> float:
+    return step.gradient_norm
+
+
+def _update_norm(step: TimelineStep) -> float:
+    return step.update_norm
 
 
 def timeline(

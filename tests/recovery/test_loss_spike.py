@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from examples import loss_spike
 from lowdiff.cli import app
+from lowdiff.recovery.timeline import TimelineStep, first_outlier
 
 SPIKE = 120
 
@@ -42,6 +44,8 @@ def test_a_spike_is_seen_in_the_timeline_and_healed_by_a_new_run(tmp_path: Path)
     typical = sorted(norms[: SPIKE - 1])[(SPIKE - 1) // 2]
     guilty = next(s["step"] for s, n in zip(steps, norms, strict=True) if n > 100 * typical)
     assert guilty == SPIKE
+    said = command("timeline", tmp_path / "spike", "--staging", tmp_path / "staging")
+    assert f"the first far out of line is step {SPIKE};" in said
 
     command(
         "recover", tmp_path / "spike", "--step", guilty - 1,
@@ -50,3 +54,22 @@ def test_a_spike_is_seen_in_the_timeline_and_healed_by_a_new_run(tmp_path: Path)
     healed = train(tmp_path, "healed", "--skip", str(SPIKE))
     assert len(healed) == 31, "it goes on at the step that went wrong"
     assert max(healed) < 2 * before
+
+
+@pytest.mark.parametrize(
+    ("norms", "expected"),
+    [
+        ([1.0] * 30, None),
+        ([1.0] * 9 + [1e9] + [1.0] * 9, None),
+        ([1.0] * 12 + [49.0, 51.0, 1e9], 14),
+        ([1.0] * 12 + [math.nan, 1.0], 13),
+        ([0.0] * 20 + [1.0], None),
+    ],
+)
+def test_the_first_step_far_out_of_line(norms: list[float], expected: int | None) -> None:
+    steps = [
+        TimelineStep(i + 1, 0, 1.0, norm, 0.1, (0.1,), stepped=True, stored_bytes=8)
+        for i, norm in enumerate(norms)
+    ]
+    found = first_outlier(steps)
+    assert (found and found.step) == expected

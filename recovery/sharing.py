@@ -1,0 +1,137 @@
+"""Replay by several ranks: each replays some units, and all end with the whole state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lowdiff.errors import LowDiffError, RecoveryError, RunMismatch
+from lowdiff.recovery.blocks import Unit
+from lowdiff.recovery.state import RecoveredState, is_aligned
+
+_Item = TypeVar("_Item")
+
+#: Key of an optimizer's state -> dtype of a tensor with an element per element, and for everything
+#: else None and the value itself.
+_Entries = dict[str, tuple[torch.dtype | None, Any]]
+
+
+def gather(value: _Item, group: dist.ProcessGroup) -> list[_Item]:
+    """One value from every rank, in rank order."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def owners_of(units: Sequence[Unit], num_ranks: int) -> list[int]:
+    """Which rank replays each unit: neighbours together, balanced by elements."""
+    total = max(1, sum(unit.elements for unit in units))
+    owners, before = [], 0
+    for unit in units:
+        owners.append(min(num_ranks - 1, (before + unit.elements // 2) * num_ranks // total))
+        before += unit.elements
+    return owners
+
+
+def agree(what: object, group: dist.ProcessGroup) -> None:
+    """Refuse to begin where ranks mean different recoveries.
+
+    Raises:
+        RunMismatch: On every rank.
+    """
+    told = gather(what, group)
+    if any(other != told[0] for other in told):
+        raise RunMismatch(
+            f"the ranks do not see the same run: their plans are {told}; give all of them the same "
+            "folder or store, and the step"
+        )
+
+
+def together(items: Iterator[_Item], group: dist.ProcessGroup) -> Iterator[_Item]:
+    """``items``, read by every rank for itself; an error of one is an error of all.
+
+    Raises:
+        LowDiffError: The rank's own, or a `RecoveryError` that quotes another's.
+    """
+    while True:
+        error: LowDiffError | None = None
+        item: _Item | None = None
+        try:
+            item = next(items, None)
+        except LowDiffError as caught:
+            error = caught
+        told = gather(None if error is None else str(error), group)
+        if error is not None:
+            raise error
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise RecoveryError(f"rank {rank} cannot go on: {text}")
+        if item is None:
+            return
+        yield item
+
+
+def share_results(
+    units: Sequence[Unit],
+    owners: Sequence[int],
+    state: RecoveredState,
+    group: dist.ProcessGroup,
+) -> None:
+    """Give every rank what each unit's owner has of it: one broadcast per unit.
+
+    Args:
+        units: All of them, on every rank the same.
+        owners: Rank in the group that has replayed each.
+        state: Complete afterwards, in place.
+        group: The ranks.
+    """
+    rank = dist.get_rank(group)
+    mine = {n: _told(unit, state) for n, unit in enumerate(units) if owners[n] == rank}
+    told = {n: entries for part in gather(mine, group) for n, entries in part.items()}
+    for n, unit in enumerate(units):
+        views = [v.view(torch.uint8) for v in _views(unit, told[n], state)]
+        source = dist.get_global_rank(group, owners[n])
+        if owners[n] == rank:
+            dist.broadcast(torch.cat(views), source, group=group)
+            continue
+        sizes = [view.numel() for view in views]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.broadcast(buffer, source, group=group)
+        for view, part in zip(views, buffer.split(sizes), strict=True):
+            view.copy_(part)
+
+
+def _told(unit: Unit, state: RecoveredState) -> list[_Entries]:
+    found = []
+    for block in unit.blocks:
+        spec = state.fence.layout.parameters[block.parameter]
+        entries = state.optimizers[unit.optimizer].state.get(spec.name, {})
+        found.append(
+            {
+                key: (value.dtype, None) if is_aligned(key, value, spec.numel) else (None, value)
+                for key, value in entries.items()
+            }
+        )
+    return found
+
+
+def _views(unit: Unit, told: Sequence[_Entries], state: RecoveredState) -> Iterator[torch.Tensor]:
+    """The unit's ranges of every full tensor, which is made where this rank has none yet."""
+    for block, entries in zip(unit.blocks, told, strict=True):
+        spec = state.fence.layout.parameters[block.parameter]
+        yield state.parameters[spec.name][block.start : block.stop]
+        if entries:
+            full = state.optimizers[unit.optimizer].state.setdefault(spec.name, {})
+            for key, (dtype, value) in entries.items():
+                if dtype is None:
+                    full[key] = value
+                    continue
+                if not is_aligned(key, full.get(key), spec.numel):
+                    full[key] = torch.empty(spec.numel, dtype=dtype)
+                yield full[key][block.start : block.stop]
+        for name in sorted(state.averages):
+            if spec.name in state.averages[name]:
+                yield state.averages[name][spec.name][block.start : block.stop]

@@ -1,0 +1,43 @@
+"""One rank of a shared replay: python -m tests.recovery.shared_replay RUN STAGING OUT."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import lowdiff
+from lowdiff.recovery import replay
+from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.unit import UnitState
+
+run, staging, out = sys.argv[1:]
+dist.init_process_group("gloo")
+own: list[UnitState] = []
+
+
+class Counted(UnitState):
+    """Remembers that this rank replays it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        own.append(self)
+
+
+vars(replay)["UnitState"] = Counted
+group = dist.group.WORLD
+assert group is not None
+options = ReplayOptions(block_elements=64, group=group)
+state = lowdiff.recover(run, staging=staging, options=options)
+torch.save(
+    {
+        "model": state.model_state_dict(),
+        "optimizers": [state.optimizer_state_dict(i) for i in range(len(state.optimizers))],
+        "own": len(own),
+        "all": len(replay.plan_units(state, state.fence, options)),
+    },
+    f"{out}-{dist.get_rank()}.pt",
+)
+dist.destroy_process_group()
