@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from lowdiff.settings import Settings
 _logger = logging.getLogger(__name__)
 
 _RESTORE = ("all", "model", "none")
+#: The live Checkpointer of each run folder, by process: forked children inherit this.
+_attached: dict[tuple[int, str], Checkpointer] = {}
 
 
 class Checkpointer:
@@ -173,6 +176,7 @@ class Checkpointer:
         started = time.perf_counter()
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         attached = describe(model, optimizers)
+        self._close_earlier()
         if attached.ddp is not None:
             self.hook_state = registered(attached.ddp, self.hook_state)
         self._opened = open_session(
@@ -192,6 +196,7 @@ class Checkpointer:
             self._session.stager.writer.stop()
             self._let_go(self._opened)
             raise
+        _attached[self._key] = self
         self._attach_seconds = time.perf_counter() - started
         self._say(
             "attached",
@@ -374,6 +379,21 @@ class Checkpointer:
         finally:
             self._let_go(opened)
 
+    @property
+    def _key(self) -> tuple[int, str]:
+        return os.getpid(), os.path.realpath(self._settings.run)
+
+    def _close_earlier(self) -> None:
+        """A notebook's cell run again, say: its old Checkpointer holds the run (design rule R13)."""
+        earlier = _attached.get(self._key)
+        if earlier is not None and earlier._opened is not None:
+            _logger.warning(
+                "%s is still attached in this process; that Checkpointer is closed, without "
+                "committing what it had not",
+                self._settings.run,
+            )
+            earlier._close(failed=True)
+
     def _let_go(self, opened: Opened) -> None:
         """Take back what ``attach`` registered, as far as it came."""
         if self._signals is not None:
@@ -385,6 +405,8 @@ class Checkpointer:
             self._forward_hook = None
         release(opened)
         self._opened = None
+        if _attached.get(self._key) is self:
+            del _attached[self._key]
 
     def _say(self, event: str, text: str, **fields: Any) -> None:
         assert self._opened is not None

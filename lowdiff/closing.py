@@ -17,13 +17,14 @@ def finish(opened: Opened, *, failed: bool) -> None:
 
     Args:
         opened: What runs.
-        failed: Whether an exception ended the training: then nothing is committed.
+        failed: Whether an exception ended the training: then nothing is committed, and neither is
+            it when another trainer has taken over the run.
 
     Raises:
         WriterFailed: If storage does not take everything in time; nothing is lost.
     """
     session = opened.session
-    if not failed and session.has_finished_step:
+    if not failed and session.has_finished_step and not session.is_taken_over:
         session.commit()
     session.stager.stop()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
@@ -65,7 +66,8 @@ def _take_last_snapshot(opened: Opened) -> bool:
             opened.staging.root,
         )
         return False
-    if all(opened.ranks.gather(opened.session.is_as_committed())):
+    reasons = list(filter(None, opened.ranks.gather(_why_no_snapshot(opened))))
+    if not reasons:
         failures = list(filter(None, opened.ranks.gather(_failure_of_snapshot(opened))))
         if failures:
             _logger.warning(
@@ -75,12 +77,20 @@ def _take_last_snapshot(opened: Opened) -> bool:
             )
         return not failures
     _logger.warning(
-        "the model changed after its last commit (step %d), so no last snapshot is taken; "
-        "the next attach resumes from that commit, with the help of %s",
-        opened.session.step,
+        "%s, so no last snapshot is taken; the next attach resumes from the last commit, with the "
+        "help of %s",
+        reasons[0],
         opened.staging.root,
     )
     return False
+
+
+def _why_no_snapshot(opened: Opened) -> str:
+    if opened.session.is_taken_over:
+        return "another trainer has taken over the run"
+    if not opened.session.is_as_committed():
+        return f"the model changed after its last commit (step {opened.session.step})"
+    return ""
 
 
 def _failure_of_snapshot(opened: Opened) -> str:

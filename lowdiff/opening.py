@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -26,7 +25,6 @@ from lowdiff.memory import Memory, agree_on_memory
 from lowdiff.persistence.adoption import has_replica
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import write_constants
-from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.fences import create_run, known_run_id, new_run_id, write_fence
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import claim, staging_of_run
@@ -41,6 +39,7 @@ from lowdiff.remote import fetch_from_store, run_in_store
 from lowdiff.replicating import begin_replicated
 from lowdiff.residuals import StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
+from lowdiff.run_lock import RunLock
 from lowdiff.session import Session
 from lowdiff.settings import Settings
 from lowdiff.snapshot import constant_images
@@ -59,7 +58,7 @@ class Opened:
     """
 
     session: Session
-    lock: FileLock
+    lock: RunLock
     staging_lock: FileLock
     ranks: Ranks
     staging: StagingFolder
@@ -83,18 +82,13 @@ def training_group(attached: Attached) -> dist.ProcessGroup | None:
     return None
 
 
-def _locked(settings: Settings, ranks: Ranks) -> FileLock:
+def _locked(settings: Settings, ranks: Ranks) -> RunLock:
     """Hold this rank's lock on the run; on return every rank holds its own."""
-    lock = FileLock(settings.folder.lock(ranks.rank))
-    description = f"process {os.getpid()} on {socket.gethostname()} (rank {ranks.rank})"
+    lock = RunLock(settings, ranks.rank)
     try:
         with ranks.together():
             settings.folder.refuse_strange_entries()
-            make_directory(lock.path.parent)
-            if not lock.acquire(description):
-                _logger.warning("waiting up to %.0f s for %s", settings.lock_seconds, lock.holder())
-                if not lock.acquire(description, timeout_seconds=settings.lock_seconds):
-                    raise RunInUse(settings.run, lock.holder(), settings.lock_seconds)
+            lock.acquire()
     except BaseException:
         lock.release()
         raise
@@ -202,7 +196,7 @@ def open_session(
     ranks = Ranks(training_group(attached))
     with ranks.together():
         given = watch(attached, stateful)
-    locks = [_locked(settings, ranks)]
+    lock = _locked(settings, ranks)
     try:
         run_id, stages, is_in_store = _agreed_run(settings, ranks)
         memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
@@ -220,11 +214,11 @@ def open_session(
                 state = recover_together(settings, attached, catalog, ranks, step)
             with ranks.together():
                 start = load_start(settings, given, catalog, ranks, state, restore)
+                lock.check()  # recovery may have taken hours
             fence = _fenced(settings, given, catalog, ranks, start)
-        return _begin(settings, given, ranks, fence, start, memory, locks)
+        return _begin(settings, given, ranks, fence, start, memory, lock)
     except BaseException:
-        for lock in locks:
-            lock.release()
+        lock.release()
         raise
 
 
@@ -283,14 +277,15 @@ def _begin(
     fence: Fence,
     start: Start,
     memory: Memory,
-    locks: list[FileLock],
+    lock: RunLock,
 ) -> Opened:
-    """Staging, writer and session. Adds staging's lock to ``locks``."""
+    """Staging, writer and session."""
     staging = StagingFolder.of(memory.root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo:
         with ranks.together():
-            locks.append(_new_staging(settings, staging))
-            session = _session(settings, given, ranks, fence, start, memory, staging, undo)
+            staging_lock = _new_staging(settings, staging)
+            undo.callback(staging_lock.release)
+            session = _session(settings, given, ranks, fence, start, memory, staging, lock, undo)
             # G3 holds from the return of attach: what it starts from is durable by then.
             if start.needs_snapshot or settings.has_replica:
                 session.snapshot(required=True)
@@ -300,11 +295,11 @@ def _begin(
                 session.stager.wait_for_adoption()
             if settings.store is not None and (start.needs_snapshot or not settings.has_replica):
                 session.stager.wait_for_store(start.step)
+        if ranks.rank == 0:
+            name_large_items(given.tracker)
+        opened = Opened(session, lock, staging_lock, ranks, staging, start.items)
         undo.pop_all()
-    if ranks.rank == 0:
-        name_large_items(given.tracker)
-    run_lock, staging_lock = locks
-    return Opened(session, run_lock, staging_lock, ranks, staging, start.items)
+    return opened
 
 
 def _session(
@@ -315,6 +310,7 @@ def _session(
     start: Start,
     memory: Memory,
     staging: StagingFolder,
+    lock: RunLock,
     undo: ExitStack,
 ) -> Session:
     """This rank's writer and session; ``undo`` learns how to take them back."""
@@ -368,6 +364,7 @@ def _session(
         tracker=given.tracker,
         items=start.items,
         stager=stager,
+        lock=lock,
         scaler=_hook_scaler(attached, given.stateful),
         averages=Averages(given.averages, attached),
         shares_constants=fence.constants != "",
@@ -384,7 +381,11 @@ def _new_staging(settings: Settings, staging: StagingFolder) -> FileLock:
     except FileExistsError as error:  # a copy of the run folder attaches at this very moment
         raise RunInUse(staging.root, "a trainer of a copy of the run folder", 0.0) from error
     lock.acquire(f"process {os.getpid()}")
-    claim(staging, settings.folder)
+    try:
+        claim(staging, settings.folder)
+    except BaseException:
+        lock.release()
+        raise
     return lock
 
 

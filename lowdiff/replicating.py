@@ -125,18 +125,20 @@ class ReplicatedStager(Stager):
             except StorageError as error:
                 if required or (self._raises and self._world_size == 1):
                     raise
-                self._owe_for(error)
+                self._owe_for(error, step)
                 return
             self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
             self._marks.publish(ImageMark(step, size, checksum))
         self._snapshot_step = step
         self._holds_image = True
         self._owes_snapshot = False
+        self._retry_after = 1
         self._error_of_snapshot = ""
         self.counters.snapshots += 1
 
-    def owes_snapshot(self, step: int) -> bool:
-        """Whether steps were given up, or the replica asks for an image, and it can take one."""
+    @property
+    def owes_snapshot(self) -> bool:
+        """See ``Stager.owes_snapshot``: steps were given up, or the replica asks for an image."""
         error = self.replica.status().error
         if error and error != self._error_of_replica:
             log_event(
@@ -149,10 +151,15 @@ class ReplicatedStager(Stager):
             )
             self._owes_snapshot = True
         self._error_of_replica = error
+        return self._owes_snapshot
+
+    def is_ready_for_snapshot(self, step: int) -> bool:
+        """See ``Stager.is_ready_for_snapshot``; the replica has caught up with what is staged."""
         return (
-            self._owes_snapshot
+            step >= self._retry_step
             and not self._is_image_in_use()
-            and self._consumed_step() >= self._step
+            # With several ranks the newest step is committed, and applied, with the next one.
+            and self._consumed_step() >= self._step - (self._world_size > 1)
         )
 
     def stop(self) -> None:

@@ -20,6 +20,7 @@ from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
+from lowdiff.run_lock import RunLock
 from lowdiff.settings import Settings
 from lowdiff.snapshot import shard_tensors
 from lowdiff.stager import Stager
@@ -29,6 +30,8 @@ from lowdiff.types import Differential, Digest, OptimizerStep, Payload
 _PREEMPTED = 1
 _IN_TROUBLE = 2
 _OWES_SNAPSHOT = 4
+_READY_FOR_SNAPSHOT = 8
+_LOST_RUN = 16
 
 _logger = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class Session:
         tracker: ItemTracker,
         items: Mapping[str, bytes],
         stager: Stager,
+        lock: RunLock,
         scaler: torch.amp.GradScaler | None,
         averages: Averages,
         shares_constants: bool,
@@ -61,6 +65,7 @@ class Session:
         self.step = step
         self.committed_step = step
         self.stager = stager
+        self._lock = lock
         self.reducer = reducer
         self._attached = attached
         self._settings = settings
@@ -82,7 +87,9 @@ class Session:
         self._changed_outside = False
         self._is_signalled = False
         self._all_preempted = self._is_prepared = False
+        self._is_taken_over = False
         self._heeded_step = -1
+        self._tried_snapshot_step = -1
         self._warned: set[str] = set()
         self._committed_groups = [copied_groups(hyper_parameters(o)) for o in attached.optimizers]
         self._committed_held = attached.held()
@@ -171,9 +178,13 @@ class Session:
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
             StorageError: If staging memory is exhausted.
+            RunInUse: If another machine took over the run; on all ranks.
         """
         with self.stager.timed("differential_seconds"):
             notes = self.reducer.heard()
+            self._is_taken_over |= any(note & _LOST_RUN for note in notes or (self._note(),))
+            if self._is_taken_over:
+                raise self._lock.taken_over()
             self._heed(notes)
             self._changed_outside |= self._guard.at_commit()
             if not self._stepped:
@@ -196,6 +207,7 @@ class Session:
         if rebases:
             self._rebase()
         elif self._is_snapshot_due(notes):
+            self._tried_snapshot_step = self.step
             self.snapshot()
         self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
 
@@ -203,6 +215,11 @@ class Session:
     def is_preempted(self) -> bool:
         """Whether a rank was told to stop soon; turns true at the same commit on all ranks."""
         return self._all_preempted or (self._world_size == 1 and self._is_signalled)
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether another machine has taken over the run, as far as this rank knows."""
+        return self._is_taken_over or self._lock.is_lost()
 
     def preempt(self) -> None:
         """Prepare for a near end and tell the other ranks with the next exchange; any thread."""
@@ -315,10 +332,18 @@ class Session:
         self._changed_outside = False
         step = self.step + 1
         audit = step - self._base_step <= _AUDITED_FIRST or step % _AUDITED_EVERY == 0
-        note = _PREEMPTED * self._is_signalled | _IN_TROUBLE * self.stager.in_trouble
-        if self._settings.has_replica and self.stager.owes_snapshot(self.step):
-            note |= _OWES_SNAPSHOT
-        self.reducer.begin(self._incarnation << 40 | step, audit=audit, note=note)
+        self.reducer.begin(self._incarnation << 40 | step, audit=audit, note=self._note())
+
+    def _note(self) -> int:
+        """What this rank tells the others in the step that begins."""
+        stager = self.stager
+        return (
+            _LOST_RUN * self._lock.is_lost()
+            | _PREEMPTED * self._is_signalled
+            | _IN_TROUBLE * stager.in_trouble
+            | _OWES_SNAPSHOT * stager.owes_snapshot
+            | _READY_FOR_SNAPSHOT * stager.is_ready_for_snapshot(self.step)
+        )
 
     def _stage_base(self) -> None:
         """Name the residual this incarnation starts from, should it die in its first step."""
@@ -337,26 +362,25 @@ class Session:
 
     def _is_snapshot_due(self, notes: tuple[int, ...]) -> bool:
         if not self._settings.has_replica:
-            return self._settings.takes_snapshot_at(self.step) or self._can_catch_up()
+            return self._settings.takes_snapshot_at(self.step) or self._can_catch_up(notes)
         # The replica makes the images for the disk. On CUDA its arithmetic may differ in the last
         # place, so it begins anew with the trainer's state as often.
         drifts = self._attached.device.type != "cpu" and self._settings.takes_snapshot_at(self.step)
         # Nothing but an image outlives the machine, and that may be taken away soon.
         is_last = self.is_preempted and not self._is_prepared
         self._is_prepared |= is_last
+        return is_last or drifts or self._can_catch_up(notes)
+
+    def _can_catch_up(self, notes: tuple[int, ...]) -> bool:
+        """Whether to take a snapshot that a rank owes; it exists only with every rank's shard."""
+        if self._world_size == 1:
+            return self.stager.owes_snapshot and self.stager.is_ready_for_snapshot(self.step)
+        # The notes are from before the last commit's snapshot, which may be the one owed.
         return (
-            is_last
-            or drifts
-            or self._can_catch_up()
-            or any(note & _OWES_SNAPSHOT for note in notes)
+            self._tried_snapshot_step < self.step - 1
+            and any(note & _OWES_SNAPSHOT for note in notes)
+            and all(note & _READY_FOR_SNAPSHOT for note in notes)
         )
-
-    def _can_catch_up(self) -> bool:
-        """Whether to take a snapshot that is owed; several ranks do so when the next one is due.
-
-        A snapshot exists only with every rank's shard, and ranks may owe theirs at different steps.
-        """
-        return self._world_size == 1 and self.stager.owes_snapshot(self.step)
 
     def snapshot(self, *, required: bool = False) -> None:
         """Stage a full snapshot of the current step, unless that was the last one staged.

@@ -46,6 +46,7 @@ class Stager:
         self._page = TrainerPage(log.folder.trainer_status)
         self._snapshot_step = -1
         self._owes_snapshot = False
+        self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
         self._error = self._error_of_store = self._error_of_snapshot = ""
         self._troubled: tuple[int, ...] = ()
@@ -78,9 +79,9 @@ class Stager:
             else:
                 self._wait_for_step(limit)
         written: list[int] = []
-        dropped_before = self._log.dropped_step
 
         def fits(status: WriterStatus) -> bool:
+            dropped_before = self._log.dropped_step
             size = self._log.append(
                 kind,
                 step,
@@ -92,12 +93,12 @@ class Stager:
             )
             if size is not None:
                 written.append(size)
+            if self._log.dropped_step > dropped_before:
+                self._note_dropped(dropped_before, status)
             return size is not None
 
         self._wait_until(fits, "staging memory")
         self.counters.staged_bytes += written[0]
-        if self._log.dropped_step > dropped_before:
-            self._note_dropped(dropped_before)
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
@@ -122,21 +123,26 @@ class Stager:
                 # Ranks that wait for this one must hear of it first: with the next exchange.
                 if required or (self._raises and self._world_size == 1):
                     raise
-                self._owe_for(error)
+                self._owe_for(error, step)
                 return
             self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
         self._snapshot_step = step
         self._owes_snapshot = False
+        self._retry_after = 1
         self._error_of_snapshot = ""
         self.counters.snapshots += 1
 
-    def owes_snapshot(self, step: int) -> bool:
-        """Whether a snapshot that could not be taken should be tried now, after ``step``."""
-        if not self._owes_snapshot:
-            return False
+    @property
+    def owes_snapshot(self) -> bool:
+        """Whether a snapshot could not be taken and should be."""
+        return self._owes_snapshot
+
+    def is_ready_for_snapshot(self, step: int) -> bool:
+        """Whether one after ``step`` would not stop training, as far as this rank knows."""
         status = self._status()
         return (
-            not status.error
+            step >= self._retry_step
+            and not status.error
             and status.durable_snapshot >= self._snapshot_step
             and status.durable_step >= step - 2 * self._settings.batch_size
         )
@@ -154,9 +160,8 @@ class Stager:
     def _degrades(self) -> bool:
         return self._settings.backpressure == "degrade"
 
-    def _note_dropped(self, dropped_before: int) -> None:
+    def _note_dropped(self, dropped_before: int, status: WriterStatus) -> None:
         """Steps that were not durable are gone; what follows needs a snapshot to be of use."""
-        status = self._status()
         durable_step = max(dropped_before, status.durable_step)
         if status.durable_snapshot >= dropped_before:  # else the gap before is still open
             self._first_dropped = durable_step + 1
@@ -180,7 +185,7 @@ class Stager:
         What follows dropped steps counts once the snapshot behind the gap is durable.
         """
         status = self.writer.read_status()
-        if status.durable_snapshot < self._log.dropped_step:
+        if 0 < self._first_dropped and status.durable_snapshot < self._log.dropped_step:
             return min(status.durable_step, self._first_dropped - 1)
         return status.durable_step
 
@@ -191,7 +196,10 @@ class Stager:
         """Further parts of ``stats()``; for any thread."""
         return {}
 
-    def _owe_for(self, error: StorageError) -> None:
+    def _owe_for(self, error: StorageError, step: int) -> None:
+        # Each try costs the ranks that have the memory a snapshot.
+        self._retry_step = step + self._retry_after
+        self._retry_after = min(2 * self._retry_after, self._settings.snapshot_every)
         if not self._owes_snapshot:
             _logger.warning("rank %d: no full snapshot now: %s", self._rank, error)
         self._owes_snapshot = True
@@ -286,7 +294,11 @@ class Stager:
             self._status()
             troubled = [0] if self.in_trouble else []
         if troubled and self._raises:
-            raise WriterFailed(self._complaint(troubled))
+            complaint = self._complaint(troubled)
+            self._error_of_snapshot = (
+                ""  # said once: the snapshot is owed, and taken when it can be
+            )
+            raise WriterFailed(complaint)
         others = tuple(rank for rank in troubled if rank != self._rank)
         if others and others != self._troubled:
             text = f"rank {self._rank} hears: {self._complaint(others)}"
@@ -343,7 +355,7 @@ class Stager:
 
     def _complaint(self, troubled: Sequence[int]) -> str:
         return "; ".join(
-            f"the writer of rank {rank} reports: {self._error_of(rank) or 'trouble, see its log'}"
+            f"rank {rank} reports: {self._error_of(rank) or 'trouble with storage, see its output'}"
             for rank in troubled
         )
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import zstandard
 
 from lowdiff.errors import ConfigError
-from lowdiff.persistence.values import BadEncoding
+from lowdiff.persistence.forms import BadEncoding
 from lowdiff.types import Bits
 
 #: Every coding; the position is its number in files.

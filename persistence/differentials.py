@@ -11,8 +11,9 @@ from crc32c import crc32c
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.catalog import StoredRecord
 from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.sections import read_sections
-from lowdiff.persistence.values import BadEncoding, decode, encode
+from lowdiff.persistence.values import decode, encode
 from lowdiff.types import (
     AverageStep,
     Differential,

@@ -39,8 +39,12 @@ def make_directory(path: Path) -> None:
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which then takes the place of ``path``, atomically and durably."""
+def replaced(path: Path, *, exclusive: bool = False) -> Iterator[IO[bytes]]:
+    """A file to write to, which then takes the place of ``path``, atomically and durably.
+
+    Raises:
+        FileExistsError: If it must be ``exclusive``, the first of its name, and is not.
+    """
     # Random, because ranks in containers on a shared folder may have the same process id.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -48,24 +52,29 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        if exclusive:
+            os.link(partial, path)
+            partial.unlink()
+        else:
+            partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Replace ``path`` atomically and durably."""
-    with replaced(path) as file:
+def write_file(path: Path, data: bytes, *, exclusive: bool = False) -> None:
+    """Replace ``path`` atomically and durably; see `replaced`."""
+    with replaced(path, exclusive=exclusive) as file:
         file.write(data)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a small checked JSON document: format version first, checksum last."""
+def write_json(path: Path, content: dict[str, Any], *, exclusive: bool = False) -> None:
+    """Write a small checked JSON document: format version first, checksum last; see `replaced`."""
     document = {"format": FORMAT_VERSION, **content}
     checksum = crc32c(_canonical(document))
-    write_file(path, json.dumps({**document, "crc32c": checksum}, indent=1).encode() + b"\n")
+    data = json.dumps({**document, "crc32c": checksum}, indent=1).encode() + b"\n"
+    write_file(path, data, exclusive=exclusive)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lowdiff.errors import DamagedFile, NotARun
+from lowdiff.errors import DamagedFile, NotARun, RunInUse
 from lowdiff.persistence.durable import check_types, make_directory, read_json, write_json
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
@@ -61,10 +61,17 @@ def read_run_id(folder: RunFolder) -> str:
 
 
 def write_fence(folder: RunFolder, fence: Fence) -> None:
-    """Write one rank's fence durably."""
+    """Write one rank's fence durably.
+
+    Raises:
+        RunInUse: If there is one: another trainer began this incarnation at the same time.
+    """
     path = folder.fence(fence.incarnation, fence.rank)
     make_directory(path.parent)
-    write_json(path, asdict(fence))
+    try:
+        write_json(path, asdict(fence), exclusive=True)
+    except FileExistsError as error:
+        raise RunInUse(folder.root, "a trainer that attached at the same time", 0.0) from error
 
 
 def read_fence(path: Path) -> Fence:

@@ -7,7 +7,7 @@
     RUN/snapshots/i000002-s0000000200/rank-0000.*        .safetensors, .json (manifest)
     RUN/segments/rank-0000/i000002-s0000000201.seg       differentials 201, 202, ...
     RUN/constants/0123...def.safetensors                 frozen parameters, by SHA-256
-    RUN/locks/rank-0000.lock, retention.lock
+    RUN/locks/rank-0000.lock, lease, retention.lock
     RUN/pins/LABEL.json                                  steps that retention spares
     RUN/retention.json                                   policy, and what it has removed
 
@@ -176,6 +176,11 @@ class RunFolder:
     def lock(self, rank: int) -> Path:
         """Lock held by the trainer of this rank."""
         return self.root / "locks" / f"rank-{rank:04d}.lock"
+
+    @property
+    def lease(self) -> Path:
+        """Renewed by the trainer of rank 0, for those on machines that its lock does not reach."""
+        return self.root / "locks" / "lease"
 
     @property
     def retention_lock(self) -> Path:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowdiff.persistence.codec import CODINGS, Codec
+from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.framing import padded
-from lowdiff.persistence.values import BadEncoding
 from lowdiff.types import Layout, Section
 
 #: name length, coding, item bytes, reserved, number of items, stored bytes

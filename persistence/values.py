@@ -2,28 +2,27 @@
 
 An encoding is MessagePack. None, bool, float, str, bytes, list, int of up to 64 bits and dict with
 str keys are its own types; every other type is an extension whose payload is an array of parts
-(``_Form``). The same value has the same bytes in every process. Two references to one object come
+(`Form`). The same value has the same bytes in every process. Two references to one object come
 back as two objects.
-
-torch is imported only when one of its objects is met, so the writer process can use this module.
 """
 
 from __future__ import annotations
 
-import math
 import struct
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgpack
-import numpy as np
 
 from lowdiff.errors import ConfigError
-from lowdiff.types import ItemRef
+from lowdiff.persistence.forms import (
+    JOIN_FAILURES,
+    TENSOR_CODE,
+    BadEncoding,
+    form_of,
+    form_with_code,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -32,21 +31,10 @@ if TYPE_CHECKING:
     Place: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
 
 _MAX_DEPTH = 64  # far below Python's recursion limit, far above any state_dict
-_MAX_DIMS = 64  # NumPy's own limit
-_FIRST_TORCH_CODE = 32
-_TENSOR_CODE = 32
 
 _LEAVES = frozenset({type(None), bool, float, str, bytes})
-_FACTORIES = {"int": int, "float": float, "list": list, "dict": dict}
-_NUMERIC = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
-_NUMPY_DTYPES = {d.str: d for order in "<>" for d in (np.dtype(order + n) for n in _NUMERIC)}
 
 _Where: TypeAlias = "tuple[_Where | None, object]"  # the labels from a part up to the root
-_Labelled: TypeAlias = Iterable[tuple[object, object]]
-
-
-class BadEncoding(ValueError):
-    """Bytes are not an encoding; whoever knows the file turns this into ``DamagedFile``."""
 
 
 def encode(value: object, name: str = "value") -> bytes:
@@ -101,182 +89,6 @@ def same(a: object, b: object) -> bool:
     return bool(_exact(a) == _exact(b))
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """How values of one type become parts, and parts a value.
-
-    Attributes:
-        code: MessagePack extension code. Part of the file format: never reused.
-        split: Labels, for messages, and parts of a value; None if it cannot be stored.
-        join: The value of given parts. They may be anything: it raises one of
-            ``_JOIN_FAILURES`` if they fit no value.
-        types: Types of the parts, or None if any number of any type is good.
-        ordered: Whether the order of the parts means something.
-    """
-
-    code: int
-    split: Callable[[Any], _Labelled | None]
-    join: Callable[[list[Any]], Any]
-    types: tuple[type, ...] | None = None
-    ordered: bool = True
-
-
-_JOIN_FAILURES = (TypeError, ValueError, LookupError, OverflowError, RuntimeError)
-
-
-def _pairs(mapping: dict[Any, Any]) -> Iterator[tuple[object, object]]:
-    for key, value in mapping.items():
-        yield key, key
-        yield key, value
-
-
-def _filled(mapping: Any, parts: list[Any]) -> Any:
-    for key, value in zip(parts[::2], parts[1::2], strict=True):
-        if key in mapping:
-            raise BadEncoding("a key comes twice")
-        mapping[key] = value
-    return mapping
-
-
-def _split_defaultdict(value: defaultdict[Any, Any]) -> _Labelled | None:
-    factory = value.default_factory
-    name = next((n for n, f in _FACTORIES.items() if f is factory), None)
-    if name is None and factory is not None:
-        return None
-    return [("default_factory", name), *_pairs(value)]
-
-
-def _join_set(parts: list[Any]) -> set[Any]:
-    members = set(parts)
-    if len(members) != len(parts):
-        raise BadEncoding("a member of a set comes twice")
-    return members
-
-
-def _join_deque(parts: list[Any]) -> deque[Any]:
-    joined = deque(parts[1:], parts[0])
-    if len(joined) != len(parts) - 1:
-        raise BadEncoding(f"{len(parts) - 1} items in a deque of {parts[0]}")
-    return joined
-
-
-def _split_bounds(value: range | slice) -> _Labelled:
-    return [("start", value.start), ("stop", value.stop), ("step", value.step)]
-
-
-def _split_array(array: Any) -> _Labelled | None:
-    if array.dtype.str not in _NUMPY_DTYPES:
-        return None
-    return [("dtype", array.dtype.str), ("shape", list(array.shape)), ("data", array.tobytes())]
-
-
-def _join_array(parts: list[Any]) -> np.ndarray[Any, Any]:
-    dtype = _NUMPY_DTYPES[parts[0]]
-    _check_shape(parts[1], dtype.itemsize, parts[2])
-    return np.ndarray(tuple(parts[1]), dtype, parts[2]).copy()
-
-
-def _check_shape(shape: list[Any], item_bytes: int, data: bytes) -> None:
-    # The number of dimensions first: the product of a million large ones takes for ever.
-    good = len(shape) <= _MAX_DIMS and all(type(n) is int and n >= 0 for n in shape)
-    if not good or math.prod(shape) * item_bytes != len(data):
-        raise BadEncoding(f"{len(data)} bytes of data do not fill the shape")
-
-
-_INT = _Form(
-    1,
-    lambda i: [("", i.to_bytes(i.bit_length() // 8 + 1, "little", signed=True))],
-    lambda parts: int.from_bytes(parts[0], "little", signed=True),
-    (bytes,),
-)
-_ARRAY_PARTS = (str, list, bytes)
-_NUMPY_SCALAR = _Form(16, _split_array, lambda parts: _join_array(parts)[()], _ARRAY_PARTS)
-_FORMS: dict[type, _Form] = {
-    int: _INT,
-    complex: _Form(
-        2,
-        lambda c: [("real", c.real), ("imag", c.imag)],
-        lambda parts: complex(*parts),
-        (float, float),
-    ),
-    tuple: _Form(3, enumerate, tuple),
-    set: _Form(4, enumerate, _join_set, ordered=False),
-    frozenset: _Form(5, enumerate, lambda parts: frozenset(_join_set(parts)), ordered=False),
-    dict: _Form(6, _pairs, lambda parts: _filled({}, parts)),
-    OrderedDict: _Form(7, _pairs, lambda parts: _filled(OrderedDict(), parts)),
-    Counter: _Form(8, _pairs, lambda parts: _filled(Counter(), parts)),
-    defaultdict: _Form(
-        9,
-        _split_defaultdict,
-        lambda parts: _filled(
-            defaultdict(None if parts[0] is None else _FACTORIES[parts[0]]), parts[1:]
-        ),
-    ),
-    deque: _Form(10, lambda d: [("maxlen", d.maxlen), *enumerate(d)], _join_deque),
-    range: _Form(11, _split_bounds, lambda parts: range(*parts), (int, int, int)),
-    slice: _Form(12, _split_bounds, lambda parts: slice(parts[0], parts[1], parts[2])),
-    **{dtype.type: _NUMPY_SCALAR for dtype in _NUMPY_DTYPES.values()},
-    np.ndarray: _Form(17, _split_array, _join_array, _ARRAY_PARTS),
-    ItemRef: _Form(18, lambda r: [("name", r.name)], lambda parts: ItemRef(*parts), (str,)),
-}
-
-
-@lru_cache(maxsize=1)
-def _torch_forms() -> dict[type, _Form]:
-    import torch
-
-    dtypes = {
-        str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype
-    }
-    names = {dtype: name for name, dtype in dtypes.items()}
-
-    def split_tensor(tensor: torch.Tensor) -> _Labelled | None:
-        dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
-        if not dense or tensor.is_quantized or tensor.dim() > _MAX_DIMS:
-            return None
-        cpu = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return [
-            ("dtype", names[tensor.dtype]),
-            ("device", str(tensor.device)),
-            ("shape", list(tensor.shape)),
-            ("data", cpu.view(-1).view(torch.uint8).numpy().tobytes()),
-        ]
-
-    def join_tensor(parts: list[Any]) -> torch.Tensor:
-        name, _, shape, data = parts
-        _check_shape(shape, dtypes[name].itemsize, data)
-        if name.startswith("q"):
-            raise BadEncoding("a quantised tensor, without its scale")
-        flat = torch.empty(len(data), dtype=torch.uint8, device="cpu")
-        flat.numpy()[:] = np.frombuffer(data, np.uint8)
-        return flat.view(dtypes[name]).view(shape).detach()  # detached: for autograd not a view
-
-    def join_size(parts: list[Any]) -> torch.Size:
-        if any(type(n) is not int for n in parts):
-            raise BadEncoding("a size that is no int")
-        return torch.Size(parts)
-
-    return {
-        torch.Tensor: _Form(_TENSOR_CODE, split_tensor, join_tensor, (str, str, list, bytes)),
-        torch.Size: _Form(33, enumerate, join_size),
-        torch.dtype: _Form(34, lambda d: [("", names[d])], lambda parts: dtypes[parts[0]], (str,)),
-        torch.device: _Form(
-            35, lambda d: [("", str(d))], lambda parts: torch.device(*parts), (str,)
-        ),
-    }
-
-
-def _form_of(kind: type) -> _Form | None:
-    # While torch is not imported, no value can be one of its objects.
-    return _FORMS.get(kind) or ("torch" in sys.modules and _torch_forms().get(kind)) or None
-
-
-@lru_cache(maxsize=2)
-def _forms_by_code(with_torch: bool) -> dict[int, _Form]:
-    forms = {**_FORMS, **_torch_forms()} if with_torch else _FORMS
-    return {form.code: form for form in forms.values()}
-
-
 def _packed(value: object, where: _Where, depth: int) -> bytes:
     packer = _packer()
     _pack(packer, value, where, depth)
@@ -311,7 +123,7 @@ def _pack(packer: Any, value: Any, where: _Where, depth: int) -> None:
 
 
 def _pack_form(packer: Any, value: Any, where: _Where, depth: int) -> None:
-    form = _form_of(type(value))
+    form = form_of(type(value))
     parts = None if form is None else form.split(value)
     if form is None or parts is None:
         raise _refusal(value, where)
@@ -334,7 +146,7 @@ def _refusal(value: object, where: _Where) -> ConfigError:
     facts = [a for a in ("dtype", "layout", "device", "default_factory") if hasattr(value, a)]
     if facts:
         name += f" ({', '.join(f'{fact} {getattr(value, fact)}' for fact in facts)})"
-    base = next((b for b in kind.__mro__[1:] if b in _LEAVES or b is list or _form_of(b)), None)
+    base = next((b for b in kind.__mro__[1:] if b in _LEAVES or b is list or form_of(b)), None)
     advice = (
         "give plain values (numbers, str, bytes, containers, numeric arrays, dense tensors)"
         if base is None
@@ -429,7 +241,7 @@ class _Reader:
         return result
 
     def _joined(self, code: int, parts: list[Any]) -> Any:
-        form = _forms_by_code(code >= _FIRST_TORCH_CODE).get(code)
+        form = form_with_code(code)
         if form is None:
             raise BadEncoding(f"unknown type {code}")
         if form.types is not None and tuple(map(type, parts)) != form.types:
@@ -438,9 +250,9 @@ class _Reader:
             value = form.join(parts)
         except BadEncoding:
             raise
-        except _JOIN_FAILURES as e:
+        except JOIN_FAILURES as e:
             raise BadEncoding(f"parts that make no value of type {code}: {e}") from e
-        if code == _TENSOR_CODE and self._place is not None:
+        if code == TENSOR_CODE and self._place is not None:
             return self._place(value, parts[1])
         return value
 
@@ -454,11 +266,11 @@ def _exact(value: Any) -> Hashable:
         return kind, value
     if kind is list:
         return kind, tuple(map(_exact, value))
-    form = _form_of(kind)
+    form = form_of(kind)
     parts = None if form is None else form.split(value)
     if form is None or parts is None:
         return kind, id(value)
-    if form.code == _TENSOR_CODE:
+    if form.code == TENSOR_CODE:
         parts = [(label, part) for label, part in parts if label != "device"]
     exact = tuple(_exact(part) for _, part in parts)
     return kind, exact if form.ordered else frozenset(Counter(exact).items())

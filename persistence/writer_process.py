@@ -105,6 +105,12 @@ class WriterProcess:
                 break
         self._finishing = True
         status = self._status.read()
+        if not status.closed and self._process.poll() is not None:
+            raise WriterFailed(
+                f"the writer of rank {self._settings.rank} died {_FINISH_ATTEMPTS} times while it "
+                f"finished; nothing is lost: the next attach adopts {self._settings.staging.root}, "
+                f"and {self._settings.staging.writer_log} says why"
+            )
         if not status.closed:
             raise WriterFailed(
                 f"the writer of rank {self._settings.rank} did not finish within "

@@ -14,6 +14,7 @@ from lowdiff.errors import DamagedFile
 from lowdiff.layout import flat_like
 from lowdiff.persistence.catalog import SnapshotSet
 from lowdiff.persistence.constants import check_constants
+from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import (
     OPTIMIZER,
@@ -22,7 +23,7 @@ from lowdiff.persistence.snapshots import (
     SCALARS,
     check_shard,
 )
-from lowdiff.persistence.values import BadEncoding, decode, encode
+from lowdiff.persistence.values import decode, encode
 from lowdiff.recovery.state import (
     AVERAGE_ITEM,
     BUFFER_ITEM,

@@ -10,7 +10,8 @@ import torch
 
 from lowdiff.errors import DamagedFile
 from lowdiff.layout import shaped
-from lowdiff.persistence.values import BadEncoding, decode
+from lowdiff.persistence.forms import BadEncoding
+from lowdiff.persistence.values import decode
 from lowdiff.recovery.optimizers import SCALAR_STATE
 from lowdiff.types import Fence, ItemRef, ResidualMark
 

@@ -13,6 +13,9 @@ import torch
 import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, StepNotFound, StorageError, UsageError
+from lowdiff.persistence.lease import Lease
+from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
 from lowdiff.recovery.compare import differences
 from lowdiff.recovery.verify import verify
@@ -207,18 +210,67 @@ def test_two_steps_in_one_body_are_an_error(tmp_path: Path) -> None:
         train()
 
 
-def test_a_second_checkpointer_waits_for_the_first_and_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_trainer_waits_for_the_first_and_names_it(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    object.__setattr__(loop.checkpointer._settings, "lock_seconds", 0.1)
+    folder = RunFolder(tmp_path / "run")
+    folder.lock(0).parent.mkdir(parents=True)
+    lock = FileLock(folder.lock(0))
+    lock.acquire("process 7 on this machine (rank 0)")
+    with pytest.raises(lowdiff.errors.RunInUse, match=r"in use by process 7 on .* \(rank 0\)"):
+        loop.attach()
+    lock.release()
+    elsewhere = Lease(folder.lease, machine="another")
+    assert elsewhere.acquire("process 8 on another machine (rank 0)", timeout_seconds=0.0)
+    with pytest.raises(lowdiff.errors.RunInUse, match=r"in use by process 8 on another machine"):
+        loop.attach()
+    elsewhere.release()
+    assert loop.attach() == 0
+    loop.checkpointer.close()
+    after = Lease(folder.lease, machine="another")
+    assert after.acquire("at once", timeout_seconds=0.0)
+    after.release()
+
+
+def test_a_trainer_that_slept_while_another_took_over_commits_no_more(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.attach()
-    other = Loop(tmp_path)
-    object.__setattr__(other.checkpointer._settings, "lock_seconds", 0.1)
-    with pytest.raises(lowdiff.errors.RunInUse, match=r"in use by process \d+ on .* \(rank 0\)"):
-        other.attach()
+    steps = loop.checkpointer.steps(10)
+    for _ in range(3):
+        loop.step(next(steps))
+    folder = RunFolder(tmp_path / "run")
+    folder.lease.unlink()  # as if it had expired, and another machine's file were in its place
+    elsewhere = Lease(folder.lease, machine="another")
+    assert elsewhere.acquire("process 8 on another machine", timeout_seconds=0.0)
+    assert loop.checkpointer._opened is not None
+    assert loop.checkpointer._opened.lock.is_lost(look=True)
+    with pytest.raises(lowdiff.errors.RunInUse, match="took over while this trainer was suspended"):
+        next(steps)
     loop.checkpointer.close()
-    assert other.attach() == 0
-    other.checkpointer.close()
+    assert elsewhere.holder() == "process 8 on another machine"
+    elsewhere.release()
+    assert lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging").step == 2
+
+
+def test_a_cell_run_again_takes_the_run_from_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Loop(tmp_path)
+    first.attach()
+    steps = first.checkpointer.steps(10)
+    for _ in range(4):
+        first.step(next(steps))  # the fourth is interrupted before it is committed
+    second = Loop(tmp_path)
+    assert second.attach() == 3
+    assert "is still attached in this process" in caplog.text
+    with pytest.raises(lowdiff.errors.UsageError, match="closed inside its own loop"):
+        next(steps)
+    for number in second.checkpointer.steps(6):
+        second.step(number)
+    second.checkpointer.close()
+    whole = Loop(tmp_path / "whole")
+    whole.run(until=6)
+    assert same(second.weights(), whole.weights())
 
 
 def test_a_new_beginning_that_dies_in_attach_leaves_the_old_history(

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.errors import WriterFailed
+from lowdiff.errors import RunInUse, WriterFailed
 from lowdiff.persistence.catalog import last_segment
+from lowdiff.persistence.lease import Lease
 from lowdiff.persistence.paths import RunFolder
 from tests.face.loops import Loop, small_model
 from tests.mounts import tmpfs, tmpfs_or_skip
@@ -75,7 +76,7 @@ def test_raise_is_raised_at_the_same_commit_on_every_rank(tmp_path: Path, pool: 
     assert len(steps) == 1
     assert 4 <= steps.pop() < 8
     for _, error, _ in results:
-        assert error.startswith("the writer of rank 1 reports: ")
+        assert error.startswith("rank 1 reports: ")
         assert str(tmp_path / "run-1") in error
 
 
@@ -124,8 +125,83 @@ def test_a_rank_without_memory_for_a_snapshot_raises_on_all(tmp_path: Path, pool
         results = pool.run(train_without_room, 2, str(tmp_path))
     (first, error), (second, other_error) = results
     assert first == second < 8
-    assert "the writer of rank 1 reports" in error
-    assert "the writer of rank 1 reports: staging needs" in other_error
+    assert error == "rank 1 reports: trouble with storage, see its output"
+    assert other_error.startswith("rank 1 reports: staging needs")
+
+
+def train_with_room_later(rank: int, world_size: int, folder: str) -> int:
+    """Train while rank 1 has no memory for the snapshot that is due; snapshots taken by step 59."""
+    staging = Path(folder, f"staging-{rank}")
+    with tmpfs(staging, 96) if rank == 1 else nullcontext():
+        model = DistributedDataParallel(small_model())
+        optimizer = torch.optim.AdamW(model.parameters())
+        checkpointer = lowdiff.Checkpointer(
+            Path(folder, "run"), staging=staging, compressor=TopK(0.1), snapshot_every=30
+        )
+        checkpointer.attach(model, optimizer)
+        filler = staging / "filler"
+        for step in checkpointer.steps(until=59):
+            model(torch.full((4, 20), step + 1.0)).square().mean().backward()
+            optimizer.step()
+            if rank == 1 and step == 2:
+                filler.write_bytes(bytes(shutil.disk_usage(staging).free))
+            if rank == 1 and step == 32:
+                filler.unlink()
+            if step > 32:
+                time.sleep(0.02)  # the writers get to the snapshots before
+        taken = int(checkpointer.stats()["snapshots"])
+        checkpointer.close()
+    return taken
+
+
+def test_all_ranks_take_the_snapshot_that_one_owed_as_soon_as_it_can(
+    tmp_path: Path, pool: Pool
+) -> None:
+    with tmpfs_or_skip(tmp_path / "probe", 1):
+        taken = pool.run(train_with_room_later, 2, str(tmp_path))
+    assert taken[1] == 2
+    assert taken[0] <= 4  # it has taken its share each time that rank 1 tried
+    steps = sorted(
+        step
+        for _, step, path in RunFolder(tmp_path / "run").snapshots()
+        if len(list(path.glob("*.json"))) == 2
+    )
+    assert len(steps) >= 2
+    assert 33 < steps[-2] < 59
+
+
+def train_until_taken_over(rank: int, world_size: int, folder: str) -> tuple[int, str]:
+    """Train until another machine has the lease. Returns the last step and the error."""
+    run = RunFolder(Path(folder, "run"))
+    model = DistributedDataParallel(small_model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = lowdiff.Checkpointer(
+        run.root, staging=Path(folder, f"staging-{rank}"), compressor=TopK(0.1)
+    )
+    checkpointer.attach(model, optimizer)
+    step, error = 0, ""
+    try:
+        for step in checkpointer.steps(until=16):
+            model(torch.full((4, 20), step + 1.0)).square().mean().backward()
+            optimizer.step()
+            if rank == 0 and step == 4:
+                run.lease.unlink()
+                assert Lease(run.lease, machine="other").acquire("process 8", timeout_seconds=0.0)
+                assert checkpointer._opened is not None
+                assert checkpointer._opened.lock.is_lost(look=True)
+    except RunInUse as failure:
+        error = str(failure)
+    checkpointer.close()
+    return step, error
+
+
+def test_a_run_taken_over_ends_training_at_the_same_commit_on_all_ranks(
+    tmp_path: Path, pool: Pool
+) -> None:
+    (first, error), (second, other_error) = pool.run(train_until_taken_over, 2, str(tmp_path))
+    assert first == second == 5
+    assert "in use by process 8, which took over" in error
+    assert "in use by another trainer, which took over" in other_error
 
 
 def test_a_single_process_raises_at_the_next_commit_and_may_go_on(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.codec import CODINGS, Codec
-from lowdiff.persistence.values import BadEncoding
+from lowdiff.persistence.forms import BadEncoding
 from lowdiff.types import Bits
 
 CODEC = Codec()

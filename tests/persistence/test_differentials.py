@@ -18,11 +18,12 @@ from lowdiff.errors import DamagedFile
 from lowdiff.persistence.catalog import StoredRecord
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import encode_scalars, read_differential
+from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef, read_records
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.staging import StagingLog, staged_records
-from lowdiff.persistence.values import BadEncoding, encode
+from lowdiff.persistence.values import encode
 from lowdiff.types import Differential, OptimizerStep, Payload, Section
 
 CODEC = Codec()

@@ -18,7 +18,7 @@ import zstandard
 
 from lowdiff.digests import Digester
 from lowdiff.layout import layout_of
-from lowdiff.persistence import values
+from lowdiff.persistence import forms as value_forms
 from lowdiff.persistence.codec import CODINGS, Codec
 from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.durable import read_json
@@ -26,7 +26,7 @@ from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, read_r
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.staging import StagingLog, staged_records
-from lowdiff.persistence.values import encode, same
+from lowdiff.persistence.values import decode, encode, same
 from lowdiff.residuals import combined
 from lowdiff.types import Differential, Digest, OptimizerStep, Payload, ResidualMark, Section
 
@@ -260,7 +260,7 @@ VALUES = re.findall(r"^\| `(.+?)` \| `([0-9a-f ]+)` \|$", DOC, re.MULTILINE)
 def test_typed_values_on_the_page_have_these_bytes(value: str, stored: str) -> None:
     parsed = ast.literal_eval(value)
     assert encode(parsed) == bytes.fromhex(stored)
-    assert same(values.decode(bytes.fromhex(stored)), parsed)
+    assert same(decode(bytes.fromhex(stored)), parsed)
 
 
 def test_the_page_has_examples_of_typed_values() -> None:
@@ -271,7 +271,7 @@ def test_the_page_names_every_type_code_and_coding() -> None:
     table = DOC[DOC.index("| code | type | parts |") : DOC.index("Nesting is at most")]
     rows = re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE)
     on_page = {int(code) for row in rows for code in row.split(",")}
-    forms = [*values._FORMS.values(), *values._torch_forms().values()]
+    forms = [*value_forms._FORMS.values(), *value_forms._torch_forms().values()]
     assert on_page == {form.code for form in forms}
     assert "coding: " + ", ".join(f"{i} {name}" for i, name in enumerate(CODINGS)) in DOC
 

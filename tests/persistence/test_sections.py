@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.sections import (
     encode_sections,
     max_payload_bytes,
@@ -21,7 +22,6 @@ from lowdiff.persistence.sections import (
     sections_bytes,
     write_sections,
 )
-from lowdiff.persistence.values import BadEncoding
 from lowdiff.types import Layout, ParameterSpec, Section
 
 CODEC = Codec()

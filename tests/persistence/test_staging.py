@@ -392,7 +392,6 @@ from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.types import Section
-from tests.mounts import tmpfs_or_skip
 
 folder = StagingFolder.of(Path(sys.argv[1]), sys.argv[2], 0, 0)
 folder.root.mkdir(parents=True)

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
 from lowdiff.errors import ConfigError
-from lowdiff.persistence.values import BadEncoding, decode, encode, same
+from lowdiff.persistence.forms import BadEncoding
+from lowdiff.persistence.values import decode, encode, same
 
 NUMERIC = ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 NUMPY_DTYPES = [np.dtype(order + name) for order in "<>" for name in NUMERIC]
