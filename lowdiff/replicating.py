@@ -158,7 +158,8 @@ class ReplicatedStager(Stager):
         return (
             step >= self._retry_step
             and not self._is_image_in_use()
-            and self._consumed_step() >= self._step
+            # With several ranks the newest step is committed, and applied, with the next one.
+            and self._consumed_step() >= self._step - (self._world_size > 1)
         )
 
     def stop(self) -> None:

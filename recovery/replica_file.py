@@ -132,11 +132,12 @@ class ReplicaFile:
         Raises:
             DamagedFile: If it is not there, or not one of ours.
         """
-        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        # Populating a private map that may be written would copy all of it.
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | mmap.MAP_POPULATE
         try:
             with path.open("r+b") as opened:
                 size = os.fstat(opened.fileno()).st_size
-                view = memoryview(mmap.mmap(opened.fileno(), size, flags | mmap.MAP_POPULATE))
+                view = memoryview(mmap.mmap(opened.fileno(), size, flags))
             magic, length = _LENGTH.unpack_from(view)
             if magic != _MAGIC:
                 raise DamagedFile(path, "it is no replica's state")
