@@ -54,7 +54,7 @@ def replaced(path: Path, *, exclusive: bool = False) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         if exclusive:
             os.link(partial, path)
-            partial.unlink()
+            os.remove(partial)
         else:
             partial.replace(path)
     except BaseException:

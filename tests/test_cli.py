@@ -128,7 +128,7 @@ def test_help_loads_nothing_that_takes_long() -> None:
 def test_bad_usage_exits_with_2(command: Command, arguments: list[str]) -> None:
     result = command(*arguments)
     assert result.code == 2
-    assert "Usage: lowdiff" in result.err or "give one of --out" in result.err
+    assert "Usage: lowdiff" in result.out + result.err or "give one of --out" in result.err
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "recover"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, NewerFormat, NotARun
+from lowdiff.errors import DamagedFile, NewerFormat, NotARun, RunInUse
 from lowdiff.persistence.catalog import Catalog, begun_fences, last_segment, scan
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import encode_scalars, read_differential
@@ -170,8 +170,17 @@ def began(folder: RunFolder) -> None:
 def test_a_beginning_without_a_durable_snapshot_never_was(folder: RunFolder) -> None:
     write_fence(folder, fence(0))
     assert (scan(folder).incarnations, scan(folder).num_incarnations) == ({}, 1)
+    folder.fence(0, 0).unlink()
     began(folder)
     assert set(scan(folder).incarnations) == {0}
+
+
+def test_of_two_that_begin_the_same_incarnation_one_is_refused(folder: RunFolder) -> None:
+    write_fence(folder, fence(0))
+    with pytest.raises(RunInUse, match="a trainer that attached at the same time"):
+        write_fence(folder, fence(0, base=7))
+    assert read_fence(folder.fence(0, 0)) == fence(0)
+    assert len(list(folder.fence(0, 0).parent.iterdir())) == 1
 
 
 def test_an_incarnation_counts_once_all_its_ranks_wrote_their_fence(folder: RunFolder) -> None:

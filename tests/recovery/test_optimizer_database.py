@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import types
-import unittest
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -37,11 +34,6 @@ from lowdiff.types import (
 )
 from tests.recovery.training import train
 
-# The database imports a helper for inline snapshots, which it uses nowhere we look.
-if "expecttest" not in sys.modules:
-    stand_in = types.ModuleType("expecttest")
-    vars(stand_in)["TestCase"] = unittest.TestCase
-    sys.modules["expecttest"] = stand_in
 optim_db = pytest.importorskip("torch.testing._internal.common_optimizers").optim_db
 
 SHAPES = [(7, 29), (64, 5), (1, 1)]

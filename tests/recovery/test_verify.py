@@ -452,6 +452,7 @@ def test_another_torch_is_noted(closed: Trained, tmp_path: Path) -> None:
     copy = closed.copied(tmp_path)
     folder = RunFolder(copy.run)
     fence = read_fence(folder.fence(0, 0))
+    folder.fence(0, 0).unlink()
     write_fence(folder, replace(fence, environment=replace(fence.environment, torch_version="9")))
     report = check(copy)
     assert report.ok
