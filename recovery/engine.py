@@ -185,8 +185,8 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
 
     _same_layout(fence_of(plan.base.incarnation), plan, fence_of(plan.incarnation))
     check_memory(plan.base.bytes)
-    state = load_snapshot(plan.base, fence_of(plan.base.incarnation))
     try:
+        state = load_snapshot(plan.base, fence_of(plan.base.incarnation))
         return replay(state, plan.steps, fence_of, options)
     except ReplayMismatch as error:
         if options.whole:

@@ -122,8 +122,10 @@ class RecoveredState:
         for key, source in self.fence.names.items():
             if source.startswith((BUFFER_ITEM, FROZEN_ITEM)):
                 result[key] = self.item(source, rank)
-            else:
+            elif source in parameters:
                 result[key] = parameters[source]
+            else:
+                raise DamagedFile(key, f"it refers to {source}, which is not there")
         return result
 
     def optimizer_state_dict(self, index: int = 0) -> dict[str, Any]:
