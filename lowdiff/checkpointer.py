@@ -54,7 +54,8 @@ class Checkpointer:
             may be a shared folder or each node's own.
         compressor: How gradients are compressed, e.g. ``TopK(density=0.01)``. Lossy compression
             changes training, so it is always asked for by name.
-        snapshot: ``"atomic"``: a full snapshot is of one step.
+        snapshot: ``"atomic"``: a full snapshot is copied at one step. ``"rolling"``: a part of it
+            after each step, so that no step stalls for all of it; see docs/snapshots.md.
         snapshot_every: Steps between full snapshots.
         batch_size: Differentials per durable write. A crash of processes loses no committed
             step whatever it is; the loss of the machine's power at most ``2 * batch_size``.
@@ -100,13 +101,12 @@ class Checkpointer:
                 "Checkpointer needs compressor=TopK(density=...) from lowdiff.compressors; "
                 "training without compression (LowDiff+) is not built yet"
             )
-        if snapshot != "atomic":
-            raise ConfigError(f'snapshot must be "atomic", got {snapshot!r}')
         self._settings = Settings(
             run=Path(run).absolute(),
             compressor=compressor,
             snapshot_every=snapshot_every,
             batch_size=batch_size,
+            snapshot=snapshot,
             staging=None if staging is None else Path(staging).absolute(),
             store=store,
             retention=Retention(retention) if isinstance(retention, int) else retention,

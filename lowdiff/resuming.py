@@ -190,7 +190,8 @@ def _residual_of(
         found = mark and read_residual(staging.residual, layout, mark)
         if found:
             return list(found)
-    if state.base_step != state.step and state.residuals[rank]:
+    is_exact = state.base_step == state.step and not state.has_mixed_residuals
+    if not is_exact and state.residuals[rank]:
         _logger.warning(
             "rank %d: the error-feedback residual of step %d is lost with its staging memory; "
             "using that of snapshot %d: the state is exact, the continuation is not bit-identical",

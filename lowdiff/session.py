@@ -20,6 +20,7 @@ from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
+from lowdiff.rolling import Live, Rolling
 from lowdiff.settings import Settings
 from lowdiff.snapshot import shard_tensors
 from lowdiff.stager import Stager
@@ -69,6 +70,10 @@ class Session:
         self._tracker = tracker
         self._averages = averages
         self._shares_constants = shares_constants
+        self._rolling: Rolling | None = None
+        if settings.snapshot == "rolling":
+            live = Live(attached, tracker, residual, averages, shares_constants, rank, world_size)
+            self._rolling = Rolling(live, stager, settings)
         self._digester = Digester(attached.layout)
         self._scaler = scaler
         self._scale = self._loss_scale()
@@ -177,6 +182,8 @@ class Session:
             # Making it consumes what changed: a commit that failed to stage it must find it again.
             differential = self._unstaged = self._unstaged or self._differential()
             rebases = self._changed_outside
+        self._copy_slice(differential.step, rebases=rebases)
+        with self.stager.timed("differential_seconds"):
             self._warn_about_large_items()
             self.stager.stage(
                 RecordKind.DIFFERENTIAL,
@@ -191,9 +198,18 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
+        elif self._rolling is not None and self._rolling.finish(self.step):
+            pass  # the rolling snapshot of this step is whole
         elif self._settings.takes_snapshot_at(self.step) or self._can_catch_up():
             self.snapshot()
         self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
+
+    def _copy_slice(self, step: int, *, rebases: bool) -> None:
+        """Copy the next slice of a rolling snapshot; a step that cannot be replayed ends its cycle."""
+        if self._rolling is not None and rebases:
+            self._rolling.restart()
+        elif self._rolling is not None:
+            self._rolling.copy(step, self._committed_held)
 
     @property
     def is_preempted(self) -> bool:
@@ -339,12 +355,14 @@ class Session:
         return self._world_size == 1 and self.stager.owes_snapshot(self.step)
 
     def snapshot(self, *, required: bool = False) -> None:
-        """Stage a full snapshot of the current step, unless that was the last one staged.
+        """Stage an atomic snapshot of the current step, unless that was the last one staged.
 
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        if self.stager.snapshot_step != self.step:
+        if self._rolling is not None:
+            self._rolling.restart()
+        if self.stager.atomic_step != self.step:
             self.stager.stage_snapshot(
                 self.step,
                 lambda: shard_tensors(

@@ -11,6 +11,7 @@ from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.policy import Retention
 from lowdiff.protocols import Compressor
 
+SNAPSHOT = ("atomic", "rolling")
 ON_ERROR = ("warn", "raise")
 BACKPRESSURE = ("block", "degrade")
 
@@ -23,6 +24,7 @@ class Settings:
         run: Run folder.
         compressor: How gradients are compressed.
         snapshot_every: Steps between full snapshots (``f``).
+        snapshot: Whether they are copied at once, or over the steps between them.
         batch_size: Differentials per durable write (``b``).
         staging: Folder on tmpfs for the staging logs of all runs; None for the default one.
         retention: Which steps stay; None keeps everything.
@@ -38,6 +40,7 @@ class Settings:
     compressor: Compressor
     snapshot_every: int
     batch_size: int
+    snapshot: str = "atomic"
     staging: Path | None = None
     retention: Retention | None = field(default_factory=Retention)
     store: str | None = None
@@ -47,6 +50,8 @@ class Settings:
     lock_seconds: float = 30.0
 
     def __post_init__(self) -> None:
+        if self.snapshot not in SNAPSHOT:
+            raise ConfigError(f"snapshot is one of {SNAPSHOT}, got {self.snapshot!r}")
         if self.snapshot_every < 1:
             raise ConfigError(f"snapshot_every counts steps, at least 1, got {self.snapshot_every}")
         if self.batch_size < 1:

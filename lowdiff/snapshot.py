@@ -71,29 +71,29 @@ def shard_tensors(
         if owners[i] != rank:
             continue
         parameter = attached.parameters[i]
-        tensors.append(_image(PARAMETER + spec.name, parameter))
+        tensors.append(image_tensor(PARAMETER + spec.name, parameter))
         entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
         for key, value in entries.items():
             full = isinstance(value, torch.Tensor) and value.shape == parameter.shape
             if full and key not in SCALAR_STATE:
                 name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
-                tensors.append(_image(name, value))
+                tensors.append(image_tensor(name, value))
             else:
                 state[attached.owner[i]].setdefault(spec.name, {})[key] = value
         tensors += [
-            _image(f"{AVERAGE_ITEM}{name}/{spec.name}", values[i])
+            image_tensor(f"{AVERAGE_ITEM}{name}/{spec.name}", values[i])
             for name, values in averages.items()
             if i in values
         ]
     # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
     tensors += [
-        _image(name, value)
+        image_tensor(name, value)
         for name, value in tracker.tensors.items()
         if not (shares_constants and tracker.is_as_started(name))
     ]
     specs = attached.layout.parameters
     tensors += [
-        _image(RESIDUAL + specs[i].name, values, specs[i].shape, specs[i].strides)
+        image_tensor(RESIDUAL + specs[i].name, values, specs[i].shape, specs[i].strides)
         for i, values in residual.items()
     ]
     scalars = {
@@ -103,21 +103,29 @@ def shard_tensors(
         "items": dict(tracker.committed),
     }
     data = torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)
-    tensors.append(_image(SCALARS, data))
+    tensors.append(image_tensor(SCALARS, data))
     return tensors
 
 
 def constant_images(attached: Attached) -> list[ImageTensor]:
     """The frozen parameters, to be stored once for all snapshots."""
-    return [_image(name, tensor) for name, tensor in attached.frozen.items()]
+    return [image_tensor(name, tensor) for name, tensor in attached.frozen.items()]
 
 
-def _image(
+def image_tensor(
     name: str,
     tensor: torch.Tensor,
     shape: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
 ) -> ImageTensor:
+    """A tensor as an image holds it: on the CPU, row-major; a view where it is both already.
+
+    Args:
+        name: Its name in the image.
+        tensor: The tensor, or its elements in memory order if shape and strides are given.
+        shape: Its logical shape.
+        strides: Its strides in elements.
+    """
     host = tensor.detach()
     if shape is not None and strides is not None:
         host = host.as_strided(tuple(shape), tuple(strides))

@@ -89,8 +89,8 @@ def replay(
         state.fence = fence
         state.averages = _continued_averages(state, fence)
         own = list(group)
-        with _Replay(state, fence, options) as running:
-            for window in _windows(own, fence):
+        with Replayer(state, fence, options) as running:
+            for window in windows(own, fence):
                 running.run(window)
                 done += len(window)
                 if options.progress:
@@ -108,7 +108,7 @@ def _continued_averages(state: RecoveredState, fence: Fence) -> dict[str, dict[s
     return {name: state.averages[name] for name in fence.averages}
 
 
-def _windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]:
+def windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]:
     """Decoded steps in windows of bounded size; the next is decoded while one is in use.
 
     What counts is the decoded size: a gradient of zeros or NaN takes next to nothing when stored.
@@ -149,7 +149,7 @@ def _updates(shard: Differential) -> dict[str, tuple[bool, int]]:
     return {name: (step.updated, step.count) for name, step in shard.averages.items()}
 
 
-class _Replay:
+class Replayer:
     """The units of one incarnation and the threads that step them."""
 
     def __init__(self, state: RecoveredState, fence: Fence, options: ReplayOptions) -> None:

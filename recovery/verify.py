@@ -20,9 +20,9 @@ from lowdiff.persistence.snapshots import manifest_file
 from lowdiff.recovery.compare import differences
 from lowdiff.recovery.damage import Finding, first_gap, judge, last_kept, lost_after
 from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
-from lowdiff.recovery.load import load_snapshot
-from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
+from lowdiff.recovery.plan import cycle_of, plan_recovery, recoverable, usable_snapshots
 from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.state import RNG_ITEM, inherit
 
 
@@ -240,7 +240,8 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> Finding | N
     state = carry_out(alone, plan_recovery(alone, leg.last), options)
     if leg.target is None:
         return None
-    expected = load_snapshot(leg.target, catalog.incarnations[leg.target.incarnation].fence)
+    fence = catalog.incarnations[leg.target.incarnation].fence
+    expected = load_base(leg.target, fence, cycle_of(catalog, leg.target), options)
     if len(state.items) != len(expected.items):
         state.items = inherit(state.items, len(expected.items))
     for replayed, stored in zip(state.items, expected.items, strict=True):
