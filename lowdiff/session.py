@@ -182,7 +182,8 @@ class Session:
             # Making it consumes what changed: a commit that failed to stage it must find it again.
             differential = self._unstaged = self._unstaged or self._differential()
             rebases = self._changed_outside
-        self._copy_slice(differential.step, rebases=rebases)
+        if self._rolling is not None:
+            self._rolling.copy(differential.step, self._committed_held, rebases=rebases)
         with self.stager.timed("differential_seconds"):
             self._warn_about_large_items()
             self.stager.stage(
@@ -198,18 +199,11 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self._rolling is not None and self._rolling.finish(self.step):
-            pass  # the rolling snapshot of this step is whole
-        elif self._settings.takes_snapshot_at(self.step) or self._can_catch_up():
+        elif not (self._rolling and self._rolling.finish(self.step)) and (
+            self._settings.takes_snapshot_at(self.step) or self._can_catch_up()
+        ):
             self.snapshot()
         self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
-
-    def _copy_slice(self, step: int, *, rebases: bool) -> None:
-        """Copy the next slice of a rolling snapshot; a step that cannot be replayed ends its cycle."""
-        if self._rolling is not None and rebases:
-            self._rolling.restart()
-        elif self._rolling is not None:
-            self._rolling.copy(step, self._committed_held)
 
     @property
     def is_preempted(self) -> bool:

@@ -355,15 +355,11 @@ class Stager:
     def _note_lost(self, step: int) -> None:
         self._lost_step = step
         self._owes_snapshot |= step == self._snapshot_step  # else one is taken when it is due
-        log_event(
-            _logger,
-            logging.WARNING,
-            "cycle_lost",
-            f"rank {self._rank}: the rolling snapshot of step {step} came to nothing (see "
-            f"{self._log.folder.writer_log}); an atomic one takes its place",
-            rank=self._rank,
-            step=step,
+        log = self._log.folder.writer_log
+        text = (
+            f"rank {self._rank}: no rolling snapshot of step {step} (see {log}); an atomic follows"
         )
+        log_event(_logger, logging.WARNING, "cycle_lost", text, rank=self._rank, step=step)
 
     def _say_trouble(self) -> None:
         if self._raises:
