@@ -70,7 +70,7 @@ class SnapshotSet:
         An atomic snapshot's is its own step: it needs none.
         """
         bases = (self.step if m.first_base is None else m.first_base for m in self.manifests)
-        return min(bases)
+        return min(bases, default=self.step)
 
     @property
     def is_rolling(self) -> bool:

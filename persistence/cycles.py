@@ -58,11 +58,12 @@ def cut(things: Sequence[Cuttable], parts: int) -> list[list[tuple[int, int, int
     for index, thing in enumerate(things):
         start = 0
         while start < thing.elements:
-            room = total * (part + 1) // parts - done
-            # The nearest cut; what the last part gets is all that is left.
-            atoms = round(room / (thing.element_bytes * thing.atom))
-            stop = thing.elements if part == parts - 1 else start + atoms * thing.atom
-            stop = min(max(stop, start), thing.elements)
+            ideal = start + (total * (part + 1) / parts - done) / thing.element_bytes
+            below = start + max(0, int(ideal - start)) // thing.atom * thing.atom
+            above = min(below + thing.atom, thing.elements)
+            stop = below if ideal - below < above - ideal else above
+            if part == parts - 1:
+                stop = thing.elements
             if stop == start:
                 part += 1
                 continue

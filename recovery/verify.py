@@ -18,7 +18,14 @@ from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import manifest_file
 from lowdiff.recovery.compare import differences
-from lowdiff.recovery.damage import Finding, first_gap, judge, last_kept, lost_after
+from lowdiff.recovery.damage import (
+    Finding,
+    first_gap,
+    judge,
+    last_kept,
+    lost_after,
+    spoilt_cycles,
+)
 from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
 from lowdiff.recovery.plan import cycle_of, plan_recovery, recoverable, usable_snapshots
 from lowdiff.recovery.replay import ReplayOptions
@@ -178,6 +185,7 @@ def _verify(
         else:
             failures.append(failure)
         done += leg.last - leg.base.step
+    failures += [found for found in spoilt_cycles(catalog) if found not in failures]
     failures += lost_after(catalog, _newest(catalog)) if legs else _nothing_recoverable(catalog)
     return VerifyReport(
         run=run,
