@@ -27,8 +27,8 @@ GRANULARITY: Mapping[str, str] = {
     "torch.optim.rmsprop.RMSprop": "element",
     "torch.optim.rprop.Rprop": "element",
     "torch.optim.sgd.SGD": "element",
-    "torch.optim._adafactor.Adafactor": "tensor",
-    "torch.optim._muon.Muon": "tensor",
+    "torch.optim.Adafactor": "tensor",
+    "torch.optim.Muon": "tensor",
 }
 
 #: State entries that hold one number for the whole parameter, whatever the parameter's shape.

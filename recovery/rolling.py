@@ -79,6 +79,13 @@ def load_base(
     settle_kernels()
     state.has_mixed_residuals = True
     stored = _read_blocks(snapshot, fence)
+    for optimizer in state.optimizers:
+        for name, entries in optimizer.state.items():
+            # In the order of an atomic snapshot; the values are those of the last step in the end.
+            scalars = {
+                key: value for found in stored.get(name, ()) for key, value in found.scalars.items()
+            }
+            optimizer.state[name] = {**scalars, **entries}
     with _Completion(state, fence, stored, options) as running:
         for window in windows(cycle, fence):
             running.run(window)

@@ -47,8 +47,8 @@ def test_a_run_killed_in_and_between_cycles_resumes_bit_for_bit(
     whole = history(pool, TRAININGS[name], tmp_path / "whole", world_size=world_size, until=STEPS)
     everyone = frozenset(range(world_size))
     kills = [
-        Kill(8, staged_by=everyone),
-        Kill(18, staged_by=frozenset({0}), writers=False),
+        Kill(8, staged_by=everyone, writers=False),
+        Kill(18, staged_by=frozenset({0})),
     ]
     killed = history(
         pool,
@@ -61,11 +61,12 @@ def test_a_run_killed_in_and_between_cycles_resumes_bit_for_bit(
     )
     assert killed.resumed == [8, 18 if world_size == 1 else 17]
     assert_identical(killed, whole)
-    rolling = [s.step for s in scan(RunFolder(tmp_path / "killed/run")).snapshots if s.is_rolling]
+    rolling = {s.step for s in scan(RunFolder(tmp_path / "killed/run")).snapshots if s.is_rolling}
     # A life that began in the middle of a cycle has a shorter one, or an atomic snapshot if less
-    # than half is left. What is changed outside the optimizer takes an atomic one at every step.
-    shorter = [20] if world_size > 1 else []
-    assert rolling == ([] if name == "clamped_weights" else [5, 15, *shorter])
+    # than half is left; the second kill may spoil that of step 15. What is changed outside the
+    # optimizer takes an atomic one at every step.
+    shorter = {20} if world_size > 1 else set()
+    assert rolling | {15} == ({15} if name == "clamped_weights" else {5, 15} | shorter)
     report = verify(tmp_path / "killed/run", tmp_path / "killed/staging")
     assert report.ok, report.failures
-    assert {replay.last for replay in report.replays if replay.compared} >= set(rolling)
+    assert {replay.last for replay in report.replays if replay.compared} >= rolling
