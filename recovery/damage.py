@@ -8,7 +8,7 @@ good ones after it, or one that is whole in length and wrong in content, was onc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from lowdiff.persistence.framing import (
     read_record,
     read_records,
 )
+from lowdiff.persistence.lineage import Span
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import was_removed
@@ -99,11 +100,25 @@ def first_gap(catalog: Catalog, base: int, last: int) -> Finding | None:
 
 
 def last_kept(catalog: Catalog, base: int, last: int) -> int:
-    """``last``, or the step before the first one after ``base`` that retention removed."""
+    """``last``, or how far replay of ``base`` leads if that is not a loss.
+
+    It ends before a step that retention removed, and before one that only a snapshot leads to.
+    """
     step, owner, _ = _first_missing(catalog, base, last)
-    if step is None or owner is None or not catalog.collected.holds(owner, step):
-        return last
-    return step - 1
+    if step is not None and owner is not None and catalog.collected.holds(owner, step):
+        last = step - 1
+    spans = spans_of(catalog)
+    return next((t - 1 for t in range(base + 1, last + 1) if _rebases(catalog, spans, t)), last)
+
+
+def _rebases(catalog: Catalog, spans: Sequence[Span], step: int) -> bool:
+    owner = next((span for span in spans if span.owns(step)), None)
+    if owner is None:
+        return False
+    found = [
+        catalog.records.get((owner.incarnation, r), {}).get(step) for r in range(owner.world_size)
+    ]
+    return all(stored is not None and stored.record.header.rebases for stored in found)
 
 
 def _first_missing(catalog: Catalog, base: int, last: int) -> tuple[int | None, int | None, int]:
