@@ -20,6 +20,12 @@ FIGURES = {
         "speedup_two_workers",
         "speedup_vs_published",
     },
+    "snapshot_stall": {
+        "rolling_worst_over_atomic_worst",
+        "rolling_copy_over_atomic_copy",
+        "atomic_worst_seconds",
+        "async_save_worst_seconds",
+    },
     "codec": {
         "bytes_per_entry_float32",
         "bytes_per_entry_bfloat16",
