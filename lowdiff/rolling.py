@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -104,8 +105,7 @@ class _Share:
     @property
     def entries(self) -> list[ImageEntry]:
         """What the image's header says of the lanes."""
-        empty = ((n, image_tensor(n, t.new_empty(0)).dtype, t) for n, t in self.lanes.items())
-        return [ImageEntry(name, dtype, tuple(tensor.shape)) for name, dtype, tensor in empty]
+        return [ImageEntry(n, _code(t.dtype), tuple(t.shape)) for n, t in self.lanes.items()]
 
     def piece(self, name: str, start: int, stop: int) -> memoryview:
         """Bytes of some elements of one lane, in the image's order."""
@@ -261,7 +261,6 @@ class Rolling:
             or (retention is not None and retention.last_kept_step(step, last) is not None)
         ):
             return None
-        self._stager.free_image()
         now = _Now.of(self._live)
         shares = [now.state(i) for i, owner in enumerate(self._owners) if owner == self._live.rank]
         shares += [now.residual(i) for i in now.residuals]
@@ -370,6 +369,12 @@ class Rolling:
         meta = SliceRef(cycle.last, len(cycle.done), tuple(ranges)).encode()
         checksum = self._stager.stage(RecordKind.SLICE, step, meta, Payload(()), pieces=pieces)
         cycle.done.append((meta, checksum))
+
+
+@lru_cache
+def _code(dtype: torch.dtype) -> str:
+    """The dtype as an image's header names it."""
+    return image_tensor("", torch.empty(0, dtype=dtype)).dtype
 
 
 def _is_full(key: str, value: Any, parameter: torch.Tensor) -> bool:

@@ -152,11 +152,6 @@ class Stager:
         """Whether the cycle that ends with a step can come to nothing any more."""
         return self._status().lost_snapshot >= step
 
-    def free_image(self) -> None:
-        """Give back the memory of an atomic snapshot's image, once that is durable."""
-        if self._status().durable_snapshot >= self._atomic_step:
-            self._log.folder.snapshot.unlink(missing_ok=True)
-
     def _snapshot_staged(self, step: int) -> None:
         self._snapshot_step = step
         self._owes_snapshot = False

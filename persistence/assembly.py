@@ -11,8 +11,8 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from lowdiff.errors import StorageError
-from lowdiff.persistence.cycles import SliceRef, write_slices
+from lowdiff.errors import DamagedFile, StorageError
+from lowdiff.persistence.cycles import CycleMark, SliceRef, complete, write_slices
 from lowdiff.persistence.durable import fsync_directory
 from lowdiff.persistence.framing import RecordRef
 from lowdiff.persistence.paths import RunFolder
@@ -33,6 +33,7 @@ class Assembly:
         """Ignore what belongs to the newest durable snapshot or to an earlier one."""
         self._settings = settings
         self._settled = durable_snapshot
+        self._gap = -1
 
     def partial(self, step: int) -> Path:
         """The file that a cycle's image is put together in."""
@@ -43,6 +44,21 @@ class Assembly:
     def settle(self, step: int) -> None:
         """The cycle that ends with this step, and all before it, need nothing more."""
         self._settled = max(self._settled, step)
+
+    def follows(self, durable_step: int, first: int) -> None:
+        """Differentials from ``first`` on are durable; those since ``durable_step`` were dropped."""
+        if first > durable_step + 1:
+            self._gap = first - 1
+
+    def complete(self, partial: Path, mark: CycleMark) -> int:
+        """As `cycles.complete`, for a cycle whose differentials are there as well.
+
+        Raises:
+            DamagedFile: If a slice or a differential is not.
+        """
+        if self._gap > mark.first_base:
+            raise DamagedFile(partial, f"step {self._gap} was dropped before it was durable")
+        return complete(partial, mark)
 
     def add(self, records: Sequence[RecordRef]) -> tuple[int, str]:
         """Write slices.

@@ -29,7 +29,7 @@ from lowdiff.events import log_event
 from lowdiff.persistence.adoption import adopt_predecessors
 from lowdiff.persistence.assembly import PENDING_BYTES, Assembly, durable_snapshot
 from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.cycles import CycleMark, complete
+from lowdiff.persistence.cycles import CycleMark
 from lowdiff.persistence.durable import fsync_directory, write_json
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef
 from lowdiff.persistence.histogram import Histogram
@@ -266,6 +266,7 @@ class Writer:
     async def _persist_batch(self, batch: Batch) -> None:
         written = await self._segments.append(batch)
         status = self._status.status
+        self._assembly.follows(status.durable_step, batch.first)
         self._batch_seconds.observe(time.monotonic() - self._batch_began)
         self._status.update(
             durable_step=batch.last,
@@ -306,7 +307,7 @@ class Writer:
             if target.exists() and not partial.exists():
                 partial = target  # an earlier attempt failed after this
             try:
-                checksum = await asyncio.to_thread(complete, partial, mark)
+                checksum = await asyncio.to_thread(self._assembly.complete, partial, mark)
             except DamagedFile as error:
                 return self._lose(mark.step, error.what)
         else:
@@ -334,6 +335,9 @@ class Writer:
         await asyncio.to_thread(
             write_json, manifest_file(folder, settings.rank), manifest.document()
         )
+        if settings.is_rolling and isinstance(mark, _SnapshotMark):
+            # Its memory is not needed soon. Before the trainer hears that it may make another.
+            await asyncio.to_thread(settings.staging.snapshot.unlink, missing_ok=True)
         status = self._status.status
         self._status.update(durable_snapshot=mark.step, snapshot_bytes=status.snapshot_bytes + size)
         text = f"rank {settings.rank}: the snapshot of step {mark.step} is durable"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -15,12 +16,14 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.catalog import SnapshotSet, scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
 from lowdiff.recovery.verify import verify
 from tests.face.loops import Loop
+from tests.mounts import tmpfs_or_skip
 
 PATIENCE_SECONDS = 20.0
 
@@ -217,3 +220,77 @@ def poll(loop: Loop) -> bool:
 def test_the_kinds_of_snapshot_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"snapshot is one of \('atomic', 'rolling'\)"):
         Loop(tmp_path, settings={"snapshot": "diagonal"})
+
+
+def test_a_cycle_whose_slices_were_dropped_never_counts(tmp_path: Path) -> None:
+    """With ``backpressure="degrade"`` and a writer that stands still."""
+    with tmpfs_or_skip(tmp_path / "memory", 4) as memory:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 60), nn.ReLU(), nn.Linear(60, 3))
+        loop = Loop(tmp_path, model=model)
+        loop.checkpointer = lowdiff.Checkpointer(
+            tmp_path / "run",
+            staging=memory,
+            compressor=TopK(0.1),
+            snapshot="rolling",
+            snapshot_every=800,
+            batch_size=2,
+            retention=None,
+            backpressure="degrade",
+        )
+        loop.attach()
+        writer = loop.checkpointer._opened.session.stager.writer._process  # type: ignore[union-attr]
+        steps = loop.checkpointer.steps(100_000)
+        for step in steps:
+            loop.step(step)
+            if step == 5:
+                os.kill(writer.pid, signal.SIGSTOP)
+            if loop.checkpointer.stats()["dropped_steps"]:
+                break
+        os.kill(writer.pid, signal.SIGCONT)
+        next(steps)
+        for step in steps:
+            loop.step(step)
+            if loop.checkpointer.stats()["snapshots"] > 1:
+                break
+        loop.checkpointer.close()
+        state = lowdiff.recover(tmp_path / "run", staging=memory)
+        assert same(dict(state.model_state_dict()), loop.weights())
+        assert not [s for s in snapshots(tmp_path) if s.is_rolling]
+
+
+def test_a_full_disk_costs_a_cycle_and_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tmpfs_or_skip(tmp_path / "disk", 8) as disk:
+        loop = Loop(tmp_path, model=nn.Sequential(nn.Linear(20, 3000), nn.Linear(3000, 3)))
+        loop.checkpointer = lowdiff.Checkpointer(
+            disk / "run",
+            staging=tmp_path / "staging",
+            compressor=TopK(0.01),
+            snapshot="rolling",
+            snapshot_every=8,
+            batch_size=2,
+            retention=None,
+        )
+        live = {loop.attach(): loop.weights()}
+        steps = loop.checkpointer.steps(14)
+        filler = disk / "filler"
+        for step in steps:
+            loop.step(step)
+            live[step + 1] = loop.weights()
+            if step == 3:
+                with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                    while True:
+                        file.write(bytes(4096))
+            if step == 5:
+                wait_until(
+                    lambda: bool(poll(loop)) or "no rolling snapshot of step 8" in caplog.text
+                )
+                filler.unlink()
+        loop.checkpointer.close()
+        found = {s.step: s.first_base for s in scan(RunFolder(disk / "run")).snapshots}
+        assert found[8] == 8, "an atomic one took its place"
+        for step, weights in live.items():
+            state = lowdiff.recover(disk / "run", step, staging=tmp_path / "staging")
+            assert same(dict(state.model_state_dict()), weights)
