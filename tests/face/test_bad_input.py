@@ -39,7 +39,7 @@ def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> No
     ("settings", "message"),
     [
         ({"compressor": None}, r"compressor=TopK\(density"),
-        ({"snapshot": "fuzzy"}, 'snapshot must be "atomic"'),
+        ({"snapshot": "fuzzy"}, "snapshot is one of"),
         ({"snapshot_every": 0}, "snapshot_every counts steps, at least 1, got 0"),
         ({"batch_size": -2}, "batch_size counts steps, at least 1, got -2"),
         ({"retention": 0}, "retention keeps at least 1 snapshot"),

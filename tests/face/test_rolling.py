@@ -17,7 +17,6 @@ from torch import nn
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.errors import ConfigError
 from lowdiff.persistence.catalog import SnapshotSet, scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
@@ -81,6 +80,7 @@ def test_a_cycle_ends_at_every_multiple_and_holds_blocks_of_its_steps(tmp_path: 
     assert not list((tmp_path / "run").rglob("*.partial"))
 
 
+@pytest.mark.slow
 def test_the_image_of_an_atomic_snapshot_takes_no_memory_once_cycles_run(tmp_path: Path) -> None:
     loop = rolling_loop(tmp_path)
     trained(loop, 2)
@@ -147,6 +147,7 @@ def test_a_life_that_begins_late_in_a_cycle_takes_an_atomic_snapshot(tmp_path: P
     check(tmp_path, live)
 
 
+@pytest.mark.slow
 def test_steps_that_are_kept_for_ever_are_atomic(tmp_path: Path) -> None:
     retention = lowdiff.Retention(2, every_steps=12)
     loop = rolling_loop(tmp_path, retention=retention)
@@ -217,11 +218,7 @@ def poll(loop: Loop) -> bool:
     return False
 
 
-def test_the_kinds_of_snapshot_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"snapshot is one of \('atomic', 'rolling'\)"):
-        Loop(tmp_path, settings={"snapshot": "diagonal"})
-
-
+@pytest.mark.slow
 def test_a_cycle_whose_slices_were_dropped_never_counts(tmp_path: Path) -> None:
     """With ``backpressure="degrade"`` and a writer that stands still."""
     with tmpfs_or_skip(tmp_path / "memory", 4) as memory:
@@ -259,6 +256,7 @@ def test_a_cycle_whose_slices_were_dropped_never_counts(tmp_path: Path) -> None:
         assert not [s for s in snapshots(tmp_path) if s.is_rolling]
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_a_cycle_and_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

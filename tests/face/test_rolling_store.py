@@ -43,6 +43,7 @@ def test_a_killed_run_comes_back_from_the_store_alone(tmp_path: Path, server: S3
     assert loop_in(tmp_path / "other", url, **ROLLING).run(11) == 10
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_came_before_its_differentials_is_passed_over(
     tmp_path: Path, server: S3Server
 ) -> None:

@@ -96,7 +96,13 @@ def ordered(state: Any) -> Any:
     return [dict(model), entries, optimizer["param_groups"]]
 
 
-@pytest.mark.parametrize("name", [*BY_ELEMENT, *BY_TENSOR])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("adamw", "muon") else pytest.mark.slow)
+        for name in [*BY_ELEMENT, *BY_TENSOR]
+    ],
+)
 def test_every_optimizer_comes_back_from_blocks_of_several_steps(name: str, tmp_path: Path) -> None:
     live = states(tmp_path, {**BY_ELEMENT, **BY_TENSOR}[name])
     for step in (CYCLE, CYCLE + 2, 2 * CYCLE, STEPS):
@@ -113,7 +119,7 @@ def test_every_optimizer_comes_back_from_blocks_of_several_steps(name: str, tmp_
     "options",
     [
         ReplayOptions(block_elements=64, num_workers=2),
-        ReplayOptions(block_elements=8192, num_workers=1),
+        pytest.param(ReplayOptions(block_elements=8192, num_workers=1), marks=pytest.mark.slow),
         ReplayOptions(whole=True),
     ],
     ids=["small blocks", "large blocks", "whole tensors"],

@@ -19,15 +19,7 @@ ROLLING = {"snapshot": "rolling", "snapshot_every": 5, "retention": None}
 MODULES = {m.__name__ for m in (trainings, more_trainings, averaged_trainings)}
 NAMES = sorted(n for n, b in TRAININGS.items() if b.__module__ in MODULES)
 #: Every one of these cuts its state in another way; the others are slow tests.
-FAST = {
-    ("gpt_adamw", 3),
-    ("cnn_sgd", 2),
-    ("plain_module", 1),
-    ("unused_parameters", 2),
-    ("scaler_fused", 2),
-    ("channels_last", 2),
-    ("ema_beside_fused_adamw", 2),
-}
+FAST = {("gpt_adamw", 3), ("channels_last", 2), ("ema_beside_fused_adamw", 2)}
 
 
 def cases() -> list[object]:
