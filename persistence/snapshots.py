@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ SCALARS = "lowdiff/scalars"
 
 _HEADER_ALIGNMENT = 64
 _MARK = struct.Struct("<QI")
+
+
+@lru_cache
+def _item_bytes(dtype: str) -> int:
+    digits = "".join(c for c in dtype if c.isdigit())
+    return int(digits) // 8 if digits else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +53,7 @@ class ImageEntry:
     @property
     def item_bytes(self) -> int:
         """Bytes per element."""
-        digits = "".join(c for c in self.dtype if c.isdigit())
-        return int(digits) // 8 if digits else 1
+        return _item_bytes(self.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -139,6 +139,7 @@ def test_a_life_that_begins_late_in_a_cycle_takes_an_atomic_snapshot(tmp_path: P
     first.die()
     second = rolling_loop(tmp_path)
     live |= trained(second, 8)
+    wait_until(lambda: 6 in bases(tmp_path))
     second.die()
     third = rolling_loop(tmp_path)
     live |= trained(third, 14)
