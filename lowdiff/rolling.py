@@ -189,7 +189,11 @@ class _Cycle:
 
 
 class Rolling:
-    """Takes the rolling snapshots of one rank."""
+    """Takes the rolling snapshots of one rank.
+
+    Reference: Gray and Reuter, "Transaction Processing" (1993), section 11.3, calls it a fuzzy
+    checkpoint; there pages are written as they are met, here all in turn.
+    """
 
     def __init__(self, live: Live, stager: Stager, settings: Settings) -> None:
         self._live = live
@@ -197,6 +201,8 @@ class Rolling:
         self._settings = settings
         self._owners = shard_owners(live.attached.layout, live.world_size)
         self._cycle: _Cycle | None = None
+        self._slices_at = 0, 0
+        self._tail_bytes = 0
 
     def restart(self) -> None:
         """Give up the cycle: its steps cannot be replayed, or an atomic snapshot made it needless."""
