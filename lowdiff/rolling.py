@@ -189,7 +189,11 @@ class _Cycle:
 
 
 class Rolling:
-    """Takes the rolling snapshots of one rank."""
+    """Takes the rolling snapshots of one rank.
+
+    Reference: Gray and Reuter, "Transaction Processing" (1993), section 11.3, calls it a fuzzy
+    checkpoint; there pages are written as they are met, here all in turn.
+    """
 
     def __init__(self, live: Live, stager: Stager, settings: Settings) -> None:
         self._live = live
@@ -197,12 +201,14 @@ class Rolling:
         self._settings = settings
         self._owners = shard_owners(live.attached.layout, live.world_size)
         self._cycle: _Cycle | None = None
+        self._slices_at = 0, 0
+        self._tail_bytes = 0
 
     def restart(self) -> None:
-        """Give up the cycle: its steps cannot be replayed, or an atomic snapshot made it needless."""
+        """Give up the cycle: an atomic snapshot was taken, of a step that cannot be replayed, say."""
         self._cycle = None
 
-    def copy(self, step: int, held: Sequence[int], *, rebases: bool) -> None:
+    def copy(self, step: int, held: Sequence[int]) -> None:
         """Stage the slice of a step that has ended, before the differential of the step is.
 
         In that order a differential that is durable says that the slices up to its step were
@@ -211,10 +217,7 @@ class Rolling:
         Args:
             step: The step that has ended.
             held: Layout indices of parameters that hold a gradient.
-            rebases: Whether it cannot be replayed: blocks of earlier steps are of no use any more.
         """
-        if rebases:
-            return self.restart()
         with self._stager.timed("snapshot_seconds"):
             cycle = self._cycle
             if cycle is not None and (

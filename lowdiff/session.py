@@ -199,7 +199,7 @@ class Session:
             differential = self._unstaged = self._unstaged or self._differential()
             rebases = self._changed_outside
         if self._rolling is not None:
-            self._rolling.copy(differential.step, self._committed_held, rebases=rebases)
+            self._rolling.copy(differential.step, self._committed_held)
         with self.stager.timed("differential_seconds"):
             self._warn_about_large_items()
             self.stager.stage(

@@ -74,8 +74,8 @@ class SnapshotSet:
 
     @property
     def is_rolling(self) -> bool:
-        """Whether any of its blocks is of an earlier step than others."""
-        return self.first_base < self.step
+        """Whether a shard was copied over several steps, and each of its blocks is of its own."""
+        return any(manifest.first_base is not None for manifest in self.manifests)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,6 +21,7 @@ from lowdiff.persistence.catalog import SnapshotSet, scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
 from lowdiff.recovery.verify import verify
+from lowdiff.stager import Stager
 from tests.face.loops import Loop
 from tests.mounts import tmpfs_or_skip
 
@@ -37,6 +38,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def stager_of(loop: Loop) -> Stager:
+    opened = loop.checkpointer._opened
+    assert opened is not None
+    return opened.session.stager
 
 
 def snapshots(folder: Path) -> list[SnapshotSet]:
@@ -177,7 +184,7 @@ def test_a_writer_that_dies_in_a_cycle_has_a_successor_that_completes_it(tmp_pat
 
     def kill(step: int) -> None:
         if step in (4, 9):
-            writer = loop.checkpointer._opened.session.stager.writer  # type: ignore[union-attr]
+            writer = stager_of(loop).writer
             wait_until(lambda: writer.status().durable_step >= step - 2)
             os.kill(writer._process.pid, signal.SIGKILL)
             writer._process.wait()
@@ -215,7 +222,7 @@ def test_an_atomic_snapshot_takes_the_place_of_a_cycle_that_is_lost(
 
 def poll(loop: Loop) -> bool:
     """Let the trainer look at what its writer says."""
-    loop.checkpointer._opened.session.stager.is_lost(0)  # type: ignore[union-attr]
+    stager_of(loop).is_lost(0)
     return False
 
 
@@ -237,7 +244,7 @@ def test_a_cycle_whose_slices_were_dropped_never_counts(tmp_path: Path) -> None:
             backpressure="degrade",
         )
         loop.attach()
-        writer = loop.checkpointer._opened.session.stager.writer._process  # type: ignore[union-attr]
+        writer = stager_of(loop).writer._process
         steps = loop.checkpointer.steps(100_000)
         for step in steps:
             loop.step(step)
