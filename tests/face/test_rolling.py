@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import lowdiff
-from lowdiff.compressors import TopK
+from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.persistence.catalog import SnapshotSet, scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
@@ -85,6 +86,22 @@ def test_a_cycle_ends_at_every_multiple_and_holds_blocks_of_its_steps(tmp_path: 
     assert bases(tmp_path) == {0: 0, 6: 1, 12: 7, 15: 15}
     check(tmp_path, live)
     assert not list((tmp_path / "run").rglob("*.partial"))
+
+
+def test_what_a_compressor_keeps_beside_residuals_is_in_a_rolling_image(tmp_path: Path) -> None:
+    loop = rolling_loop(tmp_path, compressor=PowerSGD(2))
+    live = trained(loop, 7)
+    loop.die()
+    assert bases(tmp_path) == {0: 0, 6: 1}
+    check(tmp_path, live)
+    state = lowdiff.recover(tmp_path / "run", 6, staging=tmp_path / "staging")
+    assert set(state.residuals[0]) == {"0.weight", "0.weight/warm_start"}
+    shutil.rmtree(tmp_path / "staging")
+    again = rolling_loop(tmp_path, compressor=PowerSGD(2))
+    assert again.attach() == 6
+    assert same(again.weights(), live[6])
+    again.step(6)
+    again.die()
 
 
 @pytest.mark.slow
