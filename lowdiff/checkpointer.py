@@ -60,7 +60,9 @@ class Checkpointer:
             as it is, and a replica process applies every step to a copy in memory.
         reproducible: Without compression and with three ranks or more: add gradients in rank
             order, so that a resumed run has the bits of an uninterrupted one.
-        snapshot: ``"atomic"``: a full snapshot is of one step.
+        snapshot: ``"atomic"``: a full snapshot is copied at one step. ``"rolling"``: a part of it
+            after each step, so that no step stalls for all of it; needs a compressor and a number
+            as ``snapshot_every``; see docs/snapshots.md.
         snapshot_every: Steps between full snapshots; ``"auto"``: as the tuner finds best.
         batch_size: Differentials per durable write, or ``"auto"``. A crash of processes loses no committed
             step whatever it is; the loss of the machine's power at most ``2 * batch_size``.
@@ -109,12 +111,11 @@ class Checkpointer:
                 "reproducible=True is for training without compression; compressed gradients are "
                 "always summed in rank order"
             )
-        if snapshot != "atomic":
-            raise ConfigError(f'snapshot must be "atomic", got {snapshot!r}')
         self._settings = Settings(
             run=Path(run).absolute(),
             compressor=Dense(reproducible) if compressor is None else compressor,
             **cadence(snapshot_every, batch_size, tuning),
+            snapshot=snapshot,
             staging=None if staging is None else Path(staging).absolute(),
             store=store,
             retention=Retention(retention) if isinstance(retention, int) else retention,

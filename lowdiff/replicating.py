@@ -48,8 +48,9 @@ class ReplicatedStager(Stager):
         scalars: bytes,
         payload: Payload,
         *,
+        pieces: Sequence[memoryview] = (),
         rebases: bool = False,
-    ) -> None:
+    ) -> int:
         """Queue a record for the replica, as soon as there is room.
 
         With ``backpressure="block"`` training waits for room, and where the newest durable image is
@@ -60,7 +61,7 @@ class ReplicatedStager(Stager):
             self._forget_image()
             if self._owes_snapshot and not rebases:
                 self._drop(step)
-                return
+                return self._log.body_checksum
             limit = step - 2 * self._settings.snapshot_every
             if self._degrades:
                 self.counters.unprotected_steps += self._status().durable_step < limit
@@ -76,6 +77,7 @@ class ReplicatedStager(Stager):
                 scalars,
                 payload.sections,
                 durable_step=self._consumed_step(),
+                pieces=pieces,
                 rebases=rebases,
             )
             size.extend([] if written is None else [written])
@@ -84,11 +86,12 @@ class ReplicatedStager(Stager):
         if self._degrades and kind is RecordKind.DIFFERENTIAL:
             if not fits(None):
                 self._drop(step)
-                return
+                return self._log.body_checksum
         else:
             self._wait_until(fits, "the replica to make room")
         self._step = step
         self.counters.staged_bytes += size[0]
+        return self._log.body_checksum
 
     def _forget_image(self) -> None:
         """Give an image's memory back once the replica has its own copy and the disk has it."""
@@ -129,12 +132,9 @@ class ReplicatedStager(Stager):
                 return
             self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
             self._marks.publish(ImageMark(step, size, checksum))
-        self._snapshot_step = step
         self._holds_image = True
-        self._owes_snapshot = False
-        self._retry_after = 1
-        self._error_of_snapshot = ""
-        self.counters.snapshots += 1
+        self._atomic_step = step
+        self._snapshot_staged(step)
 
     @property
     def owes_snapshot(self) -> bool:

@@ -196,7 +196,8 @@ def _residual_of(
         found = read_residual(staging.residual, kept, mark) if mark else None
         if found is not None:
             return {s.name: r for s, r in zip(kept.parameters, found, strict=True)}
-    if state.base_step != state.step and state.residuals[rank]:
+    is_exact = state.base_step == state.step and not state.has_mixed_residuals
+    if not is_exact and state.residuals[rank]:
         _logger.warning(
             "rank %d: the error-feedback residual of step %d is lost with its staging memory; "
             "using that of snapshot %d: the state is exact, the continuation is not bit-identical",

@@ -20,6 +20,7 @@ from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
+from lowdiff.rolling import Live, Rolling
 from lowdiff.run_lock import RunLock
 from lowdiff.scaling import Scaling
 from lowdiff.settings import Settings
@@ -76,6 +77,10 @@ class Session:
         self._tracker = tracker
         self._averages = averages
         self._shares_constants = shares_constants
+        self._rolling: Rolling | None = None
+        if settings.snapshot == "rolling":
+            live = Live(attached, tracker, residual, averages, shares_constants, rank, world_size)
+            self._rolling = Rolling(live, stager, settings)
         self._digester = Digester(attached.layout)
         self.scaling = scaling
         self._pieces = self._digester.pieces_of(rank, world_size)
@@ -193,6 +198,9 @@ class Session:
             # Making it consumes what changed: a commit that failed to stage it must find it again.
             differential = self._unstaged = self._unstaged or self._differential()
             rebases = self._changed_outside
+        if self._rolling is not None:
+            self._rolling.copy(differential.step, self._committed_held)
+        with self.stager.timed("differential_seconds"):
             self._warn_about_large_items()
             self.stager.stage(
                 RecordKind.DIFFERENTIAL,
@@ -207,6 +215,8 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
+        elif self._rolling is not None and self._rolling.finish(self.step):
+            self._tried_snapshot_step = self.step
         elif self._is_snapshot_due(notes):
             self._tried_snapshot_step = self.step
             self.stager.cadence.snapshot_taken(self.step)
@@ -382,12 +392,14 @@ class Session:
         )
 
     def snapshot(self, *, required: bool = False) -> None:
-        """Stage a full snapshot of the current step, unless that was the last one staged.
+        """Stage an atomic snapshot of the current step, unless that was the last one staged.
 
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        if self.stager.snapshot_step != self.step:
+        if self._rolling is not None:
+            self._rolling.restart()
+        if self.stager.atomic_step != self.step:
             self.stager.stage_snapshot(
                 self.step,
                 lambda: shard_tensors(

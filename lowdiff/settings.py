@@ -15,6 +15,7 @@ from lowdiff.tuner.policy import Tuning
 
 #: Where the tuner begins: on its grid.
 _FIRST_INTERVAL, _FIRST_BATCH = 91, 16
+SNAPSHOT = ("atomic", "rolling")
 ON_ERROR = ("warn", "raise")
 BACKPRESSURE = ("block", "degrade")
 
@@ -27,6 +28,7 @@ class Settings:
         run: Run folder.
         compressor: How gradients are compressed.
         snapshot_every: Steps between full snapshots (``f``).
+        snapshot: Whether they are copied at once, or over the steps between them.
         batch_size: Differentials per durable write (``b``).
         staging: Folder on tmpfs for the staging logs of all runs; None for the default one.
         retention: Which steps stay; None keeps everything.
@@ -45,6 +47,7 @@ class Settings:
     compressor: Compressor
     snapshot_every: int
     batch_size: int
+    snapshot: str = "atomic"
     staging: Path | None = None
     retention: Retention | None = field(default_factory=Retention)
     store: str | None = None
@@ -57,6 +60,18 @@ class Settings:
     lock_seconds: float = 30.0
 
     def __post_init__(self) -> None:
+        if self.snapshot not in SNAPSHOT:
+            raise ConfigError(f"snapshot is one of {SNAPSHOT}, got {self.snapshot!r}")
+        if self.snapshot == "rolling" and self.has_replica:
+            raise ConfigError(
+                'snapshot="rolling" needs a compressor: without one (LowDiff+) the replica makes the '
+                "full snapshots, and training does not stop for them"
+            )
+        if self.snapshot == "rolling" and self.tunes_interval:
+            raise ConfigError(
+                'snapshot="rolling" needs a number of steps as snapshot_every: that is how many '
+                'slices a snapshot has, so "auto" cannot change it'
+            )
         if self.snapshot_every < 1:
             raise ConfigError(f"snapshot_every counts steps, at least 1, got {self.snapshot_every}")
         if self.batch_size < 1:

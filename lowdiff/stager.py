@@ -51,7 +51,7 @@ class Stager:
         self._settings = settings
         self._rank, self._world_size = rank, world_size
         self._page = TrainerPage(log.folder.trainer_status)
-        self._snapshot_step = -1
+        self._snapshot_step = self._atomic_step = self._lost_step = -1
         self._owes_snapshot = False
         self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
@@ -69,6 +69,16 @@ class Stager:
         """Step of the last staged snapshot, -1 before the first."""
         return self._snapshot_step
 
+    @property
+    def atomic_step(self) -> int:
+        """Step of the last staged snapshot that is all of one step, -1 before the first."""
+        return self._atomic_step
+
+    @property
+    def dropped_step(self) -> int:
+        """Last step that was given up before it was durable, -1 for none."""
+        return self._log.dropped_step
+
     def stage(
         self,
         kind: RecordKind,
@@ -76,11 +86,15 @@ class Stager:
         scalars: bytes,
         payload: Payload,
         *,
+        pieces: Sequence[memoryview] = (),
         rebases: bool = False,
-    ) -> None:
+    ) -> int:
         """Stage a record, as soon as at most ``2 b`` steps are at risk and memory is free.
 
         With ``backpressure="degrade"`` at once, whatever that drops.
+
+        Returns:
+            CRC-32C of its body.
 
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
@@ -101,6 +115,7 @@ class Stager:
                 scalars,
                 payload.sections,
                 durable_step=status.durable_step,
+                pieces=pieces,
                 rebases=rebases,
                 drop=self._degrades,
             )
@@ -112,6 +127,7 @@ class Stager:
 
         self._wait_until(fits, "staging memory")
         self.counters.staged_bytes += written[0]
+        return self._log.body_checksum
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
@@ -124,7 +140,7 @@ class Stager:
         Raises:
             StorageError: If there is no memory for a required one.
         """
-        is_busy = self._snapshot_step > self._status().durable_snapshot
+        is_busy = not self._is_settled(self._status())
         if self._degrades and is_busy and not required:
             self._owes_snapshot = True
             return
@@ -139,6 +155,19 @@ class Stager:
                 self._owe_for(error, step)
                 return
             self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
+        self._atomic_step = step
+        self._snapshot_staged(step)
+
+    def stage_cycle(self, step: int, mark: bytes) -> None:
+        """Stage the mark of a rolling snapshot, all of whose slices are staged."""
+        self.stage(RecordKind.CYCLE, step, mark, Payload(()))
+        self._snapshot_staged(step)
+
+    def is_lost(self, step: int) -> bool:
+        """Whether the cycle that ends with a step can come to nothing any more."""
+        return self._status().lost_snapshot >= step
+
+    def _snapshot_staged(self, step: int) -> None:
         self._snapshot_step = step
         self._owes_snapshot = False
         self._retry_after = 1
@@ -150,13 +179,17 @@ class Stager:
         """Whether a snapshot could not be taken and should be."""
         return self._owes_snapshot
 
+    def _is_settled(self, status: WriterStatus) -> bool:
+        """Whether the last staged snapshot is durable, or a rolling one that is lost."""
+        return max(status.durable_snapshot, status.lost_snapshot) >= self._snapshot_step
+
     def is_ready_for_snapshot(self, step: int) -> bool:
         """Whether one after ``step`` would not stop training, as far as this rank knows."""
         status = self._status()
         return (
             step >= self._retry_step
             and not status.error
-            and status.durable_snapshot >= self._snapshot_step
+            and self._is_settled(status)
             and status.durable_step >= step - 2 * self.cadence.batch_size
         )
 
@@ -221,7 +254,7 @@ class Stager:
     def wait_for_snapshot(self) -> None:
         """Wait until the last staged snapshot is durable."""
         self._wait_until(
-            lambda status: status.durable_snapshot >= self._snapshot_step,
+            self._is_settled,
             f"the snapshot of step {self._snapshot_step} to be durable",
         )
 
@@ -344,7 +377,18 @@ class Stager:
                 error=status.remote_error,
             )
         self._error_of_store = status.remote_error
+        if status.lost_snapshot > self._lost_step:
+            self._note_lost(status.lost_snapshot)
         return status
+
+    def _note_lost(self, step: int) -> None:
+        self._lost_step = step
+        self._owes_snapshot |= step == self._snapshot_step  # else one is taken when it is due
+        log = self._log.folder.writer_log
+        text = (
+            f"rank {self._rank}: no rolling snapshot of step {step} (see {log}); an atomic follows"
+        )
+        log_event(_logger, logging.WARNING, "cycle_lost", text, rank=self._rank, step=step)
 
     def _say_trouble(self) -> None:
         if self._raises:

@@ -63,6 +63,20 @@ class SnapshotSet:
         """Bytes over all shards."""
         return sum(manifest.bytes for manifest in self.manifests)
 
+    @property
+    def first_base(self) -> int:
+        """The differentials after this step, up to its own, are part of what it needs.
+
+        An atomic snapshot's is its own step: it needs none.
+        """
+        bases = (self.step if m.first_base is None else m.first_base for m in self.manifests)
+        return min(bases, default=self.step)
+
+    @property
+    def is_rolling(self) -> bool:
+        """Whether a shard was copied over several steps, and each of its blocks is of its own."""
+        return any(manifest.first_base is not None for manifest in self.manifests)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredRecord:
@@ -186,6 +200,22 @@ def _has_begun(folder: RunFolder, fence: Fence) -> bool:
     )
 
 
+def has_cycle(catalog: Catalog, snapshot: SnapshotSet) -> bool:
+    """Whether the differentials that a snapshot needs are there: without them it is of no use.
+
+    A cycle lies in one incarnation, so these are its own. An atomic snapshot needs none.
+    """
+    shards = [
+        catalog.records.get((snapshot.incarnation, rank), {})
+        for rank in range(len(snapshot.manifests))
+    ]
+    return all(
+        all(step in records for records in shards)
+        and not all(records[step].record.header.rebases for records in shards)
+        for step in range(snapshot.first_base + 1, snapshot.step + 1)
+    )
+
+
 def complete_snapshots(folder: RunFolder, run_id: str) -> tuple[SnapshotSet, ...]:
     """Snapshots whose manifests are all there, by step, then incarnation."""
     return tuple(_snapshots(folder, run_id, [], check=False))
@@ -228,7 +258,7 @@ def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, 
 def _add(records: dict[tuple[int, int], dict[int, StoredRecord]], found: StoredRecord) -> None:
     header = found.record.header
     # A BASE record stands at its incarnation's base step, where no differential of it can be.
-    if header.kind is not RecordKind.SNAPSHOT:
+    if header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):
         key = (header.incarnation, header.rank)
         records.setdefault(key, {}).setdefault(header.step, found)
 

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
-from lowdiff.persistence.catalog import StoredRecord, complete_fences, scan
+from lowdiff.persistence.catalog import StoredRecord, complete_fences, has_cycle, scan
 from lowdiff.persistence.durable import fsync_directory, make_directory
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import HEADER_BYTES, padded
@@ -223,27 +223,47 @@ def _fetch_history(
         owners = {span.incarnation: span for span in spans}
         usable = sorted((s, n) for s, n in snapshots if n in owners and owners[n].holds(s))
         base = max((found for found in usable if step is None or found[0] <= step), default=None)
-        if base is None or _fetch_snapshot(store, folder, base, listing, here):
+        if base is None:
             break
+        if _fetch_snapshot(store, folder, base, listing, here):
+            constants = listing.constants(fences[base[1]])
+            missing = [name for name in constants if name not in here.sizes]
+            _download(store, folder, missing, listing)
+            if _fetch_segments(store, folder, base, step, listing, spans, staging_roots):
+                break
         passed_over.add(base)
-    if base is not None:
-        constants = listing.constants(fences[base[1]])
-        _download(store, folder, [name for name in constants if name not in here.sizes], listing)
-        catalog = scan(folder, staging_roots)
-        wanted = [
-            extent.file.name
-            for extent in _extents(listing, spans, base[0], step)
-            if not _holds(
-                catalog.records.get((extent.file.incarnation, extent.file.rank), {}),
-                extent,
-                listing.sizes[extent.file.name],
-            )
-        ]
-        # A longer segment of the same name holds more than its beginning, which the store has.
-        _download(
-            store, folder, [n for n in wanted if listing.sizes[n] > here.sizes.get(n, 0)], listing
-        )
     return [found for found, _ in usable]
+
+
+def _fetch_segments(
+    store: ObjectStore,
+    folder: RunFolder,
+    base: tuple[int, int],
+    step: int | None,
+    listing: Listing,
+    spans: Sequence[Span],
+    staging_roots: Sequence[Path],
+) -> bool:
+    """Bring the differentials that a snapshot needs, and those after it.
+
+    False if not all that it needs is there: the store may have the snapshot first.
+    """
+    here = Listing.of_folder(folder).sizes
+    catalog = scan(folder, staging_roots)
+    found = next((s for s in catalog.snapshots if (s.step, s.incarnation) == base), None)
+    first_base = base[0] if found is None else found.first_base
+    wanted = [
+        extent.file.name
+        for extent in _extents(listing, spans, first_base, step)
+        if not _holds(
+            catalog.records.get((extent.file.incarnation, extent.file.rank), {}),
+            extent,
+            listing.sizes[extent.file.name],
+        )
+    ]
+    # A longer segment of the same name holds more than its beginning, which the store has.
+    _download(store, folder, [n for n in wanted if listing.sizes[n] > here.get(n, 0)], listing)
+    return found is None or not found.is_rolling or has_cycle(scan(folder, staging_roots), found)
 
 
 def _spans(fences: Mapping[int, Fence], snapshots: set[tuple[int, int]]) -> tuple[Span, ...]:

@@ -42,6 +42,10 @@ class RecordKind(IntEnum):
     SNAPSHOT = 2
     #: First record of an incarnation: names the slot of the residual it starts from.
     BASE = 3
+    #: A part of a rolling snapshot's image; see ``persistence.cycles``.
+    SLICE = 4
+    #: All slices of a rolling snapshot are staged.
+    CYCLE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,7 @@ class RecordHeader:
         magic, crc, kind, flags, meta, body, body_crc, world, step, incarnation, rank, lap = (
             _RECORD.unpack(head)
         )
-        if magic != _RECORD_MAGIC or crc != crc32c(head[8:]) or kind not in (1, 2, 3):
+        if magic != _RECORD_MAGIC or crc != crc32c(head[8:]) or kind not in tuple(RecordKind):
             return None
         return cls(
             kind=RecordKind(kind),

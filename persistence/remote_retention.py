@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from lowdiff.errors import DamagedFile
 from lowdiff.persistence.catalog import begun_fences
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.fetching import Listing
@@ -17,7 +18,9 @@ from lowdiff.persistence.retention_plan import (
     StoredSnapshot,
     plan_collection,
 )
+from lowdiff.persistence.snapshots import Manifest
 from lowdiff.persistence.writer_settings import WriterSettings
+from lowdiff.types import Fence
 
 
 def spent(
@@ -55,6 +58,9 @@ def spent(
                 size,
                 (step, number) in complete,
                 _written_seconds(folder.snapshot(number, step)),
+                _lowest_base(complete, fences[number], step)
+                if number in fences and _may_be_rolling(settings, folder.snapshot(number, step))
+                else None,
             )
             for (step, number), size in sorted(sizes.items())
         ),
@@ -73,6 +79,26 @@ def spent(
     pins = read_pins(folder, settings.run_id)
     plan = plan_collection(inventory, settings.retention, pins, now_seconds=time.time())
     return frozenset(removal.path for removal in plan.removals)
+
+
+def _may_be_rolling(settings: WriterSettings, snapshot: Path) -> bool:
+    """Whether a shard of a snapshot is rolling; of other ranks' not all is seen here."""
+    if settings.is_rolling:
+        return True
+    try:
+        found = [Manifest.read(path).first_base for path in snapshot.glob("rank-*.json")]
+    except (FileNotFoundError, DamagedFile):
+        return True
+    return any(base is not None for base in found)
+
+
+def _lowest_base(complete: Collection[tuple[int, int]], fence: Fence, step: int) -> int:
+    """A step that no block of a snapshot can be older than, from the names of snapshots alone.
+
+    A cycle lies in one incarnation, and every snapshot that the incarnation takes begins another.
+    """
+    before = (s for s, owner in complete if owner == fence.incarnation and s < step)
+    return max(before, default=fence.base_step)
 
 
 def _written_seconds(snapshot: Path) -> float:

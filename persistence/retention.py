@@ -102,6 +102,7 @@ def take_inventory(folder: RunFolder, run_id: str, *, check: bool = False) -> In
                 bytes=sum(_file_bytes(file) for file in path.glob("*")),
                 complete=path in whole,
                 written_seconds=_written_seconds(whole[path]) if path in whole else 0.0,
+                first_base=_first_base(whole[path]) if path in whole else None,
             )
             for incarnation, step, path in folder.snapshots()
         ),
@@ -161,6 +162,10 @@ def _is_whole(snapshot: SnapshotSet, check: bool) -> bool:
             except DamagedFile:
                 return False
     return True
+
+
+def _first_base(snapshot: SnapshotSet) -> int | None:
+    return snapshot.first_base if snapshot.is_rolling else None
 
 
 def _written_seconds(snapshot: SnapshotSet) -> float:

@@ -20,6 +20,8 @@ class StoredSnapshot:
     Attributes:
         complete: Whether it exists by design rule R17; a leftover otherwise.
         written_seconds: When it became complete, in seconds since the epoch.
+        first_base: The differentials after this step are part of it; None for an atomic one,
+            which needs none.
     """
 
     incarnation: int
@@ -28,6 +30,7 @@ class StoredSnapshot:
     bytes: int
     complete: bool
     written_seconds: float
+    first_base: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,18 @@ class Kept:
 
     Attributes:
         first: A step with a snapshot, on which the others are replayed.
+        first_base: As `StoredSnapshot.first_base`.
     """
 
     first: int
     last: int | None
     reason: str
+    first_base: int | None = None
+
+    @property
+    def replays_after(self) -> int:
+        """The differentials after this step stay."""
+        return self.first if self.first_base is None else self.first_base
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +208,8 @@ class _Planner:
 
     def plan(self, start: int, *, void_stays: bool) -> CollectionPlan:
         """Decide for the window that begins at ``start``."""
-        kept = [*self._kept_before(start), Kept(start, None, "the newest snapshots")]
+        window = Kept(start, None, "the newest snapshots", self._first_base(start))
+        kept = [*self._kept_before(start), window]
         removals = [
             *self._old_snapshots(kept, start, void_stays),
             *self._old_segments(kept, start, void_stays),
@@ -207,7 +218,7 @@ class _Planner:
         return CollectionPlan(
             removals=tuple(removals),
             kept=tuple(kept),
-            collected=tuple(self._collected(kept, start)),
+            collected=tuple(self._collected(kept, window.replays_after)),
             bytes_kept=_total_bytes(self.inventory) - removed,
         )
 
@@ -221,7 +232,17 @@ class _Planner:
             if for_ever is not None:
                 wanted.setdefault(for_ever, f"every {self.policy.every_steps} steps")
             if wanted:
-                yield Kept(base, max(wanted), "; ".join(wanted[step] for step in sorted(wanted)))
+                reasons = "; ".join(wanted[step] for step in sorted(wanted))
+                yield Kept(base, max(wanted), reasons, self._first_base(base))
+
+    def _first_base(self, step: int) -> int | None:
+        """What the snapshots of a step need of the time before it."""
+        bases = (
+            s.first_base
+            for s in self.inventory.snapshots
+            if s.step == step and s.complete and is_on(self.inventory.spans, s)
+        )
+        return min((base for base in bases if base is not None), default=None)
 
     def _old_snapshots(
         self, kept: Sequence[Kept], start: int, void_stays: bool
@@ -259,19 +280,21 @@ class _Planner:
                 continue
             last = min((e for e in (end, owner.last) if e is not None), default=None)
             if last is not None and not any(
-                max(segment.first, k.first + 1) <= (last if k.last is None else min(last, k.last))
+                max(segment.first, k.replays_after + 1)
+                <= (last if k.last is None else min(last, k.last))
                 for k in kept
             ):
                 yield _gone(segment, "older than what is kept")
 
     def _collected(self, kept: Sequence[Kept], start: int) -> Iterator[tuple[int, int, int]]:
-        """Differentials before the window that nothing keeps."""
+        """Differentials up to ``start``, where the window's begin, that nothing keeps."""
         for span in self.inventory.spans:
             first, limit = span.base + 1, start if span.last is None else min(span.last, start)
             for stretch in kept:
-                if stretch.last is not None and stretch.last >= first and stretch.first < limit:
-                    if first <= stretch.first:
-                        yield span.incarnation, first, stretch.first
+                after = stretch.replays_after
+                if stretch.last is not None and stretch.last >= first and after < limit:
+                    if first <= after:
+                        yield span.incarnation, first, after
                     first = stretch.last + 1
             if first <= limit:
                 yield span.incarnation, first, limit

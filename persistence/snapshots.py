@@ -7,9 +7,11 @@ durable place. The image is a valid safetensors file from its first byte, so any
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +30,46 @@ _HEADER_ALIGNMENT = 64
 _MARK = struct.Struct("<QI")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ImageTensor:
-    """One tensor to be copied into an image.
+@lru_cache
+def _item_bytes(dtype: str) -> int:
+    digits = "".join(c for c in dtype if c.isdigit())
+    return int(digits) // 8 if digits else 1
+
+
+@dataclass(frozen=True, slots=True)
+class ImageEntry:
+    """What an image's header says of one tensor.
 
     Attributes:
         name: Prefix and name, e.g. ``"model/wte.weight"``.
         dtype: safetensors dtype code, e.g. ``"F32"``.
         shape: Logical shape, row-major.
-        data: Its bytes.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
 
     @property
     def item_bytes(self) -> int:
         """Bytes per element."""
-        digits = "".join(c for c in self.dtype if c.isdigit())
-        return int(digits) // 8 if digits else 1
+        return _item_bytes(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageTensor(ImageEntry):
+    """One tensor to be copied into an image.
+
+    Attributes:
+        data: Its bytes.
+    """
+
+    data: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +79,8 @@ class Manifest:
     Attributes:
         bytes: Length of the shard's file.
         checksum: CRC-32C of the whole file.
+        first_base: Of a rolling snapshot: the lowest step of which it holds a block. None for an
+            atomic one, all of which is of ``step``.
     """
 
     run_id: str
@@ -67,10 +90,11 @@ class Manifest:
     world_size: int
     bytes: int
     checksum: int
+    first_base: int | None = None
 
     def document(self) -> dict[str, Any]:
-        """As JSON content."""
-        return asdict(self)
+        """As JSON content; an atomic snapshot's has no base."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -97,19 +121,24 @@ def manifest_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.json"
 
 
-def image_header(tensors: Sequence[ImageTensor]) -> bytes:
-    """Safetensors header for tensors that follow each other without holes."""
+def image_header(tensors: Sequence[ImageEntry], reserved_bytes: int = 0) -> bytes:
+    """Safetensors header for tensors that follow each other without holes.
+
+    Args:
+        tensors: In their order in the file.
+        reserved_bytes: Length that it is padded to, if it is shorter; a multiple of 64.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "writer": "lowdiff"}}
     offset = 0
     for tensor in tensors:
         entries[tensor.name] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.data.nbytes],
+            "data_offsets": [offset, offset + tensor.nbytes],
         }
-        offset += tensor.data.nbytes
+        offset += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
+    text += b" " * max(-(8 + len(text)) % _HEADER_ALIGNMENT, reserved_bytes - 8 - len(text))
     return len(text).to_bytes(8, "little") + text
 
 

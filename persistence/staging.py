@@ -59,7 +59,9 @@ class StagingLog:
         self._cap_bytes = cap_bytes
         self._chunks: deque[_Chunk] = deque()
         self._offset = 0
-        self._mark: tuple[int, bytes] | None = None
+        self._mark: tuple[RecordKind, int, bytes] | None = None
+        #: CRC-32C of the body of the newest record.
+        self.body_checksum = 0
         #: Last step that was dropped before it was durable, -1 for none.
         self.dropped_step = -1
         self._open_chunk(0, chunk_bytes)
@@ -77,6 +79,7 @@ class StagingLog:
         sections: Sequence[Section],
         *,
         durable_step: int,
+        pieces: Sequence[memoryview] = (),
         rebases: bool = False,
         drop: bool = False,
     ) -> int | None:
@@ -88,6 +91,7 @@ class StagingLog:
             meta: Encoded scalars.
             sections: Payload, copied.
             durable_step: Records up to here may be overwritten.
+            pieces: Bytes that follow the sections as they are, copied.
             rebases: Whether the step cannot be replayed.
             drop: Whether at the cap the oldest records go, durable or not; see `dropped_step`.
 
@@ -98,11 +102,12 @@ class StagingLog:
             StorageError: If a chunk that is too small could not be replaced.
         """
         size = HEADER_BYTES + padded(len(meta)) + sections_bytes(sections)
+        size += padded(sum(piece.nbytes for piece in pieces))
         if not self._reserve(size, durable_step, drop=drop):
             return None
-        if kind is RecordKind.SNAPSHOT:
-            self._mark = step, meta
-        self._write(kind, step, meta, sections, rebases=rebases)
+        if kind in (RecordKind.SNAPSHOT, RecordKind.CYCLE):
+            self._mark = kind, step, meta
+        self._write(kind, step, meta, sections, pieces, rebases=rebases)
         return size
 
     def _write(
@@ -111,23 +116,29 @@ class StagingLog:
         step: int,
         meta: bytes,
         sections: Sequence[Section],
+        pieces: Sequence[memoryview] = (),
         *,
         rebases: bool = False,
     ) -> None:
         meta_bytes = padded(len(meta))
-        body_bytes = meta_bytes + sections_bytes(sections)
+        end = meta_bytes + sections_bytes(sections)
+        body_bytes = end + sum(piece.nbytes for piece in pieces)
         chunk = self._chunks[-1]
         start = self._offset + HEADER_BYTES
         body = chunk.file.view[start : start + body_bytes]
         body[: len(meta)] = meta
         body[len(meta) : meta_bytes] = bytes(meta_bytes - len(meta))
-        write_sections(body[meta_bytes:], sections)
+        write_sections(body[meta_bytes:end], sections)
+        for piece in pieces:
+            body[end : end + piece.nbytes] = piece
+            end += piece.nbytes
+        self.body_checksum = crc32c(body)
         header = RecordHeader(
             kind=kind,
             coded=False,
             meta_bytes=len(meta),
             body_bytes=body_bytes,
-            body_checksum=crc32c(body),
+            body_checksum=self.body_checksum,
             step=step,
             incarnation=self.folder.incarnation,
             rank=self.folder.rank,
@@ -137,13 +148,13 @@ class StagingLog:
         )
         chunk.file.view[self._offset : start] = header.pack()
         chunk.last_step = step
-        self._offset = start + body_bytes
+        self._offset = start + padded(body_bytes)
 
     def _reserve(self, size: int, durable_step: int, *, drop: bool) -> bool:
         chunk = self._chunks[-1]
         if self._offset + size <= chunk.file.size:
             return True
-        mark = HEADER_BYTES + padded(len(self._mark[1])) if self._mark else 0
+        mark = HEADER_BYTES + padded(len(self._mark[2])) if self._mark else 0
         chunk_bytes = max(self._chunk_bytes, HEADER_BYTES + mark + size)
         if self._next_chunk(chunk_bytes, durable_step):
             return True
@@ -209,7 +220,7 @@ class StagingLog:
         if self._mark is not None:
             # Chunks are reused by what differentials are durable; a writer that is restarted while
             # it persists an image must still find the image's mark.
-            self._write(RecordKind.SNAPSHOT, *self._mark, ())
+            self._write(*self._mark, ())
 
 
 class LogTail:

@@ -17,6 +17,7 @@ class WriterStatus:
     Attributes:
         durable_step: Differentials up to here are fsynced; the base step at the start.
         durable_snapshot: Step of the newest fsynced snapshot of this incarnation, -1 for none.
+        lost_snapshot: Newest step whose rolling snapshot came to nothing, -1 for none.
         segment_bytes: Bytes of differentials written, framing included.
         snapshot_bytes: Bytes of snapshots written.
         batches: Durable writes of differentials.
@@ -35,6 +36,7 @@ class WriterStatus:
 
     durable_step: int
     durable_snapshot: int = -1
+    lost_snapshot: int = -1
     segment_bytes: int = 0
     snapshot_bytes: int = 0
     batches: int = 0

@@ -24,10 +24,12 @@ from typing import TypeVar
 import aiofiles
 from crc32c import crc32c
 
-from lowdiff.errors import LowDiffError, StorageError, WriterFailed
+from lowdiff.errors import DamagedFile, LowDiffError, StorageError, WriterFailed
 from lowdiff.events import log_event
 from lowdiff.persistence.adoption import adopt_predecessors, has_replica_before
+from lowdiff.persistence.assembly import PENDING_BYTES, Assembly, durable_snapshot
 from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.cycles import CycleMark
 from lowdiff.persistence.durable import fsync_directory, write_json
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef
 from lowdiff.persistence.histogram import Histogram
@@ -35,7 +37,6 @@ from lowdiff.persistence.images import StagedImage, durable_image, is_free, newe
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.measurements import Recorder, gather_measurements, write_measurements
 from lowdiff.persistence.memory import read_view
-from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.retention import collect
 from lowdiff.persistence.segments import (
     Batch,
@@ -73,15 +74,22 @@ class Writer:
         self._settings = settings
         self._tail = LogTail(settings.staging)
         self._codec = Codec()
-        self._queue: asyncio.Queue[Batch | StagedImage | None] = asyncio.Queue(maxsize=2)
+        self._queue: asyncio.Queue[Batch | StagedImage | CycleMark | list[RecordRef] | None] = (
+            asyncio.Queue(maxsize=2)
+        )
         # A restarted writer goes on after what its predecessor made durable.
         durable = durable_step(
             settings.folder, settings.incarnation, settings.rank, settings.base_step
         )
-        snapshot = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
+        # A later image may already lie where that of a durable snapshot was. An atomic snapshot
+        # takes the place of a rolling one of the same step: it holds the residual of that step.
+        self._marked = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
+        snapshot, _ = self._marked
         if settings.has_replica:
             durable = max(snapshot, durable_image(settings))
         self._status = _status_page(settings, durable, snapshot)
+        self._assembly = Assembly(settings, snapshot)
+        self._slices: list[RecordRef] = []
         self._batch_seconds = Histogram(self._status.status.batch_seconds)
         self._batch_began = 0.0
         self._recorder = Recorder(settings.staging.measured_by_writer)
@@ -203,24 +211,24 @@ class Writer:
         """Turn records into batches: ``b`` of them, or fewer after ``flush_seconds``."""
         pending: list[RecordRef] = []
         oldest = 0.0
-        # A later image may already lie where that of a durable snapshot was.
-        marked = self._status.status.durable_snapshot
         while True:
             gone = self._is_trainer_gone()
             record = self._tail.next()
             if record is not None:
                 self._has_begun.set()
-            if record is not None and record.header.kind is RecordKind.SNAPSHOT:
-                if record.header.step > marked:
-                    marked = record.header.step
+            kind = None if record is None else record.header.kind
+            if record is not None and kind in (RecordKind.SNAPSHOT, RecordKind.CYCLE):
+                found = record.header.step, kind is RecordKind.SNAPSHOT
+                if found > self._marked:
+                    self._marked = found
                     await self._flush(pending)
-                    image = self._settings.staging.snapshot
-                    mark = StagedImage(marked, *decode_mark(bytes(record.meta)), image)
-                    await self._queue.put(mark)
+                    await self._queue.put(self._mark(record))
+            elif record is not None and kind is RecordKind.SLICE:
+                self._slices.append(record)
             elif record is not None and record.header.step > self._status.status.durable_step:
                 oldest = oldest if pending else time.monotonic()
                 pending.append(record)
-            full = len(pending) >= self._batch_size
+            full = len(pending) >= self._batch_size or self._are_slices_many()
             late = bool(pending) and time.monotonic() - oldest > self._settings.flush_seconds
             if full or late or (record is None and (gone or self._write_through)):
                 await self._flush(pending)
@@ -229,6 +237,12 @@ class Writer:
                     break
                 await asyncio.sleep(_POLL_SECONDS)
         await self._queue.put(None)
+
+    def _mark(self, record: RecordRef) -> StagedImage | CycleMark:
+        if record.header.kind is RecordKind.CYCLE:
+            return CycleMark.of(record)
+        image = self._settings.staging.snapshot
+        return StagedImage(record.header.step, *decode_mark(bytes(record.meta)), image)
 
     def _is_trainer_gone(self) -> bool:
         """Whether nothing more will be staged: the trainer said so, or it died."""
@@ -245,7 +259,14 @@ class Writer:
                 self._trainer_gone.set()
         return self._trainer_gone.is_set()
 
+    def _are_slices_many(self) -> bool:
+        return sum(record.header.body_bytes for record in self._slices) > PENDING_BYTES
+
     async def _flush(self, pending: list[RecordRef]) -> None:
+        if self._slices:
+            # Before the differentials: once these are durable, the slices may be overwritten.
+            await self._queue.put(self._slices)
+            self._slices = []
         if pending:
             began = time.monotonic()
             batches = await asyncio.to_thread(batches_of, list(pending), self._codec)
@@ -258,7 +279,9 @@ class Writer:
         """Write batches in order; a snapshot is copied beside them."""
         copying: asyncio.Task[None] | None = None
         while (work := await self._queue.get()) is not None:
-            if isinstance(work, StagedImage):
+            if isinstance(work, list):
+                self._lose(*await asyncio.to_thread(self._assembly.add, work))
+            elif isinstance(work, StagedImage | CycleMark):
                 if copying is not None:
                     await copying
                 self._segments.roll()
@@ -268,6 +291,7 @@ class Writer:
                 await self._retrying(self._persist_batch, work)
         if copying is not None:
             await copying
+        await asyncio.to_thread(self._assembly.discard)
 
     async def _retrying(self, action: Callable[[_Work], Awaitable[None]], work: _Work) -> None:
         """Storage trouble is reported and waited out; training decides what it costs."""
@@ -307,6 +331,7 @@ class Writer:
     async def _persist_batch(self, batch: Batch) -> None:
         written = await self._segments.append(batch)
         status = self._status.status
+        self._assembly.follows(status.durable_step, batch.first)
         seconds = time.monotonic() - self._batch_began
         self._batch_seconds.observe(seconds)
         self._recorder.observe("batch_seconds", seconds)
@@ -321,8 +346,9 @@ class Writer:
         )
         self._wake_uploader()
 
-    async def _snapshot(self, mark: StagedImage) -> None:
+    async def _snapshot(self, mark: StagedImage | CycleMark) -> None:
         await self._retrying(self._persist_snapshot, mark)
+        self._assembly.settle(mark.step)
         settings = self._settings
         if settings.retention is not None:
             try:
@@ -332,18 +358,39 @@ class Writer:
             except (OSError, LowDiffError) as error:
                 _logger.warning("rank %d: old files stay: %s", settings.rank, error)
 
-    async def _persist_snapshot(self, mark: StagedImage) -> None:
+    def _lose(self, step: int, why: str) -> None:
+        """A cycle came to nothing; its trainer takes an atomic snapshot when the next is due."""
+        if step >= 0:
+            text = f"rank {self._settings.rank}: no rolling snapshot of step {step}: {why}"
+            log_event(_logger, logging.WARNING, "cycle_lost", text, step=step)
+            self._assembly.settle(step)
+            self._status.update(lost_snapshot=max(step, self._status.status.lost_snapshot))
+
+    async def _persist_snapshot(self, mark: StagedImage | CycleMark) -> None:
         settings = self._settings
         began = time.monotonic()
         folder = settings.folder.snapshot(settings.incarnation, mark.step)
         await asyncio.to_thread(make_run_directory, settings.folder, folder)
         target = shard_file(folder, settings.rank)
         partial = target.with_name(target.name + ".partial")
-        try:
-            await self._copy_image(mark, partial)
-        except OSError:
-            partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
-            raise
+        if isinstance(mark, CycleMark):
+            size, first_base = mark.image_bytes, mark.first_base
+            if target.exists() and not partial.exists():
+                partial = target  # an earlier attempt failed after this
+            try:
+                checksum = await asyncio.to_thread(self._assembly.complete, partial, mark)
+            except DamagedFile as error:
+                return self._lose(mark.step, error.what)
+        else:
+            size, checksum, first_base = mark.bytes, mark.checksum, None
+            try:
+                await self._copy_image(mark, partial)
+            except OSError:
+                partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
+                raise
+        if target.exists():  # a rolling snapshot of the same step: never under another's manifest
+            manifest_file(folder, settings.rank).unlink(missing_ok=True)
+            await asyncio.to_thread(fsync_directory, folder)
         partial.replace(target)
         await asyncio.to_thread(fsync_directory, folder)
         manifest = Manifest(
@@ -352,14 +399,19 @@ class Writer:
             step=mark.step,
             rank=settings.rank,
             world_size=settings.world_size,
-            bytes=mark.bytes,
-            checksum=mark.checksum,
+            bytes=size,
+            checksum=checksum,
+            first_base=first_base,
         )
         await asyncio.to_thread(
             write_json, manifest_file(folder, settings.rank), manifest.document()
         )
-        self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
-        self._recorder.note(snapshot_bytes=mark.bytes)
+        if isinstance(mark, StagedImage):
+            self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
+            if settings.is_rolling:
+                # Its memory is not needed soon. Before the trainer hears that it may make another.
+                await asyncio.to_thread(settings.staging.snapshot.unlink, missing_ok=True)
+        self._recorder.note(snapshot_bytes=size)
         self._recorder.publish()
         status = self._status.status
         self._status.update(
@@ -367,10 +419,10 @@ class Writer:
             if settings.has_replica
             else status.durable_step,
             durable_snapshot=mark.step,
-            snapshot_bytes=status.snapshot_bytes + mark.bytes,
+            snapshot_bytes=status.snapshot_bytes + size,
         )
         text = f"rank {settings.rank}: the snapshot of step {mark.step} is durable"
-        log_event(_logger, logging.INFO, "snapshot_durable", text, step=mark.step, bytes=mark.bytes)
+        log_event(_logger, logging.INFO, "snapshot_durable", text, step=mark.step, bytes=size)
         self._wake_uploader()
 
     def _wake_uploader(self) -> None:
@@ -391,16 +443,6 @@ class Writer:
             raise StorageError(
                 f"the staged snapshot of step {mark.step} changed before it was durable"
             )
-
-
-def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
-    """Step of one rank's newest durable shard of a snapshot of an incarnation, or -1."""
-    steps = [-1]
-    for number, step, path in folder.snapshots():
-        if number == incarnation and manifest_file(path, rank).is_file():
-            fsync_directory(path)  # its writer may have been killed before it could
-            steps.append(step)
-    return max(steps)
 
 
 def _status_page(settings: WriterSettings, durable_step: int, durable_snapshot: int) -> StatusPage:

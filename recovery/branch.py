@@ -66,8 +66,8 @@ def start_run(state: RecoveredState, run: str | Path) -> Path:
     """Write a run folder whose first and only snapshot is ``state``.
 
     A ``Checkpointer`` on it goes on after the state's step, with any number of ranks. Of the
-    error-feedback residual it has what the old run's snapshot of that very step held, and starts
-    from zeros otherwise: exact state, not the old run's exact continuation.
+    error-feedback residual it has what the old run's atomic snapshot of that very step held, and
+    starts from zeros otherwise: exact state, not the old run's exact continuation.
 
     Args:
         state: What to start from.
@@ -125,7 +125,8 @@ def _shard(state: RecoveredState, rank: int) -> dict[str, torch.Tensor]:
                     tensors[f"{AVERAGE_ITEM}{name}/{spec.name}"] = _logical(
                         average[spec.name], spec
                     )
-        if state.step == state.base_step and rank < len(state.residuals):
+        is_exact = state.step == state.base_step and not state.has_mixed_residuals
+        if is_exact and rank < len(state.residuals):
             residual = state.residuals[rank].get(spec.name)
             if residual is not None:
                 tensors[RESIDUAL + spec.name] = _logical(residual, spec)

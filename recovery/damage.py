@@ -8,13 +8,13 @@ good ones after it, or one that is whole in length and wrong in content, was onc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.catalog import Catalog
+from lowdiff.persistence.catalog import Catalog, has_cycle
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.framing import (
     HEADER_BYTES,
@@ -23,6 +23,7 @@ from lowdiff.persistence.framing import (
     read_record,
     read_records,
 )
+from lowdiff.persistence.lineage import Span
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import was_removed
@@ -99,21 +100,35 @@ def first_gap(catalog: Catalog, base: int, last: int) -> Finding | None:
 
 
 def last_kept(catalog: Catalog, base: int, last: int) -> int:
-    """``last``, or the step before the first one after ``base`` that is not there by intent.
+    """``last``, or how far replay of ``base`` leads if that is not a loss.
 
-    Retention removed it, or a replica used it up (LowDiff+).
+    It ends before a step that retention removed or a replica used up (LowDiff+), and before one
+    that only a snapshot leads to.
     """
     step, owner, _ = _first_missing(catalog, base, last)
-    if step is None or owner is None:
-        return last
-    if catalog.collected.holds(owner, step) or _has_replica(catalog, owner):
-        return step - 1
-    return last
+    if (
+        step is not None
+        and owner is not None
+        and (catalog.collected.holds(owner, step) or _has_replica(catalog, owner))
+    ):
+        last = step - 1
+    spans = spans_of(catalog)
+    return next((t - 1 for t in range(base + 1, last + 1) if _rebases(catalog, spans, t)), last)
 
 
 def _has_replica(catalog: Catalog, incarnation: int) -> bool:
     found = catalog.incarnations.get(incarnation)
     return found is not None and found.fence.compressor["name"] == "dense"
+
+
+def _rebases(catalog: Catalog, spans: Sequence[Span], step: int) -> bool:
+    owner = next((span for span in spans if span.owns(step)), None)
+    if owner is None:
+        return False
+    found = [
+        catalog.records.get((owner.incarnation, r), {}).get(step) for r in range(owner.world_size)
+    ]
+    return all(stored is not None and stored.record.header.rebases for stored in found)
 
 
 def _first_missing(catalog: Catalog, base: int, last: int) -> tuple[int | None, int | None, int]:
@@ -139,6 +154,19 @@ def lost_after(catalog: Catalog, last: int) -> list[Finding]:
                     gap = first_gap(catalog, last, last + 1)
                     return [] if gap is None else [gap]
     return []
+
+
+def spoilt_cycles(catalog: Catalog) -> list[Finding]:
+    """The first missing differential of each rolling snapshot that is of no use without it."""
+    spans = {span.incarnation: span for span in spans_of(catalog)}
+    found = []
+    for s in catalog.snapshots:
+        span = spans.get(s.incarnation)
+        if span is not None and span.holds(s.step) and not has_cycle(catalog, s):
+            gap = first_gap(catalog, s.first_base, s.step)
+            if gap is not None and last_kept(catalog, s.first_base, s.step) == s.step:
+                found.append(gap)
+    return found
 
 
 def _excuse(error: DamagedFile, catalog: Catalog, number: int, rank: int, first: int) -> str | None:

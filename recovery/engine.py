@@ -16,9 +16,9 @@ from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import was_removed
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.in_memory import MemoryPlan, carry_out_in_memory, plan_in_memory
-from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
 from lowdiff.recovery.replay import ReplayOptions, replay
+from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.sizing import check_memory
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Fence
@@ -174,7 +174,7 @@ def recover_from(catalog: Catalog, step: int | None, options: ReplayOptions) -> 
 
 
 def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
-    """Load the plan's snapshot and replay its differentials.
+    """Load the plan's snapshot, complete it if it is a rolling one, and replay its differentials.
 
     Replay is checked against the digests the live run recorded. Where blocks do not reproduce
     them (an unusual kernel or thread count), parameters are replayed whole once more.
@@ -184,9 +184,9 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
         return catalog.incarnations[incarnation].fence
 
     _same_layout(fence_of(plan.base.incarnation), plan, fence_of(plan.incarnation))
-    check_memory(plan.base.bytes)
+    check_memory(plan.loaded_bytes)
     try:
-        state = load_snapshot(plan.base, fence_of(plan.base.incarnation))
+        state = load_base(plan.base, fence_of(plan.base.incarnation), plan.cycle, options)
         return replay(state, plan.steps, fence_of, options)
     except ReplayMismatch as error:
         if options.whole:

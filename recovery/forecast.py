@@ -106,13 +106,13 @@ def _forecast(folder: RunFolder, root: Path, step: int | None, options: ReplayOp
     plan, passed_over = _sound_plan(catalog, step)
     fence = catalog.incarnations[plan.incarnation].fence
     shards = Counter(
-        "staging" if shard.staged else "local" for planned in plan.steps for shard in planned.shards
+        "staging" if shard.staged else "local" for planned in plan.reads for shard in planned.shards
     )
-    stored = sum(planned.bytes for planned in plan.steps)
+    stored = sum(planned.bytes for planned in plan.reads)
     seconds = (
         plan.base.bytes / _SNAPSHOT_BYTES_PER_SECOND
         + stored / _STORED_BYTES_PER_SECOND / options.workers
-        + _step_seconds(plan, fence, options) * len(plan.steps) / options.workers
+        + _step_seconds(plan, fence, options) * len(plan.reads) / options.workers
     )
     lives = [plan.base.incarnation, *(planned.incarnation for planned in plan.steps)]
     return Forecast(
@@ -120,15 +120,15 @@ def _forecast(folder: RunFolder, root: Path, step: int | None, options: ReplayOp
         base=plan.base.step,
         base_path=str(plan.base.folder),
         snapshot_bytes=plan.base.bytes,
-        differentials=len(plan.steps),
+        differentials=len(plan.reads),
         differential_bytes=stored,
         shards=dict(shards),
-        ranks=tuple(dict.fromkeys(len(planned.shards) for planned in plan.steps)),
+        ranks=tuple(dict.fromkeys(len(planned.shards) for planned in plan.reads)),
         incarnations=tuple(dict.fromkeys(lives)),
         elements=fence.layout.elements,
         workers=options.workers,
         predicted_seconds=seconds,
-        memory_bytes=needed_bytes(plan.base.bytes),
+        memory_bytes=needed_bytes(plan.loaded_bytes),
         free_bytes=free_bytes(),
         findings=(*failures, *passed_over),
     )
@@ -164,10 +164,10 @@ def _explained(catalog: Catalog, error: StepNotFound) -> StepNotFound:
 
 def _step_seconds(plan: RecoveryPlan, fence: Fence, options: ReplayOptions) -> float:
     """Processor time of one step of all optimizers, each tried on a block of its own."""
-    if not plan.steps:
+    if not plan.reads:
         return 0.0
     settle_kernels()
-    first = read_differential(plan.steps[0].shards[0], Codec())
+    first = read_differential(plan.reads[0].shards[0], Codec())
     specs = {spec.name: spec for spec in fence.layout.parameters}
     before = torch.get_num_threads()
     torch.set_num_threads(1)

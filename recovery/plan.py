@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowdiff.errors import StepNotFound
-from lowdiff.persistence.catalog import Catalog, SnapshotSet, StoredRecord
+from lowdiff.persistence.catalog import Catalog, SnapshotSet, StoredRecord, has_cycle
 from lowdiff.persistence.lineage import Span, lineage
 
 
@@ -36,22 +36,43 @@ class RecoveryPlan:
         base: Snapshot to start from.
         steps: Differentials ``base.step + 1 .. step``.
         incarnation: The incarnation whose state at ``step`` this is.
+        cycle: Differentials that bring a rolling base to its own step.
     """
 
     step: int
     incarnation: int
     base: SnapshotSet
     steps: tuple[PlannedStep, ...]
+    cycle: tuple[PlannedStep, ...] = ()
+
+    @property
+    def reads(self) -> tuple[PlannedStep, ...]:
+        """All differentials that are replayed, in order."""
+        return (*self.cycle, *self.steps)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """What the base takes in memory: until their step, a rolling one's blocks wait as copies."""
+        return self.base.bytes * (2 if self.base.is_rolling else 1)
 
 
 def usable_snapshots(catalog: Catalog) -> list[SnapshotSet]:
-    """Snapshots that lie on the run's history, oldest first."""
+    """Snapshots that lie on the run's history and have all they need, oldest first."""
     spans = {span.incarnation: span for span in spans_of(catalog)}
     return [
         s
         for s in catalog.snapshots
-        if s.incarnation in spans and spans[s.incarnation].holds(s.step)
+        if s.incarnation in spans and spans[s.incarnation].holds(s.step) and has_cycle(catalog, s)
     ]
+
+
+def cycle_of(catalog: Catalog, snapshot: SnapshotSet) -> tuple[PlannedStep, ...]:
+    """The differentials that a usable snapshot needs to be of one step."""
+    number, ranks = snapshot.incarnation, range(len(snapshot.manifests))
+    return tuple(
+        PlannedStep(step, number, tuple(catalog.records[number, rank][step] for rank in ranks))
+        for step in range(snapshot.first_base + 1, snapshot.step + 1)
+    )
 
 
 def recoverable(catalog: Catalog) -> list[tuple[int, int]]:
@@ -90,7 +111,7 @@ def plan_recovery(catalog: Catalog, step: int | None = None) -> RecoveryPlan:
     planned = tuple(s for s in steps if s is not None)
     assert len(planned) == len(steps)
     incarnation = planned[-1].incarnation if planned else base.incarnation
-    return RecoveryPlan(target, incarnation, base, planned)
+    return RecoveryPlan(target, incarnation, base, planned, cycle_of(catalog, base))
 
 
 def steps_after(catalog: Catalog, base: int, last: int | None) -> tuple[PlannedStep, ...]:

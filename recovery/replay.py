@@ -117,9 +117,9 @@ def replay(
         state.fence = fence
         state.averages = _continued_averages(state, fence)
         own = list(life)
-        with _Replay(state, fence, options) as running:
-            windows = _windows(own, fence)
-            for window in windows if ranks is None else together(windows, ranks):
+        with Replayer(state, fence, options) as running:
+            read = windows(own, fence)
+            for window in read if ranks is None else together(read, ranks):
                 running.run(window)
                 done += len(window)
                 if options.progress:
@@ -137,7 +137,7 @@ def _continued_averages(state: RecoveredState, fence: Fence) -> dict[str, dict[s
     return {name: state.averages[name] for name in fence.averages}
 
 
-def _windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]:
+def windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]:
     """Decoded steps in windows of bounded size; the next is decoded while one is in use.
 
     What counts is the decoded size: a gradient of zeros or NaN takes next to nothing when stored.
@@ -180,7 +180,7 @@ def _updates(shard: Differential) -> dict[str, tuple[bool, int]]:
     return {name: (step.updated, step.count) for name, step in shard.averages.items()}
 
 
-class _Replay:
+class Replayer:
     """The units of one incarnation and the threads that step them."""
 
     def __init__(self, state: RecoveredState, fence: Fence, options: ReplayOptions) -> None:

@@ -50,6 +50,7 @@ class RecoveredState:
         residuals: Per rank: parameter name -> flat residual, as the base snapshot holds it; only
             right for this step when the step is the snapshot's.
         base_step: Step of the snapshot it was rebuilt from.
+        has_mixed_residuals: Whether these are of several steps, as in a rolling snapshot.
         averages: Name of a stateful object that averages parameters -> parameter name -> flat
             average.
     """
@@ -64,6 +65,7 @@ class RecoveredState:
     residuals: list[dict[str, torch.Tensor]]
     base_step: int
     averages: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    has_mixed_residuals: bool = False
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameter name -> tensor of its logical shape, sharing memory."""

@@ -18,11 +18,18 @@ from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import manifest_file
 from lowdiff.recovery.compare import differences
-from lowdiff.recovery.damage import Finding, first_gap, judge, last_kept, lost_after
+from lowdiff.recovery.damage import (
+    Finding,
+    first_gap,
+    judge,
+    last_kept,
+    lost_after,
+    spoilt_cycles,
+)
 from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
-from lowdiff.recovery.load import load_snapshot
-from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
+from lowdiff.recovery.plan import cycle_of, plan_recovery, recoverable, usable_snapshots
 from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.state import RNG_ITEM, inherit
 
 
@@ -178,6 +185,7 @@ def _verify(
         else:
             failures.append(failure)
         done += leg.last - leg.base.step
+    failures += [found for found in spoilt_cycles(catalog) if found not in failures]
     failures += lost_after(catalog, _newest(catalog)) if legs else _nothing_recoverable(catalog)
     return VerifyReport(
         run=run,
@@ -240,7 +248,8 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> Finding | N
     state = carry_out(alone, plan_recovery(alone, leg.last), options)
     if leg.target is None:
         return None
-    expected = load_snapshot(leg.target, catalog.incarnations[leg.target.incarnation].fence)
+    fence = catalog.incarnations[leg.target.incarnation].fence
+    expected = load_base(leg.target, fence, cycle_of(catalog, leg.target), options)
     if len(state.items) != len(expected.items):
         state.items = inherit(state.items, len(expected.items))
     for replayed, stored in zip(state.items, expected.items, strict=True):

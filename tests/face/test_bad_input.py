@@ -39,7 +39,9 @@ def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> No
     ("settings", "message"),
     [
         ({"reproducible": True}, "always summed in rank order"),
-        ({"snapshot": "fuzzy"}, 'snapshot must be "atomic"'),
+        ({"snapshot": "fuzzy"}, "snapshot is one of"),
+        ({"snapshot": "rolling", "compressor": None}, "needs a compressor"),
+        ({"snapshot": "rolling", "snapshot_every": "auto"}, "needs a number of steps"),
         ({"snapshot_every": 0}, "snapshot_every counts steps, at least 1, got 0"),
         ({"batch_size": -2}, "batch_size counts steps, at least 1, got -2"),
         ({"retention": 0}, "retention keeps at least 1 snapshot"),

@@ -35,6 +35,7 @@ class Campaign:
     """One run that is killed again and again.
 
     Attributes:
+        snapshot: How it takes its full snapshots.
         until: The run's last step; lives are killed before it.
         reference: Per rank: digest of every step in an uninterrupted life.
     """
@@ -45,6 +46,7 @@ class Campaign:
     until: int
     outcome: Outcome
     chance: random.Random
+    snapshot: str = "atomic"
     reference: list[dict[int, str]] = field(default_factory=list)
 
     def prepare(self) -> None:
@@ -57,6 +59,9 @@ class Campaign:
             lines = _lines(whole, rank)
             assert lines[-1][0] == "closed", (whole / f"output.{rank}").read_text()[-2000:]
             self.reference.append({step: found for word, step, found in lines if word != "closed"})
+
+    def _spawn(self, folder: Path) -> list[int]:
+        return self.zygote.spawn(folder, self.until, self.world_size, self.snapshot)
 
     def round(self, number: int) -> None:
         """Begin or go on with a life, kill something, and look at what is left."""
@@ -81,9 +86,6 @@ class Campaign:
             _wait_for_end(pid, target)
         self._check(f"round {number}, {kind}", target)
         self.outcome.found[f"{kind} of {self.world_size}"] += 1
-
-    def _spawn(self, folder: Path) -> list[int]:
-        return self.zygote.spawn(folder, self.until, self.world_size)
 
     def _kill(self, kind: str, pids: Sequence[int]) -> None:
         writers = [child for pid in pids for child in child_processes(pid)]
@@ -129,15 +131,18 @@ class Campaign:
                 self.outcome.lose(f"{what}: step {step} came back with other bits")
 
 
-def kills(folder: Path, rounds: int, *, world_size: int = 1, seed: int = 0) -> Outcome:
+def kills(
+    folder: Path, rounds: int, *, world_size: int = 1, seed: int = 0, snapshot: str = "atomic"
+) -> Outcome:
     """Kill a run of one process, or of several, ``rounds`` times; begin another where it ends."""
     words = "one process" if world_size == 1 else f"{world_size} ranks"
+    words += ", rolling snapshots" if snapshot == "rolling" else ""
     outcome = Outcome(f"SIGKILL of trainer, writer or both at random instants, {words}", seed)
     zygote = Zygote()
     until = 150 + 45 * rounds
-    campaign = Campaign(
-        zygote, folder / f"of-{world_size}", world_size, until, outcome, random.Random(seed)
-    )
+    place = folder / f"of-{world_size}-{snapshot}"
+    chance = random.Random(seed)
+    campaign = Campaign(zygote, place, world_size, until, outcome, chance, snapshot)
     try:
         with outcome.timed():
             campaign.prepare()

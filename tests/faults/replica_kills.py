@@ -20,9 +20,6 @@ from tests.faults.zygote import Zygote
 class ReplicaCampaign(Campaign):
     """Lives without compression, whose replicas die as well."""
 
-    def _spawn(self, folder: Path) -> list[int]:
-        return self.zygote.spawn(folder, self.until, self.world_size, compressed=False)
-
     def _kill(self, kind: str, pids: Sequence[int]) -> None:
         """``"writer"`` is the replica here; the writer of its images dies with every trainer."""
         children = [child for pid in pids for child in child_processes(pid)]
@@ -48,9 +45,8 @@ def replica_kills(folder: Path, rounds: int, *, world_size: int = 1, seed: int =
     outcome = Outcome(tried, seed)
     zygote = Zygote()
     until = 150 + 45 * rounds
-    campaign = ReplicaCampaign(
-        zygote, folder / f"of-{world_size}", world_size, until, outcome, random.Random(seed)
-    )
+    place, chance = folder / f"of-{world_size}", random.Random(seed)
+    campaign = ReplicaCampaign(zygote, place, world_size, until, outcome, chance, "replica")
     try:
         with outcome.timed():
             campaign.prepare()

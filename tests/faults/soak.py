@@ -56,6 +56,8 @@ def campaigns(folder: Path, scale: float, seed: int) -> list[Callable[[], Outcom
         lambda: kills(folder / "kills", size(50, 2), world_size=2, seed=seed),
         lambda: replica_kills(folder / "replicas", size(100, 2), seed=seed),
         lambda: replica_kills(folder / "replicas", size(30, 1), world_size=2, seed=seed),
+        lambda: kills(folder / "kills", size(50, 2), snapshot="rolling", seed=seed),
+        lambda: kills(folder / "kills", size(10), world_size=2, snapshot="rolling", seed=seed),
         lambda: cuts(victims, every=every, seed=seed),
         lambda: flips(victims, size(10_000, 50), seed=seed),
         lambda: resumptions(victims, size(400, 4), folder, seed=seed),

@@ -36,9 +36,16 @@ def test_no_committed_step_is_lost_to_sigkill_at_random_instants(tmp_path: Path)
     assert outcome.found.keys() == {"trainer of 1", "writer of 1", "both of 1"}
 
 
+def test_no_committed_step_is_lost_to_sigkill_in_the_middle_of_a_cycle(tmp_path: Path) -> None:
+    outcome = kills.kills(tmp_path, 4, seed=3, snapshot="rolling")
+    expect_nothing_lost(outcome, 4)
+
+
 @pytest.mark.slow
 def test_no_committed_step_of_two_ranks_is_lost_to_sigkill(tmp_path: Path) -> None:
     expect_nothing_lost(kills.kills(tmp_path, 3, world_size=2, seed=4), 3)
+    rolling = kills.kills(tmp_path, 3, world_size=2, seed=4, snapshot="rolling")
+    expect_nothing_lost(rolling, 3)
 
 
 def test_no_committed_step_is_lost_with_a_replica(tmp_path: Path) -> None:

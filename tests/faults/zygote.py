@@ -15,6 +15,7 @@ import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,12 @@ from tests.faults.victim import TinyTraining, checkpointer_for
 
 ROOT = Path(__file__).parents[2]
 RETENTION = 3
+#: Settings of the Checkpointer by kind of snapshot; cycles are long, so that kills come inside them.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "atomic": {},
+    "rolling": {"snapshot": "rolling", "snapshot_every": 11},
+    "replica": {"compressor": None, "snapshot_every": 10},
+}
 
 
 class Zygote:
@@ -41,13 +48,13 @@ class Zygote:
         )
 
     def spawn(
-        self, folder: Path, until: int, world_size: int = 1, *, compressed: bool = True
+        self, folder: Path, until: int, world_size: int = 1, snapshot: str = "atomic"
     ) -> list[int]:
         """Start one life of the run in ``folder``; returns the process ids, by rank."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         port = _free_port() if world_size > 1 else 0
-        words = (folder, until, world_size, port, int(compressed))
+        words = folder, until, world_size, port, snapshot
         print(*words, file=self._process.stdin, flush=True)
         return [int(pid) for pid in self._process.stdout.readline().split()]
 
@@ -69,28 +76,25 @@ def _free_port() -> int:
 def _serve() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are not waited for
     for line in sys.stdin:
-        folder, until, world_size, port, compressed = line.split()
+        folder, until, world_size, port, snapshot = line.split()
         pids = []
         for rank in range(int(world_size)):
             pid = os.fork()
             if pid == 0:
-                ranks = rank, int(world_size), int(port)
-                _live(Path(folder), int(until), *ranks, compressed=compressed == "1")
+                _live(Path(folder), int(until), rank, int(world_size), int(port), snapshot)
             pids.append(pid)
         sys.stdout.write(" ".join(map(str, pids)) + "\n")
         sys.stdout.flush()
 
 
-def _live(
-    folder: Path, until: int, rank: int, world_size: int, port: int, *, compressed: bool
-) -> None:
+def _live(folder: Path, until: int, rank: int, world_size: int, port: int, snapshot: str) -> None:
     """The child's whole life; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     output = os.open(folder / f"output.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (0, 1, 2):
         os.dup2(output if stream else os.open(os.devnull, os.O_RDONLY), stream)
     try:
-        _train(folder, until, rank, world_size, port, compressed=compressed)
+        _train(folder, until, rank, world_size, port, snapshot)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -98,9 +102,7 @@ def _live(
     os._exit(0)
 
 
-def _train(
-    folder: Path, until: int, rank: int, world_size: int, port: int, *, compressed: bool
-) -> None:
+def _train(folder: Path, until: int, rank: int, world_size: int, port: int, snapshot: str) -> None:
     torch.set_num_threads(1)
     training = TinyTraining()
     model: torch.nn.Module = training.model
@@ -110,9 +112,8 @@ def _train(
         )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         model = DistributedDataParallel(model)
-    settings = {} if compressed else {"compressor": None, "snapshot_every": 10}
     checkpointer = checkpointer_for(
-        folder / "run", folder / "staging", retention=RETENTION, **settings
+        folder / "run", folder / "staging", retention=RETENTION, **SETTINGS[snapshot]
     )
     report = os.open(folder / f"report.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     resumed = checkpointer.attach(model, training.optimizer, **training.stateful)

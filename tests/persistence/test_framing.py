@@ -142,6 +142,8 @@ def test_numbers_of_kinds_and_the_version_are_pinned() -> None:
         "DIFFERENTIAL": 1,
         "SNAPSHOT": 2,
         "BASE": 3,
+        "SLICE": 4,
+        "CYCLE": 5,
     }
     assert (FORMAT_VERSION, HEADER_BYTES) == (1, 64)
 
@@ -269,7 +271,7 @@ def test_an_unknown_kind_of_file_is_damage(kind: int) -> None:
 
 def test_an_unknown_kind_of_record_ends_the_file(file: FileHeader) -> None:
     good = record(file, 1, b"")
-    for kind in (0, 4, 65535):
+    for kind in (0, 6, 65535):
         head = good[:8] + struct.pack("<H", kind) + good[10:64]
         sealed = head[:4] + struct.pack("<I", crc32c(head[8:])) + head[8:]
         assert contents(framed(file, sealed)) == []

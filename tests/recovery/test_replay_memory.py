@@ -37,16 +37,16 @@ def planned(trained: Trained) -> tuple[Catalog, RecoveryPlan]:
 @pytest.mark.parametrize(
     ("steps_in_memory", "windows"), [(1, [1] * STEPS), (3, [3, 3, 1]), (100, [STEPS])]
 )
-def test_windows_are_as_large_as_what_they_decode_to(
+def testwindows_are_as_large_as_what_they_decode_to(
     trained: Trained, steps_in_memory: int, windows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog, plan = planned(trained)
     fence = catalog.incarnations[0].fence
-    ((*_, last),) = replay._windows(plan.steps, fence)
+    ((*_, last),) = replay.windows(plan.steps, fence)
     (shard,) = last.shards
     decoded = shard.payload.bytes + sum(map(len, shard.items.values()))
     monkeypatch.setattr(replay, "_WINDOW_BYTES", (steps_in_memory - 0.5) * decoded)
-    found = list(replay._windows(plan.steps, fence))
+    found = list(replay.windows(plan.steps, fence))
     assert [len(window) for window in found] == windows
     assert [s.shards[0].step for window in found for s in window] == list(range(1, STEPS + 1))
 

@@ -1,0 +1,80 @@
+"""Retention of rolling snapshots: a cycle's differentials stay with it, in a folder and in a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowdiff.persistence.fences import create_run, write_fence
+from lowdiff.persistence.fetching import Listing
+from lowdiff.persistence.lineage import Span
+from lowdiff.persistence.policy import Retention
+from lowdiff.persistence.remote_retention import spent
+from lowdiff.persistence.retention_plan import Kept, Pin
+from lowdiff.persistence.writer_settings import WriterSettings
+from tests.persistence.test_retention import (
+    ONE,
+    RUN_ID,
+    SEGMENTS,
+    fence,
+    names,
+    planned,
+    segment,
+    snapshot,
+)
+
+ROLLING = [snapshot(0, 0), snapshot(0, 100, first_base=1), snapshot(0, 200, first_base=101)]
+
+
+def test_the_differentials_of_its_cycle_stay_with_a_snapshot() -> None:
+    plan = planned(ONE, ROLLING, SEGMENTS, snapshots=1)
+    assert names(plan) == (["i0-s0", "i0-s100"], ["i0-s1.seg", "i0-s51.seg"])
+    assert plan.kept == (Kept(200, None, "the newest snapshots", 101),)
+    assert plan.collected == ((0, 1, 101),)
+
+
+def test_a_first_cycle_needs_all_that_was_ever_logged() -> None:
+    plan = planned(ONE, ROLLING, SEGMENTS, snapshots=2)
+    assert names(plan) == (["i0-s0"], [])
+    assert plan.collected == ((0, 1, 1),)
+
+
+def test_a_pinned_step_keeps_the_cycle_it_is_replayed_on() -> None:
+    snapshots = [*ROLLING, snapshot(0, 300, first_base=201), snapshot(0, 400, first_base=301)]
+    segments = [segment(0, first) for first in range(1, 500, 50)]
+    plan = planned(ONE, snapshots, segments, [Pin("best", 210, 0)], snapshots=1)
+    assert plan.kept[0] == Kept(200, 210, "pinned: best", 101)
+    gone = [f"i0-s{first}.seg" for first in (1, 51, 251)]
+    assert names(plan) == (["i0-s0", "i0-s100", "i0-s300"], gone)
+    assert plan.collected == ((0, 1, 101), (0, 211, 301))
+
+
+def test_what_an_earlier_life_logged_goes_though_a_cycle_follows() -> None:
+    spans = [Span(0, 1, 0, 150), Span(1, 1, 150, None)]
+    snapshots = [snapshot(0, 100), snapshot(1, 200, first_base=151)]
+    segments = [segment(0, 1), segment(0, 101), segment(1, 151)]
+    plan = planned(spans, snapshots, segments, snapshots=1)
+    assert names(plan) == (["i0-s100"], ["i0-s1.seg", "i0-s101.seg"])
+    assert plan.collected == ((0, 1, 150), (1, 151, 151))
+
+
+@pytest.mark.parametrize(("is_rolling", "oldest"), [(True, 101), (False, 201)])
+def test_a_store_keeps_all_that_a_cycle_may_need(
+    tmp_path: Path, is_rolling: bool, oldest: int
+) -> None:
+    """It is judged by names alone: where a cycle began is not among them."""
+    settings = WriterSettings(
+        str(tmp_path / "run"), "", RUN_ID, 0, 0, 1, 0, 1, 1, 1.0, Retention(1), is_rolling
+    )
+    create_run(settings.folder, RUN_ID)
+    write_fence(settings.folder, fence(0, None, 0, 1))
+    sizes: dict[str, int] = {}
+    for step in (0, 100, 200):
+        name = settings.folder.name(settings.folder.snapshot(0, step))
+        sizes |= {f"{name}/rank-0000.json": 10, f"{name}/rank-0000.safetensors": 10}
+    segments = [settings.folder.name(settings.folder.segment(0, 0, s.first)) for s in SEGMENTS]
+    listing = Listing({**sizes, **dict.fromkeys(segments, 10)})
+    gone = {path.name for path in spent(settings, listing, listing, segments)}
+    left = sorted(Path(n).name for n in segments if Path(n).name not in gone)
+    assert left[0] == f"i000000-s{oldest:010d}.seg"

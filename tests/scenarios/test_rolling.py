@@ -1,0 +1,64 @@
+"""Guarantee G1 with rolling snapshots: recovery starts from blocks of several steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.recovery.verify import verify
+from tests.scenarios import averaged_trainings, more_trainings, trainings
+from tests.scenarios.lives import Kill, assert_identical, history
+from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import TRAININGS
+
+STEPS = 22
+ROLLING = {"snapshot": "rolling", "snapshot_every": 5, "retention": None}
+MODULES = {m.__name__ for m in (trainings, more_trainings, averaged_trainings)}
+NAMES = sorted(n for n, b in TRAININGS.items() if b.__module__ in MODULES)
+#: Every one of these cuts its state in another way; the others are slow tests.
+FAST = {("gpt_adamw", 3), ("channels_last", 2), ("ema_beside_fused_adamw", 2)}
+
+
+def cases() -> list[object]:
+    found: list[object] = []
+    for name in NAMES:
+        plain = name in more_trainings.PLAIN
+        for size in [1] if plain else [1, 2, 3] if name in ("gpt_adamw", "cnn_sgd") else [2]:
+            marks = () if (name, size) in FAST else pytest.mark.slow
+            found.append(pytest.param(name, size, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "world_size"), cases())
+def test_a_run_killed_in_and_between_cycles_resumes_bit_for_bit(
+    pool: Pool, tmp_path: Path, name: str, world_size: int
+) -> None:
+    whole = history(pool, TRAININGS[name], tmp_path / "whole", world_size=world_size, until=STEPS)
+    everyone = frozenset(range(world_size))
+    kills = [
+        Kill(8, staged_by=everyone, writers=False),
+        Kill(18, staged_by=frozenset({0})),
+    ]
+    killed = history(
+        pool,
+        TRAININGS[name],
+        tmp_path / "killed",
+        world_size=world_size,
+        until=STEPS,
+        kills=kills,
+        settings=ROLLING,
+    )
+    assert killed.resumed == [8, 18 if world_size == 1 else 17]
+    assert_identical(killed, whole)
+    rolling = {s.step for s in scan(RunFolder(tmp_path / "killed/run")).snapshots if s.is_rolling}
+    # A life that began in the middle of a cycle has a shorter one, or an atomic snapshot if less
+    # than half is left; the second kill may spoil that of step 15. What is changed outside the
+    # optimizer takes an atomic one at every step.
+    shorter = {20} if world_size > 1 else set()
+    assert rolling | {15} == ({15} if name == "clamped_weights" else {5, 15} | shorter)
+    report = verify(tmp_path / "killed/run", tmp_path / "killed/staging")
+    assert report.ok, report.failures
+    assert {replay.last for replay in report.replays if replay.compared} >= rolling
