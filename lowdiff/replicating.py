@@ -158,8 +158,9 @@ class ReplicatedStager(Stager):
         return (
             step >= self._retry_step
             and not self._is_image_in_use()
-            # With several ranks the newest step is committed, and applied, with the next one.
-            and self._consumed_step() >= self._step - (self._world_size > 1)
+            # Where training waits for storage, it waits here as well. With several ranks the newest
+            # step is committed, and applied, with the next one.
+            and (not self._degrades or self._consumed_step() >= self._step - (self._world_size > 1))
         )
 
     def stop(self) -> None:

@@ -25,7 +25,8 @@ from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.damage import judge
-from lowdiff.recovery.engine import newest_step, recover_from
+from lowdiff.recovery.engine import newest_step, recover_from_disk, recover_from_memory
+from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.state import RNG_ITEM, STATEFUL_ITEM, RecoveredState, inherit
 from lowdiff.residuals import read_residual
@@ -156,7 +157,15 @@ def recover_together(
     with ranks.together():
         newest_step(catalog, target)
         check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
-        return recover_from(catalog, target, options)
+        state = recover_from_memory(catalog, target, options)
+    if all(ranks.gather(state is not None)):
+        return state
+    # Where one rank cannot read its memory, all go back to what is on disk, to the same step.
+    with ranks.together():
+        target = plan_recovery(catalog, step).step if ranks.rank == 0 else -1
+    target = ranks.gather(target)[0]
+    with ranks.together():
+        return recover_from_disk(catalog, target, options)
 
 
 def _has_history(catalog: Catalog) -> bool:

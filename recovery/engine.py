@@ -151,15 +151,28 @@ def newest_step(catalog: Catalog, step: int | None) -> int:
 def recover_from(catalog: Catalog, step: int | None, options: ReplayOptions) -> RecoveredState:
     """`recover` with a catalog at hand.
 
-    What replicas left in memory comes first, where it leads as far; a damaged snapshot is passed
-    over for an older one.
+    What replicas left in memory comes first.
     """
+    state = recover_from_memory(catalog, step, options)
+    return recover_from_disk(catalog, step, options) if state is None else state
+
+
+def recover_from_memory(
+    catalog: Catalog, step: int | None, options: ReplayOptions
+) -> RecoveredState | None:
+    """What replicas left in memory, where it leads as far as the disk; None if it does not."""
     memory = plan_best(catalog, step)
-    if memory is not None:
-        try:
-            return carry_out_in_memory(catalog, memory, options)
-        except (DamagedFile, ReplayMismatch) as error:
-            _logger.warning("%s; going back to what is on disk", error)
+    if memory is None:
+        return None
+    try:
+        return carry_out_in_memory(catalog, memory, options)
+    except (LowDiffError, *_UNFIT, OSError) as error:
+        _logger.warning("%s; going back to what is on disk", error)
+        return None
+
+
+def recover_from_disk(catalog: Catalog, step: int | None, options: ReplayOptions) -> RecoveredState:
+    """What segments and snapshots lead to; a damaged snapshot is passed over for an older one."""
     while True:
         plan = plan_recovery(catalog, step)
         try:

@@ -7,6 +7,7 @@ replayed as ever.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,18 +29,22 @@ from lowdiff.recovery.shard import Shard, contents_of, share_step
 from lowdiff.recovery.state import OptimizerState, RecoveredState
 from lowdiff.types import Fence
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class _Source:
     """What one rank's share can be rebuilt from.
 
     Attributes:
-        step: The step it is of.
+        step: The step it is of, as a whole.
+        reach: The step of its furthest part: the least one it can be brought to.
         is_image: Whether it is the trainer's image, which its replica had not taken over.
     """
 
     stage: StagingFolder
     step: int
+    reach: int
     is_image: bool
 
 
@@ -68,7 +73,7 @@ def plan_in_memory(catalog: Catalog, step: int | None) -> MemoryPlan | None:
         sources = [_sources(catalog, span.incarnation, rank) for rank in range(span.world_size)]
         if not all(sources):
             continue
-        for common in sorted({s.step for found in sources for s in found}, reverse=True):
+        for common in sorted({s.reach for found in sources for s in found}, reverse=True):
             if not span.holds(common) or (step is not None and common > step):
                 continue
             chosen = [_nearest(catalog, span.incarnation, found, common) for found in sources]
@@ -111,12 +116,21 @@ def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
             continue
         status = read_replica_status(stage.replica_status)
         if status.generation >= 0 and stage.replica_state(status.generation).exists():
-            found.append(_Source(stage, status.step, is_image=False))
+            # Not by its page: it may have been killed in the middle of the next step, or after it.
+            try:
+                file = ReplicaFile.open(stage.replica_state(status.generation), private=True)
+            except DamagedFile as error:
+                _logger.warning("%s", error)
+            else:
+                last = file.last_step()
+                step = file.base_step if last is None else last[0]
+                reach = max([step, *map(int, file.unit_steps)])
+                found.append(_Source(stage, step, reach, is_image=False))
         mark = read_mark(stage.snapshot_mark)
         if mark is not None and mark.step > status.image_step and stage.snapshot.exists():
             image = read_view(stage.snapshot)
             if len(image) == mark.bytes and crc32c(image) == mark.checksum:
-                found.append(_Source(stage, mark.step, is_image=True))
+                found.append(_Source(stage, mark.step, mark.step, is_image=True))
     return found
 
 
@@ -142,7 +156,7 @@ def _nearest(
     """The source from which a rank's own records lead to ``common``, with the least to replay."""
     for source in sorted(sources, key=lambda s: -s.step):
         between = list(_between(catalog, incarnation, source, common))
-        if source.step <= common and None not in between:
+        if source.reach <= common and None not in between:
             return source
     return None
 
@@ -176,8 +190,8 @@ def _share(
         assert stored is not None
         if stored.record.header.step > shard.step:
             shard.apply(share_step(stored, fence))
-    if shard.step != common:
-        raise DamagedFile(file.path, f"it is of step {shard.step}, not of {common}")
+    if shard.step != common or not bool((file.unit_steps == common).all()):
+        raise DamagedFile(file.path, f"it is not wholly of step {common}")
     return shard.state
 
 

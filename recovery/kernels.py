@@ -54,7 +54,8 @@ def _types(group: Mapping[str, Any]) -> tuple[Any, ...]:
         group["params"][0].dtype if group["params"] else None,
         group.get("fused"),
         group.get("foreach"),
-        *map(type, group.values()),
+        # A momentum of 0 makes no buffer, and then compiled code could not make one either.
+        *((type(v), bool(v)) if isinstance(v, (int, float)) else type(v) for v in group.values()),
     )
 
 

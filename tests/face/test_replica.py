@@ -16,8 +16,13 @@ from torch import nn
 
 import lowdiff
 from lowdiff.compressors import TopK
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.replica_status import read_replica_status
 from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.recovery import recover
+from lowdiff.recovery.replica_file import ReplicaFile
+from lowdiff.recovery.shard import Shard, share_step
 from lowdiff.recovery.verify import verify
 from lowdiff.replicating import ReplicatedStager
 from tests.faults.victim import ONE_WORKER, TinyTraining, digest_of
@@ -103,6 +108,30 @@ def test_a_replica_that_dies_is_replaced_and_misses_nothing(tmp_path: Path) -> N
     after.checkpointer.close()
     assert not list((tmp_path / "staging").rglob("replica*"))
     assert verify(tmp_path / "run", tmp_path / "staging").ok
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids=["one part", "all but the last word"])
+def test_killed_in_the_middle_of_a_step_memory_holds_each_step_once(
+    tmp_path: Path, parts: int
+) -> None:
+    life = Life(tmp_path, LargerTraining)
+    life.run(4)
+    life.wait(lambda stats: stats["replica_step"] == 4)
+    stage, pid = life.stager._log.folder, life.stager.replica.pid
+    os.kill(pid, signal.SIGSTOP)
+    life.run(6)
+    os.kill(pid, signal.SIGKILL)
+    life.kill()
+    catalog = scan(RunFolder(tmp_path / "run"), [tmp_path / "staging"])
+    fence = catalog.incarnations[0].fence
+    generation = read_replica_status(stage.replica_status).generation
+    file = ReplicaFile.open(stage.replica_state(generation), private=False)
+    shard = Shard(file, fence, journaled=True)
+    step = share_step(catalog.records[0, 0][5], fence)
+    for index, unit in list(enumerate(shard._units))[: 1 if parts == 1 else None]:
+        shard._step_unit(index, unit, step)
+    assert shard.step == 4
+    life.assert_recovered()
 
 
 def test_a_replica_that_differs_begins_anew_with_a_fresh_image(tmp_path: Path) -> None:
