@@ -88,6 +88,10 @@ class Disk:
         """Give a file another name."""
         self._now[new] = self._now.pop(old)
 
+    def link(self, old: PurePosixPath, new: PurePosixPath) -> None:
+        """Give a file a second name."""
+        self._now[new] = self._now[old]
+
     def remove(self, path: PurePosixPath) -> None:
         """Remove a file, or a folder that is empty."""
         del self._now[path]

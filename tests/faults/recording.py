@@ -13,12 +13,14 @@ from tests.faults.disk import Disk
 
 #: Modelled by `Disk`; of the others none may touch the recorded folder.
 _MODELLED = (
-    "openat write pwrite64 lseek ftruncate fsync fdatasync rename mkdir unlink unlinkat rmdir"
+    "openat write pwrite64 lseek ftruncate fsync fdatasync rename link mkdir unlink unlinkat rmdir"
 )
 _UNKNOWN = (
-    "open creat writev pwritev pwritev2 copy_file_range sendfile fallocate truncate link linkat "
+    "open creat writev pwritev pwritev2 copy_file_range sendfile fallocate truncate linkat "
     "symlink symlinkat renameat renameat2 mkdirat"
 )
+#: They name a file that no descriptor stands for.
+_NAMING = "openat unlinkat rename link mkdir unlink rmdir open creat"
 _LINE = re.compile(r"(\d+\.\d+) (\w+)\((.*)\)\s+= (-?\d+)(?:<[^>]*>)?[^<]*<(\d+\.\d+)>$")
 _HEX = re.compile(r"(?:\\x[0-9a-f]{2})+")
 _QUOTED = re.compile(r'"((?:\\x[0-9a-f]{2})*)"')
@@ -79,7 +81,7 @@ def _calls(path: Path) -> Iterator[Call]:
         strings = tuple(_bytes(text) for text in _QUOTED.findall(words))
         descriptor = _DESCRIPTOR.match(words)
         where = _bytes(descriptor[2]).decode() if descriptor else ""
-        if name in ("openat", "unlinkat", "rename", "mkdir", "unlink", "rmdir", "open", "creat"):
+        if name in _NAMING.split():
             where = str(PurePosixPath(where) / strings[0].decode(errors="replace"))
         seconds = float(start) + (float(duration) if name in ("fsync", "fdatasync") else 0.0)
         yield Call(seconds, name, where, words, int(result), strings)
@@ -140,6 +142,11 @@ class Player:
     def _rename(self, call: Call, path: PurePosixPath) -> bool:
         target = PurePosixPath(call.data[1].decode()).relative_to(self._root)
         self.disk.rename(path, target)
+        return True
+
+    def _link(self, call: Call, path: PurePosixPath) -> bool:
+        target = PurePosixPath(call.data[1].decode()).relative_to(self._root)
+        self.disk.link(path, target)
         return True
 
     def _mkdir(self, call: Call, path: PurePosixPath) -> bool:
