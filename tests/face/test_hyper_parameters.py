@@ -1,0 +1,29 @@
+"""Hyper-parameters that change on the way change what an optimizer keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import lowdiff
+from lowdiff.persistence.values import same
+from tests.face.loops import Loop
+
+
+def test_momentum_that_begins_later_is_replayed(tmp_path: Path) -> None:
+    loop = Loop(
+        tmp_path,
+        make=lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.0),
+        settings={"snapshot_every": 1000},
+    )
+    loop.attach()
+    for number in loop.checkpointer.steps(12):
+        loop.step(number)
+        loop.optimizer.param_groups[0]["momentum"] = 0.9 if number >= 5 else 0.0
+    expected, state = loop.weights(), loop.optimizer.state_dict()["state"]
+    assert all(entries["momentum_buffer"] is not None for entries in state.values())
+    loop.die()
+    recovered = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    assert same(dict(recovered.model_state_dict()), expected)
+    assert same(recovered.optimizer_state_dict()["state"], state)
