@@ -84,12 +84,15 @@ def _candidates(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
     # Extended precision, so that the intervals of float64 entries come out right as well.
     x = before[told].double().cpu().numpy().astype(np.longdouble)
     y = after[told].double().cpu().numpy().astype(np.longdouble)
-    _, exponent = np.frexp(y)
+    mantissa, exponent = np.frexp(y)
     significant = _NUM_SIGNIFICANT_BITS[after.dtype]
     least = np.longdouble(torch.finfo(after.dtype).smallest_normal) * np.ldexp(0.5, 1 - significant)
     half_ulp = np.ldexp(np.longdouble(1), exponent - significant - 1)
     half_ulp = np.where(y == 0, least, np.maximum(half_ulp, least))
-    ends = np.sort(np.stack([(y - half_ulp) / x, (y + half_ulp) / x]), axis=0)
+    # Below a power of two, numbers lie twice as close.
+    inner = np.where((np.abs(mantissa) == 0.5) & (half_ulp > least), half_ulp / 2, half_ulp)
+    away = np.where(y < 0, -1, 1)
+    ends = np.sort(np.stack([(y - away * inner) / x, (y + away * half_ulp) / x]), axis=0)
     low, high = ends[0].max(), ends[1].min()
     if low > high:
         return
