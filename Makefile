@@ -3,8 +3,8 @@
 PYTHON ?= python3
 # What `make test` leaves out; `make test MARKERS=slow` runs only the slow ones.
 MARKERS ?= not slow and not gpu
-# Many tests wait for disks and processes: two at a time take two thirds of the time of one.
-WORKERS ?= 2
+# Many tests wait for disks and processes, so there are more than cores.
+WORKERS ?= 3
 
 BIN := .venv/bin
 FOLDERS := $(wildcard lowdiff compressors persistence recovery tuner benches examples tests)

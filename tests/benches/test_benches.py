@@ -40,8 +40,14 @@ FIGURES = {
 }
 
 
+#: The others take half a minute or more together with what they compare.
+FAST = {"codec", "overhead"}
+
+
 @pytest.mark.launch
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in FIGURES]
+)
 def test_a_bench_runs_and_writes_what_others_read(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benches.bench_{name}", "--smoke", "--out", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -153,6 +153,7 @@ def test_a_replica_that_differs_begins_anew_with_a_fresh_image(tmp_path: Path) -
     life.assert_recovered()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backpressure", ["degrade", "block"])
 def test_a_replica_that_stands_still_holds_up_training_or_costs_steps(
     tmp_path: Path, backpressure: str
@@ -208,6 +209,7 @@ def test_the_loss_of_the_memory_leads_back_to_an_image(tmp_path: Path) -> None:
     life.assert_recovered(4)
 
 
+@pytest.mark.slow
 def test_a_preempted_run_makes_an_image_at_once(tmp_path: Path) -> None:
     life = Life(tmp_path, snapshot_every=1000)
     life.run(3)
@@ -231,6 +233,7 @@ def test_memory_that_holds_a_replica_is_kept_until_a_snapshot_holds_it(tmp_path:
     life.assert_recovered()
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_replaced_from_the_store(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as environment:
         server = S3Server(environment)

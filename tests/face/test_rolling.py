@@ -91,8 +91,8 @@ def test_a_cycle_ends_at_every_multiple_and_holds_blocks_of_its_steps(tmp_path: 
 def test_what_a_compressor_keeps_beside_residuals_is_in_a_rolling_image(tmp_path: Path) -> None:
     loop = rolling_loop(tmp_path, compressor=PowerSGD(2))
     live = trained(loop, 7)
+    wait_until(lambda: bases(tmp_path) == {0: 0, 6: 1})
     loop.die()
-    assert bases(tmp_path) == {0: 0, 6: 1}
     check(tmp_path, live)
     state = lowdiff.recover(tmp_path / "run", 6, staging=tmp_path / "staging")
     assert set(state.residuals[0]) == {"0.weight", "0.weight/warm_start"}
@@ -218,7 +218,8 @@ def test_an_atomic_snapshot_takes_the_place_of_a_cycle_that_is_lost(
 ) -> None:
     loop = rolling_loop(tmp_path)
     live = trained(loop, 4)
-    partial = next((tmp_path / "run").rglob("*.partial"))
+    wait_until(lambda: any((tmp_path / "run").rglob("*.safetensors.partial")))
+    partial = next((tmp_path / "run").rglob("*.safetensors.partial"))
     partial.write_bytes(b"")
     steps = loop.checkpointer.steps(12)
     with caplog.at_level(logging.WARNING):

@@ -133,16 +133,16 @@ def test_auto_obeys_a_limit_and_the_next_life_begins_where_it_was(tmp_path: Path
         "tuning": Tuning(mtbf_hours=0.5, limits=Limits(loss_steps=4), every_steps=3),
     }
     loop = Loop(tmp_path, settings=settings)
-    loop.run(30)
+    loop.run(60)
     (life,) = lives(tmp_path)
-    assert life.facts["batch_size"] == 2.0
+    assert life.facts["batch_size"] in (1.0, 2.0)  # two batches are at risk
     moves = [(d["batch_size_before"], d["batch_size"]) for d in life.decisions]
     assert [b for b in (16, 8, 4, 2) if b not in {size for pair in moves for size in pair}] == []
     assert all(decision["reasons"] for decision in life.decisions)
     # The writer was told: after the last move no batch is longer than two.
     assert max(life.samples["batch_steps"][-3:]) <= 2
-    Loop(tmp_path, settings=settings).run(33)
-    assert lives(tmp_path)[1].facts["batch_size"] == 2.0
+    Loop(tmp_path, settings=settings).run(63)
+    assert lives(tmp_path)[1].facts["batch_size"] in (1.0, 2.0)
 
 
 def test_a_step_of_a_tuned_run_is_recovered_bit_for_bit(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_no_committed_step_is_lost_to_sigkill_at_random_instants(tmp_path: Path)
     assert outcome.found.keys() == {"trainer of 1", "writer of 1", "both of 1"}
 
 
+@pytest.mark.slow
 def test_no_committed_step_is_lost_to_sigkill_in_the_middle_of_a_cycle(tmp_path: Path) -> None:
     outcome = kills.kills(tmp_path, 4, seed=3, snapshot="rolling")
     expect_nothing_lost(outcome, 4)

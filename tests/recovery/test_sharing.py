@@ -35,7 +35,9 @@ def torchrun(num_ranks: int, *words: object) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("num_ranks", "build"), [(2, adamw), (3, two_optimizers)])
+@pytest.mark.parametrize(
+    ("num_ranks", "build"), [(2, adamw), pytest.param(3, two_optimizers, marks=pytest.mark.slow)]
+)
 def test_ranks_of_torchrun_replay_parts_and_each_has_the_whole(
     num_ranks: int, build: Any, tmp_path: Path
 ) -> None:
@@ -57,6 +59,7 @@ def test_ranks_of_torchrun_replay_parts_and_each_has_the_whole(
 
 
 @pytest.mark.launch
+@pytest.mark.slow
 def test_the_command_shares_the_work_and_writes_once(tmp_path: Path) -> None:
     trained = train(tmp_path, STEPS, end="crash", snapshot_every=100)
     out = tmp_path / "state.pt"
