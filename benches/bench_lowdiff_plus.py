@@ -30,7 +30,7 @@ import torch.distributed.checkpoint as dcp
 from matplotlib.axes import Axes
 
 import lowdiff
-from benches.bench_overhead import Batch, Trainee
+from benches.bench_overhead import Batch, Trainee, pair_arguments
 from benches.harness import (
     BLUE,
     GREEN,
@@ -40,7 +40,7 @@ from benches.harness import (
     Pair,
     Result,
     abba,
-    arguments,
+    dots,
     excess,
     machine,
     overhead,
@@ -310,11 +310,7 @@ def draw(axes: Axes, result: Result) -> None:
         ),
     ]
     for height, (_, values, colour) in enumerate(rows):
-        percent = sorted(100 * value for value in values)
-        spread = [height + 0.25 * (i % 9 - 4) / 4 for i in range(len(percent))]
-        axes.plot(percent, spread, "o", color=colour, markersize=4, alpha=0.6)
-        median = statistics.median(percent)
-        axes.plot([median, median], [height - 0.38, height + 0.38], color=colour, linewidth=2.5)
+        dots(axes, height, [100 * value for value in values], colour)
     axes.axvline(100 * TARGET, color=RED, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.set_xscale("symlog", linthresh=10)
     axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
@@ -333,13 +329,9 @@ def draw(axes: Axes, result: Result) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
-    parser = arguments((__doc__ or "").split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=60, help="A/B pairs; as many A/A pairs")
-    parser.add_argument("--warm-up-pairs", type=int, default=6)
+    parser = pair_arguments((__doc__ or "").split("\n")[0])
     parser.add_argument("--others", type=int, default=10, help="steps with each other way to save")
     parser.add_argument("--snapshot-every", type=int, default=20, help="steps between images")
-    parser.add_argument("--sequences", type=int, default=8, help="sequences per training batch")
-    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
     args = parser.parse_args(argv)
     if args.smoke:
         args.pairs, args.warm_up_pairs, args.others = 6, 2, 2

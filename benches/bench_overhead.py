@@ -38,6 +38,7 @@ from benches.harness import (
     Result,
     abba,
     arguments,
+    dots,
     excess,
     machine,
     overhead,
@@ -301,11 +302,7 @@ def draw(axes: Axes, result: Result) -> None:
         ("checkpointed_and_plain_seconds", "with against without", BLUE),
     )
     for height, (key, _, colour) in enumerate(rows):
-        values = sorted(100 * value for value in excess(result.samples[key]))
-        spread = [height + 0.25 * (i % 9 - 4) / 4 for i in range(len(values))]
-        axes.plot(values, spread, "o", color=colour, markersize=4, alpha=0.6)
-        median = statistics.median(values)
-        axes.plot([median, median], [height - 0.38, height + 0.38], color=colour, linewidth=2.5)
+        dots(axes, height, [100 * value for value in excess(result.samples[key])], colour)
     summary = result.summary
     axes.axvline(100 * TARGET, color=RED, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.annotate(
@@ -328,15 +325,21 @@ def draw(axes: Axes, result: Result) -> None:
     )  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the bench."""
-    parser = arguments((__doc__ or "").split("\n")[0])
+def pair_arguments(description: str) -> argparse.ArgumentParser:
+    """Options of benches that compare trainings step by step."""
+    parser = arguments(description)
     parser.add_argument("--pairs", type=int, default=60, help="A/B pairs; as many A/A pairs")
     parser.add_argument("--warm-up-pairs", type=int, default=6)
-    parser.add_argument("--batch-size", type=int, default=16, help="differentials per write")
-    parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--sequences", type=int, default=8, help="sequences per training batch")
     parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the bench."""
+    parser = pair_arguments((__doc__ or "").split("\n")[0])
+    parser.add_argument("--batch-size", type=int, default=16, help="differentials per write")
+    parser.add_argument("--density", type=float, default=0.01)
     args = parser.parse_args(argv)
     if args.smoke:
         args.pairs, args.warm_up_pairs = 6, 2

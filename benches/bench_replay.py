@@ -12,7 +12,6 @@ last state of every arm must equal the live one bit for bit, every time.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 from collections.abc import Sequence
@@ -22,7 +21,6 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 
-import lowdiff
 from benches.harness import (
     BLUE,
     INK,
@@ -45,8 +43,7 @@ from benches.replay_arms import (
     save_published,
     take_turn,
 )  # fmt: skip
-from benches.runs import Places, places
-from lowdiff.compressors import TopK
+from benches.runs import Places, in_new_process, logged_steps, places
 from lowdiff.demo.model import GPT, GPTConfig
 
 # GPT-2's vocabulary, padded: at this size most of a model is its embedding, and one tensor is
@@ -61,34 +58,14 @@ TARGETS = {
 
 
 def make_run(args: argparse.Namespace, where: Places) -> tuple[str, int]:
-    """Step a model with synthetic gradients under a checkpointer; final digest and parameters.
-
-    One step with a dense gradient comes before, because second moments of exactly 0 are the mark
-    of a run's first steps: MKL's square root takes six times as long for them.
-    """
+    """Step a model with synthetic gradients under a checkpointer; final digest and parameters."""
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     model = GPT(_SMOKE_MODEL if args.smoke else _MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=args.fused or None)
 
-    def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-
-    step()
-    checkpointer = lowdiff.Checkpointer(
-        where.run,
-        compressor=TopK(density=args.density),
-        snapshot_every=1 << 40,
-        staging=where.staging,
-        retention=None,
-        on_error="raise",
-    )
-    with checkpointer:
-        checkpointer.attach(model, optimizer)
-        for _ in checkpointer.steps(until=args.steps):
-            step()
+    for _ in logged_steps(model, optimizer, where, density=args.density, until=args.steps):
+        pass
     named = dict(model.named_parameters())
     elements = sum(p.numel() for p in named.values())
     return digest((n, p, optimizer.state[p]) for n, p in named.items()), elements
@@ -96,16 +73,7 @@ def make_run(args: argparse.Namespace, where: Places) -> tuple[str, int]:
 
 def turn(task: Task) -> Sample:
     """Run an arm in a new process, as after a crash: nothing is warm but the files' pages."""
-    # Not a fork of this process, which has threads. What every arm would import, and what torch
-    # imports when the first optimizer is made, is imported once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benches.replay_arms", "torch._dynamo"])
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=take_turn, args=(task, theirs), daemon=True)
-    process.start()
-    theirs.close()  # so that the end of the process is the end of the pipe
-    sample = ours.recv()
-    process.join()
+    sample = in_new_process(take_turn, task)
     assert isinstance(sample, Sample)
     print(f"{task.arm:<20} {sample.seconds:.3f} s")
     return sample

@@ -11,7 +11,6 @@ differentials after its snapshot; the load of that snapshot and as many fused st
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -26,8 +25,7 @@ import lowdiff
 from benches.harness import BLUE, INK, PALE, RED, Result, arguments, machine, write
 from benches.replay_arms import digest
 from benches.restart_arms import Restart, Turn, take_turn
-from benches.runs import Places, places
-from lowdiff.compressors import TopK
+from benches.runs import Places, in_new_process, logged_steps, places
 from lowdiff.demo.model import GPT, GPTConfig
 from lowdiff.recovery.export import export
 
@@ -45,28 +43,12 @@ def make_run(args: argparse.Namespace, where: Places, counts: Sequence[int]) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     found: dict[int, str] = {}
 
-    def step() -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-
-    step()
-    checkpointer = lowdiff.Checkpointer(
-        where.run,
-        compressor=TopK(density=args.density),
-        snapshot_every=1 << 40,
-        staging=where.staging,
-        retention=None,
-        on_error="raise",
-    )
-    with checkpointer:
-        checkpointer.attach(model, optimizer)
-        # One step more than needed, because close takes a snapshot of the last.
-        for done in checkpointer.steps(until=max(counts) + 1):
-            if done in counts:
-                named = model.named_parameters()
-                found[done] = digest((n, p, optimizer.state[p]) for n, p in named)
-            step()
+    # One step more than needed, because close takes a snapshot of the last.
+    until = max(counts) + 1
+    for done in logged_steps(model, optimizer, where, density=args.density, until=until):
+        if done in counts:
+            named = model.named_parameters()
+            found[done] = digest((n, p, optimizer.state[p]) for n, p in named)
     shutil.rmtree(where.staging)  # a restart of the node: what counts is on disk
     where.staging.mkdir()
     return found
@@ -74,14 +56,7 @@ def make_run(args: argparse.Namespace, where: Places, counts: Sequence[int]) -> 
 
 def turn(task: Restart) -> Turn:
     """Run an arm in a new process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benches.restart_arms", "torch._dynamo"])
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=take_turn, args=(task, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    found = ours.recv()
-    process.join()
+    found = in_new_process(take_turn, task)
     assert isinstance(found, Turn)
     print(f"{task.arm:<10} {task.num_steps:>4} {found.seconds:.3f} s ({found.cpu_seconds:.3f} cpu)")
     return found

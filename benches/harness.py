@@ -174,6 +174,14 @@ def abba(arm: Callable[[], float], baseline: Callable[[], float]) -> Iterator[Pa
     yield second, baseline()
 
 
+def dots(axes: Axes, height: float, values: Sequence[float], colour: str) -> None:
+    """Values as dots around a height, and their median as a bar."""
+    spread = [height + 0.25 * (i % 9 - 4) / 4 for i in range(len(values))]
+    axes.plot(sorted(values), spread, "o", color=colour, markersize=4, alpha=0.6)
+    median = statistics.median(values)
+    axes.plot([median, median], [height - 0.38, height + 0.38], color=colour, linewidth=2.5)
+
+
 def excess(pairs: Sequence[Pair]) -> list[float]:
     """``(arm - baseline) / baseline`` of every pair."""
     return [(arm - baseline) / baseline for arm, baseline in pairs]

@@ -29,48 +29,55 @@ if TYPE_CHECKING:
 
     from lowdiff.recovery.forecast import Forecast
 
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE|DIR",
+        help="FILE.pt: a dict of model, optimizer, stateful and step, for "
+        "torch.load(FILE, weights_only=True). FILE.safetensors: the model's weights only. "
+        "A name without an ending: a folder for torch.distributed.checkpoint.load.",
+    ),
+]
+Step = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="Which step; default: the newest.")
+]
+AsRun = Annotated[
+    Path | None,
+    typer.Option(
+        "--as-run",
+        metavar="NEW",
+        help="Start a new run in folder NEW from that step: one snapshot, nothing shared. "
+        "Give NEW to lowdiff.Checkpointer to go on from there.",
+    ),
+]
+Plan = Annotated[
+    bool,
+    typer.Option(
+        "--plan", help="Only say what would be read and how long it would take; write nothing."
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
+BlockElements = Annotated[
+    int | None,
+    typer.Option(
+        min=64,
+        metavar="N",
+        help="Elements replayed at a time, a multiple of 64; default: measured.",
+    ),
+]
+
 
 def recover(
     run: RunArgument,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE|DIR",
-            help="FILE.pt: a dict of model, optimizer, stateful and step, for "
-            "torch.load(FILE, weights_only=True). FILE.safetensors: the model's weights only. "
-            "A name without an ending: a folder for torch.distributed.checkpoint.load.",
-        ),
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Which step; default: the newest.")
-    ] = None,
-    as_run: Annotated[
-        Path | None,
-        typer.Option(
-            "--as-run",
-            metavar="NEW",
-            help="Start a new run in folder NEW from that step: one snapshot, nothing shared. "
-            "Give NEW to lowdiff.Checkpointer to go on from there.",
-        ),
-    ] = None,
-    plan: Annotated[
-        bool,
-        typer.Option(
-            "--plan", help="Only say what would be read and how long it would take; write nothing."
-        ),
-    ] = False,
+    out: Out = None,
+    step: Step = None,
+    as_run: AsRun = None,
+    plan: Plan = False,
     as_json: AsJson = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    force: Force = False,
     staging: Staging = None,
     workers: Workers = None,
-    block_elements: Annotated[
-        int | None,
-        typer.Option(
-            min=64,
-            metavar="N",
-            help="Elements replayed at a time, a multiple of 64; default: measured.",
-        ),
-    ] = None,
+    block_elements: BlockElements = None,
 ) -> None:
     """Rebuild the state after any committed step, without the training code.
 

@@ -7,11 +7,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lowdiff.errors import StorageError
 from lowdiff.events import log_event
 from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.replica_status import ImageMark, MarkPage, ReplicaSettings
-from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
+from lowdiff.persistence.replica_status import MarkPage, ReplicaSettings
+from lowdiff.persistence.snapshots import ImageTensor
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.recovery.replica_process import ReplicaProcess
@@ -62,11 +61,7 @@ class ReplicatedStager(Stager):
             if self._owes_snapshot and not rebases:
                 self._drop(step)
                 return self._log.body_checksum
-            limit = step - 2 * self._settings.snapshot_every
-            if self._degrades:
-                self.counters.unprotected_steps += self._status().durable_step < limit
-            else:
-                self._wait_for_step(limit)
+            self._bound_risk(step - 2 * self._settings.snapshot_every)
 
         size: list[int] = []
 
@@ -122,19 +117,10 @@ class ReplicatedStager(Stager):
             return
         self._wait_until(lambda _: not self._is_image_in_use(), "the last full snapshot")
         self._holds_image = False  # the new one takes its place
-        with self.timed("snapshot_seconds"):
-            try:
-                size, checksum = stage_image(self._log.folder.snapshot, tensors())
-            except StorageError as error:
-                if required or (self._raises and self._world_size == 1):
-                    raise
-                self._owe_for(error, step)
-                return
-            self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
-            self._marks.publish(ImageMark(step, size, checksum))
-        self._holds_image = True
-        self._atomic_step = step
-        self._snapshot_staged(step)
+        mark = self._stage_image(step, tensors, required=required)
+        if mark is not None:
+            self._marks.publish(mark)
+            self._holds_image = True
 
     @property
     def owes_snapshot(self) -> bool:

@@ -17,6 +17,7 @@ from lowdiff.history import Story
 from lowdiff.meter import Meter
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.replica_status import ImageMark
 from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import StatusReader, TrainerPage, TrainerStatus, WriterStatus
@@ -100,11 +101,7 @@ class Stager:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
         """
         if kind is RecordKind.DIFFERENTIAL:
-            limit = step - 2 * self.cadence.batch_size
-            if self._degrades:
-                self.counters.unprotected_steps += self._status().durable_step < limit
-            else:
-                self._wait_for_step(limit)
+            self._bound_risk(step - 2 * self.cadence.batch_size)
         written: list[int] = []
 
         def fits(status: WriterStatus) -> bool:
@@ -145,6 +142,12 @@ class Stager:
             self._owes_snapshot = True
             return
         self.wait_for_snapshot()
+        self._stage_image(step, tensors, required=required)
+
+    def _stage_image(
+        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
+    ) -> ImageMark | None:
+        """Copy the image and stage its mark; None, and it is owed, if there is no memory for it."""
         with self.timed("snapshot_seconds"):
             try:
                 size, checksum = stage_image(self._log.folder.snapshot, tensors())
@@ -153,10 +156,11 @@ class Stager:
                 if required or (self._raises and self._world_size == 1):
                     raise
                 self._owe_for(error, step)
-                return
+                return None
             self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
         self._atomic_step = step
         self._snapshot_staged(step)
+        return ImageMark(step, size, checksum)
 
     def stage_cycle(self, step: int, mark: bytes) -> None:
         """Stage the mark of a rolling snapshot, all of whose slices are staged."""
@@ -192,6 +196,13 @@ class Stager:
             and self._is_settled(status)
             and status.durable_step >= step - 2 * self.cadence.batch_size
         )
+
+    def _bound_risk(self, limit: int) -> None:
+        """Wait until ``limit`` is durable, or count a step that goes on without."""
+        if self._degrades:
+            self.counters.unprotected_steps += self._status().durable_step < limit
+        else:
+            self._wait_for_step(limit)
 
     def _wait_for_step(self, limit: int) -> None:
         if self._raises and self._world_size > 1:
@@ -341,9 +352,8 @@ class Stager:
             troubled = [0] if self.in_trouble else []
         if troubled and self._raises:
             complaint = self._complaint(troubled)
-            self._error_of_snapshot = (
-                ""  # said once: the snapshot is owed, and taken when it can be
-            )
+            # Said once: the snapshot is owed, and taken when it can be.
+            self._error_of_snapshot = ""
             raise WriterFailed(complaint)
         others = tuple(rank for rank in troubled if rank != self._rank)
         if others and others != self._troubled:

@@ -47,6 +47,11 @@ class PageReader:
         return self._last[1]
 
 
+def fitting(error: str, most_bytes: int) -> str:
+    """The beginning of a message, so that it fits a slot whatever its alphabet."""
+    return error.encode(errors="replace")[:most_bytes].decode(errors="ignore")
+
+
 def _newest(view: memoryview, known: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
     """Sequence and content of the newest whole slot, or what is known if none is newer."""
     found = known

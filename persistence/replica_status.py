@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lowdiff.persistence.page import Page, PageReader
-from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.detached import ProcessSettings
+from lowdiff.persistence.page import Page, PageReader, fitting
 
 _ERROR_BYTES = 1000
 
@@ -45,7 +45,7 @@ class ReplicaPage:
     def update(self, **changes: object) -> None:
         """Change some fields and publish them together."""
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
-        error = self.status.error.encode(errors="replace")[:_ERROR_BYTES].decode(errors="ignore")
+        error = fitting(self.status.error, _ERROR_BYTES)
         self._page.publish({**asdict(self.status), "error": error})
 
 
@@ -104,25 +104,17 @@ def read_mark(path: Path) -> ImageMark | None:
     return ImageMark(**content) if content else None
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaSettings:
-    """All a replica needs to know, as it travels on its command line.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings(ProcessSettings):
+    """All a replica needs to know.
 
     Attributes:
-        trainer_pid: The process whose end it watches for.
         image_every: Steps between images for the disk, all ranks alike; 0 for none.
         keep_every: The same for images that are kept for ever; 0 for none.
         waits: Whether it waits for the writer where the next image is due and the last one is not
             durable yet; else it goes on, and that image is left out.
     """
 
-    run: str
-    staging_root: str
-    run_id: str
-    incarnation: int
-    rank: int
-    world_size: int
-    trainer_pid: int
     image_every: int
     keep_every: int
     waits: bool
@@ -130,20 +122,6 @@ class ReplicaSettings:
     def is_image_due(self, step: int) -> bool:
         """Whether the disk gets an image of this step, on all ranks alike."""
         return any(every and step % every == 0 for every in (self.image_every, self.keep_every))
-
-    @property
-    def folder(self) -> RunFolder:
-        """The run folder."""
-        return RunFolder(Path(self.run))
-
-    @property
-    def staging(self) -> StagingFolder:
-        """This incarnation's staging folder."""
-        return StagingFolder.of(Path(self.staging_root), self.run_id, self.incarnation, self.rank)
-
-    def to_json(self) -> str:
-        """For the command line."""
-        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ReplicaSettings:

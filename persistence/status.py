@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lowdiff.persistence.histogram import SECONDS, HistogramValue
-from lowdiff.persistence.page import Page, PageReader
+from lowdiff.persistence.page import Page, PageReader, fitting
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class StatusPage:
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
         content = _values(self.status)
         content["batch_seconds"] = self.status.batch_seconds.encoded()
-        content["error"] = _fitting(self.status.error, 1000)
-        content["remote_error"] = _fitting(self.status.remote_error, 600)
+        content["error"] = fitting(self.status.error, 1000)
+        content["remote_error"] = fitting(self.status.remote_error, 600)
         self._page.publish(content)
 
 
@@ -129,8 +129,3 @@ def read_trainer_status(path: Path) -> TrainerStatus | None:
 
 def _values(status: WriterStatus | TrainerStatus) -> dict[str, Any]:
     return {field.name: getattr(status, field.name) for field in fields(status)}
-
-
-def _fitting(error: str, most_bytes: int) -> str:
-    """The beginning of a message, so that it fits a slot whatever its alphabet."""
-    return error.encode(errors="replace")[:most_bytes].decode(errors="ignore")

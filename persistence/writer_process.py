@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from lowdiff.errors import WriterFailed
 from lowdiff.events import log_event
+from lowdiff.persistence.detached import start_detached
 from lowdiff.persistence.status import StatusReader, WriterStatus
 from lowdiff.persistence.writer_settings import (
     END,
@@ -167,18 +166,8 @@ class WriterProcess:
                 _logger.warning("the writer of rank %d had ended before", self._settings.rank)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # In its own session, so that a launcher's kill of our process group does not reach it.
-        with self._settings.staging.writer_log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "lowdiff.persistence.writer", self._settings.to_json()],
-                stdin=subprocess.PIPE,
-                bufsize=0,  # what it is told goes out at once
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                cwd="/",  # `-m` looks there first: no module of the user's may shadow ours
-                env={**os.environ, "PYTHONPATH": import_path()},
-            )
+        log = self._settings.staging.writer_log
+        return start_detached("lowdiff.persistence.writer", self._settings, log)
 
     def _wait_for_status(self) -> StatusReader:
         path = self._settings.staging.status
@@ -196,11 +185,3 @@ class WriterProcess:
         self._process.stdin.close()  # should it come up after all, it ends at once
         log = self._settings.staging.writer_log.read_text(errors="replace")[-2000:]
         raise WriterFailed(f"the writer process did not start; its log says:\n{log}")
-
-
-def import_path() -> str:
-    """Where this very lowdiff is found, ahead of whatever the environment says."""
-    here = str(Path(__file__).parent.parent.parent)
-    package = Path(sys.modules["lowdiff"].__file__ or here).parent.parent
-    others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return os.pathsep.join([str(package), *map(os.path.abspath, others)])

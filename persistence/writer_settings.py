@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.detached import ProcessSettings
 from lowdiff.persistence.policy import Retention
 
 #: Nothing more will be staged.
@@ -33,12 +32,12 @@ def told_batch_size(said: bytes) -> int | None:
     return 1 << levels[-1] if levels else None
 
 
-@dataclass(frozen=True, slots=True)
-class WriterSettings:
-    """All a writer needs to know, as it travels on its command line.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterSettings(ProcessSettings):
+    """All a writer needs to know.
 
     Attributes:
-        trainer_pid: The process whose end it watches for.
+        base_step: The step that this life begins with.
         batch_size: Differentials per durable write (``b``).
         flush_seconds: A shorter batch is written after so long.
         retention: What is kept; None keeps all.
@@ -50,14 +49,7 @@ class WriterSettings:
             are made durable.
     """
 
-    run: str
-    staging_root: str
-    run_id: str
-    incarnation: int
-    rank: int
-    world_size: int
     base_step: int
-    trainer_pid: int
     batch_size: int
     flush_seconds: float
     retention: Retention | None
@@ -67,25 +59,11 @@ class WriterSettings:
     folder_patience_seconds: float = 600.0
     has_replica: bool = False
 
-    @property
-    def folder(self) -> RunFolder:
-        """The run folder."""
-        return RunFolder(Path(self.run))
-
-    @property
-    def staging(self) -> StagingFolder:
-        """This incarnation's staging folder."""
-        return StagingFolder.of(Path(self.staging_root), self.run_id, self.incarnation, self.rank)
-
     def serves(self, rank: int) -> bool:
         """Whether what ``rank`` left is this writer's: its own, and its share of ranks that are no more."""
         return rank == self.rank or (
             rank >= self.world_size and rank % self.world_size == self.rank
         )
-
-    def to_json(self) -> str:
-        """For the command line."""
-        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> WriterSettings:

@@ -35,6 +35,9 @@ from lowdiff.recovery.state import (
 )
 from lowdiff.types import Fence, ParameterSpec
 
+#: What reading tensors and scalars raises where they are not those of a snapshot.
+UNFIT = (SafetensorError, BadEncoding, LookupError, TypeError, ValueError, AttributeError)
+
 
 def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
     """Read and check every shard of a snapshot.
@@ -100,15 +103,7 @@ def _read_shard(path: Path, state: RecoveredState, constants: Mapping[str, bytes
         tensors = load_file(path)
         scalars = decode(tensors.pop(SCALARS).numpy().tobytes())
         _add_shard(state, tensors, scalars, specs, constants)
-    except (
-        SafetensorError,
-        BadEncoding,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        OSError,
-    ) as error:
+    except (*UNFIT, OSError) as error:
         raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
-import sys
 import time
 
 from lowdiff.events import log_event
+from lowdiff.persistence.detached import start_detached
 from lowdiff.persistence.replica_status import (
     ReplicaPage,
     ReplicaReader,
     ReplicaSettings,
     ReplicaStatus,
 )
-from lowdiff.persistence.writer_process import import_path
 
 _logger = logging.getLogger(__name__)
 
@@ -75,15 +73,5 @@ class ReplicaProcess:
         self._process.stdin.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # In its own session, so that a launcher's kill of our process group does not reach it.
-        with self._settings.staging.replica_log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "lowdiff.recovery.replica", self._settings.to_json()],
-                stdin=subprocess.PIPE,
-                bufsize=0,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                cwd="/",  # `-m` looks there first: no module of the user's may shadow ours
-                env={**os.environ, "PYTHONPATH": import_path()},
-            )
+        log = self._settings.staging.replica_log
+        return start_detached("lowdiff.recovery.replica", self._settings, log)

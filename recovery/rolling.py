@@ -13,18 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from lowdiff.digests import Digester
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.catalog import SnapshotSet
 from lowdiff.persistence.cycles import BLOCKS
-from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.snapshots import shard_file
 from lowdiff.persistence.values import decode
 from lowdiff.recovery.blocks import Unit
 from lowdiff.recovery.kernels import StepChooser
-from lowdiff.recovery.load import load_snapshot
+from lowdiff.recovery.load import UNFIT, load_snapshot
 from lowdiff.recovery.optimizers import settle_kernels
 from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.replay import Replayer, ReplayOptions, windows
@@ -118,14 +117,7 @@ def _read_blocks(snapshot: SnapshotSet, fence: Fence) -> dict[str, list[_Stored]
                     scalars = [state.get(spec.name, {}) for state in entry["state"]]
                     merged = {key: value for found in scalars for key, value in found.items()}
                     found.setdefault(spec.name, []).append(_Stored(step, start, stop, merged))
-        except (
-            SafetensorError,
-            BadEncoding,
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as error:
+        except UNFIT as error:
             raise DamagedFile(path, f"its blocks cannot be read ({error!r})") from error
     return found
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from lowdiff.compressors import TopK
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.layout import INT_OF_BYTES, layout_of, torch_dtype
+from lowdiff.layout import layout_of, torch_dtype
 from lowdiff.types import Block, Layout, Payload, Section
+from tests.compressors.family import exact, reduced
 from tests.scenarios.pool import Pool
 
 Patterns = npt.NDArray[np.signedinteger[Any]]
@@ -95,22 +96,6 @@ CASES = [Case(seed, world_size) for world_size in WORLD_SIZES for seed in SEEDS]
 # One rank
 
 
-def reduced(
-    reducer: Any, gradients: Sequence[torch.Tensor], buckets: Sequence[Sequence[int]]
-) -> list[torch.Tensor]:
-    """Averages; all buckets are under way at once, as with DDP."""
-    averaged, waiting = [torch.empty(0)] * len(gradients), []
-    for bucket in buckets:
-        buffer = torch.cat([gradients[i] for i in bucket])
-        views = list(buffer.split([gradients[i].numel() for i in bucket]))
-        waiting.append((reducer.reduce(bucket, views, buffer), bucket, views))
-    for future, bucket, views in waiting:
-        future.wait()
-        for i, view in zip(bucket, views, strict=True):
-            averaged[i] = view
-    return averaged
-
-
 def run_case(case: Case, rank: int) -> list[Any]:
     """Per step and grouping: average, consumed gradient, residual and payload."""
     layout, cpu = case.layout, torch.device("cpu")
@@ -165,12 +150,6 @@ def attempt(*, stamp: int, density: float) -> str:
 
 
 # What all ranks together should find
-
-
-def exact(tensor: torch.Tensor) -> Patterns:
-    """Bit patterns: 0.0 is not -0.0, and NaN equals itself."""
-    patterns: Patterns = tensor.view(INT_OF_BYTES[tensor.element_size()]).numpy()
-    return patterns
 
 
 def largest(values: torch.Tensor, k: int) -> torch.Tensor:

@@ -167,7 +167,7 @@ def test_all_ranks_take_the_snapshot_that_one_owed_as_soon_as_it_can(
         if len(list(path.glob("*.json"))) == 2
     )
     assert len(steps) >= 2
-    assert 33 < steps[-2] < 59
+    assert 32 <= steps[-2] < 59
 
 
 def train_until_taken_over(rank: int, world_size: int, folder: str) -> tuple[int, str]:

@@ -143,15 +143,20 @@ def kills(
     place = folder / f"of-{world_size}-{snapshot}"
     chance = random.Random(seed)
     campaign = Campaign(zygote, place, world_size, until, outcome, chance, snapshot)
+    return carried_out(campaign, rounds, folder)
+
+
+def carried_out(campaign: Campaign, rounds: int, folder: Path) -> Outcome:
+    """Every round of a campaign, and what came of them."""
     try:
-        with outcome.timed():
+        with campaign.outcome.timed():
             campaign.prepare()
             for number in range(rounds):
                 campaign.round(number)
     finally:
-        zygote.close()
+        campaign.zygote.close()
         wait_for_writers(folder)
-    return outcome
+    return campaign.outcome
 
 
 def _size(folder: Path) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lowdiff.demo.launch import child_processes
 from lowdiff.recovery import recover
-from tests.faults.kills import Campaign, wait_for_writers
+from tests.faults.kills import Campaign, carried_out, wait_for_writers
 from tests.faults.outcome import Outcome
 from tests.faults.victim import ONE_WORKER, digest_of
 from tests.faults.zygote import Zygote
@@ -47,15 +47,7 @@ def replica_kills(folder: Path, rounds: int, *, world_size: int = 1, seed: int =
     until = 150 + 45 * rounds
     place, chance = folder / f"of-{world_size}", random.Random(seed)
     campaign = ReplicaCampaign(zygote, place, world_size, until, outcome, chance, "replica")
-    try:
-        with outcome.timed():
-            campaign.prepare()
-            for number in range(rounds):
-                campaign.round(number)
-    finally:
-        zygote.close()
-        wait_for_writers(folder)
-    return outcome
+    return carried_out(campaign, rounds, folder)
 
 
 def _words(pid: int) -> str:

@@ -65,7 +65,18 @@ def test_a_store_keeps_all_that_a_cycle_may_need(
 ) -> None:
     """It is judged by names alone: where a cycle began is not among them."""
     settings = WriterSettings(
-        str(tmp_path / "run"), "", RUN_ID, 0, 0, 1, 0, 1, 1, 1.0, Retention(1), is_rolling
+        run=str(tmp_path / "run"),
+        staging_root="",
+        run_id=RUN_ID,
+        incarnation=0,
+        rank=0,
+        world_size=1,
+        base_step=0,
+        trainer_pid=1,
+        batch_size=1,
+        flush_seconds=1.0,
+        retention=Retention(1),
+        is_rolling=is_rolling,
     )
     create_run(settings.folder, RUN_ID)
     write_fence(settings.folder, fence(0, None, 0, 1))
