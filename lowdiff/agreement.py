@@ -89,23 +89,30 @@ class Ranks:
     def share_files(self, visible: Sequence[tuple[str, Path]], imported: Path) -> None:
         """Bring files that only other ranks can see into a folder of this rank's own.
 
+        Where ranks have different versions of a file, the longest one counts: a copy of what a
+        killed writer had only begun is shorter than what was written over it since.
+
         Args:
-            visible: ``(name, path)`` of files this rank sees; equal names are the same file.
+            visible: ``(name, path)`` of files this rank sees.
             imported: Where missing ones are written, under their names.
         """
         mine = dict(visible)
-        tables = self.gather(sorted(mine))
+        with self.together():
+            sizes = {name: path.stat().st_size for name, path in mine.items()}
+        tables: list[dict[str, int]] = self.gather(sizes)
         for name in sorted(set().union(*tables)):
-            owner = next(rank for rank, names in enumerate(tables) if name in names)
-            if all(name in names for names in tables):
+            found = [table.get(name, -1) for table in tables]
+            longest = max(found)
+            if all(size == longest for size in found):
                 continue
+            owner = found.index(longest)
             with self.together():
                 content = mine[name].read_bytes() if self.rank == owner else b""
             data = self._broadcast(content, owner)
             target = imported / name
             with self.together():
-                # On a shared folder it may only have appeared since this rank looked.
-                if name not in mine and not target.exists():
+                # On a shared folder it may have appeared, or grown, since this rank looked.
+                if found[self.rank] < longest and not _is_as_long(target, len(data)):
                     make_directory(target.parent)
                     write_file(target, data)
 
@@ -124,6 +131,13 @@ class Ranks:
     def close(self) -> None:
         """Leave the group."""
         self._group = None
+
+
+def _is_as_long(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size >= size
+    except FileNotFoundError:
+        return False
 
 
 def refuse_disagreement(ranks: Ranks, compressor: Compressor, layout: Layout) -> None:

@@ -9,7 +9,9 @@ import torch
 
 import lowdiff
 from lowdiff.compressors import TopK
-from tests.scenarios.lives import Kill, abandon, assert_identical, history
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.segments import durable_step
+from tests.scenarios.lives import History, Kill, abandon, assert_identical, history, live
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
 
@@ -49,6 +51,33 @@ def test_no_rank_needs_to_see_the_files_of_another(pool: Pool, tmp_path: Path) -
         run="node{rank}/run",
         staging="node{rank}/staging",
     )
+    assert killed.resumed == [11, 16]
+    assert_identical(killed, whole)
+
+
+def test_a_segment_that_was_torn_when_another_rank_fetched_it_is_fetched_again(
+    pool: Pool, tmp_path: Path
+) -> None:
+    whole = history(pool, TRAININGS["gpt_adamw"], tmp_path / "whole", world_size=2, until=STEPS)
+    folder = tmp_path / "killed"
+    lives = []
+    for kill in (Kill(11, staged_by=frozenset({0, 1})), Kill(17), None):
+        arguments = (
+            TRAININGS["gpt_adamw"],
+            *(str(folder / f"node{{rank}}/{name}") for name in ("run", "staging")),
+            STEPS,
+            kill,
+            {"batch_size": 50, "snapshot_every": 100},
+        )
+        lives.append(tuple(pool.run(live, 2, *arguments)))
+        if len(lives) == 1:  # as if killed in the middle of its first write after the last durable
+            own = RunFolder(folder / "node0/run")
+            last = durable_step(own, 0, 0, 0)
+            assert last < 11
+            torn = own.segment(0, 0, last + 1)
+            torn.parent.mkdir(parents=True, exist_ok=True)
+            torn.write_bytes(b"torn")
+    killed = History(tuple(lives))
     assert killed.resumed == [11, 16]
     assert_identical(killed, whole)
 
