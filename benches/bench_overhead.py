@@ -96,7 +96,8 @@ class Compression:
 
     def end_step(self) -> None:
         """What is left of a commit."""
-        self._residual.advance(stepped=True)
+        self._residual.settle()
+        self._residual.advance()
         self._step += 1
         self._reducer.begin(self._step + 1, audit=False)
 

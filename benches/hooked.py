@@ -54,7 +54,8 @@ class Hooked:
 
     def end_step(self) -> None:
         """What a commit does: the residual advances."""
-        self._residual.advance(stepped=True)
+        self._residual.settle()
+        self._residual.advance()
         self.begin()
 
 

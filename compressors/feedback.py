@@ -1,12 +1,14 @@
 """Error feedback: what a rank did not send is added to its next gradient.
 
 The residual rotates through slots: a step reads the current slot and writes the next one, and
-becomes current when it commits. So a step that is skipped, or never finished, leaves no trace.
+what an optimizer consumed becomes current when the step commits. So a step that is skipped, or
+never finished, leaves no trace. It is in the loss's own unit, whatever scale the gradients of a step
+carry, so that it means the same under another scale and without a scaler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -20,15 +22,30 @@ NUM_SLOTS = 3
 class RotatingResidual:
     """A ``ResidualStore`` over given slots of flat tensors, one per parameter and slot."""
 
-    def __init__(self, slots: Sequence[Sequence[torch.Tensor]], layout: Layout) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Sequence[torch.Tensor]],
+        layout: Layout,
+        loss_scale: Callable[[], float] = lambda: 1.0,
+    ) -> None:
         self._slots = slots
         self.layout = layout
+        self.loss_scale = loss_scale
         self.slot = 0
-        self._written: set[int] = set()
+        #: What this step wrote -> the parameter whose optimizer decides whether it counts.
+        self._written: dict[int, int] = {}
+        self._settled: set[int] = set()
+        #: Where exchanges after the optimizer's step write, which leave no trace.
+        self._scratch: dict[int, torch.Tensor] = {}
         self._used: set[int] = set()
 
     @classmethod
-    def zeros(cls, layout: Layout, device: torch.device) -> RotatingResidual:
+    def zeros(
+        cls,
+        layout: Layout,
+        device: torch.device,
+        loss_scale: Callable[[], float] = lambda: 1.0,
+    ) -> RotatingResidual:
         """Slots in ordinary memory of a device, lost with the process."""
         return cls(
             [
@@ -39,37 +56,45 @@ class RotatingResidual:
                 for _ in range(NUM_SLOTS)
             ],
             layout,
+            loss_scale,
         )
 
     def pair(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ResidualStore.pair``."""
         target = self._slots[self._next][parameter]
+        if parameter in self._settled:
+            if parameter not in self._scratch:
+                self._scratch[parameter] = torch.empty_like(target)
+            return target, self._scratch[parameter]
         if parameter in self._written:
             return target, target
         return self._slots[self.slot][parameter], target
 
-    def written(self, parameter: int) -> None:
+    def written(self, parameter: int, *, of: int | None = None) -> None:
         """See ``ResidualStore.written``."""
-        self._written.add(parameter)
-        self._used.add(parameter)
+        if parameter not in self._settled:
+            self._written[parameter] = parameter if of is None else of
+            self._used.add(parameter)
 
-    def advance(self, *, stepped: bool, scale_ratio: float = 1.0) -> None:
-        """Commit the step: its residual becomes current, unless the step was skipped.
+    def settle(self, parameters: Collection[int] | None = None) -> None:
+        """What was exchanged of these parameters has been consumed; None means of all.
 
-        Args:
-            stepped: False leaves the residual as it was before the step.
-            scale_ratio: New loss scale over the old one; the residual is in scaled units.
+        A further backward pass through them in the same step is of no consequence for an optimizer,
+        so it is of none for the residual.
         """
-        fresh = self._written if stepped else set()
-        if fresh or scale_ratio != 1.0:
-            for parameter in self._used - fresh:
+        self._settled |= {
+            i for i, of in self._written.items() if parameters is None or of in parameters
+        }
+
+    def advance(self) -> None:
+        """Commit the step: what is settled becomes current, all else stays as it was before."""
+        if self._settled:
+            for parameter in self._used - self._settled:
                 self._slots[self._next][parameter].copy_(self._slots[self.slot][parameter])
             self.slot = self._next
-        if scale_ratio != 1.0:
-            # Not in place of the old one, which the record before this still names.
-            for parameter in self._used:
-                self._slots[self.slot][parameter].mul_(scale_ratio)
         self._written.clear()
+        self._settled.clear()
+        self._scratch.clear()
 
     def current(self) -> dict[int, torch.Tensor]:
         """Flat residual of every parameter that has one, by layout index."""
@@ -105,6 +130,8 @@ class ErrorFeedback:
         ...                                # send some of it
         feedback.sent(parameter, what)     # or, for single entries, sent_at(parameter, positions)
 
+    Under a loss scale the total carries it, as the gradient does.
+
     Reference: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
     Schemes", ICML 2019, Algorithm 2 (EF-SGD); the learning rate stays with the optimizer, so the
     residual is in the gradient's units.
@@ -121,7 +148,7 @@ class ErrorFeedback:
             gradient: Flat; left as it is.
         """
         source, target = self._store.pair(parameter)
-        return torch.add(gradient, source, out=target)
+        return torch.add(gradient, source, alpha=self._store.loss_scale(), out=target)
 
     def sent(self, parameter: int, what: torch.Tensor) -> None:
         """Owe the total less what was sent of it (flat, the total's shape and dtype)."""
@@ -136,6 +163,9 @@ class ErrorFeedback:
         self._finish(parameter, target)
 
     def _finish(self, parameter: int, residual: torch.Tensor) -> None:
+        scale = self._store.loss_scale()
+        if scale != 1.0:
+            residual.div_(scale)
         if residual.is_cuda or not bool(residual.sum().isfinite()):
             # One overflow that no scaler skips would otherwise come back in every later step.
             residual.nan_to_num_(0.0, 0.0, 0.0)

@@ -213,7 +213,7 @@ class _PowerSGD:
         """Start from Q the next time; rows that are zero, as for unused parameters, stay."""
         last, target = (t.view_as(q) for t in self._residual.pair(self._q_of[parameter]))
         target.copy_(torch.where(q.any(1, keepdim=True), q, last))
-        self._residual.written(self._q_of[parameter])
+        self._residual.written(self._q_of[parameter], of=parameter)
 
     def rebuilt(self, parameter: int, share: slice) -> torch.Tensor | None:
         if parameter not in self._values:

@@ -328,10 +328,11 @@ def _session(
     """This rank's writer and session; ``undo`` learns how to take them back."""
     attached = given.attached
     kept = settings.compressor.residual_layout(attached.layout)
+    scaling = Scaling(_hook_scaler(attached, given.stateful))
     if attached.device.type == "cpu" and kept.parameters:
-        residual: RotatingResidual = StagedResidual(staging.residual, kept)
+        residual: RotatingResidual = StagedResidual(staging.residual, kept, scaling.loss_scale)
     else:
-        residual = RotatingResidual.zeros(kept, attached.device)
+        residual = RotatingResidual.zeros(kept, attached.device, scaling.loss_scale)
     if start.residual:
         residual.load(start.residual)
     log = StagingLog(
@@ -377,7 +378,7 @@ def _session(
         items=start.items,
         stager=stager,
         lock=lock,
-        scaling=Scaling(_hook_scaler(attached, given.stateful)),
+        scaling=scaling,
         averages=Averages(given.averages, attached),
         shares_constants=fence.constants != "",
     )
@@ -402,12 +403,7 @@ def _new_staging(settings: Settings, staging: StagingFolder) -> FileLock:
 
 
 def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:
-    """The gradient scaler whose scale the compressed gradients carry, if there is one.
-
-    DDP's hook runs before the scaler divides. Without DDP gradients are compressed when the
-    optimizer steps, where only a fused optimizer still sees them scaled.
-    """
-    fused = any(group.get("fused") for o in attached.optimizers for group in o.param_groups)
-    if attached.ddp is None and not fused:
+    """The gradient scaler whose scale the gradients in DDP's hook carry, if there is one."""
+    if attached.ddp is None:
         return None
     return next((s for s in stateful.values() if isinstance(s, GradScaler)), None)

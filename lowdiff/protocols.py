@@ -20,6 +20,11 @@ Decoder: TypeAlias = "Callable[[Block, torch.Tensor], None]"
 class ResidualStore(Protocol):
     """Where a reducer keeps what it did not send (error feedback), parameter by parameter."""
 
+    @property
+    def loss_scale(self) -> Callable[[], float]:
+        """By what the gradients of this step are multiplied; the residual is not."""
+        ...
+
     def pair(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``(source, target)``: flat residual to add, and where the new one goes.
 
@@ -28,8 +33,13 @@ class ResidualStore(Protocol):
         """
         ...
 
-    def written(self, parameter: int) -> None:
-        """Tell that ``target`` of this parameter is complete."""
+    def written(self, parameter: int, *, of: int | None = None) -> None:
+        """Tell that ``target`` is complete: it counts once an optimizer consumed the gradient.
+
+        Args:
+            parameter: Index into the residual's layout.
+            of: The parameter with that gradient, if it is another one.
+        """
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,26 +19,24 @@ from lowdiff.types import Layout, ResidualMark
 class StagedResidual(RotatingResidual):
     """A CPU residual whose slots lie in staging; records name the slot and its checksum."""
 
-    def __init__(self, path: Path, layout: Layout) -> None:
+    def __init__(self, path: Path, layout: Layout, loss_scale: Callable[[], float]) -> None:
         slots = create_slots(path, layout, NUM_SLOTS)
-        super().__init__([_tensors(views, layout) for views in slots], layout)
+        super().__init__([_tensors(views, layout) for views in slots], layout, loss_scale)
         self._checksums = [_checksum(tensor) for tensor in self._slots[self.slot]]
         self._fresh: dict[int, int] = {}
 
-    def written(self, parameter: int) -> None:
+    def written(self, parameter: int, *, of: int | None = None) -> None:
         """See ``ResidualStore.written``; checksums the residual while it is in the cache."""
-        super().written(parameter)
-        self._fresh[parameter] = _checksum(self._slots[self._next][parameter])
+        super().written(parameter, of=of)
+        if parameter not in self._settled:
+            self._fresh[parameter] = _checksum(self._slots[self._next][parameter])
 
-    def advance(self, *, stepped: bool, scale_ratio: float = 1.0) -> None:
+    def advance(self) -> None:
         """See ``RotatingResidual.advance``."""
-        super().advance(stepped=stepped, scale_ratio=scale_ratio)
-        if scale_ratio != 1.0:
-            self._checksums = [_checksum(tensor) for tensor in self._slots[self.slot]]
-        elif stepped:
-            for parameter, checksum in self._fresh.items():
-                self._checksums[parameter] = checksum
+        for parameter in self._settled:
+            self._checksums[parameter] = self._fresh[parameter]
         self._fresh.clear()
+        super().advance()
 
     def load(self, residuals: Sequence[torch.Tensor | None]) -> None:
         """See ``RotatingResidual.load``."""

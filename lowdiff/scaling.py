@@ -14,16 +14,28 @@ class Scaling:
 
     def __init__(self, scaler: GradScaler | None) -> None:
         self._scaler = scaler
-        self._scale = self._loss_scale()
+        self._scale: float | None = None
         self._clipped_by: tuple[float, ...] = ()
+
+    def loss_scale(self) -> float:
+        """By what the gradients of this step were multiplied when they were exchanged."""
+        if self._scale is None:
+            # Not at the commit before, which may precede the scaler's update.
+            self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        return self._scale
+
+    def exchanged_at(self, scale: float) -> None:
+        """Tell the scale of gradients that are exchanged outside a backward pass."""
+        self._scale = scale
 
     @property
     def factors(self) -> tuple[float, ...]:
         """What gradients were probably multiplied by since their exchange, in order."""
-        if self._scale == 1.0:
+        scale = self.loss_scale()
+        if scale in (0.0, 1.0):
             return self._clipped_by
         # As ``GradScaler.unscale_`` computes it: a float32.
-        inverse = float(torch.tensor(self._scale).double().reciprocal().float())
+        inverse = float(torch.tensor(scale).double().reciprocal().float())
         return (inverse, *self._clipped_by)
 
     def clip_grad_norm_(
@@ -36,12 +48,7 @@ class Scaling:
         self._clipped_by = (*self._clipped_by, float(coefficient))
         return total
 
-    def end_step(self) -> float:
-        """Forget the step's clipping; returns the new loss scale over the old one."""
-        old, self._scale = self._scale, self._loss_scale()
+    def end_step(self) -> None:
+        """Forget the step's scale and clipping."""
+        self._scale = None
         self._clipped_by = ()
-        return self._scale / old
-
-    def _loss_scale(self) -> float:
-        """Scale of the gradients that the hook will see; the residual is in its units."""
-        return 1.0 if self._scaler is None else float(self._scaler.get_scale())

@@ -146,17 +146,24 @@ class Session:
             index, [argument for argument in arguments if argument is not optimizer]
         ) or self._averages.before_step(index)
         gradients = self._attached.gradients(index)
-        if self._attached.ddp is None:
-            self._compress_in_place(gradients)
-        self.reducer.consume(gradients, factors=self.scaling.factors)
-        self._guard.gradients_read(index)
-        self._absent.update(self._attached.absent(index))
-        self._stepped[index] = OptimizerStep(
+        step = OptimizerStep(
             stepped=True,
             consumed=copied_groups(hyper_parameters(optimizer)),
             grad_scale=number_or_none(getattr(optimizer, "grad_scale", None)),
             found_inf=number_or_none(getattr(optimizer, "found_inf", None)),
         )
+        if self._attached.ddp is None:
+            # Only a fused optimizer that unscales by itself still gets them scaled.
+            self.scaling.exchanged_at(step.grad_scale or 1.0)
+            self._compress_in_place(gradients)
+            self.reducer.consume(gradients)
+        else:
+            self.reducer.consume(gradients, factors=self.scaling.factors)
+        if not step.found_inf:
+            self._residual.settle({i for i, g in enumerate(gradients) if g is not None})
+        self._guard.gradients_read(index)
+        self._absent.update(self._attached.absent(index))
+        self._stepped[index] = step
 
     def _compress_in_place(self, gradients: list[torch.Tensor | None]) -> None:
         """Without DDP there is no communication hook: compress what backward left."""
@@ -193,8 +200,8 @@ class Session:
             self._heed(notes)
             self.stager.cadence.heed(self.step, notes)
             self._changed_outside |= self._guard.at_commit()
-            if not self._stepped:
-                self._warn_about_accumulation()
+            if not self._stepped and self._attached.holds_gradients:
+                self._accumulate()
             # Making it consumes what changed: a commit that failed to stage it must find it again.
             differential = self._unstaged = self._unstaged or self._differential()
             rebases = self._changed_outside
@@ -258,14 +265,14 @@ class Session:
         if self._settings.backpressure == "block":
             self.stager.wait_for_snapshot()
 
-    def _warn_about_accumulation(self) -> None:
-        """A body without a step whose gradients are kept for the next one cannot be resumed."""
-        if self._attached.holds_gradients:
-            self._warn_once(
-                f"step {self.step + 1} ended without optimizer.step() and with gradients: if they "
-                "are accumulated for the next step, a resumed run will lack them; run all "
-                "backward passes of an optimizer step between two commits"
-            )
+    def _accumulate(self) -> None:
+        """A body without a step whose gradients are kept for the next one: it cannot be resumed."""
+        self._residual.settle()  # what was sent is in those gradients
+        self._warn_once(
+            f"step {self.step + 1} ended without optimizer.step() and with gradients: if they "
+            "are accumulated for the next step, a resumed run will lack them; run all "
+            "backward passes of an optimizer step between two commits"
+        )
 
     def _warn_about_large_items(self) -> None:
         for name, size in self._tracker.large_items.items():
@@ -298,10 +305,8 @@ class Session:
             else:
                 steps.append(replace(done, committed=copied_groups(groups)))
         self._committed_held = self._attached.held()
-        self._residual.advance(
-            stepped=any(s.stepped and not s.found_inf for s in steps),
-            scale_ratio=self.scaling.end_step(),
-        )
+        self._residual.advance()
+        self.scaling.end_step()
         step = self.step + 1
         digest = self._digest(step)
         averages, replayable = self._averages.commit(self._digester, digest)

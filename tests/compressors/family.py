@@ -117,7 +117,9 @@ def run(case: Case, rank: int, group: dist.ProcessGroup | None) -> list[dict[str
         kept_bits = [exact(c).copy() for c in consumed]
         for tensor in consumed:
             tensor.fill_(99.0)
-        residual.advance(stepped=case.changes[step - 1] != "overflow")
+        if case.changes[step - 1] != "overflow":
+            residual.settle()
+        residual.advance()
         report.append(
             {
                 "averaged": [exact(a).copy() for a in averaged],

@@ -41,7 +41,8 @@ class OurHook:
     def gradients(self, step: int, loss: Any) -> list[torch.Tensor]:
         self.reducer.begin(step, audit=False)
         found = gradients(self.ddp, loss)
-        self.residual.advance(stepped=True)
+        self.residual.settle()
+        self.residual.advance()
         return found
 
 

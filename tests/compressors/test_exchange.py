@@ -110,7 +110,8 @@ def run_case(case: Case, rank: int) -> list[Any]:
             averaged = reduced(reducer, case.gradients(rank, step), case.buckets(grouping))
             consumed = [a * torch.tensor(case.coefficient(step), dtype=a.dtype) for a in averaged]
             reducer.consume(consumed)
-            residuals[grouping].advance(stepped=True)
+            residuals[grouping].settle()
+            residuals[grouping].advance()
             owed = [residuals[grouping].pair(i)[0] for i in range(len(layout.parameters))]
             found[grouping] = {
                 "averaged": [exact(a) for a in averaged],

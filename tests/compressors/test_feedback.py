@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
+from lowdiff.compressors.feedback import NUM_SLOTS, ErrorFeedback, RotatingResidual
 from lowdiff.types import Layout, ParameterSpec
 
 LAYOUT = Layout(
@@ -52,7 +51,8 @@ def test_what_a_step_wrote_is_what_the_next_one_reads() -> None:
         assert source.tolist() == [step - 1] * 4
         target.fill_(step)
         store.written(0)
-        store.advance(stepped=True)
+        store.settle()
+        store.advance()
         assert values(store) == {0: step}
 
 
@@ -64,7 +64,8 @@ def test_a_second_backward_pass_of_a_step_goes_on_where_the_first_one_ended() ->
     assert source.tolist() == [1] * 4
     target.add_(1)
     store.written(0)
-    store.advance(stepped=True)
+    store.settle()
+    store.advance()
     assert values(store) == {0: 2}
     assert store.slot == 1  # once per commit, not once per backward pass
 
@@ -72,11 +73,12 @@ def test_a_second_backward_pass_of_a_step_goes_on_where_the_first_one_ended() ->
 def test_a_skipped_step_leaves_the_residual_as_it_was() -> None:
     store = residual()
     write(store, 0, 1)
-    store.advance(stepped=True)
+    store.settle()
+    store.advance()
     slot = store.slot
     write(store, 0, float("nan"))
     write(store, 1, 5)
-    store.advance(stepped=False)
+    store.advance()
     assert (store.slot, values(store)[0]) == (slot, 1)
     assert store.pair(0)[0].tolist() == [1] * 4
     assert not store.pair(1)[0].any()
@@ -86,22 +88,27 @@ def test_a_parameter_that_a_step_did_not_use_keeps_its_residual() -> None:
     store = residual()
     write(store, 0, 1)
     write(store, 1, 2)
-    store.advance(stepped=True)
+    store.settle()
+    store.advance()
     for step in range(7):
         write(store, 0, 10 + step)
-        store.advance(stepped=True)
+        store.settle()
+        store.advance()
         assert values(store) == {0: 10 + step, 1: 2}
     write(store, 1, 3)
-    store.advance(stepped=True)
+    store.settle()
+    store.advance()
     assert values(store) == {0: 16, 1: 3}
 
 
 def test_a_step_without_any_gradient_moves_nothing() -> None:
     store = residual()
     write(store, 0, 1)
-    store.advance(stepped=True)
+    store.settle()
+    store.advance()
     slot = store.slot
-    store.advance(stepped=True)
+    store.settle()
+    store.advance()
     assert (store.slot, values(store)) == (slot, {0: 1})
 
 
@@ -109,29 +116,58 @@ def test_loading_replaces_what_is_given_and_leaves_the_rest() -> None:
     store = residual()
     write(store, 0, 1)
     write(store, 2, 2)
-    store.advance(stepped=True)
+    store.settle()
+    store.advance()
     store.load([None, torch.full((6,), 3, dtype=torch.bfloat16), torch.tensor([4.0])])
     assert values(store) == {0: 1, 1: 3, 2: 4}
     write(store, 0, 5)
-    store.advance(stepped=True)
+    store.settle()
+    store.advance()
     assert values(store) == {0: 5, 1: 3, 2: 4}
 
 
-@pytest.mark.parametrize("stepped", [True, False])
-def test_with_the_loss_scale_the_residual_changes_its_unit(stepped: bool) -> None:
+def test_what_another_backward_pass_does_after_the_optimizer_leaves_no_trace() -> None:
     store = residual()
     write(store, 0, 1)
-    write(store, 1, 2)
-    store.advance(stepped=True)
-    before = [t.clone() for t in store.current().values()]
-    slots = [store.slot]
-    write(store, 0, 100)
-    store.advance(stepped=stepped, scale_ratio=0.5)
-    assert values(store) == {0: 50 if stepped else 0.5, 1: 1}
-    slots.append(store.slot)
-    assert slots[0] != slots[1], "the record before still names the old one"
-    old = [store._slots[slots[0]][i] for i in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(before, old, strict=True))
+    store.settle([0])
+    for _ in range(2):
+        source, target = store.pair(0)
+        assert source.tolist() == [1] * 4
+        target.fill_(7)
+        assert store.pair(0)[1].tolist() == [7] * 4
+        store.written(0)
+    store.advance()
+    assert values(store) == {0: 1}
+
+
+def test_only_what_an_optimizer_consumed_becomes_current() -> None:
+    store = residual()
+    for i in range(3):
+        write(store, i, 1)
+    store.settle()
+    store.advance()
+    write(store, 0, 2)
+    store.pair(1)[1].fill_(2)
+    store.written(1, of=0)
+    write(store, 2, 2)
+    store.settle([0])
+    store.advance()
+    assert values(store) == {0: 2, 1: 2, 2: 1}
+
+
+def test_the_residual_does_not_know_the_loss_scale() -> None:
+    scale = 1.0
+    plain = residual()
+    scaled = RotatingResidual.zeros(LAYOUT, torch.device("cpu"), lambda: scale)
+    gradient = torch.tensor([1.0, -2.0, 3.0, 0.3])
+    for scale in (1.0, 1024.0, 2.0**-20, 8.0):
+        for store, by in ((plain, 1.0), (scaled, scale)):
+            feedback = ErrorFeedback(store)
+            feedback.sent(0, feedback.total(0, gradient * by) * 0.25)
+            store.settle()
+            store.advance()
+        assert plain.current()[0].any()
+        assert torch.equal(plain.current()[0], scaled.current()[0])
 
 
 def test_without_staging_no_record_can_name_a_slot() -> None:
@@ -140,17 +176,17 @@ def test_without_staging_no_record_can_name_a_slot() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.lists(st.integers(0, 2), max_size=4), st.booleans(), st.booleans()),
+        st.tuples(st.lists(st.integers(0, 2), max_size=4), st.sets(st.integers(0, 2))),
         max_size=12,
     )
 )
 def test_it_behaves_like_a_dictionary_that_is_copied_at_every_step(
-    steps: list[tuple[list[int], bool, bool]],
+    steps: list[tuple[list[int], set[int]]],
 ) -> None:
     store = residual()
     model: dict[int, float] = {}
     earlier: list[tuple[int, dict[int, float]]] = []
-    for number, (written, stepped, rescaled) in enumerate(steps, start=1):
+    for number, (written, consumed) in enumerate(steps, start=1):
         draft = copy.copy(model)
         for parameter in written:
             source, target = store.pair(parameter)
@@ -158,12 +194,10 @@ def test_it_behaves_like_a_dictionary_that_is_copied_at_every_step(
             target.fill_(float(source[0]) + number)
             draft[parameter] = float(target[0])  # bfloat16 rounds
             store.written(parameter)
-        ratio = 0.5 if rescaled else 1.0
-        store.advance(stepped=stepped, scale_ratio=ratio)
-        model = draft if stepped else {**dict.fromkeys(draft, 0.0), **model}
-        model = {i: value * ratio for i, value in model.items()}
+        store.settle(consumed)
+        store.advance()
+        model = {i: v if i in consumed else model.get(i, 0.0) for i, v in draft.items()}
         assert values(store) == model
-        model = values(store)
         # The residual of the step before is still whole: ranks may be one step apart.
         if earlier:
             slot, old = earlier[-1]

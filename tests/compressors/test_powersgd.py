@@ -87,7 +87,9 @@ class Alone:
         self.reducer.begin(self.step, audit=False)
         averaged = reduced(self.reducer, [gradient.flatten().clone()], [[0]])[0]
         self.reducer.consume([averaged])
-        self.residual.advance(stepped=stepped)
+        if stepped:
+            self.residual.settle()
+        self.residual.advance()
         return averaged.view(gradient.shape)
 
 

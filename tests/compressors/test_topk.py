@@ -171,7 +171,8 @@ def test_blocks_of_any_size_decode_to_the_gradient_consumed_bit_for_bit(
             assert_split(compressor, gradient, owed[i], averaged[i], rank.residual.pair(i)[1])
         consumed = [clipped_by(coefficient)(gradient) for gradient in averaged]
         rank.reducer.consume(consumed)
-        rank.residual.advance(stepped=True)
+        rank.residual.settle()
+        rank.residual.advance()
         rebuilt = decoded(compressor, [rank.reducer.payload()], layout, block_elements)
         assert [exact(t) for t in rebuilt] == [exact(t) for t in consumed]
 
@@ -204,7 +205,8 @@ def test_over_many_steps_every_entry_gets_its_turn() -> None:
     for step in range(300):
         rank.reducer.begin(step)
         came_out += rank.backward([gradient])[0]
-        rank.residual.advance(stepped=True)
+        rank.residual.settle()
+        rank.residual.advance()
     torch.testing.assert_close(came_out + rank.owed()[0], 300 * gradient)
     assert came_out.gt(0).all()
 
@@ -269,11 +271,12 @@ def test_a_skipped_step_leaves_the_residual_for_the_next() -> None:
     rank, generator = Rank(TopK(0.01), layout), torch.Generator().manual_seed(0)
     rank.reducer.begin(1)
     rank.backward([torch.randn(2000, generator=generator)])
-    rank.residual.advance(stepped=True)
+    rank.residual.settle()
+    rank.residual.advance()
     owed = rank.owed()[0]
     rank.reducer.begin(2)
     rank.backward([torch.full((2000,), math.inf)])  # overflow: the scaler skips the optimizer
-    rank.residual.advance(stepped=False)
+    rank.residual.advance()
     assert rank.reducer.payload().sections == ()
     assert exact(rank.owed()[0]) == exact(owed)
     rank.reducer.begin(3)
@@ -289,12 +292,14 @@ def test_a_parameter_that_the_step_did_not_use_keeps_what_it_is_owed() -> None:
     rank = Rank(TopK(0.01), layout)
     rank.reducer.begin(1)
     rank.backward([torch.randn(2000, generator=torch.Generator().manual_seed(0))])
-    rank.residual.advance(stepped=True)
+    rank.residual.settle()
+    rank.residual.advance()
     owed = rank.owed()[0]
     for zeros in (torch.zeros(2000), -torch.zeros(2000)):
         rank.reducer.begin(2)
         assert not rank.backward([zeros])[0].any()
-        rank.residual.advance(stepped=True)
+        rank.residual.settle()
+        rank.residual.advance()
         assert torch.equal(rank.owed()[0], owed)
 
 
@@ -361,7 +366,8 @@ def test_nan_everywhere_after_clipping_is_reproduced(dtype: torch.dtype, bad: fl
         assert exact(found) == exact(expected)
     if math.isnan(bad):
         assert all(bool(t.isnan().all()) for t in rebuilt)
-    rank.residual.advance(stepped=True)
+    rank.residual.settle()
+    rank.residual.advance()
     assert all(bool(t.isfinite().all()) for t in rank.owed()), "training goes on after it"
 
 
