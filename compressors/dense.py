@@ -131,6 +131,9 @@ class DenseReducer:
         self._telling = None
         self._is_consumed = False
 
+    def close(self) -> None:
+        """See ``Reducer.close``: there is nothing to give back."""
+
     def heard(self) -> tuple[int, ...]:
         """See ``Reducer.heard``.
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.exchange import HEADER_WORDS, Notes, check_header
+from lowdiff.compressors.groups import leave, own_group
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import LowDiffError, RankLost, UsageError
 
@@ -70,8 +71,8 @@ class Lane:
 
     def _queue(self, start: torch.futures.Future[None]) -> None:
         if self._group is None:
-            members = dist.get_process_group_ranks(self._training_group)
-            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            assert self._training_group is not None
+            self._group = own_group(self._training_group)
         with self._lock:
             self._waiting.append(start)
             if not self._is_running:
@@ -88,6 +89,12 @@ class Lane:
                         return
                     start = self._waiting.popleft()
                 start.set_result(None)  # runs the job here; what it raises waits in its future
+
+    def close(self) -> None:
+        """Take no further jobs, and leave the group made for them."""
+        if self._group is not self._training_group:
+            leave(self._group)
+        self._group, self._has_failed = None, True
 
     # For jobs
 

@@ -194,12 +194,15 @@ class _Quantize:
 def _values(codes: Codes, levels: int) -> torch.Tensor:
     """One rank's dequantised values, float32, flat, padded to whole blocks."""
     steps, scales = codes
-    return steps.float().mul_((scales / levels)[:, None]).flatten()
+    return steps.float().mul_((scales * (1.0 / levels))[:, None]).flatten()
 
 
 def _mean(codes: Sequence[Codes], levels: int, world_size: int) -> torch.Tensor:
-    """Mean over ranks, float32, added in rank order; element by element, so any block is alike."""
-    total, *others = (_values(own, levels).div_(world_size) for own in codes)
+    """Mean over ranks, float32, added in rank order; element by element, so any block is alike.
+
+    Nothing is divided by a number: CUDA would multiply by its reciprocal, the CPU would not.
+    """
+    total, *others = (_values(own, levels).mul_(1.0 / world_size) for own in codes)
     for other in others:
         total.add_(other)
     return total

@@ -90,6 +90,10 @@ class RepresentedReducer:
                 if rebuilt is not None:
                     self._method.keep(i)
 
+    def close(self) -> None:
+        """See ``Reducer.close``."""
+        self._lane.close()
+
     def payload(self) -> Payload:
         """See ``Reducer.payload``."""
         own = self._method.sections(self._consumed.parameters)

@@ -47,6 +47,10 @@ class SharedReducer(SparseReducer, ABC):
 
         return self.lane.submit(work, buffer.device)
 
+    def close(self) -> None:
+        """See ``Reducer.close``."""
+        self.lane.close()
+
     def _average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
         counts = {i: self.kept(g.numel()) for i, g in gradients.items()}
         sizes = [buffer.numel(), sum(counts.values())]

@@ -71,6 +71,9 @@ class SparseReducer:
         """The step that the stamp names."""
         return self.stamp & 0xFFFFFFFFFF
 
+    def close(self) -> None:
+        """See ``Reducer.close``: there is nothing to give back."""
+
     def heard(self) -> tuple[int, ...]:
         """See ``Reducer.heard``."""
         return self.notes.heard()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.groups import leave, own_group
 from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.persistence.durable import make_directory, write_file
 from lowdiff.persistence.values import decode, encode
@@ -31,9 +32,8 @@ class Ranks:
         self._group: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
         if training_group is not None:
-            members = dist.get_process_group_ranks(training_group)
-            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-            self.rank, self.world_size = dist.get_rank(training_group), len(members)
+            self._group = own_group(training_group)
+            self.rank, self.world_size = dist.get_rank(training_group), training_group.size()
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, in rank order."""
@@ -130,6 +130,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group."""
+        leave(self._group)
         self._group = None
 
 

@@ -197,12 +197,14 @@ def open_session(
     """
     settle_kernels()
     ranks = Ranks(training_group(attached))
-    with ranks.together():
-        given = watch(attached, stateful)
-        settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
-    refuse_disagreement(ranks, settings.compressor, attached.layout)
-    lock = _locked(settings, ranks)
-    try:
+    with ExitStack() as undo:
+        undo.callback(ranks.close)
+        with ranks.together():
+            given = watch(attached, stateful)
+            settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
+        refuse_disagreement(ranks, settings.compressor, attached.layout)
+        lock = _locked(settings, ranks)
+        undo.callback(lock.release)
         run_id, stages, is_in_store = _agreed_run(settings, ranks)
         story = story_of(settings, ranks, run_id, stages)
         memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
@@ -224,10 +226,9 @@ def open_session(
                 lock.check()  # recovery may have taken hours
                 story.facts.update(clock.facts(state))
             fence = _fenced(settings, given, catalog, ranks, start)
-        return _begin(settings, given, ranks, fence, start, memory, lock, story)
-    except BaseException:
-        lock.release()
-        raise
+        opened = _begin(settings, given, ranks, fence, start, memory, lock, story)
+        undo.pop_all()
+    return opened
 
 
 def _keep_files(settings: Settings, ranks: Ranks, held: ExitStack) -> None:

@@ -99,6 +99,10 @@ class Reducer(Protocol):
         """This rank's share of everything consumed since ``begin``."""
         ...
 
+    def close(self) -> None:
+        """Give back process groups and threads; nothing is reduced after it."""
+        ...
+
 
 class Compressor(Protocol):
     """Settings of a compression method; immutable, comparable, and knows no files."""

@@ -436,7 +436,8 @@ class Session:
         restore_random_states(items, self._attached.device)
 
     def detach(self) -> None:
-        """Remove the optimizer hooks."""
+        """Remove the optimizer hooks and give back what gradients were exchanged with."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.reducer.close()

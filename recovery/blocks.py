@@ -61,6 +61,8 @@ def parameter_blocks(
 ) -> Iterator[Block]:
     """Cut one parameter for an element-wise optimizer."""
     assert block_elements % _ALIGNMENT == 0
+    if numel == 0:
+        yield Block(parameter, 0, 0)  # its optimizer counts steps all the same
     for first, last in chunks(numel, num_threads, fused=fused):
         for start in range(first, last, block_elements):
             yield Block(parameter, start, min(start + block_elements, last))

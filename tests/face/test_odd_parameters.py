@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,8 +43,8 @@ class Sum(nn.Module):
         return torch.stack([value.square().sum() for value in self.values]).sum()
 
 
-def train(folder: Path, model: nn.Module, until: int, *, dies: bool) -> int:
-    """One life; returns where it resumed."""
+def train(folder: Path, model: nn.Module, until: int, *, dies: bool) -> tuple[int, dict[str, Any]]:
+    """One life; returns where it resumed, and the state of its optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     checkpointer = lowdiff.Checkpointer(
         folder / "run",
@@ -60,7 +61,7 @@ def train(folder: Path, model: nn.Module, until: int, *, dies: bool) -> int:
         abandon(checkpointer, Kill(until))
     else:
         checkpointer.close()
-    return resumed
+    return resumed, optimizer.state_dict()
 
 
 MODELS: dict[str, Callable[[], list[torch.Tensor]]] = {
@@ -79,12 +80,18 @@ def test_it_resumes_and_is_recovered_bit_for_bit(tmp_path: Path, name: str) -> N
         torch.manual_seed(1)
         models.append(Sum(*MODELS[name]()))
     whole, first, second = models
-    train(tmp_path / "whole", whole, 7, dies=False)
-    assert train(tmp_path / "killed", first, 5, dies=True) == 0
-    assert train(tmp_path / "killed", second, 7, dies=False) == 5
+    _, optimizer = train(tmp_path / "whole", whole, 7, dies=False)
+    assert train(tmp_path / "killed", first, 5, dies=True)[0] == 0
+    resumed, resumed_optimizer = train(tmp_path / "killed", second, 7, dies=False)
+    assert resumed == 5
     assert same(dict(second.state_dict()), dict(whole.state_dict()))
-    recovered = lowdiff.recover(tmp_path / "killed/run").model_state_dict()
-    assert same(dict(recovered), dict(whole.state_dict()))
+    assert same(resumed_optimizer, optimizer)
+    recovered = lowdiff.recover(tmp_path / "killed/run")
+    assert same(dict(recovered.model_state_dict()), dict(whole.state_dict()))
+    found = recovered.optimizer_state_dict()["state"]
+    assert found.keys() == optimizer["state"].keys()
+    for number, entries in optimizer["state"].items():
+        assert same(dict(sorted(found[number].items())), dict(sorted(entries.items())))
 
 
 def test_a_parameter_with_holes_in_its_memory_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_first_step_of_a_process_can_be_replayed(tmp_path: Path) -> None:
     # On a busy machine; before kernels were settled about one process in seven failed.
     for trial in range(12):
