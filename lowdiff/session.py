@@ -137,10 +137,8 @@ class Session:
                 "checkpointer.commit() after each optimizer.step(), or loop over "
                 "checkpointer.steps(...)"
             )
-        # Every rank sent its gradients of this step, so every rank had staged the one before.
-        if self._world_size > 1 and self._settings.has_replica:
-            self.stager.show(self.step, self.step)  # a replica applies what is committed
-        self.committed_step = self.step
+        if self._attached.device.type == "cpu":
+            self._note_commit()
         # The optimizer holds a reference to itself in front of the caller's arguments.
         self._changed_outside |= self._guard.before_step(
             index, [argument for argument in arguments if argument is not optimizer]
@@ -164,6 +162,15 @@ class Session:
         self._guard.gradients_read(index)
         self._absent.update(self._attached.absent(index))
         self._stepped[index] = step
+
+    def _note_commit(self) -> None:
+        """Gradients of this step came from every rank, so every rank had staged the step before.
+
+        On CUDA that is sure once the host has read what came with them.
+        """
+        if self._world_size > 1 and self._settings.has_replica:
+            self.stager.show(self.step, self.step)  # a replica applies what is committed
+        self.committed_step = self.step
 
     def _compress_in_place(self, gradients: list[torch.Tensor | None]) -> None:
         """Without DDP there is no communication hook: compress what backward left."""
@@ -194,6 +201,8 @@ class Session:
         """
         with self.stager.timed("differential_seconds"):
             notes = self.reducer.heard()
+            if notes or self._world_size == 1:
+                self._note_commit()
             self._is_taken_over |= any(note & _LOST_RUN for note in notes or (self._note(),))
             if self._is_taken_over:
                 raise self._lock.taken_over()

@@ -46,6 +46,8 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                     stage.remove()
                 elif FileLock(stage.replica_lock).acquire("adopting writer", timeout_seconds=30.0):
                     stage.remove()  # its state is the base of this life, which is durable by now
+                else:
+                    errors.append(f"{FileLock(stage.replica_lock).holder()} holds {stage.root}")
         except (OSError, StorageError) as error:
             if stage.root.exists():  # else another incarnation's writer was faster
                 _logger.warning("cannot adopt %s: %s; it stays in staging", stage.root, error)

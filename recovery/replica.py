@@ -78,6 +78,9 @@ class Replica:
         torch.set_num_threads(1)
         torch.set_flush_denormal(self._fence.environment.flush_denormal)
         settle_kernels()
+        for generation in self._generations():
+            if generation != self._page.status.generation:  # an earlier process died over it
+                self._staging.replica_state(generation).unlink(missing_ok=True)
         if self._page.status.generation >= 0:
             self._reopen()
 
@@ -198,7 +201,7 @@ class Replica:
     def _begin(self, state: RecoveredState, **changes: object) -> None:
         """Write a state into a new file, and go on there."""
         before = self._page.status.generation
-        generation = max(before, *self._generations()) + 1
+        generation = max([before, 0, *self._generations()]) + 1
         path = self._staging.replica_state(generation)
         try:
             ReplicaFile.create(path, contents_of(state, whole=self._whole))
@@ -215,7 +218,7 @@ class Replica:
     def _generations(self) -> list[int]:
         """Numbers of the files there are, also of one that was never published."""
         names = [path.name for path in self._staging.root.glob("replica-????????")]
-        return [0, *(int(name.removeprefix("replica-")) for name in names)]
+        return [int(name.removeprefix("replica-")) for name in names]
 
     def _reopen(self) -> None:
         """Take up the published file, finishing or undoing what was under way."""

@@ -62,7 +62,7 @@ class Contents:
 
 
 class SlotTooSmall(Exception):
-    """A value does not fit; a new file has to be made."""
+    """A value does not fit, or has no place; a new file has to be made."""
 
 
 class ReplicaFile:

@@ -19,7 +19,7 @@ from lowdiff.persistence.values import decode, encode
 from lowdiff.recovery.blocks import Unit
 from lowdiff.recovery.load import empty_state
 from lowdiff.recovery.replay import ReplayOptions, plan_units
-from lowdiff.recovery.replica_file import Contents, ReplicaFile
+from lowdiff.recovery.replica_file import Contents, ReplicaFile, SlotTooSmall
 from lowdiff.recovery.sizing import BLOCK_ELEMENTS
 from lowdiff.recovery.state import AVERAGE_ITEM, OptimizerState, RecoveredState, is_aligned
 from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState
@@ -108,7 +108,8 @@ class Shard:
 
         Raises:
             ReplayMismatch: If the result is not what the live run recorded.
-            SlotTooSmall: If a value has grown out of its place; the file is as after a kill.
+            SlotTooSmall: If a value has grown out of its place, or has none because the optimizer
+                began to keep it only now; the file is as after a kill.
         """
         differential = step.shards[0]
         number = differential.step
@@ -144,12 +145,15 @@ class Shard:
         return [UnitState(unit, begun, self._fence) for unit in self.file.units]
 
     def _step_unit(self, index: int, unit: UnitState, step: Step) -> None:
+        before = list(self._written(unit.unit))
         if self._journaled:
-            self.file.save(index, self._written(unit.unit))
+            self.file.save(index, before)
         unit.step(step, self._scratch)
         unit.collect(self.state)
         number = step.shards[0].step
         if self._journaled:
+            if len(list(self._written(unit.unit))) > len(before):
+                raise SlotTooSmall("optimizer state that begins late has no place")
             self.file.finish(index, number, numbers_of(self.state, unit.unit))
         else:
             self.file.unit_steps[index] = number

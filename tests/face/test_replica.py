@@ -95,8 +95,11 @@ def test_a_replica_that_dies_is_replaced_and_misses_nothing(tmp_path: Path) -> N
     life.run(3)
     life.wait(lambda stats: stats["replica_step"] == 3)
     os.kill(life.stager.replica.pid, signal.SIGKILL)
+    stage = life.stager._log.folder
+    stage.replica_state(98).write_bytes(b"a file it had not finished")
     life.run(9)
     life.wait(lambda stats: stats["replica_restarts"] == 1 and stats["replica_step"] == 9)
+    assert not stage.replica_state(98).exists()
     assert life.checkpointer.stats()["replica_lag_steps"] == 0
     life.run(11)
     life.kill()
