@@ -171,7 +171,7 @@ def _theirs(name: str, shapes: Sequence[tuple[int, ...]]) -> DistributedDataPara
         state = powerSGD_hook.PowerSGDState(
             group, matrix_approximation_rank=4, start_powerSGD_iter=2
         )
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        ddp.register_comm_hook(state, lambda state, bucket: _power_sgd(state, bucket))
     elif name != "torch allreduce":
         hook = {
             "torch bf16": default_hooks.bf16_compress_hook,
@@ -181,6 +181,19 @@ def _theirs(name: str, shapes: Sequence[tuple[int, ...]]) -> DistributedDataPara
         # DDP refuses bf16_compress_hook by its name on a CPU, though it works.
         ddp.register_comm_hook(group, lambda state, bucket: hook(state, bucket))
     return ddp
+
+
+def _power_sgd(
+    state: powerSGD_hook.PowerSGDState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """PyTorch's hook, one bucket after the other.
+
+    It starts collectives in callbacks of others, in whatever order these end on a rank: with several
+    buckets under way, Gloo matches those of different buckets, and the process is aborted.
+    """
+    done: torch.futures.Future[torch.Tensor] = powerSGD_hook.powerSGD_hook(state, bucket)
+    done.wait()
+    return done
 
 
 def _nothing(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,9 +1,10 @@
-"""One life of the training whose costs `bench_tuner` measures, in a process that may kill itself."""
+"""One life of a training whose costs the tuner measures, in a process that is killed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ class LifePlan:
         model: Size of the model.
         until: Completed steps at which it ends.
         killed: Whether by SIGKILL, or in order.
+        checkpoints: Whether there is a Checkpointer at all.
         snapshot_every: Steps between full snapshots.
         batch_size: Steps per durable write.
         rows: Rows of a batch of training data.
@@ -36,14 +38,42 @@ class LifePlan:
     batch_size: int
     rows: int
     seed: int
+    checkpoints: bool = True
+
+
+class Diary:
+    """When a life did what, line by line, in a file that outlives it."""
+
+    def __init__(self, where: Places) -> None:
+        path = where.run.with_name("diary")
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(self, what: str, step: int) -> None:
+        """Add a line: what happened, at which step, and when (seconds since 1970)."""
+        os.write(self._file, f"{what} {step} {time.time()}\n".encode())
 
 
 def live(plan: LifePlan) -> None:
-    """Train; a file in the run's folder says how the parameters ended."""
+    """Train; files beside the run's folder say when it did what, and how the parameters ended."""
+    diary = Diary(plan.where)
     torch.set_num_threads(1)
     torch.manual_seed(plan.seed)
     model = GPT(plan.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    shape = (plan.rows, plan.model.context + 1)
+
+    def step(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(plan.model.vocabulary, shape, generator=generator)
+        optimizer.zero_grad()
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+
+    if not plan.checkpoints:
+        for number in range(plan.until):
+            diary.note("step", number)
+            step(number)
+        return
     checkpointer = lowdiff.Checkpointer(
         plan.where.run,
         compressor=TopK(density=0.01),
@@ -52,16 +82,13 @@ def live(plan: LifePlan) -> None:
         staging=plan.where.staging,
         on_error="raise",
     )
-    checkpointer.attach(model, optimizer)
-    shape = (plan.rows, plan.model.context + 1)
-    for step in checkpointer.steps(until=plan.until + plan.killed):
-        if step == plan.until:
+    diary.note("attach", 0)
+    diary.note("attached", checkpointer.attach(model, optimizer))
+    for number in checkpointer.steps(until=plan.until + plan.killed):
+        diary.note("step", number)
+        if number == plan.until:
             os.kill(os.getpid(), signal.SIGKILL)
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(plan.model.vocabulary, shape, generator=generator)
-        optimizer.zero_grad()
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        optimizer.step()
+        step(number)
     checkpointer.close()
     found = digest((name, p, {}) for name, p in model.named_parameters())
     plan.where.run.with_name("digest").write_text(found)

@@ -9,14 +9,26 @@ carry, so that it means the same under another scale and without a scaler.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 
 from lowdiff.layout import shaped, torch_dtype
 from lowdiff.protocols import ResidualStore
-from lowdiff.types import Layout, ResidualMark
+from lowdiff.types import Layout, ParameterSpec, ResidualMark
 
 NUM_SLOTS = 3
+
+
+def residual_specs(layout: Layout) -> tuple[ParameterSpec, ...]:
+    """One residual per parameter, of its dtype; of float16 parameters in float32.
+
+    A loss scale exists because float16 does not hold gradients without one, and residuals have none.
+    """
+    return tuple(
+        replace(spec, dtype="float32") if spec.dtype == "float16" else spec
+        for spec in layout.parameters
+    )
 
 
 class RotatingResidual:
@@ -77,7 +89,7 @@ class RotatingResidual:
             self._used.add(parameter)
 
     def settle(self, parameters: Collection[int] | None = None) -> None:
-        """What was exchanged of these parameters has been consumed; None means of all.
+        """What was exchanged of these parameters has been consumed; None means all of it.
 
         A further backward pass through them in the same step is of no consequence for an optimizer,
         so it is of none for the residual.
@@ -86,13 +98,35 @@ class RotatingResidual:
             i for i, of in self._written.items() if parameters is None or of in parameters
         }
 
-    def advance(self) -> None:
-        """Commit the step: what is settled becomes current, all else stays as it was before."""
+    @property
+    def pending(self) -> set[int]:
+        """Parameters that were exchanged, and that no optimizer has consumed since."""
+        return {of for i, of in list(self._written.items()) if i not in self._settled}
+
+    def forget(self, parameter: int) -> None:
+        """What was exchanged of a parameter has been dropped: its residual is as before."""
+        for i, of in list(self._written.items()):
+            if of == parameter and i not in self._settled:
+                del self._written[i]
+
+    def advance(self, *, carried: Collection[int] = ()) -> None:
+        """Commit the step: what is settled becomes current, all else stays as it was before.
+
+        Args:
+            carried: Parameters whose gradients are kept for a later step. Further backward passes
+                go on where the last one ended, until they are settled or forgotten.
+        """
+        ahead = {
+            i: of for i, of in self._written.items() if of in carried and i not in self._settled
+        }
         if self._settled:
-            for parameter in self._used - self._settled:
-                self._slots[self._next][parameter].copy_(self._slots[self.slot][parameter])
-            self.slot = self._next
-        self._written.clear()
+            before, current, following = self.slot, self._next, (self.slot + 2) % NUM_SLOTS
+            for i in ahead:
+                self._slots[following][i].copy_(self._slots[current][i])
+            for i in self._used - self._settled:
+                self._slots[current][i].copy_(self._slots[before][i])
+            self.slot = current
+        self._written = ahead
         self._settled.clear()
         self._scratch.clear()
 
@@ -141,24 +175,37 @@ class ErrorFeedback:
         self._store = store
 
     def total(self, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Gradient plus residual, in the memory of the next residual.
+        """Gradient plus residual, in the memory of the next residual and of its dtype.
 
         Args:
             parameter: Layout index.
             gradient: Flat; left as it is.
         """
         source, target = self._store.pair(parameter)
-        return torch.add(gradient, source, alpha=self._store.loss_scale(), out=target)
+        scale = self._store.loss_scale()
+        if scale == 1.0:
+            return torch.add(gradient, source, out=target)
+        return torch.mul(source, scale, out=target).add_(gradient)
 
     def sent(self, parameter: int, what: torch.Tensor) -> None:
         """Owe the total less what was sent of it (flat, the total's shape and dtype)."""
         _, target = self._store.pair(parameter)
         self._finish(parameter, target.sub_(what))
 
-    def sent_at(self, parameter: int, positions: torch.Tensor | None) -> None:
-        """Owe the total but for the entries at ``positions``; None if nothing was sent."""
+    def sent_at(
+        self, parameter: int, positions: torch.Tensor | None, values: torch.Tensor | None = None
+    ) -> None:
+        """Owe the total but for the entries at ``positions``; None if nothing was sent.
+
+        Args:
+            parameter: Layout index.
+            positions: int64, flat.
+            values: What was sent there, if it was rounded to another dtype than the total's.
+        """
         _, target = self._store.pair(parameter)
-        if positions is not None:
+        if positions is not None and values is not None:
+            target.index_add_(0, positions, values.to(target.dtype), alpha=-1)
+        elif positions is not None:
             target.index_fill_(0, positions, 0.0)
         self._finish(parameter, target)
 

@@ -37,7 +37,7 @@ class Lane:
         self._waiting: deque[torch.futures.Future[None]] = deque()
         self._lock = threading.Lock()
         self._is_running = False
-        self._has_failed = False
+        self._has_failed = self._is_closed = False
 
     def submit(
         self, work: Callable[[], torch.Tensor], device: torch.device
@@ -56,7 +56,7 @@ class Lane:
         return done
 
     def _work(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        if self._has_failed:
+        if self._has_failed or self._is_closed:
             # The others have given up as well: nobody would answer.
             raise UsageError("an earlier exchange of gradients failed; attach again")
         self._has_failed = True
@@ -91,10 +91,17 @@ class Lane:
                 start.set_result(None)  # runs the job here; what it raises waits in its future
 
     def close(self) -> None:
-        """Take no further jobs, and leave the group made for them."""
-        if self._group is not self._training_group:
+        """Take no further jobs, and leave the group made for them.
+
+        A job under way, of a backward pass that was broken off, may wait for ranks that never come:
+        then the group is left to it.
+        """
+        with self._lock:
+            self._is_closed = True
+            is_idle = not self._is_running
+        if is_idle and self._group is not self._training_group:
             leave(self._group)
-        self._group, self._has_failed = None, True
+            self._group = None
 
     # For jobs
 

@@ -171,11 +171,12 @@ class SparseReducer:
         self, parameter: int, gradient: torch.Tensor, total: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
         """The total's values at the chosen positions, which are no longer owed."""
-        kept = total.index_select(0, chosen)
+        kept = total.index_select(0, chosen).to(gradient.dtype)
         used = is_used(gradient)
         if not used:
             kept.zero_()
-        self.feedback.sent_at(parameter, chosen if used else None)
+        rounded = kept if kept.dtype != total.dtype else None
+        self.feedback.sent_at(parameter, chosen if used else None, rounded)
         return kept
 
 

@@ -86,19 +86,22 @@ class Ranks:
             if text is not None:
                 raise LowDiffError(f"rank {rank} failed: {text}")
 
-    def share_files(self, visible: Sequence[tuple[str, Path]], imported: Path) -> None:
+    def share_files(
+        self, visible: Sequence[tuple[str, Path]], imported: Path, *, grow: bool = False
+    ) -> None:
         """Bring files that only other ranks can see into a folder of this rank's own.
 
-        Where ranks have different versions of a file, the longest one counts: a copy of what a
-        killed writer had only begun is shorter than what was written over it since.
+        Equal names are the same file, but for those that grow: there the longest version counts.
 
         Args:
             visible: ``(name, path)`` of files this rank sees.
             imported: Where missing ones are written, under their names.
+            grow: Whether they are written little by little. A copy of what a killed writer had only
+                begun is shorter than what was written in its place since.
         """
         mine = dict(visible)
         with self.together():
-            sizes = {name: path.stat().st_size for name, path in mine.items()}
+            sizes = {name: _size(path) if grow else 0 for name, path in mine.items()}
         tables: list[dict[str, int]] = self.gather(sizes)
         for name in sorted(set().union(*tables)):
             found = [table.get(name, -1) for table in tables]
@@ -112,7 +115,7 @@ class Ranks:
             target = imported / name
             with self.together():
                 # On a shared folder it may have appeared, or grown, since this rank looked.
-                if found[self.rank] < longest and not _is_as_long(target, len(data)):
+                if found[self.rank] < longest and _size(target) < (len(data) if grow else 0):
                     make_directory(target.parent)
                     write_file(target, data)
 
@@ -134,11 +137,12 @@ class Ranks:
         self._group = None
 
 
-def _is_as_long(path: Path, size: int) -> bool:
+def _size(path: Path) -> int:
+    """Bytes of a file; -1 if there is none."""
     try:
-        return path.stat().st_size >= size
+        return path.stat().st_size
     except FileNotFoundError:
-        return False
+        return -1
 
 
 def refuse_disagreement(ranks: Ranks, compressor: Compressor, layout: Layout) -> None:

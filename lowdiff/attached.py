@@ -78,14 +78,20 @@ class Attached:
         """Parameters that hold a gradient tensor now."""
         return [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether there are gradients that a later step could use.
+    def kept_gradients(self, optimizer: int) -> list[int]:
+        """Parameters of an optimizer that hold gradients which a later step of it could use.
 
         After an overflow that a scaler skipped, they are not finite and of no further use.
         """
-        found = [p.grad for p in self.parameters if p.grad is not None]
-        return any(bool(g.any()) for g in found) and all(bool(g.isfinite().all()) for g in found)
+        found = {
+            i: gradient
+            for i, gradient in enumerate(p.grad for p in self.parameters)
+            if self.owner[i] == optimizer and gradient is not None
+        }
+        is_of_use = any(bool(g.any()) for g in found.values()) and all(
+            bool(g.isfinite().all()) for g in found.values()
+        )
+        return list(found) if is_of_use else []
 
     def absent(self, optimizer: int) -> list[int]:
         """Parameters of an optimizer whose gradient is None."""

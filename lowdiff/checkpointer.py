@@ -446,6 +446,7 @@ class Checkpointer:
                 )
             self._commits = "by forward"
             self._session.commit()
+        self._session.forward_begins()
 
     def _restore_random_states(self) -> None:
         if self._pending_random is not None:

@@ -19,29 +19,29 @@ from lowdiff.averages import Averages, followed_names
 from lowdiff.capture import Stateful, name_large_items
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
-from lowdiff.errors import ConfigError, RunInUse, RunMismatch
+from lowdiff.errors import ConfigError, RunInUse
 from lowdiff.given import Given, watch
 from lowdiff.history import Story, story_of
 from lowdiff.memory import Memory, agree_on_memory
 from lowdiff.meter import RecoveryClock
-from lowdiff.persistence.adoption import has_replica
-from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.constants import write_constants
-from lowdiff.persistence.fences import create_run, known_run_id, new_run_id, write_fence
+from lowdiff.persistence.fences import write_fence
 from lowdiff.persistence.locks import FileLock
-from lowdiff.persistence.ownership import claim, staging_of_run
-from lowdiff.persistence.paths import StagingFolder, default_staging_root
+from lowdiff.persistence.ownership import claim
+from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.retention import retention_locked
 from lowdiff.persistence.retention_notes import note_policy
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.recovery.optimizers import settle_kernels
-from lowdiff.remote import fetch_from_store, run_in_store
+from lowdiff.remote import fetch_from_store
 from lowdiff.replicating import begin_replicated
 from lowdiff.residuals import StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.run_lock import RunLock
+from lowdiff.run_view import agreed_run, shared_catalog
 from lowdiff.scaling import Scaling
 from lowdiff.session import Session
 from lowdiff.settings import Settings
@@ -98,88 +98,6 @@ def _locked(settings: Settings, ranks: Ranks) -> RunLock:
     return lock
 
 
-def _agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolder], bool]:
-    """The run's identity, what this machine has of it in staging, and if the store holds it.
-
-    No dead writer works on any more.
-    """
-    folder = settings.folder
-    with ranks.together():
-        known = known_run_id(folder)
-    ids = {run_id for run_id in ranks.gather(known) if run_id is not None}
-    if len(ids) > 1:
-        raise RunMismatch(f"the ranks' folders {settings.run} belong to different runs")
-    remote_id = run_in_store(settings, ranks)
-    if ids and remote_id not in (None, *ids):
-        raise RunMismatch(
-            f"{settings.store} holds another run than {settings.run}; give each run its own URL"
-        )
-    proposal = ranks.gather(new_run_id())[0]
-    run_id = remote_id or (ids.pop() if ids else proposal)
-    with ranks.together():
-        create_run(folder, run_id)
-        _refuse_to_lose_staged(settings, run_id)
-        stages = _wait_for_writers(settings, run_id)
-    return run_id, stages, remote_id is not None
-
-
-def _refuse_to_lose_staged(settings: Settings, run_id: str) -> None:
-    """Steps that lie in the default folder would be void if this life began with another one."""
-    usual = default_staging_root(settings.run)
-    if settings.staging_root != usual and staging_of_run(usual, settings.folder, run_id):
-        raise ConfigError(
-            f"steps of {settings.run} are staged in {usual} and staging={settings.staging} would "
-            "leave them behind; attach without staging= once, or give them up with "
-            f"`lowdiff gc --staging {usual} --force`"
-        )
-
-
-def _shared_catalog(
-    settings: Settings, ranks: Ranks, run_id: str, stages: list[StagingFolder], imported: Path
-) -> Catalog:
-    """The run's files as every rank sees them, after fetching what only others can see.
-
-    Durable files become part of this rank's run folder; staged ones are needed only now.
-    """
-    chunks = [
-        (f"{s.root.name}/{path.name}", path)
-        for s in stages
-        for path in [*(path for _, path in s.chunks()), *s.replica_files()]
-    ]
-    ranks.share_files(chunks, imported / run_id)
-    for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
-        ranks.share_files(_visible(settings.run, pattern), settings.run)
-    with ranks.together():
-        return scan(settings.folder, [settings.staging_root, imported])
-
-
-def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
-    """Let the writers of dead trainers finish: until then files still appear and are collected.
-
-    A writer that cannot finish, because the disk is full, is not waited for longer: its records
-    are read from staging.
-
-    Returns:
-        What this machine has in staging of the run.
-    """
-    stages = staging_of_run(settings.staging_root, settings.folder, run_id)
-    for stage in stages:
-        # Where there is a replica, the writer only persists what the replica holds in memory.
-        lock = FileLock(stage.replica_lock if has_replica(stage) else stage.writer_lock)
-        if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
-            lock.release()
-        elif has_replica(stage):
-            raise RunInUse(stage.root, lock.holder(), settings.lock_seconds)
-        else:
-            _logger.warning("%s still works on %s; going on", lock.holder(), stage.root)
-    return stages
-
-
-def _visible(folder: Path, pattern: str) -> list[tuple[str, Path]]:
-    files = (p for p in folder.rglob(pattern) if p.is_file() and not p.is_symlink())
-    return [(str(path.relative_to(folder)), path) for path in files]
-
-
 def open_session(
     settings: Settings,
     attached: Attached,
@@ -205,18 +123,18 @@ def open_session(
         refuse_disagreement(ranks, settings.compressor, attached.layout)
         lock = _locked(settings, ranks)
         undo.callback(lock.release)
-        run_id, stages, is_in_store = _agreed_run(settings, ranks)
+        run_id, stages, is_in_store = agreed_run(settings, ranks)
         story = story_of(settings, ranks, run_id, stages)
         memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
         with ExitStack() as held:
             # What is recovered must still be there when the fences say that it is the base.
             _keep_files(settings, ranks, held)
             imported = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lowdiff-")))
-            catalog = _shared_catalog(settings, ranks, run_id, stages, imported)
+            catalog = shared_catalog(settings, ranks, run_id, stages, imported)
             if is_in_store:
                 roots = [settings.staging_root, imported]
                 fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
-                catalog = _shared_catalog(settings, ranks, run_id, stages, imported)
+                catalog = shared_catalog(settings, ranks, run_id, stages, imported)
             state = None
             clock = RecoveryClock()
             if restore != "none":
@@ -407,4 +325,11 @@ def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradSc
     """The gradient scaler whose scale the gradients in DDP's hook carry, if there is one."""
     if attached.ddp is None:
         return None
-    return next((s for s in stateful.values() if isinstance(s, GradScaler)), None)
+    scalers = [thing for thing in stateful.values() if isinstance(thing, GradScaler)]
+    if len(scalers) > 1:
+        _logger.warning(
+            "%d gradient scalers are attached, and DDP's hook cannot tell whose gradients it gets: "
+            "error feedback goes by the scale of the first; use one scaler for all losses",
+            len(scalers),
+        )
+    return next(iter(scalers), None)

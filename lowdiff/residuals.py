@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +31,12 @@ class StagedResidual(RotatingResidual):
         if parameter not in self._settled:
             self._fresh[parameter] = _checksum(self._slots[self._next][parameter])
 
-    def advance(self) -> None:
+    def advance(self, *, carried: Collection[int] = ()) -> None:
         """See ``RotatingResidual.advance``."""
         for parameter in self._settled:
             self._checksums[parameter] = self._fresh[parameter]
-        self._fresh.clear()
-        super().advance()
+        super().advance(carried=carried)
+        self._fresh = {parameter: self._fresh[parameter] for parameter in self._written}
 
     def load(self, residuals: Sequence[torch.Tensor | None]) -> None:
         """See ``RotatingResidual.load``."""

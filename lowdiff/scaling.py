@@ -14,14 +14,18 @@ class Scaling:
 
     def __init__(self, scaler: GradScaler | None) -> None:
         self._scaler = scaler
-        self._scale: float | None = None
+        self._scale = 1.0
+        self._seen: tuple[int, int] | None = None
         self._clipped_by: tuple[float, ...] = ()
 
     def loss_scale(self) -> float:
-        """By what the gradients of this step were multiplied when they were exchanged."""
-        if self._scale is None:
-            # Not at the commit before, which may precede the scaler's update.
-            self._scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        """By what the gradients that are exchanged now were multiplied."""
+        # It may be updated before or after a commit, or between two backward passes of a step.
+        tensor = None if self._scaler is None else self._scaler._scale
+        if self._scaler is not None and tensor is not None:
+            seen = id(tensor), tensor._version
+            if seen != self._seen:  # reading it stops the host on CUDA
+                self._seen, self._scale = seen, float(self._scaler.get_scale())
         return self._scale
 
     def exchanged_at(self, scale: float) -> None:
@@ -49,6 +53,5 @@ class Scaling:
         return total
 
     def end_step(self) -> None:
-        """Forget the step's scale and clipping."""
-        self._scale = None
+        """Forget the step's clipping."""
         self._clipped_by = ()

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
 
-import torch
-
-from lowdiff.attached import Attached, copied_groups, hyper_parameters, number_or_none
+from lowdiff.attached import Attached
 from lowdiff.averages import Averages
 from lowdiff.capture import ItemTracker, restore_random_states
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.digests import Digester
-from lowdiff.errors import UsageError
-from lowdiff.guard import StepGuard
 from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
 from lowdiff.rolling import Live, Rolling
 from lowdiff.run_lock import RunLock
@@ -26,7 +19,8 @@ from lowdiff.scaling import Scaling
 from lowdiff.settings import Settings
 from lowdiff.snapshot import shard_tensors
 from lowdiff.stager import Stager
-from lowdiff.types import Differential, Digest, OptimizerStep, Payload
+from lowdiff.step_capture import StepCapture
+from lowdiff.types import Differential, Digest, Payload
 
 #: What a rank tells all others on the back of the gradients' exchange.
 _PREEMPTED = 1
@@ -83,113 +77,44 @@ class Session:
             self._rolling = Rolling(live, stager, settings)
         self._digester = Digester(attached.layout)
         self.scaling = scaling
+        self._capture = StepCapture(attached, reducer, residual, scaling, averages)
         self._pieces = self._digester.pieces_of(rank, world_size)
         self._base_step = step
-        self._stepped: dict[int, OptimizerStep] = {}
-        self._finished: set[int] = set()
-        self._absent: set[int] = set()
         self._unstaged: Differential | None = None
-        self._changed_outside = False
         self._is_signalled = False
         self._all_preempted = self._is_prepared = False
         self._is_taken_over = False
         self._heeded_step = -1
         self._tried_snapshot_step = -1
         self._warned: set[str] = set()
-        self._committed_groups = [copied_groups(hyper_parameters(o)) for o in attached.optimizers]
         self._committed_held = attached.held()
         tracker.start(items)
         self._stage_base()
         self.stager.show(step, step)
         self._begin()
-        self._guard = StepGuard(attached)
-        self._handles = []
-        for index, optimizer in enumerate(attached.optimizers):
-            before = optimizer.register_step_pre_hook(self._pre_hook(index))
-            self._guard.registered(index, before)
-            self._handles += [before, optimizer.register_step_post_hook(self._post_hook(index))]
-
-    # What happens inside a step
-
-    def _pre_hook(self, index: int) -> Callable[..., None]:
-        def before_step(
-            optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-        ) -> None:
-            with self.stager.timed("differential_seconds"):
-                self._consume(index, optimizer, [*args, *kwargs.values()])
-
-        return before_step
-
-    def _post_hook(self, index: int) -> Callable[..., None]:
-        def after_step(*_: object) -> None:
-            with self.stager.timed("differential_seconds"):
-                scaled = self._stepped[index].found_inf is not None
-                self._guard.after_step(index, scaled=scaled)
-                self._finished.add(index)
-
-        return after_step
-
-    def _consume(self, index: int, optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:
-        """Read what the optimizer is about to use: unscaled and clipped by now."""
-        if index in self._stepped:
-            raise UsageError(
-                f"the optimizer stepped twice between commits of step {self.step + 1}; call "
-                "checkpointer.commit() after each optimizer.step(), or loop over "
-                "checkpointer.steps(...)"
-            )
-        if self._attached.device.type == "cpu":
-            self._note_commit()
-        # The optimizer holds a reference to itself in front of the caller's arguments.
-        self._changed_outside |= self._guard.before_step(
-            index, [argument for argument in arguments if argument is not optimizer]
-        ) or self._averages.before_step(index)
-        gradients = self._attached.gradients(index)
-        step = OptimizerStep(
-            stepped=True,
-            consumed=copied_groups(hyper_parameters(optimizer)),
-            grad_scale=number_or_none(getattr(optimizer, "grad_scale", None)),
-            found_inf=number_or_none(getattr(optimizer, "found_inf", None)),
+        self._capture.install(
+            lambda: self.stager.timed("differential_seconds"), self._note_exchange
         )
-        if self._attached.ddp is None:
-            # Only a fused optimizer that unscales by itself still gets them scaled.
-            self.scaling.exchanged_at(step.grad_scale or 1.0)
-            self._compress_in_place(gradients)
-            self.reducer.consume(gradients)
-        else:
-            self.reducer.consume(gradients, factors=self.scaling.factors)
-        if not step.found_inf:
-            self._residual.settle({i for i, g in enumerate(gradients) if g is not None})
-        self._guard.gradients_read(index)
-        self._absent.update(self._attached.absent(index))
-        self._stepped[index] = step
 
-    def _note_commit(self) -> None:
-        """Gradients of this step came from every rank, so every rank had staged the step before.
-
-        On CUDA that is sure once the host has read what came with them.
-        """
-        if self._world_size > 1 and self._settings.has_replica:
-            self.stager.show(self.step, self.step)  # a replica applies what is committed
-        self.committed_step = self.step
-
-    def _compress_in_place(self, gradients: list[torch.Tensor | None]) -> None:
-        """Without DDP there is no communication hook: compress what backward left."""
-        for i, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            self.reducer.reduce([i], [gradient], gradient).wait()
-            live = self._attached.parameters[i].grad
-            assert live is not None
-            if live.data_ptr() != gradient.data_ptr():
-                spec = self._attached.layout.parameters[i]
-                live.copy_(gradient.as_strided(spec.shape, spec.strides))
-
-    # What happens between steps
+    def forward_begins(self) -> None:
+        """A forward pass that a backward pass will follow begins."""
+        self._capture.forward_begins()
 
     @property
     def has_finished_step(self) -> bool:
         """Whether every optimizer stepped since the last commit."""
-        return len(self._finished) == len(self._attached.optimizers)
+        return self._capture.has_finished
+
+    def _note_exchange(self) -> None:
+        """Gradients of this step have come: on CUDA only once the host has read them."""
+        if self._attached.device.type == "cpu":
+            self._note_commit()
+
+    def _note_commit(self) -> None:
+        """Every rank sent its gradients of this step, so every rank had staged the one before."""
+        if self._world_size > 1 and self._settings.has_replica:
+            self.stager.show(self.step, self.step)  # a replica applies what is committed
+        self.committed_step = self.step
 
     def commit(self) -> None:
         """Stage the step that just ended.
@@ -208,12 +133,12 @@ class Session:
                 raise self._lock.taken_over()
             self._heed(notes)
             self.stager.cadence.heed(self.step, notes)
-            self._changed_outside |= self._guard.at_commit()
-            if not self._stepped and self._attached.holds_gradients:
-                self._accumulate()
+            self._capture.look_outside()
+            if not self._capture.has_stepped and self._capture.kept_gradients():
+                self._warn_about_accumulation()
             # Making it consumes what changed: a commit that failed to stage it must find it again.
             differential = self._unstaged = self._unstaged or self._differential()
-            rebases = self._changed_outside
+            rebases = self._capture.changed_outside
         if self._rolling is not None:
             self._rolling.copy(differential.step, self._committed_held)
         with self.stager.timed("differential_seconds"):
@@ -274,9 +199,8 @@ class Session:
         if self._settings.backpressure == "block":
             self.stager.wait_for_snapshot()
 
-    def _accumulate(self) -> None:
-        """A body without a step whose gradients are kept for the next one: it cannot be resumed."""
-        self._residual.settle()  # what was sent is in those gradients
+    def _warn_about_accumulation(self) -> None:
+        """A body without a step whose gradients are kept for the next one cannot be resumed."""
         self._warn_once(
             f"step {self.step + 1} ended without optimizer.step() and with gradients: if they "
             "are accumulated for the next step, a resumed run will lack them; run all "
@@ -302,31 +226,22 @@ class Session:
             _logger.warning("rank %d: %s. This is said once", self._rank, text)
 
     def _differential(self) -> Differential:
-        after = [hyper_parameters(o) for o in self._attached.optimizers]
-        self._committed_groups = [copied_groups(groups) for groups in after]
-        steps = []
-        for index, groups in enumerate(after):
-            done = self._stepped.get(index)
-            if done is None:
-                steps.append(OptimizerStep(stepped=False, consumed=copied_groups(groups)))
-            elif same(list(done.consumed), list(groups)):
-                steps.append(done)
-            else:
-                steps.append(replace(done, committed=copied_groups(groups)))
+        steps = self._capture.optimizer_steps()
         self._committed_held = self._attached.held()
-        self._residual.advance()
+        pending = self._residual.pending
+        self._residual.advance(carried=self._capture.kept_gradients() if pending else ())
         self.scaling.end_step()
         step = self.step + 1
         digest = self._digest(step)
         averages, replayable = self._averages.commit(self._digester, digest)
-        self._changed_outside |= not replayable
+        self._capture.changed_outside |= not replayable
         return Differential(
             step=step,
             incarnation=self._incarnation,
             rank=self._rank,
             world_size=self._world_size,
-            optimizers=tuple(steps),
-            absent=tuple(sorted(self._absent)),
+            optimizers=steps,
+            absent=tuple(sorted(self._capture.absent)),
             held=tuple(self._committed_held),
             payload=self.reducer.payload(),
             items=self._tracker.changed(thorough=self._is_thorough(step)),
@@ -347,11 +262,8 @@ class Session:
         return self._digester.digest(self._attached.parameters, step, self._rank, self._world_size)
 
     def _begin(self) -> None:
-        self._stepped.clear()
-        self._absent.clear()
-        self._finished.clear()
-        self._changed_outside = False
         step = self.step + 1
+        self._capture.begin(step)
         audit = step - self._base_step <= _AUDITED_FIRST or step % _AUDITED_EVERY == 0
         self.reducer.begin(self._incarnation << 40 | step, audit=audit, note=self._note())
 
@@ -431,11 +343,8 @@ class Session:
 
     def is_as_committed(self) -> bool:
         """Whether the live state is still that of the last commit."""
-        groups = [hyper_parameters(o) for o in self._attached.optimizers]
         return (
-            not self._stepped
-            and not self._guard.at_commit()
-            and same(groups, self._committed_groups)
+            self._capture.is_as_committed()
             and self._averages.is_as_committed
             and self._tracker.is_as_committed()
         )
@@ -446,7 +355,5 @@ class Session:
 
     def detach(self) -> None:
         """Remove the optimizer hooks and give back what gradients were exchanged with."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._capture.remove()
         self.reducer.close()

@@ -44,7 +44,7 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 if not has_replica(stage):
                     asyncio.run(_adopt(settings, stage))
                     stage.remove()
-                elif FileLock(stage.replica_lock).acquire("adopting writer", timeout_seconds=30.0):
+                elif FileLock(stage.replica_lock).acquire("adopting writer", timeout_seconds=1.0):
                     stage.remove()  # its state is the base of this life, which is durable by now
                 else:
                     errors.append(f"{FileLock(stage.replica_lock).holder()} holds {stage.root}")

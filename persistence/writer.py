@@ -18,35 +18,29 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
-import aiofiles
-from crc32c import crc32c
-
-from lowdiff.errors import DamagedFile, LowDiffError, StorageError, WriterFailed
+from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.events import log_event
 from lowdiff.persistence.adoption import adopt_predecessors, has_replica_before
 from lowdiff.persistence.assembly import PENDING_BYTES, Assembly, durable_snapshot
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.cycles import CycleMark
-from lowdiff.persistence.durable import fsync_directory, write_json
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef
 from lowdiff.persistence.histogram import Histogram
 from lowdiff.persistence.images import StagedImage, durable_image, is_free, newer_images
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.measurements import Recorder, gather_measurements, write_measurements
-from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.retention import collect
 from lowdiff.persistence.segments import (
     Batch,
     SegmentWriter,
     batches_of,
     durable_step,
-    make_run_directory,
     require_run,
 )
-from lowdiff.persistence.snapshots import Manifest, decode_mark, manifest_file, shard_file
+from lowdiff.persistence.snapshot_writing import CycleLost, SnapshotWriter
+from lowdiff.persistence.snapshots import decode_mark
 from lowdiff.persistence.staging import LogTail
 from lowdiff.persistence.status import StatusPage, StatusReader, WriterStatus
 from lowdiff.persistence.uploading import Uploader
@@ -62,7 +56,6 @@ _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.005
 _RETRY_SECONDS = 1.0
 _MEASUREMENTS_SECONDS = 10.0
-_COPY_BYTES = 4 << 20
 
 _Work = TypeVar("_Work")
 
@@ -89,6 +82,7 @@ class Writer:
             durable = max(snapshot, durable_image(settings))
         self._status = _status_page(settings, durable, snapshot)
         self._assembly = Assembly(settings, snapshot)
+        self._snapshots = SnapshotWriter(settings, self._assembly)
         self._slices: list[RecordRef] = []
         self._batch_seconds = Histogram(self._status.status.batch_seconds)
         self._batch_began = 0.0
@@ -369,43 +363,10 @@ class Writer:
     async def _persist_snapshot(self, mark: StagedImage | CycleMark) -> None:
         settings = self._settings
         began = time.monotonic()
-        folder = settings.folder.snapshot(settings.incarnation, mark.step)
-        await asyncio.to_thread(make_run_directory, settings.folder, folder)
-        target = shard_file(folder, settings.rank)
-        partial = target.with_name(target.name + ".partial")
-        if isinstance(mark, CycleMark):
-            size, first_base = mark.image_bytes, mark.first_base
-            if target.exists() and not partial.exists():
-                partial = target  # an earlier attempt failed after this
-            try:
-                checksum = await asyncio.to_thread(self._assembly.complete, partial, mark)
-            except DamagedFile as error:
-                return self._lose(mark.step, error.what)
-        else:
-            size, checksum, first_base = mark.bytes, mark.checksum, None
-            try:
-                await self._copy_image(mark, partial)
-            except OSError:
-                partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
-                raise
-        if target.exists():  # a rolling snapshot of the same step: never under another's manifest
-            manifest_file(folder, settings.rank).unlink(missing_ok=True)
-            await asyncio.to_thread(fsync_directory, folder)
-        partial.replace(target)
-        await asyncio.to_thread(fsync_directory, folder)
-        manifest = Manifest(
-            run_id=settings.run_id,
-            incarnation=settings.incarnation,
-            step=mark.step,
-            rank=settings.rank,
-            world_size=settings.world_size,
-            bytes=size,
-            checksum=checksum,
-            first_base=first_base,
-        )
-        await asyncio.to_thread(
-            write_json, manifest_file(folder, settings.rank), manifest.document()
-        )
+        try:
+            size = await self._snapshots.write(mark)
+        except CycleLost as lost:
+            return self._lose(mark.step, str(lost))
         if isinstance(mark, StagedImage):
             self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
             if settings.is_rolling:
@@ -428,21 +389,6 @@ class Writer:
     def _wake_uploader(self) -> None:
         if self._uploader is not None:
             self._uploader.wake()
-
-    async def _copy_image(self, mark: StagedImage, partial: Path) -> None:
-        source = read_view(mark.image)[: mark.bytes]
-        checksum = 0
-        async with aiofiles.open(partial, "wb") as file:
-            for start in range(0, mark.bytes, _COPY_BYTES):
-                piece = source[start : start + _COPY_BYTES]
-                checksum = crc32c(piece, checksum)
-                await file.write(piece)
-            await file.flush()
-            await asyncio.to_thread(os.fsync, file.fileno())
-        if checksum != mark.checksum:
-            raise StorageError(
-                f"the staged snapshot of step {mark.step} changed before it was durable"
-            )
 
 
 def _status_page(settings: WriterSettings, durable_step: int, durable_snapshot: int) -> StatusPage:

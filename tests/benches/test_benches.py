@@ -37,11 +37,12 @@ FIGURES = {
         "decode_bytes_per_second",
     },
     "tuner": {"waste_over_best_fixed"},
+    "failures": {"largest_error", "effective_share_simulated", "effective_share_real"},
 }
 
 
 #: The others take half a minute or more together with what they compare.
-FAST = {"codec", "overhead"}
+FAST = {"codec"}
 
 
 @pytest.mark.launch

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.compressors.feedback import NUM_SLOTS, ErrorFeedback, RotatingResidual
+from lowdiff.compressors.feedback import NUM_SLOTS, ErrorFeedback, RotatingResidual, residual_specs
 from lowdiff.types import Layout, ParameterSpec
 
 LAYOUT = Layout(
@@ -153,6 +153,45 @@ def test_only_what_an_optimizer_consumed_becomes_current() -> None:
     store.settle([0])
     store.advance()
     assert values(store) == {0: 2, 1: 2, 2: 1}
+
+
+def test_what_gradients_keep_for_a_later_step_is_not_owed_until_they_are_dropped() -> None:
+    for dropped in (False, True):
+        store = residual()
+        for i in (0, 1):
+            write(store, i, 1)
+        store.settle()
+        store.advance()
+        write(store, 0, 2)
+        store.pair(1)[1].fill_(2)
+        store.written(1, of=0)
+        write(store, 2, 2)
+        store.settle([2])
+        assert store.pending == {0}
+        store.advance(carried=[0])
+        assert values(store) == {0: 1, 1: 1, 2: 2}, "a record names what was before"
+        if dropped:
+            store.forget(0)
+        for i in (0, 1):
+            assert float(store.pair(i)[0][0]) == (1 if dropped else 2)
+        store.settle()
+        store.advance()
+        assert values(store) == {0: 1, 1: 1, 2: 2} if dropped else {0: 2, 1: 2, 2: 2}
+
+
+def test_float16_is_owed_in_float32() -> None:
+    layout = Layout((ParameterSpec("a", (2,), (1,), "float16", 0),))
+    scale = 2.0**16
+    store = RotatingResidual.zeros(
+        Layout(residual_specs(layout)), torch.device("cpu"), lambda: scale
+    )
+    feedback = ErrorFeedback(store)
+    for _ in range(3):
+        total = feedback.total(0, torch.full((2,), 2.0**-12, dtype=torch.float16))
+        feedback.sent_at(0, torch.tensor([0]), total[:1].half())
+        store.settle()
+        store.advance()
+    assert store.current()[0].tolist() == [0.0, 3 * 2.0**-28]
 
 
 def test_the_residual_does_not_know_the_loss_scale() -> None:

@@ -29,6 +29,8 @@ COMPRESSORS: dict[str, Compressor] = {
     "powersgd": PowerSGD(2, dense_below=64),
     "8 bits": Quantize(8),
 }
+#: The others run with the slow tests.
+FAST = ("topk", "powersgd")
 
 
 @dataclass(frozen=True)
@@ -129,14 +131,17 @@ def test_a_loss_scale_changes_no_bit(pool: Pool, tmp_path: Path, way: str) -> No
     )
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in COMPRESSORS],
+)
 def test_nor_with_any_compressor_on_two_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
     expect_the_bits_of_a_training_without_scaler(
         pool, tmp_path, COMPRESSORS[name], 2, [WAYS["ddp, an overflow"]]
     )
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "second",
     [Life(12, 64.0), Life(12), Life(12, 2.0, plain=True), Life(12, 2.0, plain=True, fused=True)],
@@ -147,3 +152,35 @@ def test_nor_does_a_life_with_another_scale_or_none(
     first = Life(7, 1024.0, fused=second.fused, dies=dies)
     lives = [first, second]
     expect_the_bits_of_a_training_without_scaler(pool, tmp_path, COMPRESSORS["topk"], 1, lives)
+
+
+def train_half(rank: int, world_size: int, folder: str, plain: bool) -> float:
+    """A pool's job: float16 under the scale that a GradScaler begins with; what is owed, if exact."""
+    torch.manual_seed(0)
+    inner = nn.Linear(30, 40).half()
+    model = inner if plain else wrapped(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    with lowdiff.Checkpointer(
+        f"{folder}/run", compressor=COMPRESSORS["topk"], staging=f"{folder}/staging"
+    ) as checkpointer:
+        checkpointer.attach(model, optimizer, scaler=scaler)
+        for step in checkpointer.steps(6):
+            optimizer.zero_grad()
+            loss = model(batch(step, rank, 16, 30).half()).float().square().mean()
+            scaler.scale(loss * 1e-4).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    state = lowdiff.recover(f"{folder}/run", staging=f"{folder}/staging")
+    assert torch.equal(state.model_state_dict()["weight"], inner.weight)
+    owed = state.residuals[0]["weight"]
+    assert owed.dtype == torch.float32
+    return float(owed.count_nonzero()) / owed.numel()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_float16_parameters_keep_what_is_too_small_for_float16(
+    pool: Pool, tmp_path: Path, plain: bool
+) -> None:
+    (share,) = pool.run(train_half, 1, str(tmp_path), plain)
+    assert share > 0.8

@@ -18,8 +18,14 @@ from tests.scenarios.trainings import TRAININGS
 STEPS = 20
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("name", ["gpt_adamw", "cnn_sgd"])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *(("gpt_adamw", size) for size in (1, 2, 3)),
+        ("cnn_sgd", 1),
+        *(pytest.param("cnn_sgd", size, marks=pytest.mark.slow) for size in (2, 3)),
+    ],
+)
 def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
     pool: Pool, tmp_path: Path, name: str, world_size: int
 ) -> None:

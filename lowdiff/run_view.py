@@ -1,0 +1,103 @@
+"""What there is of a run, as all its ranks together see it: its identity, staging and files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from lowdiff.agreement import Ranks
+from lowdiff.errors import ConfigError, RunInUse, RunMismatch
+from lowdiff.persistence.adoption import has_replica
+from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.fences import create_run, known_run_id, new_run_id
+from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.ownership import staging_of_run
+from lowdiff.persistence.paths import StagingFolder, default_staging_root
+from lowdiff.remote import run_in_store
+from lowdiff.settings import Settings
+
+_logger = logging.getLogger(__name__)
+
+
+def agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolder], bool]:
+    """The run's identity, what this machine has of it in staging, and if the store holds it.
+
+    No dead writer works on any more.
+    """
+    folder = settings.folder
+    with ranks.together():
+        known = known_run_id(folder)
+    ids = {run_id for run_id in ranks.gather(known) if run_id is not None}
+    if len(ids) > 1:
+        raise RunMismatch(f"the ranks' folders {settings.run} belong to different runs")
+    remote_id = run_in_store(settings, ranks)
+    if ids and remote_id not in (None, *ids):
+        raise RunMismatch(
+            f"{settings.store} holds another run than {settings.run}; give each run its own URL"
+        )
+    proposal = ranks.gather(new_run_id())[0]
+    run_id = remote_id or (ids.pop() if ids else proposal)
+    with ranks.together():
+        create_run(folder, run_id)
+        _refuse_to_lose_staged(settings, run_id)
+        stages = _wait_for_writers(settings, run_id)
+    return run_id, stages, remote_id is not None
+
+
+def _refuse_to_lose_staged(settings: Settings, run_id: str) -> None:
+    """Steps that lie in the default folder would be void if this life began with another one."""
+    usual = default_staging_root(settings.run)
+    if settings.staging_root != usual and staging_of_run(usual, settings.folder, run_id):
+        raise ConfigError(
+            f"steps of {settings.run} are staged in {usual} and staging={settings.staging} would "
+            "leave them behind; attach without staging= once, or give them up with "
+            f"`lowdiff gc --staging {usual} --force`"
+        )
+
+
+def shared_catalog(
+    settings: Settings, ranks: Ranks, run_id: str, stages: list[StagingFolder], imported: Path
+) -> Catalog:
+    """The run's files as every rank sees them, after fetching what only others can see.
+
+    Durable files become part of this rank's run folder; staged ones are needed only now.
+    """
+    chunks = [
+        (f"{s.root.name}/{path.name}", path)
+        for s in stages
+        for path in [*(path for _, path in s.chunks()), *s.replica_files()]
+    ]
+    ranks.share_files(chunks, imported / run_id)
+    for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
+        visible = _visible(settings.run, pattern)
+        ranks.share_files(visible, settings.run, grow=pattern == "*.seg")
+    with ranks.together():
+        return scan(settings.folder, [settings.staging_root, imported])
+
+
+def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
+    """Let the writers of dead trainers finish: until then files still appear and are collected.
+
+    A writer that cannot finish, because the disk is full, is not waited for longer: its records
+    are read from staging.
+
+    Returns:
+        What this machine has in staging of the run.
+    """
+    stages = staging_of_run(settings.staging_root, settings.folder, run_id)
+    for stage in stages:
+        # Where there is a replica, the writer only persists what the replica holds in memory.
+        lock = FileLock(stage.replica_lock if has_replica(stage) else stage.writer_lock)
+        if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):
+            lock.release()
+        elif has_replica(stage):
+            raise RunInUse(stage.root, lock.holder(), settings.lock_seconds)
+        else:
+            _logger.warning("%s still works on %s; going on", lock.holder(), stage.root)
+    return stages
+
+
+def _visible(folder: Path, pattern: str) -> list[tuple[str, Path]]:
+    files = (p for p in folder.rglob(pattern) if p.is_file() and not p.is_symlink())
+    return [(str(path.relative_to(folder)), path) for path in files]

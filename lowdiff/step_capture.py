@@ -1,0 +1,221 @@
+"""What happens inside a step: what its optimizers consume, read in their hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lowdiff.attached import Attached, copied_groups, hyper_parameters, number_or_none
+from lowdiff.averages import Averages
+from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.errors import UsageError
+from lowdiff.guard import StepGuard
+from lowdiff.persistence.values import same
+from lowdiff.protocols import Reducer
+from lowdiff.scaling import Scaling
+from lowdiff.types import OptimizerStep
+
+
+class StepCapture:
+    """Reads one step after the other; `begin` forgets the last one.
+
+    Attributes:
+        absent: Parameters without a gradient when their optimizer stepped.
+        changed_outside: Whether something changed parameters or optimizer state otherwise.
+    """
+
+    def __init__(
+        self,
+        attached: Attached,
+        reducer: Reducer,
+        residual: RotatingResidual,
+        scaling: Scaling,
+        averages: Averages,
+    ) -> None:
+        self._attached = attached
+        self._reducer = reducer
+        self._residual = residual
+        self._scaling = scaling
+        self._averages = averages
+        self._step = 0
+        self._stepped: dict[int, OptimizerStep] = {}
+        self._finished: set[int] = set()
+        self.absent: set[int] = set()
+        self.changed_outside = False
+        self._committed_groups = self._hyper_parameters()
+        self._guard = StepGuard(attached)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._looking: dict[int, torch.utils.hooks.RemovableHandle] = {}
+
+    def install(
+        self, timed: Callable[[], AbstractContextManager[None]], has_exchanged: Callable[[], None]
+    ) -> None:
+        """Hook into the optimizers.
+
+        Args:
+            timed: Measures what the hooks take of the training thread.
+            has_exchanged: Called before an optimizer steps, when its gradients have been averaged.
+        """
+        for index, optimizer in enumerate(self._attached.optimizers):
+            before = optimizer.register_step_pre_hook(self._pre_hook(index, timed, has_exchanged))
+            self._guard.registered(index, before)
+            after = optimizer.register_step_post_hook(self._post_hook(index, timed))
+            self._handles += [before, after]
+
+    def remove(self) -> None:
+        """Take the hooks out."""
+        for handle in (*self._handles, *self._looking.values()):
+            handle.remove()
+        self._handles = []
+        self._looking.clear()
+
+    def begin(self, step: int) -> None:
+        """Start the step that leads to state ``step``."""
+        self._step = step
+        self._stepped.clear()
+        self._finished.clear()
+        self.absent.clear()
+        self.changed_outside = False
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether every optimizer stepped."""
+        return len(self._finished) == len(self._attached.optimizers)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether any optimizer stepped."""
+        return bool(self._stepped)
+
+    def kept_gradients(self) -> set[int]:
+        """Parameters whose optimizer did not step, with gradients that a later step may use."""
+        return {
+            parameter
+            for index in range(len(self._attached.optimizers))
+            if index not in self._stepped
+            for parameter in self._attached.kept_gradients(index)
+        }
+
+    def forward_begins(self) -> None:
+        """See to it that gradients which are dropped before the next backward pass are not owed.
+
+        Whether they are is known for sure only when that pass reaches them: they may be cleared
+        between it and the forward pass.
+        """
+        for i in self._residual.pending - self._looking.keys():
+            if self._attached.parameters[i].requires_grad:
+                look = partial(self._look, i)
+                self._looking[i] = self._attached.parameters[i].register_hook(look)
+
+    def _look(self, parameter: int, _: torch.Tensor) -> None:
+        self._looking.pop(parameter).remove()
+        kept = self._attached.parameters[parameter].grad
+        if kept is None or not bool(kept.any()):
+            self._residual.forget(parameter)
+
+    def look_outside(self) -> None:
+        """Notice what was changed since the optimizers stepped."""
+        self.changed_outside |= self._guard.at_commit()
+
+    def optimizer_steps(self) -> tuple[OptimizerStep, ...]:
+        """What each optimizer did, with its groups as they are now; ends the step."""
+        steps = []
+        self._committed_groups = self._hyper_parameters()
+        for index, groups in enumerate(self._committed_groups):
+            done = self._stepped.get(index)
+            if done is None:
+                steps.append(OptimizerStep(stepped=False, consumed=groups))
+            elif same(list(done.consumed), list(groups)):
+                steps.append(done)
+            else:
+                steps.append(replace(done, committed=groups))
+        return tuple(steps)
+
+    def is_as_committed(self) -> bool:
+        """Whether nothing of the optimizers moved since the last `optimizer_steps`."""
+        return (
+            not self._stepped
+            and not self._guard.at_commit()
+            and same(self._hyper_parameters(), self._committed_groups)
+        )
+
+    def _hyper_parameters(self) -> list[tuple[dict[str, Any], ...]]:
+        return [copied_groups(hyper_parameters(o)) for o in self._attached.optimizers]
+
+    def _pre_hook(
+        self,
+        index: int,
+        timed: Callable[[], AbstractContextManager[None]],
+        has_exchanged: Callable[[], None],
+    ) -> Callable[..., None]:
+        def before_step(
+            optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        ) -> None:
+            with timed():
+                self._refuse_second_step(index)
+                has_exchanged()
+                self._consume(index, optimizer, [*args, *kwargs.values()])
+
+        return before_step
+
+    def _post_hook(
+        self, index: int, timed: Callable[[], AbstractContextManager[None]]
+    ) -> Callable[..., None]:
+        def after_step(*_: object) -> None:
+            with timed():
+                scaled = self._stepped[index].found_inf is not None
+                self._guard.after_step(index, scaled=scaled)
+                self._finished.add(index)
+
+        return after_step
+
+    def _refuse_second_step(self, index: int) -> None:
+        if index in self._stepped:
+            raise UsageError(
+                f"the optimizer stepped twice between commits of step {self._step}; call "
+                "checkpointer.commit() after each optimizer.step(), or loop over "
+                "checkpointer.steps(...)"
+            )
+
+    def _consume(self, index: int, optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:
+        """Read what the optimizer is about to use: unscaled and clipped by now."""
+        # The optimizer holds a reference to itself in front of the caller's arguments.
+        self.changed_outside |= self._guard.before_step(
+            index, [argument for argument in arguments if argument is not optimizer]
+        ) or self._averages.before_step(index)
+        gradients = self._attached.gradients(index)
+        step = OptimizerStep(
+            stepped=True,
+            consumed=copied_groups(hyper_parameters(optimizer)),
+            grad_scale=number_or_none(getattr(optimizer, "grad_scale", None)),
+            found_inf=number_or_none(getattr(optimizer, "found_inf", None)),
+        )
+        if self._attached.ddp is None:
+            # Only a fused optimizer that unscales by itself still gets them scaled.
+            self._scaling.exchanged_at(step.grad_scale or 1.0)
+            self._compress_in_place(gradients)
+            self._reducer.consume(gradients)
+        else:
+            self._reducer.consume(gradients, factors=self._scaling.factors)
+        if not step.found_inf:
+            self._residual.settle({i for i, g in enumerate(gradients) if g is not None})
+        self._guard.gradients_read(index)
+        self.absent.update(self._attached.absent(index))
+        self._stepped[index] = step
+
+    def _compress_in_place(self, gradients: list[torch.Tensor | None]) -> None:
+        """Without DDP there is no communication hook: compress what backward left."""
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            self._reducer.reduce([i], [gradient], gradient).wait()
+            live = self._attached.parameters[i].grad
+            assert live is not None
+            if live.data_ptr() != gradient.data_ptr():
+                spec = self._attached.layout.parameters[i]
+                live.copy_(gradient.as_strided(spec.shape, spec.strides))
