@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowdiff.persistence.codec import CODINGS, Codec
+from lowdiff.persistence.copying import CheckedCopy
 from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.framing import padded
 from lowdiff.types import Layout, Section
@@ -30,17 +31,14 @@ def max_payload_bytes(layout: Layout) -> int:
     return 64 * layout.elements + (1 << 20)
 
 
-def write_sections(target: memoryview, sections: Sequence[Section]) -> None:
-    """Copy sections, uncoded, into ``target``."""
-    offset = 0
+def write_sections(copy: CheckedCopy, sections: Sequence[Section]) -> None:
+    """Copy sections, uncoded."""
     for section in sections:
-        head = _head(section, section.data.nbytes)
-        target[offset : offset + len(head)] = head
-        data = np.frombuffer(target, section.data.dtype, section.data.size, offset + len(head))
-        np.copyto(data, section.data)
-        end = offset + len(head) + section.data.nbytes
-        offset += _size(section, section.data.nbytes)
-        target[end:offset] = bytes(offset - end)
+        nbytes = section.data.nbytes
+        head = _head(section, nbytes)
+        copy.add(head)
+        copy.add(section.data)
+        copy.add(bytes(_size(section, nbytes) - len(head) - nbytes))
 
 
 def encode_sections(sections: Sequence[Section], codec: Codec) -> bytes:

@@ -18,6 +18,7 @@ from typing import Any
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, StorageError
+from lowdiff.persistence.copying import CheckedCopy
 from lowdiff.persistence.durable import check_types, read_json
 from lowdiff.persistence.memory import MappedFile, read_view
 
@@ -156,14 +157,11 @@ def stage_image(path: Path, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
     except StorageError:
         path.unlink(missing_ok=True)  # the image before it is durable: its memory may help
         raise
-    file.view[: len(header)] = header
-    checksum, offset = crc32c(header), len(header)
+    copy = CheckedCopy(file.view)
+    copy.add(header)
     for tensor in ordered:
-        target = file.view[offset : offset + tensor.data.nbytes]
-        target[:] = tensor.data
-        checksum = crc32c(target, checksum)
-        offset += tensor.data.nbytes
-    return offset, checksum
+        copy.add(tensor.data)
+    return copy.size, copy.checksum
 
 
 def encode_mark(size: int, checksum: int) -> bytes:

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from crc32c import crc32c
-
 from lowdiff.errors import DamagedFile, StorageError
+from lowdiff.persistence.copying import CheckedCopy
 from lowdiff.persistence.framing import (
     HEADER_BYTES,
     FileHeader,
@@ -121,18 +120,16 @@ class StagingLog:
         rebases: bool = False,
     ) -> None:
         meta_bytes = padded(len(meta))
-        end = meta_bytes + sections_bytes(sections)
-        body_bytes = end + sum(piece.nbytes for piece in pieces)
+        body_bytes = meta_bytes + sections_bytes(sections) + sum(p.nbytes for p in pieces)
         chunk = self._chunks[-1]
         start = self._offset + HEADER_BYTES
         body = chunk.file.view[start : start + body_bytes]
-        body[: len(meta)] = meta
-        body[len(meta) : meta_bytes] = bytes(meta_bytes - len(meta))
-        write_sections(body[meta_bytes:end], sections)
+        copy = CheckedCopy(body)
+        copy.add(meta.ljust(meta_bytes, b"\0"))
+        write_sections(copy, sections)
         for piece in pieces:
-            body[end : end + piece.nbytes] = piece
-            end += piece.nbytes
-        self.body_checksum = crc32c(body)
+            copy.add(piece)
+        self.body_checksum = copy.checksum
         header = RecordHeader(
             kind=kind,
             coded=False,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.copying import CheckedCopy
 from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.sections import (
     encode_sections,
@@ -68,7 +69,7 @@ def peak_bytes(stored: bytes, codec: Codec, *, match: str) -> int:
 @given(some_sections)
 def test_sections_come_back_raw_and_coded(sections: tuple[Section, ...]) -> None:
     raw = bytearray(sections_bytes(sections))
-    write_sections(memoryview(raw), sections)
+    write_sections(CheckedCopy(memoryview(raw)), sections)
     assert_same(read_sections(memoryview(raw), CODEC, coded=False), sections)
     coded = encode_sections(sections, CODEC)
     assert len(coded) % 8 == 0
@@ -80,7 +81,7 @@ def test_damaged_sections_are_other_sections_or_raise_bad_encoding(
     data: st.DataObject, coded: bool
 ) -> None:
     stored = bytearray(sections_bytes(SAMPLE))
-    write_sections(memoryview(stored), SAMPLE)
+    write_sections(CheckedCopy(memoryview(stored)), SAMPLE)
     if coded:
         stored = bytearray(encode_sections(SAMPLE, CODEC))
     for _ in range(data.draw(st.integers(0, 3))):
