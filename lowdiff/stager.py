@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from lowdiff.cadence import Cadence
 from lowdiff.counters import Counters
 from lowdiff.errors import StorageError, WriterFailed
@@ -150,7 +152,9 @@ class Stager:
         """Copy the image and stage its mark; None, and it is owed, if there is no memory for it."""
         with self.timed("snapshot_seconds"):
             try:
-                size, checksum = stage_image(self._log.folder.snapshot, tensors())
+                size, checksum = stage_image(
+                    self._log.folder.snapshot, tensors(), torch.get_num_threads()
+                )
             except StorageError as error:
                 # Ranks that wait for this one must hear of it first: with the next exchange.
                 if required or (self._raises and self._world_size == 1):

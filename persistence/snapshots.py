@@ -18,7 +18,7 @@ from typing import Any
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, StorageError
-from lowdiff.persistence.copying import CheckedCopy
+from lowdiff.persistence.copying import copy_in_parallel
 from lowdiff.persistence.durable import check_types, read_json
 from lowdiff.persistence.memory import MappedFile, read_view
 
@@ -143,8 +143,10 @@ def image_header(tensors: Sequence[ImageEntry], reserved_bytes: int = 0) -> byte
     return len(text).to_bytes(8, "little") + text
 
 
-def stage_image(path: Path, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
-    """Copy tensors into a staged image.
+def stage_image(
+    path: Path, tensors: Sequence[ImageTensor], num_threads: int = 1
+) -> tuple[int, int]:
+    """Copy tensors into a staged image, by several threads if it is large.
 
     Returns:
         Its length in bytes and its CRC-32C. The image is whole when this returns.
@@ -157,11 +159,8 @@ def stage_image(path: Path, tensors: Sequence[ImageTensor]) -> tuple[int, int]:
     except StorageError:
         path.unlink(missing_ok=True)  # the image before it is durable: its memory may help
         raise
-    copy = CheckedCopy(file.view)
-    copy.add(header)
-    for tensor in ordered:
-        copy.add(tensor.data)
-    return copy.size, copy.checksum
+    parts = [memoryview(header), *(tensor.data for tensor in ordered)]
+    return copy_in_parallel(file.view, parts, num_threads)
 
 
 def encode_mark(size: int, checksum: int) -> bytes:

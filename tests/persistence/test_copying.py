@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.persistence.copying import CheckedCopy
+from lowdiff.persistence import copying
+from lowdiff.persistence.copying import CheckedCopy, copy_in_parallel, joined_checksum
 
 LARGE = np.random.default_rng(0).integers(0, 1 << 16, 1_400_001, dtype=np.uint16)
 
@@ -23,3 +25,24 @@ def test_what_is_added_stands_in_order_and_has_the_checksum_of_all(
         copy.add(part)
     assert bytes(target) == expected + bytes(5)
     assert (copy.size, copy.checksum) == (len(expected), crc32c(expected))
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_checksums_are_joined(first: bytes, second: bytes) -> None:
+    found = joined_checksum(crc32c(first), crc32c(second), len(second))
+    assert found == crc32c(first + second)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 16])
+def test_several_threads_copy_the_same_bytes(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "_SHARE_BYTES", 1000)
+    whole = memoryview(LARGE.tobytes())
+    parts = [whole[:7], whole[:0], whole[7:1_500_000], whole[1_500_000:], memoryview(b"end")]
+    target = bytearray(len(whole) + 3)
+    assert copy_in_parallel(memoryview(target), parts, num_threads) == (
+        len(target),
+        crc32c(bytes(whole) + b"end"),
+    )
+    assert bytes(target) == bytes(whole) + b"end"
