@@ -36,7 +36,7 @@ from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.recovery.verify import verify
 from lowdiff.tuner.choice import Setting
-from lowdiff.tuner.costs import Costs, loop_seconds, lost_steps, replayed_steps
+from lowdiff.tuner.costs import Costs, loop_seconds, lost_steps, recovery_seconds
 from lowdiff.tuner.measured import measure
 from lowdiff.tuner.simulate import FailureModel, Simulated, Trace, draw_trace, simulate
 from lowdiff.tuner.strategies import lowdiff as strategy_of
@@ -181,10 +181,9 @@ def terms(
     return {
         "step_seconds": (costs.step_seconds, step_seconds),
         "loop_seconds": (loop_seconds(costs, f, b), real.loop_seconds),
-        "starting_seconds": (costs.restart_seconds, _mean(real, "starting_seconds")),
-        "attaching_seconds": (
-            costs.load_seconds + costs.replay_seconds * replayed_steps(costs, f, b),
-            _mean(real, "attaching_seconds"),
+        "recovery_seconds": (
+            recovery_seconds(costs, f, b),
+            float(np.mean([x.starting_seconds + x.attaching_seconds for x in real.failures])),
         ),
         "lost_steps_process": (modelled[0], lost[0]),
         "lost_steps_node": (modelled[1], lost[1]),
@@ -198,10 +197,6 @@ def terms(
             real.steps * step_seconds / real.wall_seconds,
         ),
     }
-
-
-def _mean(real: Reality, name: str) -> float:
-    return float(np.mean([getattr(failure, name) for failure in real.failures]))
 
 
 def compare(args: argparse.Namespace, where: Places) -> Result:

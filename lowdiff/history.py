@@ -43,6 +43,17 @@ class Story:
     facts: dict[str, float | str]
     setting: Setting | None
 
+    def attached(self) -> dict[str, float | str]:
+        """Facts of the restart, now that it is over: its gap lasted until now, less the recovery."""
+        gap = number(self.facts, "gap_seconds")
+        if not gap:
+            return self.facts
+        since = time.time() - number(self.facts, "began_unix_seconds")
+        return {
+            **self.facts,
+            "gap_seconds": gap + since - number(self.facts, "recovery_seconds"),
+        }
+
 
 def read_lives(folder: RunFolder, run_id: str, rank: int) -> list[Measurements]:
     """One rank's measurements of all lives, oldest first; damaged ones are passed over."""
@@ -82,7 +93,9 @@ def story_of(
         "processor": environment_of(torch.device("cpu")).processor[:60],
         "cores": float(len(os.sched_getaffinity(0))),
     }
-    seen = number(lives[-1].facts, "seen_unix_seconds") if lives else 0.0
+    # A node takes the measurements of a short life with it; those before say nothing of its end.
+    is_known = bool(lives) and lives[-1].incarnation == newest
+    seen = number(lives[-1].facts, "seen_unix_seconds") if is_known else 0.0
     if restart and seen:
         facts["gap_seconds"] = max(0.0, now - seen)
     last = lives[-1].facts if lives else {}

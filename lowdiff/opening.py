@@ -225,6 +225,7 @@ def _begin(
                 session.stager.wait_for_adoption()
             if settings.store is not None and (start.needs_snapshot or not settings.has_replica):
                 session.stager.wait_for_store(start.step)
+            session.stager.meter.note(story.attached())
         if ranks.rank == 0:
             name_large_items(given.tracker)
         opened = Opened(session, lock, staging_lock, ranks, staging, start.items)

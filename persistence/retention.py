@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.catalog import SnapshotSet, begun_fences, complete_snapshots
-from lowdiff.persistence.durable import fsync_directory, make_directory
+from lowdiff.persistence.durable import fsync_directory
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.lineage import lineage
 from lowdiff.persistence.locks import FileLock
@@ -46,9 +46,11 @@ def retention_locked(
 
     Raises:
         RunInUse: If others hold it for longer.
+        FileNotFoundError: If the run is gone.
     """
     lock = FileLock(folder.retention_lock)
-    make_directory(lock.path.parent)
+    # Not with its parents: where a run was unmounted, nothing of it may appear in its place.
+    lock.path.parent.mkdir(exist_ok=True)
     if not lock.acquire(
         f"process {os.getpid()}, removing old files",
         timeout_seconds=timeout_seconds,

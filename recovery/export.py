@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.persistence.durable import make_directory, replaced
@@ -90,7 +91,11 @@ def _write_distributed(document: dict[str, Any], target: Path) -> None:
     with new_directory(target) as partial, warnings.catch_warnings():
         # That one process saves alone is what no_dist asks for.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.save(document, checkpoint_id=partial, no_dist=True)
+        try:
+            dcp.save(document, checkpoint_id=partial, no_dist=True)
+        except CheckpointException as error:  # no Exception: nobody would take it for a full disk
+            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+            raise StorageError(f"{target} could not be written: {causes}") from error
 
 
 def _write_all(state: RecoveredState) -> Callable[[IO[bytes]], object]:

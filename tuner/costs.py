@@ -30,7 +30,8 @@ class Costs:
         write_bytes_per_second: Durable bandwidth of one rank (``W``).
         load_seconds: Loading a snapshot at a restart (``R``).
         replay_seconds: Replaying one differential (``r``).
-        restart_seconds: From a failure to the beginning of loading: noticing, scheduling, imports.
+        restart_seconds: From a failure until training goes on, without loading and replay: noticing,
+            scheduling, imports, locks, the new writer.
         world_size: Ranks.
 
     Raises:

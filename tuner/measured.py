@@ -150,15 +150,17 @@ def _recovery(
     replay = replay or Estimate.assumed(elements * ASSUMED_REPLAY_SECONDS_PER_ELEMENT)
     loads = [max(0.0, s - replay.median * n) for s, n in zip(seconds, steps, strict=True)]
     snapshot = known["snapshot_bytes"].median / known["write_bytes_per_second"].median
-    gaps = [
-        number(life.facts, "gap_seconds")
-        for life in lives
-        if "gap_seconds" in life.facts and life.facts.get("restart")
-    ]
+
+    def gaps(*kinds: str) -> Estimate | None:
+        found = [life.facts for life in lives if "gap_seconds" in life.facts]
+        return Estimate.of([number(f, "gap_seconds") for f in found if f.get("restart") in kinds])
+
+    # What is left of a lost node's measurements was kept some seconds before its end.
+    restart = gaps("process") or gaps("node", "unknown")
     return {
         "replay_seconds": _positive(replay),
         "load_seconds": Estimate.of(loads) or Estimate.assumed(snapshot),
-        "restart_seconds": Estimate.of(gaps) or Estimate.assumed(ASSUMED_RESTART_SECONDS),
+        "restart_seconds": restart or Estimate.assumed(ASSUMED_RESTART_SECONDS),
     }
 
 

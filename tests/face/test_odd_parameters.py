@@ -85,13 +85,15 @@ def test_it_resumes_and_is_recovered_bit_for_bit(tmp_path: Path, name: str) -> N
     resumed, resumed_optimizer = train(tmp_path / "killed", second, 7, dies=False)
     assert resumed == 5
     assert same(dict(second.state_dict()), dict(whole.state_dict()))
-    assert same(resumed_optimizer, optimizer)
     recovered = lowdiff.recover(tmp_path / "killed/run")
     assert same(dict(recovered.model_state_dict()), dict(whole.state_dict()))
-    found = recovered.optimizer_state_dict()["state"]
-    assert found.keys() == optimizer["state"].keys()
-    for number, entries in optimizer["state"].items():
-        assert same(dict(sorted(found[number].items())), dict(sorted(entries.items())))
+    for found in (resumed_optimizer, recovered.optimizer_state_dict()):
+        assert same(in_order(found["state"]), in_order(optimizer["state"]))
+
+
+def in_order(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """An optimizer's state; files keep its entries in another order than live objects."""
+    return {number: dict(sorted(entries.items())) for number, entries in state.items()}
 
 
 def test_a_parameter_with_holes_in_its_memory_is_refused(tmp_path: Path) -> None:

@@ -70,7 +70,10 @@ def test_a_crash_that_memory_survives_is_one_of_processes(tmp_path: Path) -> Non
     # From the snapshot of step 5 or, if that was not durable yet, of step 0.
     assert restart["replayed_steps"] in (1.0, 2.0, 6.0, 7.0)
     assert measured.number(restart, "recovery_seconds") > 0
-    assert "gap_seconds" in restart
+    # From the last commit until `attach` returned, less what recovery took of it.
+    facts = [measured.number(lives(tmp_path)[0].facts, "seen_unix_seconds")]
+    facts += [measured.number(restart, n) for n in ("began_unix_seconds", "gap_seconds")]
+    assert facts[2] + measured.number(restart, "recovery_seconds") > facts[1] - facts[0] > 0
 
 
 def test_a_crash_that_took_the_memory_is_one_of_a_node(tmp_path: Path) -> None:

@@ -527,7 +527,7 @@ def test_a_power_failure_cannot_bring_back_manifests_without_their_tensors(
     monkeypatch.setattr(os, "unlink", log_unlink)
     monkeypatch.setattr(os, "fsync", log_fsync)
     collect(folder, RUN_ID, Retention(1))
-    assert done[2:] == [
+    assert done[1:] == [
         "fsync run",  # what will be missing is written down
         *(".json", ".json", "fsync i000000-s0000000000", ".safetensors", ".safetensors"),
         *(".seg", ".seg"),
@@ -551,3 +551,9 @@ def test_a_shard_of_another_length_than_its_manifest_says_does_not_count(tmp_pat
     shard_file(folder.snapshot(0, 20), 1).write_bytes(b"shar")
     collect(folder, RUN_ID, Retention(1))
     assert on_disk(folder)[0] == [10, 20]
+
+
+def test_nothing_appears_where_a_run_was_unmounted(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        collect(RunFolder(tmp_path / "run"), RUN_ID, Retention(1))
+    assert not (tmp_path / "run").exists()

@@ -63,6 +63,13 @@ def test_loading_and_replay_are_told_apart_by_restarts_that_replayed_differently
     assert costs.restart_seconds == 12.0
 
 
+def test_how_long_a_restart_takes_is_told_by_crashes_of_which_the_time_is_known() -> None:
+    lives = [life(), life(1, restart="node", gap_seconds=30.0)]
+    assert measure(lives, world_size=1).costs.restart_seconds == 30.0
+    lives.append(life(2, restart="process", gap_seconds=12.0))
+    assert measure(lives, world_size=1).costs.restart_seconds == 12.0
+
+
 def test_replay_that_was_timed_itself_is_believed() -> None:
     facts = {"recovery_seconds": 5.0, "replayed_steps": 40.0, "replay_seconds": 4.0}
     costs = measure([life(), life(1, **facts)], world_size=1).costs
