@@ -31,8 +31,8 @@ def expect_nothing_lost(outcome: Outcome, rounds: int) -> None:
 
 
 def test_no_committed_step_is_lost_to_sigkill_at_random_instants(tmp_path: Path) -> None:
-    outcome = kills.kills(tmp_path, 10, seed=4)
-    expect_nothing_lost(outcome, 10)
+    outcome = kills.kills(tmp_path, 8, seed=4)
+    expect_nothing_lost(outcome, 8)
     assert outcome.found.keys() == {"trainer of 1", "writer of 1", "both of 1"}
 
 
