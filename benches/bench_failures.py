@@ -267,8 +267,8 @@ def draw(axes: Axes, result: Result) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     parser = arguments((__doc__ or "").split("\n")[0])
-    parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--mtbf-seconds", type=float, default=14.0)
+    parser.add_argument("--kills", type=int, default=32)
+    parser.add_argument("--mtbf-seconds", type=float, default=12.0)
     parser.add_argument("--least-seconds", type=float, default=8.0, help="between two kills")
     parser.add_argument("--snapshot-every", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=8)
