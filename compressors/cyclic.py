@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.feedback import residual_specs
+from lowdiff.compressors.feedback import residuals_of
 from lowdiff.compressors.ranges import checked_density, checked_size, kept_of
 from lowdiff.compressors.selection import MagnitudeSelector
 from lowdiff.compressors.shared import SharedReducer
@@ -58,7 +58,7 @@ class CyclicTopK:
 
     def residual_layout(self, layout: Layout) -> Layout:
         """One residual per parameter."""
-        return Layout(residual_specs(layout))
+        return residuals_of(layout)
 
     def bind(
         self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None

@@ -15,19 +15,21 @@ import torch
 
 from lowdiff.layout import shaped, torch_dtype
 from lowdiff.protocols import ResidualStore
-from lowdiff.types import Layout, ParameterSpec, ResidualMark
+from lowdiff.types import Layout, ResidualMark
 
 NUM_SLOTS = 3
 
 
-def residual_specs(layout: Layout) -> tuple[ParameterSpec, ...]:
+def residuals_of(layout: Layout) -> Layout:
     """One residual per parameter, of its dtype; of float16 parameters in float32.
 
     A loss scale exists because float16 does not hold gradients without one, and residuals have none.
     """
-    return tuple(
-        replace(spec, dtype="float32") if spec.dtype == "float16" else spec
-        for spec in layout.parameters
+    return Layout(
+        tuple(
+            replace(spec, dtype="float32") if spec.dtype == "float16" else spec
+            for spec in layout.parameters
+        )
     )
 
 

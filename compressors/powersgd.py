@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.consumed import Corrections
-from lowdiff.compressors.feedback import ErrorFeedback, is_used, residual_specs
+from lowdiff.compressors.feedback import ErrorFeedback, is_used, residuals_of
 from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.ranges import checked_size
 from lowdiff.compressors.represented import RepresentedReducer
@@ -79,7 +79,7 @@ class PowerSGD:
 
     def residual_layout(self, layout: Layout) -> Layout:
         """One residual per parameter, and after them Q of those that are factorised."""
-        specs = list(residual_specs(layout))
+        specs = list(residuals_of(layout).parameters)
         for i in self.factorized(layout):
             spec = layout.parameters[i]
             shape = (self.matrix_rank, matrix_of(spec)[1])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.consumed import Corrections
-from lowdiff.compressors.feedback import ErrorFeedback, is_used, residual_specs
+from lowdiff.compressors.feedback import ErrorFeedback, is_used, residuals_of
 from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, listed, numbers
@@ -81,7 +81,7 @@ class Quantize:
 
     def residual_layout(self, layout: Layout) -> Layout:
         """One residual per parameter."""
-        return Layout(residual_specs(layout))
+        return residuals_of(layout)
 
     def bind(
         self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None

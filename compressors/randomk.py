@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.feedback import residual_specs
+from lowdiff.compressors.feedback import residuals_of
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.ranges import checked_density, checked_size, kept_of
 from lowdiff.compressors.sections import parts, pieces
@@ -75,7 +75,7 @@ class RandomK:
 
     def residual_layout(self, layout: Layout) -> Layout:
         """One residual per parameter."""
-        return Layout(residual_specs(layout))
+        return residuals_of(layout)
 
     def bind(
         self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.exchange import exchange
-from lowdiff.compressors.feedback import residual_specs
+from lowdiff.compressors.feedback import residuals_of
 from lowdiff.compressors.ranges import (
     checked_density,
     checked_size,
@@ -97,7 +97,7 @@ class TopK:
         """
         if self._narrow is not None:
             refuse_other_half(layout, self._narrow, f"value_dtype={self._narrow}")
-        return Layout(residual_specs(layout))
+        return residuals_of(layout)
 
     def bind(
         self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from lowdiff.attached import Attached
 from lowdiff.averages import Averages
@@ -134,8 +134,6 @@ class Session:
             self._heed(notes)
             self.stager.cadence.heed(self.step, notes)
             self._capture.look_outside()
-            if not self._capture.has_stepped and self._capture.kept_gradients():
-                self._warn_about_accumulation()
             # Making it consumes what changed: a commit that failed to stage it must find it again.
             differential = self._unstaged = self._unstaged or self._differential()
             rebases = self._capture.changed_outside
@@ -199,13 +197,19 @@ class Session:
         if self._settings.backpressure == "block":
             self.stager.wait_for_snapshot()
 
-    def _warn_about_accumulation(self) -> None:
-        """A body without a step whose gradients are kept for the next one cannot be resumed."""
-        self._warn_once(
-            f"step {self.step + 1} ended without optimizer.step() and with gradients: if they "
-            "are accumulated for the next step, a resumed run will lack them; run all "
-            "backward passes of an optimizer step between two commits"
-        )
+    def _kept_gradients(self) -> Collection[int]:
+        """Parameters with gradients for a later step; a body that only makes such is not resumed."""
+        has_stepped = self._capture.has_stepped
+        if has_stepped and not self._residual.pending:
+            return ()  # looking for them reads all gradients
+        kept = self._capture.kept_gradients()
+        if kept and not has_stepped:
+            self._warn_once(
+                f"step {self.step + 1} ended without optimizer.step() and with gradients: if they "
+                "are accumulated for the next step, a resumed run will lack them; run all "
+                "backward passes of an optimizer step between two commits"
+            )
+        return kept
 
     def _warn_about_large_items(self) -> None:
         for name, size in self._tracker.large_items.items():
@@ -228,8 +232,7 @@ class Session:
     def _differential(self) -> Differential:
         steps = self._capture.optimizer_steps()
         self._committed_held = self._attached.held()
-        pending = self._residual.pending
-        self._residual.advance(carried=self._capture.kept_gradients() if pending else ())
+        self._residual.advance(carried=self._kept_gradients())
         self.scaling.end_step()
         step = self.step + 1
         digest = self._digest(step)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.compressors.feedback import NUM_SLOTS, ErrorFeedback, RotatingResidual, residual_specs
+from lowdiff.compressors.feedback import NUM_SLOTS, ErrorFeedback, RotatingResidual, residuals_of
 from lowdiff.types import Layout, ParameterSpec
 
 LAYOUT = Layout(
@@ -182,9 +182,7 @@ def test_what_gradients_keep_for_a_later_step_is_not_owed_until_they_are_dropped
 def test_float16_is_owed_in_float32() -> None:
     layout = Layout((ParameterSpec("a", (2,), (1,), "float16", 0),))
     scale = 2.0**16
-    store = RotatingResidual.zeros(
-        Layout(residual_specs(layout)), torch.device("cpu"), lambda: scale
-    )
+    store = RotatingResidual.zeros(residuals_of(layout), torch.device("cpu"), lambda: scale)
     feedback = ErrorFeedback(store)
     for _ in range(3):
         total = feedback.total(0, torch.full((2,), 2.0**-12, dtype=torch.float16))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.compressors import CyclicTopK, PowerSGD, Quantize, RandomK, TopK
@@ -32,6 +34,19 @@ def checkpointer_in(folder: str, rank: int, compressor: Compressor) -> lowdiff.C
     return lowdiff.Checkpointer(
         f"{folder}/run", compressor=compressor, staging=f"{folder}/staging-{rank}"
     )
+
+
+@contextmanager
+def linear_training(
+    folder: str, rank: int, compressor: Compressor
+) -> Iterator[tuple[lowdiff.Checkpointer, DistributedDataParallel, torch.optim.Optimizer]]:
+    """One layer under DDP, attached."""
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(30, 20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with checkpointer_in(folder, rank, compressor) as checkpointer:
+        checkpointer.attach(model, optimizer)
+        yield checkpointer, model, optimizer
 
 
 def gan(rank: int, world_size: int, folder: str, compressor: Compressor, freezes: bool) -> Weights:
@@ -63,12 +78,8 @@ def accumulating(
     rank: int, world_size: int, folder: str, compressor: Compressor, commits: bool
 ) -> Weights:
     """Two backward passes for one optimizer step, perhaps with a commit between them."""
-    torch.manual_seed(0)
-    model = wrapped(nn.Linear(30, 20))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weights = []
-    with checkpointer_in(folder, rank, compressor) as checkpointer:
-        checkpointer.attach(model, optimizer)
+    with linear_training(folder, rank, compressor) as (checkpointer, model, optimizer):
         for step in range(STEPS):
             optimizer.zero_grad()
             model(batch(step, rank, 6, 30)).square().mean().backward()
@@ -85,12 +96,8 @@ def leaving_out(
     rank: int, world_size: int, folder: str, compressor: Compressor, spikes: bool
 ) -> Weights:
     """A step that the loop itself leaves out, because its gradients are large, or has not at all."""
-    torch.manual_seed(0)
-    model = wrapped(nn.Linear(30, 20))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weights = []
-    with checkpointer_in(folder, rank, compressor) as checkpointer:
-        checkpointer.attach(model, optimizer)
+    with linear_training(folder, rank, compressor) as (checkpointer, model, optimizer):
         for step in checkpointer.steps(STEPS):
             is_spike = step in (0, 3, 4)
             if spikes or not is_spike:
@@ -107,12 +114,8 @@ def trying_again(
     rank: int, world_size: int, folder: str, compressor: Compressor, fails: bool
 ) -> Weights:
     """A backward pass whose gradients are thrown away, and another one in the same body."""
-    torch.manual_seed(0)
-    model = wrapped(nn.Linear(30, 20))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weights = []
-    with checkpointer_in(folder, rank, compressor) as checkpointer:
-        checkpointer.attach(model, optimizer)
+    with linear_training(folder, rank, compressor) as (checkpointer, model, optimizer):
         for step in checkpointer.steps(STEPS):
             for factor in (7.0, 1.0) if fails else (1.0,):
                 optimizer.zero_grad()
