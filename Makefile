@@ -21,6 +21,7 @@ test: check
 soak: .venv/installed-dev
 	$(BIN)/python -m tests.faults.soak --out docs/results $(if $(SOAK_MINUTES),--minutes $(SOAK_MINUTES))
 	$(BIN)/python -m tests.faults.peers --out docs/results
+	$(BIN)/python -m benches.bench_failures --out docs/results
 
 demo: .venv/installed-plot
 	$(BIN)/lowdiff demo

@@ -107,6 +107,12 @@ def plan(
     disk: Annotated[
         str, typer.Option(metavar="RATE", help="Durable bandwidth of one node, e.g. 2GB/s.")
     ],
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE", help="What one node uploads to an object store, if there is one."
+        ),
+    ] = None,
     optimizer: Annotated[
         str,
         typer.Option(metavar="NAME", help="sgd, momentum, adagrad, rmsprop, lion, adam, adamw."),
@@ -154,6 +160,7 @@ def plan(
         gpus_per_node=gpus_per_node,
         copy_bytes_per_second=units.bytes_per_second(copy),
         restart_seconds=units.seconds(restart),
+        store_bytes_per_second=0.0 if store is None else units.bytes_per_second(store),
     )
     question = question_of_plan(
         job,

@@ -20,8 +20,8 @@ from lowdiff.persistence.page import Page, PageReader
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 
 #: Kinds of samples of one process, and how many of each are kept, so that all fit on its page.
-_KINDS = 5
-WINDOW = 48
+_KINDS = 9
+WINDOW = 36
 _DECISIONS = 200
 
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.fetching import Listing
 from lowdiff.persistence.framing import HEADER_BYTES
+from lowdiff.persistence.measurements import Recorder
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFile, RunFolder
 from lowdiff.persistence.remote_retention import spent
@@ -45,10 +46,11 @@ class Uploader:
     A rank uploads its own files, and those of ranks that are no longer there.
     """
 
-    def __init__(self, settings: WriterSettings, page: StatusPage) -> None:
+    def __init__(self, settings: WriterSettings, page: StatusPage, recorder: Recorder) -> None:
         assert settings.store is not None
         self._settings = settings
         self._page = page
+        self._recorder = recorder
         self._store = ObjectStore(settings.store, make=True)
         self._listing = Listing({})
         self._cursors: dict[Path, int] = {}
@@ -200,7 +202,8 @@ class Uploader:
         Raises:
             RunMismatch: If another history's object is there.
         """
-        if await self._retrying(task, lambda: self._store.create(name, data)):
+        sent = len(data) if name.endswith(".seg") else 0
+        if await self._retrying(task, lambda: self._store.create(name, data), sent=sent):
             return len(data)
         # A request that seemed lost, or an earlier writer's.
         there = await self._retrying(task, lambda: self._store.read(name))
@@ -294,12 +297,14 @@ class Uploader:
         folder, shard = self._settings.folder, shard_file(path, rank)
         manifest = manifest_file(path, rank)
         content = await asyncio.to_thread(manifest.read_bytes)
-        await asyncio.to_thread(shard.stat)  # FileNotFoundError, before the store says so
-        await self._retrying("snapshots", lambda: self._store.upload(folder.name(shard), shard))
+        # FileNotFoundError, before the store says so.
+        size = (await asyncio.to_thread(shard.stat)).st_size
+        upload = partial(self._store.upload, folder.name(shard), shard)
+        await self._retrying("snapshots", upload, sent=size)
         await self._create("snapshots", folder.name(manifest), content)
         sizes = {folder.name(shard): 0, folder.name(manifest): 0}
         self._listing = Listing({**self._listing.sizes, **sizes})
-        self._count(shard.stat().st_size)
+        self._count(size)
 
     # Retention
 
@@ -346,14 +351,19 @@ class Uploader:
 
     # Trouble
 
-    async def _retrying(self, task: str, request: Callable[[], _Result]) -> _Result:
+    async def _retrying(
+        self, task: str, request: Callable[[], _Result], *, sent: int = 0
+    ) -> _Result:
         """Ask until the store does it; once the trainer is gone, for a while only.
+
+        The request that succeeds is a measurement if it sent something, the bytes of ``sent``.
 
         Raises:
             StoreError: If the store stayed away too long after the trainer's end.
         """
         delay, failing_since = _FIRST_DELAY_SECONDS, 0.0
         while True:
+            began = time.monotonic()
             try:
                 result = await asyncio.to_thread(request)
             except StoreError as error:
@@ -369,6 +379,10 @@ class Uploader:
                 delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
             else:
                 self._report(task, "")
+                if sent:
+                    self._recorder.observe(f"{task}_upload_seconds", time.monotonic() - began)
+                    self._recorder.observe(f"{task}_upload_bytes", sent)
+                    self._recorder.publish()
                 return result
 
     async def _sleep(self, seconds: float) -> None:

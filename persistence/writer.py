@@ -100,7 +100,9 @@ class Writer:
             sequence=0,
         )
         self._segments = SegmentWriter(settings.folder, header)
-        self._uploader = None if settings.store is None else Uploader(settings, self._status)
+        self._uploader = (
+            None if settings.store is None else Uploader(settings, self._status, self._recorder)
+        )
         self._errors: dict[str, str] = {}
         self._trainer_gone = threading.Event()
         self._has_begun = threading.Event()

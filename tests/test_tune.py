@@ -61,6 +61,17 @@ def test_the_same_as_json_and_as_a_page(command: Command, run: Path, tmp_path: P
     assert f"<b>{chosen:,}</b>" in page.read_text()
 
 
+def test_a_store_is_measured_and_reported_on(command: Command, tmp_path: Path) -> None:
+    Loop(tmp_path, settings={"store": f"file://{tmp_path}/store", "batch_size": 2}).run(8)
+    result = command("tune", tmp_path / "run", "--mtbf", "4h", "--json")
+    estimates = json.loads(result.out)["estimates"]
+    assert estimates["store_bytes_per_second"]["source"] == "measured"
+    assert estimates["store_latency_seconds"]["count"] >= 1
+    assert "in the store" in command("tune", tmp_path / "run", "--mtbf", "4h").out
+    assert "in the store" in command(*PLAN, "--store", "100MB/s").out
+    assert "in the store" not in command(*PLAN).out
+
+
 def test_a_larger_job_fails_more_often(command: Command, run: Path) -> None:
     for path in RunFolder(run).all_measurements():
         life = read_measurements(path)

@@ -209,11 +209,12 @@ def _intervals(costs: Costs, limits: Limits, b: int) -> _Range:
         lows.append((math.inf, "the writer cannot keep up"))
     else:
         lows.append((need / spare, "the writer must keep up with snapshots"))
+    store = _least_interval(costs, limits.writer_share * costs.store_bytes_per_second)
+    if costs.store_bytes_per_second and not math.isinf(store):
+        # Else it falls behind whatever the interval; training does not wait, and the report says so.
+        lows.append((store, "the store must keep up with snapshots"))
     if limits.bytes_per_hour is not None:
-        each = limits.bytes_per_hour / costs.world_size * own / 3600
-        spare_bytes = each - costs.differential_bytes
-        extra = costs.snapshot_bytes - each * costs.snapshot_seconds / own
-        low = extra / spare_bytes if spare_bytes > 0 else math.inf
+        low = _least_interval(costs, limits.bytes_per_hour / costs.world_size / 3600)
         lows.append((low, f"{readable_bytes(limits.bytes_per_hour)} may be written in an hour"))
     if limits.total_bytes is not None:
         kept = limits.kept_snapshots
@@ -225,6 +226,15 @@ def _intervals(costs: Costs, limits: Limits, b: int) -> _Range:
     high, high_because = min(highs, key=lambda limit: limit[0])
     low = low if math.isinf(low) else math.ceil(low - 1e-9)
     return _Range(max(1.0, low), math.floor(high + 1e-9), low_because, high_because)
+
+
+def _least_interval(costs: Costs, bytes_per_second: float) -> float:
+    """The shortest interval with which a rank writes no more than so much; infinite if none does."""
+    spare = bytes_per_second * (costs.step_seconds + costs.differential_seconds)
+    spare -= costs.differential_bytes
+    # A longer step, by C/f, has more time.
+    extra = costs.snapshot_bytes - bytes_per_second * costs.snapshot_seconds
+    return extra / spare if spare > 0 else math.inf
 
 
 def _whole(costs: Costs, rates: FailureRates, f: float, b: int, allowed: _Range) -> int:

@@ -32,6 +32,8 @@ class Costs:
         replay_seconds: Replaying one differential (``r``).
         restart_seconds: From a failure until training goes on, without loading and replay: noticing,
             scheduling, imports, locks, the new writer.
+        store_latency_seconds: What an upload takes whatever its size; 0 without a store.
+        store_bytes_per_second: What one rank uploads (``W_s``); 0 without a store.
         world_size: Ranks.
 
     Raises:
@@ -50,6 +52,8 @@ class Costs:
     load_seconds: float
     replay_seconds: float
     restart_seconds: float
+    store_latency_seconds: float = 0.0
+    store_bytes_per_second: float = 0.0
     world_size: int = 1
 
     def __post_init__(self) -> None:
@@ -110,6 +114,24 @@ def writer_share(costs: Costs, f: float, b: float) -> float:
     """Busy share of the writer's slowest part, disk or core; above 1 training waits for it."""
     own = costs.step_seconds + costs.differential_seconds + costs.snapshot_seconds / f
     return max(disk_seconds_per_step(costs, f, b), costs.encode_seconds) / own
+
+
+def store_share(costs: Costs, f: float, b: float) -> float:
+    """What a rank uploads over what its store takes: ``(s + S/f) / (W_s T')``; 0 without a store.
+
+    Above 1 the store falls ever further behind; training never waits for it. Latency does not count:
+    batches that pile up are uploaded as one.
+    """
+    if not costs.store_bytes_per_second:
+        return 0.0
+    per_step = costs.differential_bytes + costs.snapshot_bytes / f
+    return per_step / costs.store_bytes_per_second / loop_seconds(costs, f, b)
+
+
+def store_lag_steps(costs: Costs, f: float, b: float) -> float:
+    """Mean steps that a store which keeps up is behind the training: a batch filled, written, sent."""
+    sent = costs.store_latency_seconds + b * costs.differential_bytes / costs.store_bytes_per_second
+    return (b - 1) / 2 + (batch_seconds(costs, b) + sent) / loop_seconds(costs, f, b)
 
 
 def batch_seconds(costs: Costs, b: float) -> float:

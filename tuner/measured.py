@@ -86,7 +86,7 @@ def measure(lives: Sequence[Life], *, world_size: int) -> Measured:
             "it: lowdiff plan --params 7e9 --gpus 8 --mtbf 4h --disk 2GB/s"
         )
     samples, facts = newest.samples, newest.facts
-    estimates = _training(samples, facts) | _writing(samples, facts)
+    estimates = _training(samples, facts) | _writing(samples, facts) | _storing(samples)
     estimates |= _recovery(lives, estimates, number(facts, "elements", 1.0))
     values = {name: estimate.median for name, estimate in estimates.items()}
     return Measured(Costs(**values, world_size=world_size), estimates)
@@ -129,6 +129,28 @@ def _writing(samples: Mapping[str, Sequence[float]], facts: Facts) -> dict[str, 
 
 
 _BATCH = ("seconds", "bytes", "steps")
+
+
+def _storing(samples: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
+    """The store's bandwidth and latency, told apart in the same way; empty without a store."""
+    snapshots = _uploads(samples, "snapshots", _RECENT_SNAPSHOTS)
+    batches = _uploads(samples, "segments", _RECENT_BATCHES)
+    bandwidth = Estimate.of([size / seconds for seconds, size in snapshots or batches])
+    if bandwidth is None:
+        return {}
+    latency = [max(0.0, seconds - size / bandwidth.median) for seconds, size in batches]
+    return {
+        "store_bytes_per_second": _positive(bandwidth),
+        "store_latency_seconds": Estimate.of(latency) or Estimate.assumed(0.0),
+    }
+
+
+def _uploads(
+    samples: Mapping[str, Sequence[float]], kind: str, recent: int
+) -> list[tuple[float, float]]:
+    """Seconds and bytes of the newest uploads of a kind."""
+    seconds, sizes = (samples.get(f"{kind}_upload_{unit}", ()) for unit in ("seconds", "bytes"))
+    return [(s, size) for s, size in zip(seconds, sizes, strict=False) if s > 0][-recent:]
 
 
 def _recovery(

@@ -22,6 +22,9 @@ _STAGED_BYTES_PER_ENTRY = 8.0
 #: Of one core: docs/benchmarks.md has 55 to 83 million.
 _ENCODE_ENTRIES_PER_SECOND = 50e6
 
+#: One request to an object store in the same region.
+_STORE_LATENCY_SECONDS = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -39,6 +42,7 @@ class Job:
         restart_seconds: From a failure until loading begins.
         replay_workers: Cores that replay on a rank.
         write_latency_seconds: What a durable write takes whatever its size.
+        store_bytes_per_second: What one node uploads to an object store; 0 without one.
 
     Raises:
         ConfigError: If a value cannot be.
@@ -55,6 +59,7 @@ class Job:
     restart_seconds: float = 120.0
     replay_workers: int = 8
     write_latency_seconds: float = 0.01
+    store_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -78,7 +83,7 @@ def planned(job: Job) -> Measured:
     """
     entries = job.density * job.params
     state = 4.0 * job.params * (1 + OPTIMIZERS[job.optimizer])
-    share = job.disk_bytes_per_second / min(job.gpus, job.gpus_per_node)
+    ranks = min(job.gpus, job.gpus_per_node)
     shard = state / job.gpus
     # Loading reads the whole state, each node through its own disk.
     load = state / job.disk_bytes_per_second
@@ -93,16 +98,18 @@ def planned(job: Job) -> Measured:
         snapshot_bytes=shard,
         encode_seconds=entries / _ENCODE_ENTRIES_PER_SECOND,
         write_latency_seconds=job.write_latency_seconds,
-        write_bytes_per_second=share,
+        write_bytes_per_second=job.disk_bytes_per_second / ranks,
         load_seconds=load,
         replay_seconds=replay,
         restart_seconds=job.restart_seconds,
+        store_latency_seconds=_STORE_LATENCY_SECONDS if job.store_bytes_per_second else 0.0,
+        store_bytes_per_second=job.store_bytes_per_second / ranks,
         world_size=job.gpus,
     )
-    given = ("step_seconds", "write_bytes_per_second")
+    given = ("step_seconds", "write_bytes_per_second", "store_bytes_per_second")
     estimates = {
         name: (Estimate.given if name in given else Estimate.assumed)(getattr(costs, name))
         for name in Costs.__dataclass_fields__
-        if name != "world_size"
+        if name != "world_size" and (job.store_bytes_per_second or not name.startswith("store_"))
     }
     return Measured(costs, estimates)

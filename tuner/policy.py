@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.choice import Limits, Setting, is_allowed, largest_batch
-from lowdiff.tuner.costs import Costs, waste, writer_share
+from lowdiff.tuner.costs import Costs, store_share, waste, writer_share
 from lowdiff.tuner.failures import FailurePrior, FailureRates
 from lowdiff.tuner.units import readable_bytes, readable_seconds
 
@@ -129,8 +129,9 @@ def move(
     change = f"from {old.seconds_per_hour:.1f} to {new.seconds_per_hour:.1f} seconds per hour"
     reasons = [f"expected waste falls {change}"]
     if breaks:
-        busy = writer_share(costs, *_numbers(now))
-        reasons.append(f"a limit is not kept now; the writer is {busy:.0%} busy")
+        busy, sent = (share(costs, *_numbers(now)) for share in (writer_share, store_share))
+        store = f", the store {sent:.0%}" if costs.store_bytes_per_second else ""
+        reasons.append(f"a limit is not kept now; the writer is {busy:.0%} busy{store}")
     reasons.append(
         f"a step takes {readable_seconds(costs.step_seconds)}, a snapshot "
         f"{readable_seconds(costs.snapshot_seconds)} of training, a durable write "
@@ -148,8 +149,9 @@ def _badness(
     """Limits first; among settings that break them, the nearest to keeping them; then waste."""
     excess = max(0, levels.setting.batch_size - largest_batch(costs, limits)[0])
     allowed = is_allowed(costs, limits, levels.setting)
-    busy = 0.0 if allowed else writer_share(costs, *_numbers(levels))
-    return excess, not allowed, busy, waste(costs, rates, *_numbers(levels)).total
+    numbers = _numbers(levels)
+    busy = 0.0 if allowed else max(writer_share(costs, *numbers), store_share(costs, *numbers))
+    return excess, not allowed, busy, waste(costs, rates, *numbers).total
 
 
 def _numbers(levels: Levels) -> tuple[int, int]:

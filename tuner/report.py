@@ -23,6 +23,8 @@ from lowdiff.tuner.costs import (
     effective_share,
     lost_steps,
     recovery_seconds,
+    store_lag_steps,
+    store_share,
     waste,
     writer_share,
 )
@@ -311,6 +313,13 @@ def _warnings(question: Question, choice: Choice) -> list[str]:
     busy = writer_share(costs, f, b)
     if busy > 0.7 and costs.encode_seconds <= 0.7 * loop:
         found.append(f"your disk is busy for {busy:.0%} of the time with checkpoints")
+    sent = store_share(costs, f, b)
+    if sent > 0.7:
+        found.append(
+            f"the store takes {readable_bytes(costs.store_bytes_per_second)}/s of each rank, and "
+            f"checkpoints fill {sent:.0%} of that; above 100 % it falls ever further behind, and "
+            "what it lacks is lost with the run folder: a lower density or more bandwidth helps"
+        )
     now = question.current
     if now is not None:
         share = writer_share(costs, now.snapshot_every, now.batch_size)
@@ -376,6 +385,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ),
         ("a failure takes", f"{readable_seconds(recovery_seconds(costs, f, b))} to recover from"),
         ("steps lost", f"process crash {process:.1f}, loss of a node {node:.1f}"),
+        *_store_facts(costs, f, b),
         ("written", f"{readable_bytes(report.bytes_per_day)} a day, all ranks"),
         ("stored", f"up to {readable_bytes(report.stored_bytes)}, all ranks"),
         (
@@ -387,6 +397,16 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ),
     ]
     return rows
+
+
+def _store_facts(costs: Costs, f: float, b: float) -> list[tuple[str, str]]:
+    if not costs.store_bytes_per_second:
+        return []
+    share = store_share(costs, f, b)
+    if share >= 1:
+        return [("in the store", "ever later: it takes less than the run writes")]
+    lag = store_lag_steps(costs, f, b)
+    return [("in the store", f"{lag:.1f} steps later; busy for {share:.0%} of the time")]
 
 
 def cost_text(name: str, value: float) -> str:

@@ -88,7 +88,7 @@ def test_a_strangers_document_is_refused(tmp_path: Path, strange: dict[str, Any]
 
 def test_full_windows_of_all_kinds_fit_on_a_page(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "page")
-    for kind in range(5):
+    for kind in range(9):
         for number in range(3 * WINDOW):
             recorder.observe(f"a_long_name_of_samples_{kind}", number / 3)
     recorder.note(**{f"a_name_of_a_fact_{i}": 1 / 3 for i in range(16)})
@@ -98,7 +98,7 @@ def test_full_windows_of_all_kinds_fit_on_a_page(tmp_path: Path) -> None:
     samples, facts = RecordReader(tmp_path / "page").read()
     assert samples == recorder.samples()
     assert facts == recorder.facts()
-    assert [len(values) for values in samples.values()] == [WINDOW] * 5
+    assert [len(values) for values in samples.values()] == [WINDOW] * 9
     assert samples["a_long_name_of_samples_0"][-1] == (3 * WINDOW - 1) / 3
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, read_records
 from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.measurements import gather_measurements
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.segments import read_batch, uploaded_records
 from lowdiff.persistence.status import WriterStatus
@@ -73,6 +74,13 @@ def test_each_object_is_a_segment_of_its_own(tmp_path: Path) -> None:
     for name, size in store.sizes("snapshots").items():
         assert store.read(name) == (tmp_path / "run" / name).read_bytes()
         assert size
+    measured = gather_measurements(settings.staging, settings.run_id, 1, ended="").samples
+    assert measured["segments_upload_bytes"] == list(store.sizes("segments").values())
+    (snapshot,) = measured["snapshots_upload_bytes"]
+    assert snapshot == store.sizes()["snapshots/i000000-s0000000003/rank-0000.safetensors"]
+    assert all(
+        s > 0 for kind in ("segments", "snapshots") for s in measured[f"{kind}_upload_seconds"]
+    )
     assert writer.status().remote_bytes == sum(
         size for name, size in store.sizes().items() if name != "run.json"
     ) - len(store.read("snapshots/i000000-s0000000003/rank-0000.json"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lowdiff.tuner.costs import Costs
 from lowdiff.tuner.failures import FailureRates
 
@@ -53,4 +55,8 @@ JOBS = {
     "laptop": (LAPTOP, FailureRates.known(2 * 3600.0)),
     "cluster": (CLUSTER, FailureRates.known(54 * 86400.0 / 466, node_share=0.8)),
     "slow disk": (SLOW_DISK, FailureRates.known(3600.0)),
+    "slow store": (
+        replace(LAPTOP, store_bytes_per_second=6e6, store_latency_seconds=0.2),
+        FailureRates.known(3600.0),
+    ),
 }

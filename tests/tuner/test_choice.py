@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -13,7 +13,7 @@ from lowdiff.tuner.choice import (
     stored_bytes,
     written_bytes_per_hour,
 )  # fmt: skip
-from lowdiff.tuner.costs import waste, writer_share
+from lowdiff.tuner.costs import store_share, waste, writer_share
 from lowdiff.tuner.failures import FailureRates
 from tests.tuner.jobs import CLUSTER, JOBS, LAPTOP, SLOW_DISK
 
@@ -75,6 +75,21 @@ def test_storage_limits_bind_and_are_kept() -> None:
     oftener = recommend(CLUSTER, rates, Limits(total_bytes=total))
     assert oftener.setting.snapshot_every == free.setting.snapshot_every // 2
     assert any("may hold" in reason for reason in oftener.reasons)
+
+
+def test_a_store_must_keep_up_where_it_can() -> None:
+    rates = JOBS["laptop"][1]
+    free = recommend(LAPTOP, rates, Limits()).setting
+    needs = LAPTOP.store_bytes_per_second
+    assert needs == store_share(LAPTOP, *astuple(free)) == 0
+    rate = LAPTOP.differential_bytes / LAPTOP.step_seconds
+    slow = replace(LAPTOP, store_bytes_per_second=2 * rate)
+    rarer = recommend(slow, rates, Limits())
+    assert store_share(slow, *astuple(free)) > 0.8
+    assert 0.79 < store_share(slow, *astuple(rarer.setting)) <= 0.8
+    assert any("the store must keep up" in reason for reason in rarer.reasons)
+    hopeless = replace(LAPTOP, store_bytes_per_second=rate / 2)
+    assert recommend(hopeless, rates, Limits()).setting == free
 
 
 def test_a_smaller_loss_means_smaller_batches() -> None:

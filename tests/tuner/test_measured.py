@@ -43,6 +43,27 @@ def test_only_the_newest_writes_count() -> None:
     assert costs.write_latency_seconds == pytest.approx(0.2)
 
 
+def test_a_store_is_known_by_its_uploads() -> None:
+    assert "store_bytes_per_second" not in measure([life()], world_size=1).estimates
+    now = life()
+    uploads = {
+        "snapshots_upload_seconds": [30.0] + [2.0] * 5,
+        "snapshots_upload_bytes": [100e6] * 6,
+        "segments_upload_seconds": [0.3, 0.5],
+        "segments_upload_bytes": [5e6, 15e6],
+    }
+    costs = measure([replace(now, samples={**now.samples, **uploads})], world_size=1).costs
+    assert costs.store_bytes_per_second == 50e6
+    assert costs.store_latency_seconds == pytest.approx(0.2)
+
+
+def test_a_store_that_has_no_snapshot_yet_is_known_by_its_batches() -> None:
+    now = life()
+    uploads = {"segments_upload_seconds": [0.5, 0.5], "segments_upload_bytes": [5e6, 5e6]}
+    costs = measure([replace(now, samples={**now.samples, **uploads})], world_size=1).costs
+    assert (costs.store_bytes_per_second, costs.store_latency_seconds) == (10e6, 0.0)
+
+
 def test_what_was_never_seen_is_assumed_and_says_so() -> None:
     measured = measure([life()], world_size=1)
     sources = {name: e.source for name, e in measured.estimates.items()}

@@ -79,6 +79,21 @@ def test_the_document_is_json_for_every_job() -> None:
         assert document["strategies"][0]["name"] == "lowdiff"
 
 
+@pytest.mark.parametrize(
+    ("rate", "fact", "warning"),
+    [(1e12, "0.", ""), (2.0, "later; busy for", "fill"), (0.5, "ever later", "falls")],
+)
+def test_a_store_is_reported_on(rate: float, fact: str, warning: str) -> None:
+    needed = LAPTOP.differential_bytes / LAPTOP.step_seconds
+    store = replace(LAPTOP, store_bytes_per_second=rate * needed, store_latency_seconds=0.1)
+    report = make_report(replace(question(), costs=store))
+    assert fact in dict(facts(report))["in the store"]
+    about = [text for text in report.warnings if "the store takes" in text]
+    assert bool(about) == bool(warning)
+    assert all(warning in text for text in about)
+    assert "in the store" not in dict(facts(make_report(question())))
+
+
 def test_a_kind_of_failure_that_never_happens_has_no_mean() -> None:
     asked = replace(question(), rates=FailureRates.known(3600.0, node_share=0.0))
     document = make_report(asked).document()
