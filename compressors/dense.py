@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lowdiff.compressors.exchange import Notes
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import UsageError
-from lowdiff.layout import bits, shard_owners, torch_dtype
+from lowdiff.layout import bits, shard_owners
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
 
@@ -62,39 +62,19 @@ class Dense:
         return DenseReducer(self, layout, group, rank=rank, world_size=world_size)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Copies from the share of the rank that owns the block's parameter."""
-        shares = [
-            self.share_decoder(payload, layout, rank, len(payloads))
-            for rank, payload in enumerate(payloads)
-        ]
-        owners = shard_owners(layout, len(payloads))
-
-        def decode(block: Block, out: torch.Tensor) -> None:
-            shares[owners[block.parameter]](block, out)
-
-        return decode
-
-    def share_decoder(
-        self, payload: Payload, layout: Layout, rank: int, world_size: int
-    ) -> Decoder:
-        """The decoder of one rank's payload, for blocks of the parameters that this rank owns."""
-        places = _places(layout, rank, world_size)
-        values = {
-            dtype: section.data
-            for dtype in layout.dtypes
-            if (section := payload.section(f"values/{dtype}"))
+        """Copies from what the rank that owns the block's parameter logged."""
+        gradients = {
+            section.name: section.data for payload in payloads for section in payload.sections
         }
 
         def decode(block: Block, out: torch.Tensor) -> None:
-            place = places[block.parameter]
-            source = values[layout.parameters[block.parameter].dtype]
-            np.copyto(bits(out), source[place + block.start : place + block.stop])
+            np.copyto(bits(out), gradients[str(block.parameter)][block.start : block.stop])
 
         return decode
 
 
 class DenseReducer:
-    """Dense bound to one run: keeps a copy of what this rank's share of the gradient was."""
+    """Dense bound to one run: passes this rank's share of the gradient on."""
 
     def __init__(
         self,
@@ -106,18 +86,12 @@ class DenseReducer:
         world_size: int,
     ) -> None:
         self._reproducible = compressor.reproducible
-        self._layout = layout
         self._group = group
         self._world_size = world_size
-        self._places = _places(layout, rank, world_size)
-        self._share = {
-            dtype: torch.zeros(
-                sum(spec.numel for i, spec in layout.of_dtype(dtype) if i in self._places),
-                dtype=torch_dtype(dtype),
-            )
-            for dtype in layout.dtypes
-        }
-        self._is_consumed = False
+        self._mine = [
+            i for i, owner in enumerate(shard_owners(layout, world_size)) if owner == rank
+        ]
+        self._consumed: dict[int, torch.Tensor] = {}
         self._stamp = 0
         self._own_note = 0
         self._notes = Notes()
@@ -129,7 +103,7 @@ class DenseReducer:
         self._own_note = note
         self._notes.begin(note)
         self._telling = None
-        self._is_consumed = False
+        self._consumed.clear()
 
     def close(self) -> None:
         """See ``Reducer.close``: there is nothing to give back."""
@@ -187,39 +161,22 @@ class DenseReducer:
     def consume(
         self, gradients: Sequence[torch.Tensor | None], *, factors: tuple[float, ...] = ()
     ) -> None:
-        """See ``Reducer.consume``: copy this rank's share, unscaled and clipped by now."""
-        for i, place in self._places.items():
+        """See ``Reducer.consume``: this rank's share, unscaled and clipped by now.
+
+        On the CPU nothing is copied: ``payload`` must be used before the optimizer's caller may
+        change the gradients.
+        """
+        for i in self._mine:
             gradient = gradients[i]
             if gradient is not None:
-                share = self._share[self._layout.parameters[i].dtype]
-                share[place : place + gradient.numel()].copy_(gradient)
-                self._is_consumed = True
+                self._consumed[i] = gradient.cpu()
 
     def payload(self) -> Payload:
-        """See ``Reducer.payload``.
+        """See ``Reducer.payload``: a section for each gradient, named by its parameter's index.
 
-        Every parameter of the share has its place, also one whose gradient is absent: what
-        stands there is then without meaning. The arrays are reused in the next step.
+        It shares the gradients' memory. What was handed out is not handed out again.
         """
-        if not self._is_consumed:
-            return Payload(())
+        consumed, self._consumed = self._consumed, {}
         return Payload(
-            tuple(
-                Section(f"values/{dtype}", "planes", bits(share))
-                for dtype, share in self._share.items()
-                if share.numel()
-            )
+            tuple(Section(str(i), "planes", bits(gradient)) for i, gradient in consumed.items())
         )
-
-
-def _places(layout: Layout, rank: int, world_size: int) -> dict[int, int]:
-    """Layout index of each parameter that a rank owns -> its first element in the share."""
-    owners = shard_owners(layout, world_size)
-    places = {}
-    for dtype in layout.dtypes:
-        place = 0
-        for i, spec in layout.of_dtype(dtype):
-            if owners[i] == rank:
-                places[i] = place
-                place += spec.numel
-    return places

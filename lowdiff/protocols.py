@@ -96,7 +96,7 @@ class Reducer(Protocol):
         ...
 
     def payload(self) -> Payload:
-        """This rank's share of everything consumed since ``begin``."""
+        """This rank's share of what was consumed since ``begin``, but for what was handed out before."""
         ...
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from lowdiff.persistence.replica_status import MarkPage, ReplicaSettings
 from lowdiff.persistence.snapshots import ImageTensor
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer_process import WriterProcess
+from lowdiff.protocols import Reducer
 from lowdiff.recovery.replica_process import ReplicaProcess
 from lowdiff.settings import Settings
 from lowdiff.stager import Stager
@@ -35,10 +36,24 @@ class ReplicatedStager(Stager):
     ) -> None:
         super().__init__(log, writer, settings, rank, world_size)
         self._marks = MarkPage(log.folder.snapshot_mark)
-        self._step = -1
+        self._step = self._given_up = -1
         self._holds_image = False
         self._error_of_replica = ""
         self.replica = ReplicaProcess(replica)
+
+    def stage_ahead(self, step: int, reducer: Reducer) -> None:
+        """Queue gradients before their step's record, straight from where the optimizer has them."""
+        payload = reducer.payload()
+        if self._owes_snapshot or self._given_up == step:
+            return
+
+        def fits(_: object) -> bool:
+            return self._log.append_ahead(payload.sections, durable_step=self._consumed_step())
+
+        if not self._degrades:
+            self._wait_until(fits, "the replica to make room")
+        elif not fits(None):
+            self._given_up = step
 
     def stage(
         self,
@@ -58,7 +73,7 @@ class ReplicatedStager(Stager):
         """
         if kind is RecordKind.DIFFERENTIAL:
             self._forget_image()
-            if self._owes_snapshot and not rebases:
+            if (self._owes_snapshot or self._given_up == step) and not rebases:
                 self._drop(step)
                 return self._log.body_checksum
             self._bound_risk(step - 2 * self._settings.snapshot_every)
@@ -95,6 +110,7 @@ class ReplicatedStager(Stager):
             self._holds_image = False
 
     def _drop(self, step: int) -> None:
+        self._log.drop_ahead()
         if not self._owes_snapshot:
             log_event(
                 _logger,

@@ -93,7 +93,9 @@ class Session:
         self.stager.show(step, step)
         self._begin()
         self._capture.install(
-            lambda: self.stager.timed("differential_seconds"), self._note_exchange
+            lambda: self.stager.timed("differential_seconds"),
+            self._note_exchange,
+            lambda: self.stager.stage_ahead(self.step + 1, self.reducer),
         )
 
     def forward_begins(self) -> None:

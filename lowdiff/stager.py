@@ -24,6 +24,7 @@ from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import StatusReader, TrainerPage, TrainerStatus, WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
+from lowdiff.protocols import Reducer
 from lowdiff.settings import Settings
 from lowdiff.types import Layout, Payload
 
@@ -127,6 +128,9 @@ class Stager:
         self._wait_until(fits, "staging memory")
         self.counters.staged_bytes += written[0]
         return self._log.body_checksum
+
+    def stage_ahead(self, step: int, reducer: Reducer) -> None:
+        """Stage what an optimizer is about to use before its step ends, where that saves a copy."""
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool

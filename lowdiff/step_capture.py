@@ -53,16 +53,21 @@ class StepCapture:
         self._looking: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
     def install(
-        self, timed: Callable[[], AbstractContextManager[None]], has_exchanged: Callable[[], None]
+        self,
+        timed: Callable[[], AbstractContextManager[None]],
+        has_exchanged: Callable[[], None],
+        has_consumed: Callable[[], None],
     ) -> None:
         """Hook into the optimizers.
 
         Args:
             timed: Measures what the hooks take of the training thread.
             has_exchanged: Called before an optimizer steps, when its gradients have been averaged.
+            has_consumed: Called when the reducer has read them, while they are still the same.
         """
         for index, optimizer in enumerate(self._attached.optimizers):
-            before = optimizer.register_step_pre_hook(self._pre_hook(index, timed, has_exchanged))
+            hook = self._pre_hook(index, timed, has_exchanged, has_consumed)
+            before = optimizer.register_step_pre_hook(hook)
             self._guard.registered(index, before)
             after = optimizer.register_step_post_hook(self._post_hook(index, timed))
             self._handles += [before, after]
@@ -152,6 +157,7 @@ class StepCapture:
         index: int,
         timed: Callable[[], AbstractContextManager[None]],
         has_exchanged: Callable[[], None],
+        has_consumed: Callable[[], None],
     ) -> Callable[..., None]:
         def before_step(
             optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -160,6 +166,7 @@ class StepCapture:
                 self._refuse_second_step(index)
                 has_exchanged()
                 self._consume(index, optimizer, [*args, *kwargs.values()])
+                has_consumed()
 
         return before_step
 

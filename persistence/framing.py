@@ -113,6 +113,7 @@ class RecordHeader:
         rebases: True when the step cannot be replayed, because something was changed outside the
             optimizer; only a snapshot leads to it.
         meta_coded: True when the scalars are compressed.
+        meta_last: True when the scalars follow the sections, as where these were staged ahead.
     """
 
     kind: RecordKind
@@ -127,6 +128,7 @@ class RecordHeader:
     lap: int
     rebases: bool = False
     meta_coded: bool = False
+    meta_last: bool = False
 
     def pack(self) -> bytes:
         """64 bytes; the CRC-32C covers everything after itself."""
@@ -134,7 +136,7 @@ class RecordHeader:
             _RECORD_MAGIC,
             0,
             self.kind,
-            self.coded | self.rebases << 1 | self.meta_coded << 2,
+            self.coded | self.rebases << 1 | self.meta_coded << 2 | self.meta_last << 3,
             self.meta_bytes,
             self.body_bytes,
             self.body_checksum,
@@ -170,6 +172,7 @@ class RecordHeader:
             lap=lap,
             rebases=bool(flags & 2),
             meta_coded=bool(flags & 4),
+            meta_last=bool(flags & 8),
         )
 
 
@@ -189,12 +192,16 @@ class RecordRef:
     @property
     def meta(self) -> memoryview:
         """The encoded scalars."""
-        return self.body[: self.header.meta_bytes]
+        size = self.header.meta_bytes
+        return self.body[len(self.body) - size :] if self.header.meta_last else self.body[:size]
 
     @property
     def sections(self) -> memoryview:
         """The encoded payload sections."""
-        return self.body[padded(self.header.meta_bytes) :]
+        size = self.header.meta_bytes
+        if self.header.meta_last:
+            return self.body[: len(self.body) - size]
+        return self.body[padded(size) :]
 
     @property
     def end(self) -> int:

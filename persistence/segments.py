@@ -119,6 +119,7 @@ def coded_record(record: RecordRef, codec: Codec) -> bytes:
         header,
         coded=True,
         meta_coded=frame is not None,
+        meta_last=False,
         meta_bytes=len(meta),
         body_bytes=len(body),
         body_checksum=crc32c(body),

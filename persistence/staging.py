@@ -59,6 +59,9 @@ class StagingLog:
         self._chunks: deque[_Chunk] = deque()
         self._offset = 0
         self._mark: tuple[RecordKind, int, bytes] | None = None
+        # Sections that were staged ahead of their record, where its body will be.
+        self._ahead: CheckedCopy | None = None
+        self._usual_bytes = 0
         #: CRC-32C of the body of the newest record.
         self.body_checksum = 0
         #: Last step that was dropped before it was durable, -1 for none.
@@ -100,6 +103,11 @@ class StagingLog:
         Raises:
             StorageError: If a chunk that is too small could not be replaced.
         """
+        if self._ahead is not None:
+            assert kind is RecordKind.DIFFERENTIAL
+            assert not sections
+            assert not pieces
+            return self._finish(kind, step, meta, durable_step, rebases=rebases)
         size = HEADER_BYTES + padded(len(meta)) + sections_bytes(sections)
         size += padded(sum(piece.nbytes for piece in pieces))
         if not self._reserve(size, durable_step, drop=drop):
@@ -108,6 +116,57 @@ class StagingLog:
             self._mark = kind, step, meta
         self._write(kind, step, meta, sections, pieces, rebases=rebases)
         return size
+
+    def append_ahead(self, sections: Sequence[Section], *, durable_step: int) -> bool:
+        """Copy sections of the next differential, whose `append` adds the rest; may be repeated.
+
+        Nothing is there for readers until then. False if the log is at its cap.
+        """
+        if not self._make_room(sections_bytes(sections), durable_step):
+            return False
+        assert self._ahead is not None
+        write_sections(self._ahead, sections)
+        return True
+
+    def drop_ahead(self) -> None:
+        """Forget what was staged ahead: its differential is given up."""
+        self._ahead = None
+
+    def _make_room(self, size: int, durable_step: int) -> bool:
+        """Room behind what is staged ahead; in another chunk if need be, where that moves."""
+        ahead = self._ahead
+        if ahead is None:
+            before = b""
+            needed = HEADER_BYTES + max(size, self._usual_bytes)
+        else:
+            needed = HEADER_BYTES + ahead.size + size
+            if self._offset + needed <= self._chunks[-1].file.size:
+                return True
+            before = bytes(self._body()[: ahead.size])  # its chunk may be the one that is reused
+        if not self._reserve(needed, durable_step, drop=False):
+            return False
+        self._ahead = CheckedCopy(self._body())
+        if before:
+            self._ahead.add(before)
+        return True
+
+    def _body(self) -> memoryview:
+        """All memory behind the next record's header."""
+        return self._chunks[-1].file.view[self._offset + HEADER_BYTES :]
+
+    def _finish(
+        self, kind: RecordKind, step: int, meta: bytes, durable_step: int, *, rebases: bool
+    ) -> int | None:
+        """Make a record of what was staged ahead."""
+        if not self._make_room(padded(len(meta)), durable_step):
+            return None
+        body = self._ahead
+        assert body is not None
+        body.add(meta)
+        self._ahead = None
+        self._usual_bytes = body.size
+        self._seal(kind, step, len(meta), body, rebases=rebases, meta_last=True)
+        return HEADER_BYTES + padded(body.size)
 
     def _write(
         self,
@@ -121,31 +180,44 @@ class StagingLog:
     ) -> None:
         meta_bytes = padded(len(meta))
         body_bytes = meta_bytes + sections_bytes(sections) + sum(p.nbytes for p in pieces)
-        chunk = self._chunks[-1]
-        start = self._offset + HEADER_BYTES
-        body = chunk.file.view[start : start + body_bytes]
-        copy = CheckedCopy(body)
+        copy = CheckedCopy(self._body()[:body_bytes])
         copy.add(meta.ljust(meta_bytes, b"\0"))
         write_sections(copy, sections)
         for piece in pieces:
             copy.add(piece)
-        self.body_checksum = copy.checksum
+        self._seal(kind, step, len(meta), copy, rebases=rebases)
+
+    def _seal(
+        self,
+        kind: RecordKind,
+        step: int,
+        meta_bytes: int,
+        body: CheckedCopy,
+        *,
+        rebases: bool,
+        meta_last: bool = False,
+    ) -> None:
+        """Put the header before a body: now it is a record."""
+        chunk = self._chunks[-1]
+        self.body_checksum = body.checksum
         header = RecordHeader(
             kind=kind,
             coded=False,
-            meta_bytes=len(meta),
-            body_bytes=body_bytes,
-            body_checksum=self.body_checksum,
+            meta_bytes=meta_bytes,
+            body_bytes=body.size,
+            body_checksum=body.checksum,
             step=step,
             incarnation=self.folder.incarnation,
             rank=self.folder.rank,
             world_size=self._world_size,
             lap=chunk.sequence,
             rebases=rebases,
+            meta_last=meta_last,
         )
+        start = self._offset + HEADER_BYTES
         chunk.file.view[self._offset : start] = header.pack()
         chunk.last_step = step
-        self._offset = start + padded(body_bytes)
+        self._offset = start + padded(body.size)
 
     def _reserve(self, size: int, durable_step: int, *, drop: bool) -> bool:
         chunk = self._chunks[-1]
@@ -237,10 +309,12 @@ class LogTail:
             if not chunks or not self._enter(chunks[0][0]):
                 return None
         record = self._read()
-        if record is None and (following := self._following()) is not None:
+        while record is None and (following := self._following()) is not None:
             # The trainer moves on only after its last record here was complete: look once more.
             record = self._read()
-            if record is None and self._enter(following):
+            if record is None:
+                if not self._enter(following):
+                    break
                 record = self._read()
         return record
 

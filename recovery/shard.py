@@ -37,10 +37,8 @@ def share_step(stored: StoredRecord, fence: Fence) -> Step:
     """
     differential = read_differential(stored, Codec())
     compressor = Dense(**fence.compressor["settings"])
-    decode_share = compressor.share_decoder(
-        differential.payload, fence.layout, differential.rank, fence.world_size
-    )
-    return Step((differential,), frozenset(differential.absent), decode_share)
+    decode = compressor.decoder([differential.payload], fence.layout)
+    return Step((differential,), frozenset(differential.absent), decode)
 
 
 class Shard:

@@ -2,7 +2,8 @@
 
 ``python -m tests.faults.soak --out docs/results`` writes soak.json and soak.md. It ends with status 1
 if anything was lost. ``--smoke`` runs every campaign at toy size; ``--minutes`` scales them all so
-that they take about so long.
+that they take about so long. Both files are written after every campaign, and ``--resume`` goes on
+behind the last one that they hold.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import os
 import platform
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -40,8 +41,11 @@ FULL_MINUTES = 60.0
 _SMOKE = 0.004
 
 
-def campaigns(folder: Path, scale: float, seed: int) -> list[Callable[[], Outcome]]:
-    """All of them, with everything they need but a call; ``scale`` 1 is the full size."""
+Campaigns: TypeAlias = "dict[str, Callable[[], Outcome]]"
+
+
+def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
+    """All of them by name, with everything they need but a call; ``scale`` 1 is the full size."""
     victims = make_victims(folder)
     segment = next(victims[0].run.rglob("*.seg"))
 
@@ -51,45 +55,51 @@ def campaigns(folder: Path, scale: float, seed: int) -> list[Callable[[], Outcom
     every = max(1, round(1 / scale))
     fuzzed_seconds = round(600 * min(scale, 1.0))
     hostile = list(HOSTILE)[: size(len(HOSTILE), 2)]
-    return [
-        lambda: kills(folder / "kills", size(200, 3), seed=seed),
-        lambda: kills(folder / "kills", size(50, 2), world_size=2, seed=seed),
-        lambda: replica_kills(folder / "replicas", size(100, 2), seed=seed),
-        lambda: replica_kills(folder / "replicas", size(30, 1), world_size=2, seed=seed),
-        lambda: kills(folder / "kills", size(50, 2), snapshot="rolling", seed=seed),
-        lambda: kills(folder / "kills", size(10), world_size=2, snapshot="rolling", seed=seed),
-        lambda: cuts(victims, every=every, seed=seed),
-        lambda: flips(victims, size(10_000, 50), seed=seed),
-        lambda: resumptions(victims, size(400, 4), folder, seed=seed),
-        lambda: power_failures(folder / "power", size(60, 10), every=min(every, 20), seed=seed),
-        lambda: storage_troubles(folder / "storage", size(10), seed=seed),
-        lambda: strangers(victims[0], folder / "strangers", kinds=hostile),
-        lambda: mutations(victims[0], size(20_000, 50), seed=seed),
-        lambda: fuzz(segment, size(20_000, 100), seconds=fuzzed_seconds, start=seed),
-        lambda: fuzz_guided(segment, folder, fuzzed_seconds),
-    ]
+    killed, replicas = folder / "kills", folder / "replicas"
+    return {
+        "kills": lambda: kills(killed, size(200, 3), seed=seed),
+        "kills of 2 ranks": lambda: kills(killed, size(50, 2), world_size=2, seed=seed),
+        "replicas": lambda: replica_kills(replicas, size(100, 2), seed=seed),
+        "replicas of 2 ranks": lambda: replica_kills(
+            replicas, size(30, 1), world_size=2, seed=seed
+        ),
+        "rolling": lambda: kills(killed, size(50, 2), snapshot="rolling", seed=seed),
+        "rolling of 2 ranks": lambda: kills(
+            killed, size(10), world_size=2, snapshot="rolling", seed=seed
+        ),
+        "cuts": lambda: cuts(victims, every=every, seed=seed),
+        "flips": lambda: flips(victims, size(10_000, 50), seed=seed),
+        "resumptions": lambda: resumptions(victims, size(400, 4), folder, seed=seed),
+        "power": lambda: power_failures(
+            folder / "power", size(60, 10), every=min(every, 20), seed=seed
+        ),
+        "storage": lambda: storage_troubles(folder / "storage", size(10), seed=seed),
+        "strangers": lambda: strangers(victims[0], folder / "strangers", kinds=hostile),
+        "mutations": lambda: mutations(victims[0], size(20_000, 50), seed=seed),
+        "fuzz": lambda: fuzz(segment, size(20_000, 100), seconds=fuzzed_seconds, start=seed),
+        "guided fuzz": lambda: fuzz_guided(segment, folder, fuzzed_seconds),
+    }
 
 
-def run(scale: float, seed: int) -> list[Outcome]:
-    """Run every campaign, one after the other."""
-    done = []
+def run(scale: float, seed: int, done: dict[str, Outcome], save: Callable[[], None]) -> None:
+    """Run every campaign that is not done yet, one after the other; save after each."""
     # In memory where there is room: the campaigns write and delete thousands of small files.
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with TemporaryDirectory(prefix="lowdiff-soak-", dir=place) as name:
-        for campaign in campaigns(Path(name), scale, seed):
-            outcome = campaign()
+        for title, campaign in campaigns(Path(name), scale, seed).items():
+            if title in done:
+                continue
+            outcome = done[title] = campaign()
             sys.stderr.write(
                 f"{outcome.tried}: {outcome.rounds} rounds, {len(outcome.lost)} lost, "
                 f"{outcome.seconds:.0f} s {outcome.not_run}\n"
             )
-            done.append(outcome)
-    return done
+            save()
 
 
-def report(
-    outcomes: Sequence[Outcome], *, scale: float, seed: int, seconds: float
-) -> dict[str, Any]:
+def report(done: Mapping[str, Outcome], *, scale: float, seed: int) -> dict[str, Any]:
     """The JSON document."""
+    outcomes = done.values()
     environment = environment_of(torch.device("cpu"))
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
@@ -100,7 +110,7 @@ def report(
         "rounds": sum(outcome.rounds for outcome in outcomes),
         "scale": scale,
         "seed": seed,
-        "seconds": round(seconds),
+        "seconds": round(sum(outcome.seconds for outcome in outcomes)),
         "machine": {
             "processor": environment.processor,
             "cores": len(os.sched_getaffinity(0)),
@@ -112,8 +122,17 @@ def report(
             "commit": commit.stdout.strip() or "unknown",
             **{name: version(name) for name in names},
         },
-        "campaigns": [{**vars(outcome), "found": dict(outcome.found)} for outcome in outcomes],
+        "campaigns": [
+            {"name": name, **vars(outcome), "found": dict(outcome.found)}
+            for name, outcome in done.items()
+        ],
     }
+
+
+def read(document: Mapping[str, Any]) -> dict[str, Outcome]:
+    """The outcomes of a report."""
+    rows = ({**row, "found": Counter(row["found"])} for row in document["campaigns"])
+    return {row.pop("name"): Outcome(**row) for row in rows}
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -141,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
     parser.add_argument("--minutes", type=float, help="about how long it may take")
     parser.add_argument("--smoke", action="store_true", help="toy size")
+    parser.add_argument("--resume", action="store_true", help="go on with what is in the folder")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     scale = _SMOKE if args.smoke else 1.0
@@ -149,13 +169,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.getLogger("lowdiff").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # of libraries that are fed with junk
-    started = time.monotonic()
-    outcomes = run(scale, args.seed)
-    document = report(outcomes, scale=scale, seed=args.seed, seconds=time.monotonic() - started)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "soak.json").write_text(json.dumps(document, indent=1) + "\n")
-    (args.out / "soak.md").write_text(markdown(document))
-    return 1 if document["lost"] else 0
+    path = args.out / "soak.json"
+    done = read(json.loads(path.read_text())) if args.resume else {}
+
+    def save() -> None:
+        document = report(done, scale=scale, seed=args.seed)
+        args.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        path.with_suffix(".md").write_text(markdown(document))
+
+    run(scale, args.seed, done, save)
+    return 1 if any(outcome.lost for outcome in done.values()) else 0
 
 
 if __name__ == "__main__":

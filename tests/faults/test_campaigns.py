@@ -137,11 +137,12 @@ def test_the_record_reader_takes_any_bytes(victims: list[Victim]) -> None:
 
 
 def test_a_loss_is_counted_and_described_in_the_report() -> None:
-    outcome = Outcome("something", seed=1, rounds=30, not_run="a part of it")
+    outcome = Outcome("something", seed=1, rounds=30, not_run="a part of it", seconds=90.0)
     outcome.found["survived"] = 2
     for number in range(28):
         outcome.lose(f"round {number}")
-    document = json.loads(json.dumps(soak.report([outcome], scale=0.5, seed=1, seconds=90.0)))
+    document = json.loads(json.dumps(soak.report({"some": outcome}, scale=0.5, seed=1)))
+    assert soak.read(document) == {"some": outcome}
     assert document["lost"] == 28
     assert document["campaigns"][0]["found"] == {"survived": 2}
     text = soak.markdown(document)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +76,16 @@ def drained(tail: LogTail) -> list[RecordRef]:
     return list(iter(tail.next, None))
 
 
+def ahead(log: StagingLog, step: int, parts: Sequence[int], *, durable: int = -1) -> bool:
+    """Stage a payload of so many items in parts ahead, and then the record, as one ``append``."""
+    for part, num_items in enumerate(parts):
+        section = Section(f"part {part}", "planes", np.full(num_items, step, np.uint32))
+        if not log.append_ahead([section], durable_step=durable):
+            return False
+    meta = b"step %d" % step
+    return log.append(RecordKind.DIFFERENTIAL, step, meta, (), durable_step=durable) is not None
+
+
 # Writing and reading
 
 
@@ -99,6 +109,51 @@ def test_data_is_copied_so_later_changes_of_it_do_not_matter(tmp_path: Path) -> 
     data[:] = 7
     (_, record), *_ = staged_records(folder)
     assert not read_sections(record.sections, Codec(), coded=False)[0].data.any()
+
+
+@pytest.mark.parametrize("parts", [[ITEMS], [40, 58], [1, 0, 3], [2000, 2]])
+def test_what_is_staged_ahead_is_read_once_its_record_is_whole(
+    tmp_path: Path, parts: list[int]
+) -> None:
+    folder = folder_in(tmp_path)
+    log, tail = log_in(folder), LogTail(folder)
+    append(log, 1)
+    for step in range(2, 40):
+        section = Section("part 0", "planes", np.full(parts[0], step, np.uint32))
+        log.append_ahead([section], durable_step=-1)
+        assert [record.header.step for record in drained(tail)] == [step - 1]
+        assert ahead(log, step, parts[1:])
+        last = [record for _, record in staged_records(folder)][-1]
+        assert last.header.body_checksum == log.body_checksum
+        assert bytes(last.meta) == b"step %d" % step
+        found = read_sections(last.sections, Codec(), coded=False)
+        assert [section.data.tolist() for section in found] == [[step] * n for n in parts]
+
+
+def test_what_is_staged_ahead_moves_with_all_of_it_where_a_chunk_ends(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=CHUNK)
+    for step in range(1, 60):  # each has begun in a chunk that it does not fit into
+        assert ahead(log, step, [300 + step, 400], durable=step - 1)
+        *_, (_, record) = staged_records(folder)
+        found = read_sections(record.sections, Codec(), coded=False)
+        assert [section.data.tolist() for section in found] == [[step] * (300 + step), [step] * 400]
+    assert len(folder.chunks()) == 2
+
+
+def test_ahead_waits_for_room_and_can_be_given_up(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=2 * CHUNK)
+    for step in (1, 2, 3):  # two fit into a chunk
+        assert ahead(log, step, [400])
+    assert log.append_ahead(payload(4, 10), durable_step=1)
+    assert not log.append_ahead(payload(4, 900), durable_step=1)
+    log.drop_ahead()
+    assert append(log, 4)
+    assert [r.header.step for _, r in staged_records(folder)] == [1, 2, 3, 4]
+    assert not ahead(log, 5, [900], durable=1)
+    assert ahead(log, 5, [900], durable=2)
+    assert [r.header.step for _, r in staged_records(folder)] == [3, 4, 5]
 
 
 def test_the_log_rolls_into_new_chunks_which_a_reader_follows(tmp_path: Path) -> None:

@@ -107,15 +107,15 @@ class Live:
         reducer = DenseReducer(Dense(), self.fence.layout, None, rank=0, world_size=1)
         reducer.begin(number, audit=False)
         reducer.consume(self._attached.gradients(0))
-        consumed = copy.deepcopy(hyper_parameters(self.optimizer))
-        self.optimizer.step()
         payload = Payload(
             tuple(Section(s.name, s.coding, s.data.copy()) for s in reducer.payload().sections)
         )
+        consumed = copy.deepcopy(hyper_parameters(self.optimizer))
+        self.optimizer.step()
         done = OptimizerStep(stepped=True, consumed=consumed)
         items = {"stateful/count": encode(number)}
         differential = Differential(number, 0, 0, 1, (done,), (), (), payload, items)
-        decode = Dense().share_decoder(payload, self.fence.layout, 0, 1)
+        decode = Dense().decoder([payload], self.fence.layout)
         return Step((differential,), frozenset(), decode)
 
     def state(self, step: int) -> RecoveredState:
