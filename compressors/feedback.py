@@ -211,6 +211,11 @@ class ErrorFeedback:
             target.index_fill_(0, positions, 0.0)
         self._finish(parameter, target)
 
+    def left(self, parameter: int) -> None:
+        """Owe the total as it is now: what was sent has been taken off it in place."""
+        _, target = self._store.pair(parameter)
+        self._finish(parameter, target)
+
     def _finish(self, parameter: int, residual: torch.Tensor) -> None:
         scale = self._store.loss_scale()
         if scale != 1.0:

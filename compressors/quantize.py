@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ _BITS = (4, 8)
 _ROUNDINGS = ("stochastic", "nearest")
 #: Elements that share a scale; blocks start with the parameter.
 _SCALED = 256
+#: Elements that are worked on at a time: float32 values of so many stay in a core's cache, and a
+#: large parameter needs no second copy of itself. A multiple of the above.
+_PIECE = 1 << 17
 
 #: Codes, int8 ``[blocks, 256]``, and scales, float32 ``[blocks]``, of one rank and parameter.
 Codes = tuple[torch.Tensor, torch.Tensor]
@@ -132,46 +135,71 @@ class _Quantize:
         levels, width = self._compressor.levels, self._compressor.bits
         for i, gradient in gradients.items():
             total = self._feedback.total(i, gradient)
-            codes, scales = self._quantized(i, total if is_used(gradient) else None, total, lane)
-            sent = _values((codes, scales), levels)[: total.numel()]
-            self._feedback.sent(i, sent.to(total.dtype))
-            self._own[i] = codes, scales
+            self._own[i] = self._quantized(i, total, lane, is_sent=is_used(gradient))
+            for piece in _pieces(total.numel()):
+                total[piece].sub_(
+                    _values(_cut(self._own[i], piece), levels)[: _length(total, piece)]
+                )
+            self._feedback.left(i)
         packed = [
-            torch.cat([_packed(codes, width), scales.view(torch.uint8)])
+            part
             for codes, scales in (self._own[i] for i in gradients)
+            for part in (_packed(codes, width), scales.view(torch.uint8))
         ]
-        ends = [0, *np.cumsum([p.numel() for p in packed]).tolist()]
         everyone = lane.gather(torch.cat(packed))
-        for (i, gradient), start, stop in zip(gradients.items(), ends[:-1], ends[1:], strict=True):
+        start = 0
+        for i, gradient in gradients.items():
+            stop = start + self.sent_bytes({i: gradient})
             of_rank = [_unpacked(wire[start:stop], gradient.numel(), width) for wire in everyone]
-            mean = _mean(of_rank, levels, lane.world_size)[: gradient.numel()]
-            gradient.copy_(mean)
+            for piece in _pieces(gradient.numel()):
+                mean = _mean([_cut(own, piece) for own in of_rank], levels, lane.world_size)
+                gradient[piece].copy_(mean[: _length(gradient, piece)])
             mine = slice(*share(gradient.numel(), lane.rank, lane.world_size))
             self._share[i] = gradient[mine].clone()
+            start = stop
 
     def _quantized(
-        self, parameter: int, used: torch.Tensor | None, total: torch.Tensor, lane: Lane
+        self, parameter: int, total: torch.Tensor, lane: Lane, *, is_sent: bool
     ) -> Codes:
+        """Codes of gradient plus residual; all zero if none of it is to be sent."""
         blocks = -(-total.numel() // _SCALED)
-        padded = torch.zeros(blocks * _SCALED, dtype=torch.float32, device=total.device)
-        if used is not None:
-            padded[: used.numel()] = used
-        padded = padded.view(blocks, _SCALED)
-        scales = padded.abs().amax(1) if blocks else padded.new_zeros(0)
-        steps = padded.mul_((self._compressor.levels / scales)[:, None])
-        if self._compressor.rounding == "stochastic":
-            generator = torch.Generator(total.device)
-            words = (self._compressor.seed, self._step, lane.rank, parameter)
-            generator.manual_seed(
-                int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
-            )
-            noise = torch.rand(steps.shape, generator=generator, device=total.device)
-            steps = steps.add_(noise).floor_()
+        codes = torch.zeros(blocks, _SCALED, dtype=torch.int8, device=total.device)
+        scales = torch.zeros(blocks, dtype=torch.float32, device=total.device)
+        if is_sent:
+            noise = self._noise(parameter, total.device, lane)
+            for piece in _pieces(total.numel()):
+                into, scale_into = _cut((codes, scales), piece)
+                self._quantize(total[piece], noise, into, scale_into)
+        return codes, scales
+
+    def _quantize(
+        self,
+        values: torch.Tensor,
+        noise: torch.Generator | None,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> None:
+        """Write the codes and scales of some values; whole blocks, but for a parameter's last."""
+        levels = self._compressor.levels
+        padded = torch.zeros(codes.shape, dtype=torch.float32, device=values.device)
+        padded.view(-1)[: values.numel()] = values
+        largest = padded.abs().amax(1)
+        steps = padded.mul_((levels / largest)[:, None])
+        if noise is None:
+            steps.round_()
         else:
-            steps = steps.round_()
+            steps.add_(torch.rand(steps.shape, generator=noise, device=values.device)).floor_()
         # A block of zeros has no scale, and one with NaN or Inf is not finite as a whole.
-        steps.nan_to_num_(0.0, 0.0, 0.0).clamp_(-self._compressor.levels, self._compressor.levels)
-        return steps.to(torch.int8), torch.where(scales.isfinite(), scales, torch.nan)
+        codes.copy_(steps.nan_to_num_(0.0, 0.0, 0.0).clamp_(-levels, levels))
+        scales.copy_(torch.where(largest.isfinite(), largest, torch.nan))
+
+    def _noise(self, parameter: int, device: torch.device, lane: Lane) -> torch.Generator | None:
+        """What a parameter is rounded with in this step; None rounds to the nearest."""
+        if self._compressor.rounding == "nearest":
+            return None
+        words = (self._compressor.seed, self._step, lane.rank, parameter)
+        seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
+        return torch.Generator(device).manual_seed(seed)
 
     def rebuilt(self, parameter: int, share: slice) -> torch.Tensor | None:
         return self._share.get(parameter)
@@ -189,6 +217,22 @@ class _Quantize:
             Section("quantized/codes", "planes", codes.cpu().numpy()),
             Section("quantized/scales", "planes", bits(scales)),
         ]
+
+
+def _pieces(numel: int) -> Iterator[slice]:
+    """Ranges of whole blocks, but for the last."""
+    for start in range(0, numel, _PIECE):
+        yield slice(start, start + _PIECE)
+
+
+def _cut(codes: Codes, piece: slice) -> Codes:
+    """The blocks of a piece."""
+    blocks = slice(piece.start // _SCALED, piece.stop // _SCALED)
+    return codes[0][blocks], codes[1][blocks]
+
+
+def _length(values: torch.Tensor, piece: slice) -> int:
+    return min(values.numel(), int(piece.stop)) - int(piece.start)
 
 
 def _values(codes: Codes, levels: int) -> torch.Tensor:
