@@ -19,8 +19,8 @@ from lowdiff.persistence.differentials import encode_scalars, read_differential
 from lowdiff.persistence.durable import make_directory, write_json
 from lowdiff.persistence.fences import create_run, read_fence, read_run_id, write_fence
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind
-from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.snapshots import Manifest, encode_mark, manifest_file, shard_file
 from lowdiff.persistence.staging import StagingLog, staged_records
@@ -362,7 +362,7 @@ def test_snapshots_are_compared_with_their_checksums_only_when_asked(folder: Run
     shard_file(path, 0).write_bytes(b"other bytes")
     write_json(manifest_file(path, 0), asdict(Manifest(RUN_ID, 0, 40, 0, 1, 11, 7)))
     assert [s.step for s in scan(folder).snapshots] == [40]
-    found = scan(folder, check_snapshots=True)
+    found = scan(folder, check_all=True)
     assert found.snapshots == ()
     assert [error.path for error in found.damage] == [shard_file(path, 0)]
 
@@ -394,15 +394,15 @@ def test_files_that_retention_removes_during_the_scan_are_no_damage(
         write_json(manifest_file(path, 0), asdict(Manifest(RUN_ID, 0, step, 0, 1, 0, 0)))
     read = Manifest.read
 
-    def read_view_late(path: Path) -> memoryview:
+    def open_late(path: Path) -> SegmentFile:
         folder.segment(0, 0, 1).unlink(missing_ok=True)
-        return read_view(path)
+        return SegmentFile(path)
 
     def read_late(path: Path) -> Manifest:
         manifest_file(folder.snapshot(0, 1), 0).unlink(missing_ok=True)
         return read(path)
 
-    monkeypatch.setattr("lowdiff.persistence.catalog.read_view", read_view_late)
+    monkeypatch.setattr("lowdiff.persistence.segment_scan.SegmentFile", open_late)
     monkeypatch.setattr(Manifest, "read", read_late)
     found = scan(folder)
     assert listed(found) == {2: False}
