@@ -135,7 +135,10 @@ def scan(
     records: dict[tuple[int, int], RankRecords] = {}
 
     def records_of(incarnation: int, rank: int) -> RankRecords:
-        return records.setdefault((incarnation, rank), RankRecords())
+        key = incarnation, rank
+        if key not in records:
+            records[key] = RankRecords()
+        return records[key]
 
     staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
     for stage in staging:

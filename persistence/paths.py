@@ -177,11 +177,16 @@ class RunFolder:
             yield rank, folder
 
     @staticmethod
-    def segment_files(folder: Path) -> Iterator[tuple[int, int, Path, os.stat_result]]:
-        """``(incarnation, first step, path, status)`` of every segment in one rank's folder."""
-        for path, (incarnation, first) in _matching(folder, _SEGMENT_NAME):
-            with contextlib.suppress(FileNotFoundError):  # a live run's retention was faster
-                yield incarnation, first, path, path.stat()
+    def segment_files(folder: Path) -> Iterator[tuple[int, int, str, os.stat_result]]:
+        """``(incarnation, first step, name, status)`` of every segment in one rank's folder."""
+        with os.scandir(folder) as entries:  # without a Path for each: there may be many
+            found = sorted((e for e in entries if not e.is_symlink()), key=lambda e: e.name)
+        for entry in found:
+            match = _SEGMENT_NAME.fullmatch(entry.name)
+            if match is not None:
+                with contextlib.suppress(FileNotFoundError):  # a live run's retention was faster
+                    status = entry.stat(follow_symlinks=False)
+                    yield int(match[1]), int(match[2]), entry.name, status
 
     def segment(self, incarnation: int, rank: int, first: int) -> Path:
         """One segment, by the step of its first record."""

@@ -50,10 +50,16 @@ class Stretch:
 
     first: int
     last: int
-    path: Path
+    folder: Path
+    name: str
     bytes: int | None
     rebases: tuple[int, ...]
     is_claimed: bool
+
+    @property
+    def path(self) -> Path:
+        """The segment."""
+        return self.folder / self.name
 
     def part(self, first: int, last: int) -> Stretch:
         """Some of its steps."""
@@ -85,6 +91,10 @@ class RankRecords(Mapping[int, StoredRecord]):
 
     def add(self, stretch: Stretch) -> None:
         """Add those steps of a segment's that no other segment has."""
+        if not self._stretches or self._stretches[-1].last < stretch.first:
+            self._stretches.append(stretch)
+            self._ranges = self._rebases = None
+            return
         start = stretch.first
         for other in list(self._overlapping(stretch.first, stretch.last)):
             if start < other.first:
@@ -210,7 +220,7 @@ class RankRecords(Mapping[int, StoredRecord]):
     def _read(self, path: Path) -> None:
         """Put what a segment holds in the place of what an index claims of it."""
         self._open = None
-        self._stretches = [stretch for stretch in self._stretches if stretch.path != path]
+        self._stretches = [stretch for stretch in self._stretches if stretch.name != path.name]
         self._ranges = self._rebases = None
         with contextlib.suppress(FileNotFoundError):  # a live run's retention was faster
             what = "%s does not hold what its index says: the index is removed, the file read"
@@ -227,10 +237,7 @@ class RankRecords(Mapping[int, StoredRecord]):
             index += 1
 
     def _insert(self, stretch: Stretch) -> None:
-        if not self._stretches or self._stretches[-1].last < stretch.first:
-            self._stretches.append(stretch)
-        else:
-            insort(self._stretches, stretch, key=lambda other: other.first)
+        insort(self._stretches, stretch, key=lambda other: other.first)
 
 
 def reach(shards: Sequence[RankRecords], step: int, limit: int | None = None) -> int:
@@ -258,7 +265,8 @@ def stretches_of(file: SegmentFile) -> list[Stretch]:
 
     def finish() -> None:
         if first >= 0:
-            found.append(Stretch(first, last, file.path, size, tuple(rebases), is_claimed=False))
+            place = file.path.parent, file.path.name
+            found.append(Stretch(first, last, *place, size, tuple(rebases), is_claimed=False))
 
     while (record := file.next()) is not None:
         header = record.header

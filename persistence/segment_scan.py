@@ -45,12 +45,13 @@ def add_segments(
         known = read_index(path, run_id, rank) if use_index else {}
         fits: list[Sealed] = []
         fresh: list[Sealed] = []
-        for incarnation, first, segment, found in folder.segment_files(path):
+        for incarnation, first, name, status in folder.segment_files(path):
             sealed = known.get((incarnation, first))
-            if sealed is not None and _fits(sealed, found):
+            if sealed is not None and _fits(sealed, status):
                 fits.append(sealed)
-                records_of(incarnation, rank).add(_claimed(sealed, segment))
+                records_of(incarnation, rank).add(_claimed(sealed, path, name))
                 continue
+            segment = path / name
             try:
                 file = SegmentFile(segment)
                 header = file.header
@@ -72,13 +73,13 @@ def add_segments(
             write_index(path, run_id, rank, [*fits, *fresh])
 
 
-def _fits(sealed: Sealed, found: os.stat_result) -> bool:
-    return (sealed.bytes, sealed.mtime_ns) == (found.st_size, found.st_mtime_ns)
+def _fits(sealed: Sealed, status: os.stat_result) -> bool:
+    return (sealed.bytes, sealed.mtime_ns) == (status.st_size, status.st_mtime_ns)
 
 
-def _claimed(sealed: Sealed, path: Path) -> Stretch:
+def _claimed(sealed: Sealed, folder: Path, name: str) -> Stretch:
     size = sealed.bytes - HEADER_BYTES
-    return Stretch(sealed.first, sealed.last, path, size, sealed.rebases, is_claimed=True)
+    return Stretch(sealed.first, sealed.last, folder, name, size, sealed.rebases, is_claimed=True)
 
 
 def _sealed(
