@@ -239,8 +239,9 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
 
 def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, int] | None:
     """One rank's newest segment of an incarnation that holds a record, and its last step."""
-    own = [path for n, owner, _, path in folder.segments() if (n, owner) == (incarnation, rank)]
-    for path in reversed(own):
+    home = folder.segments_of(rank)
+    found = folder.segment_files(home) if home.is_dir() else ()
+    for path in reversed([home / name for number, _, name, _ in found if number == incarnation]):
         view = read_view(path)
         try:
             header = FileHeader.unpack(view, path)

@@ -180,7 +180,7 @@ class RunFolder:
     def segment_files(folder: Path) -> Iterator[tuple[int, int, str, os.stat_result]]:
         """``(incarnation, first step, name, status)`` of every segment in one rank's folder."""
         with os.scandir(folder) as entries:  # without a Path for each: there may be many
-            found = sorted((e for e in entries if not e.is_symlink()), key=lambda e: e.name)
+            found = sorted((e for e in entries if e.is_file(follow_symlinks=False)), key=_name)
         for entry in found:
             match = _SEGMENT_NAME.fullmatch(entry.name)
             if match is not None:
@@ -412,6 +412,10 @@ class StagingFolder:
     def writer_log(self) -> Path:
         """The writer's output."""
         return self.root / "writer.log"
+
+
+def _name(entry: os.DirEntry[str]) -> str:
+    return entry.name
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, tuple[int, ...]]]:

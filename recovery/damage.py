@@ -67,7 +67,8 @@ def judge(folder: RunFolder, catalog: Catalog) -> tuple[list[Finding], list[Find
     """
     failures: list[Finding] = []
     notes: list[Finding] = []
-    segments = {path: (number, rank, at) for number, rank, at, path in folder.segments()}
+    there = folder.segments() if catalog.damage else ()
+    segments = {path: (number, rank, first) for number, rank, first, path in there}
     for error in catalog.damage:
         if error.path in segments and error.path.exists():
             number, rank, first = segments[error.path]
