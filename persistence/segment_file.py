@@ -21,7 +21,8 @@ from lowdiff.persistence.framing import (
     padded,
 )
 
-_PIECE_BYTES = 1 << 20
+#: Recovery of a run with many ranks holds one of each.
+_PIECE_BYTES = 256 << 10
 
 
 class SegmentFile:

@@ -270,7 +270,8 @@ def _world_size(folder: RunFolder, catalog: Catalog, number: int) -> int:
                 return read_fence(path).world_size
     for (incarnation, _), records in catalog.records.items():
         if incarnation == number:
-            return next(iter(records.values())).record.header.world_size
+            with suppress(DamagedFile, StopIteration):
+                return next(iter(records.values())).record.header.world_size
     return 1
 
 
