@@ -65,7 +65,7 @@ class Share:
 
 def compressor(arm: str) -> Compressor | None:
     """What an arm trains with; None for LowDiff+."""
-    made = {
+    made: dict[str, Compressor] = {
         "topk": TopK(density=0.01),
         "cyclic_topk": CyclicTopK(density=0.01),
         "powersgd": PowerSGD(matrix_rank=4),

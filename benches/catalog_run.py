@@ -8,11 +8,11 @@ the parameters that there were at the start. They go through the writer process'
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 
@@ -111,9 +111,5 @@ def _write_snapshots(folder: RunFolder, shape: Shape) -> None:
 @contextmanager
 def _without_fsync() -> Iterator[None]:
     """Nothing here must survive a power failure, and 100,000 syncs would take an hour."""
-    real = os.fsync, os.fdatasync
-    os.fsync = os.fdatasync = lambda descriptor: None
-    try:
+    with patch("os.fsync"), patch("os.fdatasync"):
         yield
-    finally:
-        os.fsync, os.fdatasync = real

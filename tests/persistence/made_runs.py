@@ -99,7 +99,7 @@ def segment(folder: RunFolder, stage: StagingFolder, steps: Sequence[int]) -> Pa
 
 def listed(catalog: Catalog, incarnation: int = 0, rank: int = 0) -> dict[int, bool]:
     """Step -> whether it was found in staging."""
-    found = catalog.records.get((incarnation, rank), {})
+    found = catalog.of(incarnation, rank)
     return {step: stored.staged for step, stored in sorted(found.items())}
 
 

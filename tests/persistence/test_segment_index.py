@@ -354,7 +354,7 @@ def test_writers_that_are_killed_or_in_each_others_way_leave_a_whole_index(tmp_p
     writers = [context.Process(target=write_for_ever, args=(tmp_path, own)) for own in many]
     for writer in writers:
         writer.start()
-    seen = set()
+    seen: set[int] = set()
     deadline = time.monotonic() + 20
     while len(seen) < 2 and time.monotonic() < deadline:
         entries = list(read_index(tmp_path, RUN_ID, 0).values())
