@@ -67,8 +67,8 @@ class Result:
     summary: Mapping[str, Any]
 
 
-def write(result: Result, out: Path, draw: Callable[[Axes, Result], None]) -> None:
-    """Write both files, and print the summary."""
+def write(result: Result, out: Path, *panels: Callable[[Axes, Result], None]) -> None:
+    """Write both files, and print the summary; the picture has a panel for each way to draw."""
     out.mkdir(parents=True, exist_ok=True)
     record = {
         **asdict(result),
@@ -77,14 +77,16 @@ def write(result: Result, out: Path, draw: Callable[[Axes, Result], None]) -> No
     }
     path = out / f"{result.name}.json"
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    figure = Figure(figsize=(9.0, 4.2), dpi=150, layout="constrained")
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(9.0, max(4.2, 3.2 * rows)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # drawn without pyplot, which would keep global state
-    axes = figure.subplots()
-    draw(axes, result)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(PALE)
-    axes.tick_params(colors=MUTED, labelcolor=INK)
-    axes.set_axisbelow(True)
+    for number, draw in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, min(2, len(panels)), number)
+        draw(axes, result)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(PALE)
+        axes.tick_params(colors=MUTED, labelcolor=INK)
+        axes.set_axisbelow(True)
     figure.savefig(path.with_suffix(".png"))
     for key, value in result.summary.items():
         print(f"{key:<40} {f'{value:.6g}' if isinstance(value, float) else value}")

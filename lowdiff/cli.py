@@ -138,7 +138,8 @@ def inspect(
 ) -> None:
     """Say what a run holds and which steps can be recovered.
 
-    Reads headers and checksums only; safe while the run is training. JSON keys: run_id,
+    Reads headers and checksums only, and of large runs the index of their segments; `verify` reads
+    every byte. Safe while the run is training. JSON keys: run_id,
     world_size, parameters, elements, snapshots, differentials (first, last, count, bytes, staged),
     recoverable (first, last), bytes_per_step, compressor, optimizer, and some more. Ranges include
     both ends.

@@ -20,7 +20,6 @@ from lowdiff.meter import RecoveryClock
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
-from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.protocols import Compressor
@@ -170,10 +169,8 @@ def recover_together(
 
 def _has_history(catalog: Catalog) -> bool:
     """Whether anything was ever committed, readable or not: then it is not passed over."""
-    kinds = {s.record.header.kind for found in catalog.records.values() for s in found.values()}
-    return (
-        bool(catalog.incarnations or catalog.snapshots or catalog.damage)
-        or RecordKind.DIFFERENTIAL in kinds
+    return bool(catalog.incarnations or catalog.snapshots or catalog.damage) or any(
+        records.num_differentials for records in catalog.records.values()
     )
 
 
@@ -194,7 +191,7 @@ def _residual_of(
     """
     newest = catalog.incarnations[max(catalog.incarnations)]
     for number in (newest.number, state.fence.incarnation):
-        stored = catalog.records.get((number, rank), {}).get(state.step)
+        stored = catalog.of(number, rank).get(state.step)
         if stored is None:
             continue
         fence = catalog.incarnations[number].fence

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 from lowdiff.agreement import Ranks
@@ -63,17 +65,25 @@ def shared_catalog(
 
     Durable files become part of this rank's run folder; staged ones are needed only now.
     """
+    if ranks.world_size > 1:
+        _share(settings, ranks, run_id, stages, imported)
+    with ranks.together():
+        return scan(settings.folder, [settings.staging_root, imported])
+
+
+def _share(
+    settings: Settings, ranks: Ranks, run_id: str, stages: list[StagingFolder], imported: Path
+) -> None:
     chunks = [
         (f"{s.root.name}/{path.name}", path)
         for s in stages
         for path in [*(path for _, path in s.chunks()), *s.replica_files()]
     ]
     ranks.share_files(chunks, imported / run_id)
+    visible = sorted(_visible(settings.run))
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
-        visible = _visible(settings.run, pattern)
-        ranks.share_files(visible, settings.run, grow=pattern == "*.seg")
-    with ranks.together():
-        return scan(settings.folder, [settings.staging_root, imported])
+        files = [(name, settings.run / name) for name in visible if fnmatch(name, f"*/{pattern}")]
+        ranks.share_files(files, settings.run, grow=pattern == "*.seg")
 
 
 def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
@@ -98,6 +108,11 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     return stages
 
 
-def _visible(folder: Path, pattern: str) -> list[tuple[str, Path]]:
-    files = (p for p in folder.rglob(pattern) if p.is_file() and not p.is_symlink())
-    return [(str(path.relative_to(folder)), path) for path in files]
+def _visible(folder: Path, within: str = "") -> Iterator[str]:
+    """Names of all files below a folder, without those that links lead to."""
+    with os.scandir(folder / within) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _visible(folder, f"{within}{entry.name}/")
+            elif entry.is_file(follow_symlinks=False):
+                yield within + entry.name

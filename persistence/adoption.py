@@ -91,3 +91,5 @@ async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
             segments = SegmentWriter(settings.folder, file_header)
         for batch in batches_of([record], codec):
             await segments.append(batch)
+    if segments is not None:
+        await segments.seal()

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.fences import read_fence, read_run_id
-from lowdiff.persistence.framing import FileHeader, RecordKind, RecordRef, read_records
+from lowdiff.persistence.framing import FileHeader, RecordKind, read_records
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.records import RankRecords, StoredRecord, reach
 from lowdiff.persistence.retention_notes import Collected, read_notes, read_pins
 from lowdiff.persistence.retention_plan import Pin
+from lowdiff.persistence.segment_scan import add_segments
 from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file
 from lowdiff.persistence.staging import staged_records
 from lowdiff.types import Fence
@@ -78,15 +80,6 @@ class SnapshotSet:
         return any(manifest.first_base is not None for manifest in self.manifests)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredRecord:
-    """A checked differential and where it was found."""
-
-    record: RecordRef
-    path: Path
-    staged: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """Everything of a run that passed its checks.
@@ -94,8 +87,7 @@ class Catalog:
     Attributes:
         incarnations: By number; only those with every rank's fence that outlived their attach.
         snapshots: Complete ones, by step, then incarnation.
-        records: ``(incarnation, rank)`` -> step -> record; the BASE record of an incarnation
-            under its base step.
+        records: ``(incarnation, rank)`` -> step -> record.
         staging: Staging folders seen.
         damage: What failed a check; none of it is listed above.
         collected: What retention has removed.
@@ -106,7 +98,7 @@ class Catalog:
     root: Path
     incarnations: Mapping[int, Incarnation]
     snapshots: tuple[SnapshotSet, ...]
-    records: Mapping[tuple[int, int], Mapping[int, StoredRecord]]
+    records: Mapping[tuple[int, int], RankRecords]
     staging: tuple[StagingFolder, ...]
     damage: tuple[DamagedFile, ...]
     num_incarnations: int
@@ -115,42 +107,54 @@ class Catalog:
 
     def last_staged(self, incarnation: int, rank: int, base_step: int) -> int:
         """Last step of an unbroken sequence of one rank's records after ``base_step``."""
-        records = self.records.get((incarnation, rank), {})
-        step = base_step
-        while step + 1 in records:
-            step += 1
-        return step
+        return self.of(incarnation, rank).unbroken(base_step)
+
+    def of(self, incarnation: int, rank: int) -> RankRecords:
+        """One rank's records of one incarnation, of which there may be none."""
+        found = self.records.get((incarnation, rank))
+        return RankRecords() if found is None else found
 
 
 def scan(
-    folder: RunFolder, staging_roots: Sequence[Path] = (), *, check_snapshots: bool = False
+    folder: RunFolder, staging_roots: Sequence[Path] = (), *, check_all: bool = False
 ) -> Catalog:
     """List a run over its tiers; staging first, because records move from there to segments.
+
+    Where an index of segments fits them, what it says of them is believed until they are needed.
 
     Args:
         folder: The run folder.
         staging_roots: Where staging folders of runs live; none to look at durable files only.
-        check_snapshots: Also read every snapshot and compare its checksum.
+        check_all: Read every snapshot and segment, and compare every checksum.
 
     Raises:
         NotARun: If the folder holds no run.
     """
     run_id = read_run_id(folder)
     damage: list[DamagedFile] = []
-    records: dict[tuple[int, int], dict[int, StoredRecord]] = {}
+    records: dict[tuple[int, int], RankRecords] = {}
+
+    def records_of(incarnation: int, rank: int) -> RankRecords:
+        key = incarnation, rank
+        if key not in records:
+            records[key] = RankRecords()
+        return records[key]
+
     staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
     for stage in staging:
         for path, record in staged_records(stage):
-            _add(records, StoredRecord(record, path, staged=True))
+            # A BASE record is of its incarnation's base step, where no differential of it can be.
+            if record.header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):
+                own = records_of(record.header.incarnation, record.header.rank)
+                own.stage(StoredRecord(record, path, staged=True))
     fences, numbers = _fences(folder, run_id, damage)
     collected, pins = _retention(folder, run_id, damage)
-    for found in _segment_records(folder, run_id, damage):
-        _add(records, found)
+    add_segments(folder, run_id, records_of, damage, use_index=not check_all)
     return Catalog(
         run_id=run_id,
         root=folder.root,
         incarnations={n: i for n, i in fences.items() if _has_begun(folder, i.fence)},
-        snapshots=tuple(_snapshots(folder, run_id, damage, check_snapshots)),
+        snapshots=tuple(_snapshots(folder, run_id, damage, check_all)),
         records=records,
         staging=tuple(staging),
         damage=tuple(damage),
@@ -205,15 +209,8 @@ def has_cycle(catalog: Catalog, snapshot: SnapshotSet) -> bool:
 
     A cycle lies in one incarnation, so these are its own. An atomic snapshot needs none.
     """
-    shards = [
-        catalog.records.get((snapshot.incarnation, rank), {})
-        for rank in range(len(snapshot.manifests))
-    ]
-    return all(
-        all(step in records for records in shards)
-        and not all(records[step].record.header.rebases for records in shards)
-        for step in range(snapshot.first_base + 1, snapshot.step + 1)
-    )
+    shards = [catalog.of(snapshot.incarnation, rank) for rank in range(len(snapshot.manifests))]
+    return reach(shards, snapshot.first_base, snapshot.step) == snapshot.step
 
 
 def complete_snapshots(folder: RunFolder, run_id: str) -> tuple[SnapshotSet, ...]:
@@ -242,8 +239,9 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
 
 def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, int] | None:
     """One rank's newest segment of an incarnation that holds a record, and its last step."""
-    own = [path for n, owner, _, path in folder.segments() if (n, owner) == (incarnation, rank)]
-    for path in reversed(own):
+    home = folder.segments_of(rank)
+    found = folder.segment_files(home) if home.is_dir() else ()
+    for path in reversed([home / name for number, _, name, _ in found if number == incarnation]):
         view = read_view(path)
         try:
             header = FileHeader.unpack(view, path)
@@ -253,14 +251,6 @@ def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, 
         if steps:
             return path, steps[-1]
     return None
-
-
-def _add(records: dict[tuple[int, int], dict[int, StoredRecord]], found: StoredRecord) -> None:
-    header = found.record.header
-    # A BASE record stands at its incarnation's base step, where no differential of it can be.
-    if header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):
-        key = (header.incarnation, header.rank)
-        records.setdefault(key, {}).setdefault(header.step, found)
 
 
 def _fences(
@@ -284,28 +274,6 @@ def _fences(
         if 0 in fences and len(fences) == fences[0].world_size
     }
     return complete, numbers
-
-
-def _segment_records(
-    folder: RunFolder, run_id: str, damage: list[DamagedFile]
-) -> Iterator[StoredRecord]:
-    for incarnation, rank, _, path in folder.segments():
-        try:
-            view = read_view(path)
-            header = FileHeader.unpack(view, path)
-            if (header.run_id, header.incarnation, header.rank) != (run_id, incarnation, rank):
-                raise DamagedFile(path, "it belongs to another run, incarnation or rank")
-        except FileNotFoundError:
-            continue  # a live run's retention was faster
-        except DamagedFile as error:
-            damage.append(error)
-            continue
-        end = len(header.pack())
-        for record in read_records(view, header):
-            end = record.end
-            yield StoredRecord(record, path, staged=False)
-        if end < len(view):
-            damage.append(DamagedFile(path, f"{len(view) - end} bytes are no record", offset=end))
 
 
 def _snapshots(

@@ -9,9 +9,9 @@ import numpy as np
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.catalog import StoredRecord
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.forms import BadEncoding
+from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.sections import read_sections
 from lowdiff.persistence.values import decode, encode
 from lowdiff.types import (

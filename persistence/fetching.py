@@ -19,13 +19,14 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
-from lowdiff.persistence.catalog import StoredRecord, complete_fences, has_cycle, scan
+from lowdiff.persistence.catalog import complete_fences, has_cycle, scan
 from lowdiff.persistence.durable import fsync_directory, make_directory
 from lowdiff.persistence.fences import read_run_id
-from lowdiff.persistence.framing import HEADER_BYTES, padded
+from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.lineage import Span, lineage
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import CONSTANTS_NAME, NOTES_NAME, RUN_FILE, RunFile, RunFolder
+from lowdiff.persistence.records import RankRecords
 from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file
 from lowdiff.types import Fence
 
@@ -256,7 +257,7 @@ def _fetch_segments(
         extent.file.name
         for extent in _extents(listing, spans, first_base, step)
         if not _holds(
-            catalog.records.get((extent.file.incarnation, extent.file.rank), {}),
+            catalog.of(extent.file.incarnation, extent.file.rank),
             extent,
             listing.sizes[extent.file.name],
         )
@@ -319,15 +320,15 @@ def _extents(
                 yield _Extent(file, last)
 
 
-def _holds(records: Mapping[int, StoredRecord], extent: _Extent, size: int) -> bool:
+def _holds(records: RankRecords, extent: _Extent, size: int) -> bool:
     """Whether the records of a segment object are here already."""
     first = extent.file.step
     if extent.last is not None:
-        return all(step in records for step in range(first, extent.last + 1))
+        return records.unbroken(first - 1) >= extent.last
     # Of the newest one only the length is known; encoded records have the same everywhere.
     rest = size - HEADER_BYTES
     while rest > 0 and first in records and not records[first].staged:
-        rest -= HEADER_BYTES + padded(records[first].record.header.body_bytes)
+        rest -= records[first].framed_bytes
         first += 1
     return rest <= 0
 

@@ -48,6 +48,9 @@ class RecordKind(IntEnum):
     CYCLE = 5
 
 
+_KINDS = frozenset(map(int, RecordKind))
+
+
 @dataclass(frozen=True, slots=True)
 class FileHeader:
     """The first 64 bytes of a chunk or segment.
@@ -62,6 +65,15 @@ class FileHeader:
     rank: int
     world_size: int
     sequence: int
+
+    def owns(self, record: RecordHeader) -> bool:
+        """Whether a record is one of this file, by what its header says."""
+        identity = (record.incarnation, record.rank, record.world_size)
+        return (
+            record.meta_bytes <= record.body_bytes
+            and identity == (self.incarnation, self.rank, self.world_size)
+            and (self.kind is not FileKind.CHUNK or record.lap == self.sequence)
+        )
 
     def pack(self) -> bytes:
         """64 bytes, the last four a CRC-32C over the others."""
@@ -157,7 +169,7 @@ class RecordHeader:
         magic, crc, kind, flags, meta, body, body_crc, world, step, incarnation, rank, lap = (
             _RECORD.unpack(head)
         )
-        if magic != _RECORD_MAGIC or crc != crc32c(head[8:]) or kind not in tuple(RecordKind):
+        if magic != _RECORD_MAGIC or crc != crc32c(head[8:]) or kind not in _KINDS:
             return None
         return cls(
             kind=RecordKind(kind),
@@ -217,12 +229,7 @@ def padded(size: int) -> int:
 def read_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef | None:
     """The record at ``offset``, or None where no valid record of this file starts."""
     header = RecordHeader.unpack(view[offset : offset + HEADER_BYTES])
-    if header is None or header.meta_bytes > header.body_bytes:
-        return None
-    identity = (header.incarnation, header.rank, header.world_size)
-    if identity != (file.incarnation, file.rank, file.world_size):
-        return None
-    if file.kind is FileKind.CHUNK and header.lap != file.sequence:
+    if header is None or not file.owns(header):
         return None
     start = offset + HEADER_BYTES
     body = view[start : start + header.body_bytes]

@@ -6,6 +6,7 @@
     RUN/incarnations/i000002/rank-0000.json              fences
     RUN/snapshots/i000002-s0000000200/rank-0000.*        .safetensors, .json (manifest)
     RUN/segments/rank-0000/i000002-s0000000201.seg       differentials 201, 202, ...
+    RUN/segments/rank-0000/index                         what these hold; a cache
     RUN/constants/0123...def.safetensors                 frozen parameters, by SHA-256
     RUN/locks/rank-0000.lock, lease, retention.lock
     RUN/pins/LABEL.json                                  steps that retention spares
@@ -89,6 +90,11 @@ def shared_staging_root() -> Path:
     return Path("/dev/shm") / f"lowdiff-{os.getuid()}"
 
 
+def segment_name(incarnation: int, first: int) -> str:
+    """Of a segment in its rank's folder, by the step of its first record."""
+    return f"i{incarnation:06d}-s{first:010d}.seg"
+
+
 @dataclass(frozen=True, slots=True)
 class RunFile:
     """What the name of a file of a run, relative to the run, says about it.
@@ -159,15 +165,32 @@ class RunFolder:
         self, is_wanted: Callable[[int], bool] = lambda rank: True
     ) -> Iterator[tuple[int, int, int, Path]]:
         """``(incarnation, rank, first step, path)`` of every segment of the wanted ranks."""
-        for folder, (rank,) in _matching(self.root / "segments", _RANK_NAME):
+        for rank, folder in self.segment_folders():
             if not is_wanted(rank):
                 continue
             for path, (incarnation, first) in _matching(folder, _SEGMENT_NAME):
                 yield incarnation, rank, first, path
 
+    def segment_folders(self) -> Iterator[tuple[int, Path]]:
+        """``(rank, folder)`` of every rank's segments."""
+        for folder, (rank,) in _matching(self.root / "segments", _RANK_NAME):
+            yield rank, folder
+
+    @staticmethod
+    def segment_files(folder: Path) -> Iterator[tuple[int, int, str, os.stat_result]]:
+        """``(incarnation, first step, name, status)`` of every segment in one rank's folder."""
+        with os.scandir(folder) as entries:  # without a Path for each: there may be many
+            found = sorted((e for e in entries if e.is_file(follow_symlinks=False)), key=_name)
+        for entry in found:
+            match = _SEGMENT_NAME.fullmatch(entry.name)
+            if match is not None:
+                with contextlib.suppress(FileNotFoundError):  # a live run's retention was faster
+                    status = entry.stat(follow_symlinks=False)
+                    yield int(match[1]), int(match[2]), entry.name, status
+
     def segment(self, incarnation: int, rank: int, first: int) -> Path:
         """One segment, by the step of its first record."""
-        return self.segments_of(rank) / f"i{incarnation:06d}-s{first:010d}.seg"
+        return self.segments_of(rank) / segment_name(incarnation, first)
 
     def constants(self, content_hash: str) -> Path:
         """Frozen parameters that snapshots share."""
@@ -235,7 +258,10 @@ class RunFolder:
             try:
                 mode = path.lstat().st_mode
                 if stat.S_ISDIR(mode):
-                    pending += path.iterdir()
+                    # What most entries are is known from the listing; the rest is looked at above.
+                    with os.scandir(path) as entries:
+                        others = [e.path for e in entries if not e.is_file(follow_symlinks=False)]
+                    pending += map(Path, others)
             except FileNotFoundError:
                 continue  # a live run's retention was faster
             except NotADirectoryError as error:
@@ -386,6 +412,10 @@ class StagingFolder:
     def writer_log(self) -> Path:
         """The writer's output."""
         return self.root / "writer.log"
+
+
+def _name(entry: os.DirEntry[str]) -> str:
+    return entry.name
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, tuple[int, ...]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from lowdiff.persistence.framing import (
 )
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.sections import encode_sections, read_sections
+from lowdiff.persistence.segment_index import Sealed, add_to_index, is_worth_remembering
 
 _logger = logging.getLogger(__name__)
 
@@ -38,13 +40,13 @@ class Batch:
     """Encoded records that are written and fsynced together, or uploaded.
 
     Attributes:
-        rebase: Last step in it that only a snapshot leads to, -1 for none.
+        rebases: Steps in it that only a snapshot leads to, ascending.
     """
 
     data: bytes
     first: int
     last: int
-    rebase: int = -1
+    rebases: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,9 @@ class SegmentWriter:
         self._header = header
         self._path: Path | None = None
         self._size = 0
-        self._last = -1
+        self._first = self._last = -1
+        self._rebases: list[int] = []
+        self._sealed: list[Sealed] = []  # those that are not in the index yet
 
     async def append(self, batch: Batch) -> int:
         """Write and fsync one batch; after a failure the same batch can be given again."""
@@ -89,7 +93,7 @@ class SegmentWriter:
                 await asyncio.to_thread(os.fsync, file.fileno())
             await asyncio.to_thread(fsync_directory, path.parent)
             self._path, self._size = path, len(header) + len(batch.data)
-            self._last = batch.last
+            self._first, self._last, self._rebases = batch.first, batch.last, [*batch.rebases]
             return self._size
         async with aiofiles.open(self._path, "r+b") as file:
             await file.truncate(self._size)  # what an earlier, failed attempt may have left
@@ -99,13 +103,30 @@ class SegmentWriter:
             await asyncio.to_thread(os.fdatasync, file.fileno())
         self._size += len(batch.data)
         self._last = batch.last
+        self._rebases += batch.rebases
         if self._size > _SEGMENT_BYTES:
             self.roll()
         return len(batch.data)
 
     def roll(self) -> None:
-        """The next batch starts a new segment."""
+        """The next batch starts a new segment; this one is not touched again."""
+        with contextlib.suppress(OSError):  # its run went back, and retention took it
+            if self._path is not None:
+                found = self._path.stat()
+                if found.st_size == self._size:  # else a failed attempt left something behind it
+                    number, size, mtime_ns = self._header.incarnation, self._size, found.st_mtime_ns
+                    rebases = tuple(self._rebases)
+                    sealed = Sealed(number, self._first, self._last, size, mtime_ns, rebases)
+                    self._sealed.append(sealed)
         self._path = None
+
+    async def seal(self) -> None:
+        """The next batch starts a new segment; what the filled ones hold goes into the index."""
+        self.roll()
+        if is_worth_remembering(self._sealed):
+            rank, sealed, self._sealed = self._header.rank, self._sealed, []
+            folder = self._folder.segments_of(rank)
+            await asyncio.to_thread(add_to_index, folder, self._header.run_id, rank, sealed)
 
 
 def coded_record(record: RecordRef, codec: Codec) -> bytes:
@@ -146,6 +167,7 @@ def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:
             b"".join(coded_record(record, codec) for record in run),
             run[0].header.step,
             run[-1].header.step,
+            _rebases(run),
         )
         for run in runs
     ]
@@ -201,9 +223,12 @@ def read_batch(path: Path, start: int) -> Batch | None:
     records = list(read_records(memoryview(data), header))
     if not records:
         return None
-    rebases = [found.header.step for found in records if found.header.rebases]
     last = records[-1]
-    return Batch(data[: last.end], record.step, last.header.step, max(rebases, default=-1))
+    return Batch(data[: last.end], record.step, last.header.step, _rebases(records))
+
+
+def _rebases(records: Sequence[RecordRef]) -> tuple[int, ...]:
+    return tuple(record.header.step for record in records if record.header.rebases)
 
 
 def uploaded_records(path: Path, first: int, size: int) -> Uploaded:

@@ -193,6 +193,8 @@ def check_shard(folder: Path, manifest: Manifest) -> Path:
 
 
 def was_removed(path: Path) -> bool:
-    """Whether a file of a snapshot vanished while it was read: retention takes manifests first."""
+    """Whether a file vanished while it was read: of a snapshot, retention takes manifests first."""
+    if path.parent.parent.name == "segments":
+        return not path.exists()
     folder = path if path.is_dir() else path.parent
     return folder.parent.name == "snapshots" and not manifest_file(folder, 0).exists()

@@ -252,7 +252,7 @@ class Uploader:
             if is_own and there == len(batch.data):
                 if batch.first > self._last + 1:  # collected here before the store had it
                     self._needed_snapshot = batch.first - 1
-                self._needed_snapshot = max(self._needed_snapshot, batch.rebase)
+                self._needed_snapshot = max((self._needed_snapshot, *batch.rebases))
                 self._publish_step(batch.last)
 
     def _publish_step(self, last: int) -> None:

@@ -280,13 +280,14 @@ class Writer:
             elif isinstance(work, StagedImage | CycleMark):
                 if copying is not None:
                     await copying
-                self._segments.roll()
+                await self._segments.seal()
                 copying = asyncio.create_task(self._snapshot(work))
             else:
                 self._batch_began = time.monotonic()
                 await self._retrying(self._persist_batch, work)
         if copying is not None:
             await copying
+        await self._segments.seal()
         await asyncio.to_thread(self._assembly.discard)
 
     async def _retrying(self, action: Callable[[_Work], Awaitable[None]], work: _Work) -> None:

@@ -1,7 +1,27 @@
-"""Recovery: plan, replay, verify, export."""
+"""Recovery: plan, replay, verify, export. Names load on first use: `inspection` needs no torch."""
 
-from lowdiff.recovery.engine import recover
-from lowdiff.recovery.optimizers import register_optimizer
-from lowdiff.recovery.state import RecoveredState
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowdiff.recovery.engine import recover
+    from lowdiff.recovery.optimizers import register_optimizer
+    from lowdiff.recovery.state import RecoveredState
 
 __all__ = ["RecoveredState", "recover", "register_optimizer"]
+
+_HOMES = {
+    "RecoveredState": "lowdiff.recovery.state",
+    "recover": "lowdiff.recovery.engine",
+    "register_optimizer": "lowdiff.recovery.optimizers",
+}
+
+# Hidden from type checkers, which would otherwise accept any name at all.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)

@@ -67,7 +67,8 @@ def judge(folder: RunFolder, catalog: Catalog) -> tuple[list[Finding], list[Find
     """
     failures: list[Finding] = []
     notes: list[Finding] = []
-    segments = {path: (number, rank, at) for number, rank, at, path in folder.segments()}
+    there = folder.segments() if catalog.damage else ()
+    segments = {path: (number, rank, first) for number, rank, first, path in there}
     for error in catalog.damage:
         if error.path in segments and error.path.exists():
             number, rank, first = segments[error.path]
@@ -125,10 +126,8 @@ def _rebases(catalog: Catalog, spans: Sequence[Span], step: int) -> bool:
     owner = next((span for span in spans if span.owns(step)), None)
     if owner is None:
         return False
-    found = [
-        catalog.records.get((owner.incarnation, r), {}).get(step) for r in range(owner.world_size)
-    ]
-    return all(stored is not None and stored.record.header.rebases for stored in found)
+    ranks = (catalog.of(owner.incarnation, rank) for rank in range(owner.world_size))
+    return all(records.rebases(step, step) for records in ranks)
 
 
 def _first_missing(catalog: Catalog, base: int, last: int) -> tuple[int | None, int | None, int]:
@@ -139,7 +138,7 @@ def _first_missing(catalog: Catalog, base: int, last: int) -> tuple[int | None, 
         if owner is None:
             return step, None, 0
         for rank in range(owner.world_size):
-            if step not in catalog.records.get((owner.incarnation, rank), {}):
+            if step not in catalog.of(owner.incarnation, rank):
                 return step, owner.incarnation, rank
     return None, None, 0
 
@@ -149,8 +148,8 @@ def lost_after(catalog: Catalog, last: int) -> list[Finding]:
     for span in spans_of(catalog):
         if span.owns(last + 1) and not _has_replica(catalog, span.incarnation):
             for rank in range(span.world_size):
-                steps = catalog.records.get((span.incarnation, rank), {})
-                if last + 1 not in steps and max(steps, default=0) > last + 1:
+                steps = catalog.of(span.incarnation, rank)
+                if last + 1 not in steps and steps.newest > last + 1:
                     gap = first_gap(catalog, last, last + 1)
                     return [] if gap is None else [gap]
     return []
@@ -181,14 +180,14 @@ def _excuse(error: DamagedFile, catalog: Catalog, number: int, rank: int, first:
             return None
     if not _is_cut_short(view[offset:]):
         return None
-    own = catalog.records.get((number, rank), {})
+    own = catalog.of(number, rank)
     if step in own:
         return f"step {step} is stored elsewhere too"
     spans = spans_of(catalog)
     if not any(span.incarnation == number and span.owns(step) for span in spans):
         return f"step {step} of incarnation {number} is void: a later one went on before it"
     newest = max((last for _, last in recoverable(catalog)), default=-1)
-    if step <= newest or max(own, default=0) > step:
+    if step <= newest or own.newest > step:
         return None
     return f"its writer died; the newest recoverable step is {newest}"
 
@@ -271,7 +270,8 @@ def _world_size(folder: RunFolder, catalog: Catalog, number: int) -> int:
                 return read_fence(path).world_size
     for (incarnation, _), records in catalog.records.items():
         if incarnation == number:
-            return next(iter(records.values())).record.header.world_size
+            with suppress(DamagedFile, StopIteration):
+                return next(iter(records.values())).record.header.world_size
     return 1
 
 

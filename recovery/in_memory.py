@@ -16,10 +16,11 @@ from pathlib import Path
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.catalog import Catalog, StoredRecord
+from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.replica_status import read_mark, read_replica_status
 from lowdiff.recovery.load import empty_state, load_constants, load_shard
 from lowdiff.recovery.plan import PlannedStep, spans_of, steps_after
@@ -164,7 +165,7 @@ def _nearest(
 def _between(
     catalog: Catalog, incarnation: int, source: _Source, common: int
 ) -> Iterator[StoredRecord | None]:
-    records = catalog.records.get((incarnation, source.stage.rank), {})
+    records = catalog.of(incarnation, source.stage.rank)
     for step in range(source.step + 1, common + 1):
         found = records.get(step)
         yield None if found is None or found.record.header.rebases else found

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
-from lowdiff.persistence.framing import HEADER_BYTES, padded
+from lowdiff.persistence.lineage import Span
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.records import RankRecords
 from lowdiff.persistence.retention_plan import is_valid
 from lowdiff.recovery.plan import recoverable, spans_of, usable_snapshots
 
@@ -120,17 +121,12 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
 
 def _inspect(folder: RunFolder, staging: Path) -> Inspection:
     catalog = scan(folder, [staging])
-    # A step may be in both tiers, and the catalog lists staging first.
-    return _summary(catalog, scan(folder) if catalog.staging else catalog)
-
-
-def _summary(catalog: Catalog, durable: Catalog) -> Inspection:
     newest = catalog.incarnations.get(max(catalog.incarnations, default=-1))
     fence = None if newest is None else newest.fence
     specs = () if fence is None else fence.layout.parameters
     names = () if fence is None else tuple(spec.class_name for spec in fence.optimizers)
     ranges = tuple(StepRange(first, last) for first, last in recoverable(catalog))
-    differentials = _differentials(catalog, durable)
+    differentials = _differentials(catalog)
     return Inspection(
         run_id=catalog.run_id,
         world_size=0 if fence is None else fence.world_size,
@@ -153,19 +149,26 @@ def _summary(catalog: Catalog, durable: Catalog) -> Inspection:
     )
 
 
-def _differentials(catalog: Catalog, durable: Catalog) -> StoredDifferentials | None:
-    steps: list[int] = []
+def _differentials(catalog: Catalog) -> StoredDifferentials | None:
+    whole: list[StepRange] = []
     size = staged = 0
     for span in spans_of(catalog):
-        keys = [(span.incarnation, rank) for rank in range(span.world_size)]
-        shards = [catalog.records.get(key, {}) for key in keys]
-        on_disk = [durable.records.get(key, {}) for key in keys]
-        for step in filter(span.owns, sorted(set(shards[0]).intersection(*shards[1:]))):
-            steps.append(step)
-            staged += any(step not in records for records in on_disk)
-            for there, here in zip(on_disk, shards, strict=True):
-                header = there.get(step, here[step]).record.header
-                size += HEADER_BYTES + padded(header.body_bytes)
-    if not steps:
+        shards = [catalog.of(span.incarnation, rank) for rank in range(span.world_size)]
+        for first, last in _common(shards, span):
+            whole.append(StepRange(first, last))
+            size += sum(records.framed_bytes(first, last) for records in shards)
+            staged += len(set().union(*(r.only_staged(first, last) for r in shards)))
+    if not whole:
         return None
-    return StoredDifferentials(steps[0], steps[-1], len(steps), size, staged)
+    count = sum(steps.last - steps.first + 1 for steps in whole)
+    return StoredDifferentials(whole[0].first, whole[-1].last, count, size, staged)
+
+
+def _common(shards: Sequence[RankRecords], span: Span) -> list[tuple[int, int]]:
+    """Ranges of the steps that a span owns and every rank holds."""
+    found = [(span.base + 1, 1 << 63 if span.last is None else span.last)]
+    for records in shards:
+        found = [
+            (max(a, c), min(b, d)) for a, b in found for c, d in records.ranges if a <= d and c <= b
+        ]
+    return found

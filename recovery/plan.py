@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowdiff.errors import StepNotFound
-from lowdiff.persistence.catalog import Catalog, SnapshotSet, StoredRecord, has_cycle
+from lowdiff.persistence.catalog import Catalog, SnapshotSet, has_cycle
 from lowdiff.persistence.lineage import Span, lineage
+from lowdiff.persistence.records import RankRecords, StoredRecord, reach
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -15,12 +16,21 @@ class PlannedStep:
     """One differential to replay.
 
     Attributes:
-        shards: Its records, one per rank, in rank order.
+        sources: Where its records are, one per rank, in rank order.
     """
 
     step: int
     incarnation: int
-    shards: tuple[StoredRecord, ...]
+    sources: tuple[RankRecords, ...]
+
+    @property
+    def shards(self) -> tuple[StoredRecord, ...]:
+        """Its records, read now, so that of a long replay they are never all in memory.
+
+        Raises:
+            DamagedFile: If one is not there any more.
+        """
+        return tuple(source[self.step] for source in self.sources)
 
     @property
     def bytes(self) -> int:
@@ -68,11 +78,10 @@ def usable_snapshots(catalog: Catalog) -> list[SnapshotSet]:
 
 def cycle_of(catalog: Catalog, snapshot: SnapshotSet) -> tuple[PlannedStep, ...]:
     """The differentials that a usable snapshot needs to be of one step."""
-    number, ranks = snapshot.incarnation, range(len(snapshot.manifests))
-    return tuple(
-        PlannedStep(step, number, tuple(catalog.records[number, rank][step] for rank in ranks))
-        for step in range(snapshot.first_base + 1, snapshot.step + 1)
-    )
+    number = snapshot.incarnation
+    sources = tuple(catalog.of(number, rank) for rank in range(len(snapshot.manifests)))
+    steps = range(snapshot.first_base + 1, snapshot.step + 1)
+    return tuple(PlannedStep(step, number, sources) for step in steps)
 
 
 def recoverable(catalog: Catalog) -> list[tuple[int, int]]:
@@ -82,9 +91,7 @@ def recoverable(catalog: Catalog) -> list[tuple[int, int]]:
     for base in usable_snapshots(catalog):
         if ranges and base.step <= ranges[-1][1]:
             continue
-        last = base.step
-        while _planned(catalog, spans, last + 1) is not None:
-            last += 1
+        last = _reach(catalog, spans, base.step)
         if ranges and base.step == ranges[-1][1] + 1:
             ranges[-1] = (ranges[-1][0], last)
         else:
@@ -95,10 +102,25 @@ def recoverable(catalog: Catalog) -> list[tuple[int, int]]:
 def plan_recovery(catalog: Catalog, step: int | None = None) -> RecoveryPlan:
     """Plan the way to ``step``, or to the newest step there is.
 
+    What an index claims of the differentials on the way is read first; where it is wrong, the plan
+    is made again with what is there.
+
     Raises:
         StepNotFound: If no snapshot and unbroken sequence of differentials leads there.
     """
     spans = spans_of(catalog)
+    while True:
+        target, base = _way(catalog, spans, step)
+        if _confirmed(catalog, spans, base, target):
+            break
+    planned = steps_after(catalog, base.step, target)
+    assert len(planned) == target - base.step
+    incarnation = planned[-1].incarnation if planned else base.incarnation
+    return RecoveryPlan(target, incarnation, base, planned, cycle_of(catalog, base))
+
+
+def _way(catalog: Catalog, spans: Sequence[Span], step: int | None) -> tuple[int, SnapshotSet]:
+    """Which step, and the snapshot that leads to it."""
     ranges = recoverable(catalog)
     target = ranges[-1][1] if step is None and ranges else step
     if target is None:
@@ -106,26 +128,45 @@ def plan_recovery(catalog: Catalog, step: int | None = None) -> RecoveryPlan:
     bases = [s for s in usable_snapshots(catalog) if s.step <= target]
     if not bases or not any(first <= target <= last for first, last in ranges):
         raise StepNotFound(catalog.root, target, ranges, _why(catalog, spans, bases, target))
-    base = bases[-1]
-    steps = [_planned(catalog, spans, t) for t in range(base.step + 1, target + 1)]
-    planned = tuple(s for s in steps if s is not None)
-    assert len(planned) == len(steps)
-    incarnation = planned[-1].incarnation if planned else base.incarnation
-    return RecoveryPlan(target, incarnation, base, planned, cycle_of(catalog, base))
+    return target, bases[-1]
+
+
+def _confirmed(catalog: Catalog, spans: Sequence[Span], base: SnapshotSet, target: int) -> bool:
+    """Whether what the catalog lists of the way from a base, and of its cycle, is really there."""
+    ways = [(s, max(base.step, s.base) + 1, target) for s in spans]
+    ways += [
+        (s, base.first_base + 1, base.step) for s in spans if s.incarnation == base.incarnation
+    ]
+    return all(
+        catalog.of(span.incarnation, rank).confirm(first, _least(last, span.last))
+        for span, first, last in ways
+        for rank in range(span.world_size)
+    )
+
+
+def _least(last: int, limit: int | None) -> int:
+    return last if limit is None else min(last, limit)
 
 
 def steps_after(catalog: Catalog, base: int, last: int | None) -> tuple[PlannedStep, ...]:
     """The unbroken sequence of replayable steps after ``base``, up to ``last``."""
-    spans = spans_of(catalog)
     steps: list[PlannedStep] = []
-    step = base + 1
-    while last is None or step <= last:
-        planned = _planned(catalog, spans, step)
-        if planned is None:
-            break
-        steps.append(planned)
-        step += 1
+    for span in spans_of(catalog):
+        number, first = span.incarnation, base + len(steps) + 1
+        if span.owns(first):
+            sources = tuple(catalog.of(number, rank) for rank in range(span.world_size))
+            end = reach(sources, first - 1, span.last if last is None else _least(last, span.last))
+            steps += (PlannedStep(step, number, sources) for step in range(first, end + 1))
     return tuple(steps)
+
+
+def _reach(catalog: Catalog, spans: Sequence[Span], step: int) -> int:
+    """Last step of the unbroken sequence of replayable steps after a step."""
+    for span in spans:
+        if span.owns(step + 1):
+            shards = [catalog.of(span.incarnation, rank) for rank in range(span.world_size)]
+            step = max(step, reach(shards, step, span.last))
+    return step
 
 
 def spans_of(catalog: Catalog) -> tuple[Span, ...]:
@@ -133,35 +174,21 @@ def spans_of(catalog: Catalog) -> tuple[Span, ...]:
     return lineage({n: incarnation.fence for n, incarnation in catalog.incarnations.items()})
 
 
-def _planned(catalog: Catalog, spans: Sequence[Span], step: int) -> PlannedStep | None:
-    """The differential of a step, if all ranks of its incarnation stored a replayable one."""
-    for span in spans:
-        if span.owns(step):
-            found = [
-                catalog.records.get((span.incarnation, rank), {}).get(step)
-                for rank in range(span.world_size)
-            ]
-            shards = tuple(f for f in found if f is not None)
-            if len(shards) == span.world_size and not all(s.record.header.rebases for s in shards):
-                return PlannedStep(step, span.incarnation, shards)
-    return None
-
-
 def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], target: int) -> str:
     if not bases:
         return "no snapshot lies at or before it"
-    for step in range(bases[-1].step + 1, target + 1):
-        if _planned(catalog, spans, step) is None:
-            owner = next((span for span in spans if span.owns(step)), None)
-            if owner is not None and catalog.collected.holds(owner.incarnation, step):
-                return f"retention removed the differential of step {step}"
-            missing = [
-                str(rank)
-                for rank in range(owner.world_size if owner else 0)
-                if step not in catalog.records.get((owner.incarnation if owner else 0, rank), {})
-            ]
-            return f"the differential of step {step} is missing for rank {', '.join(missing)}"
-    return "it is not part of the run's history"
+    step = _reach(catalog, spans, bases[-1].step) + 1
+    if step > target:
+        return "it is not part of the run's history"
+    owner = next((span for span in spans if span.owns(step)), None)
+    if owner is not None and catalog.collected.holds(owner.incarnation, step):
+        return f"retention removed the differential of step {step}"
+    missing = [
+        str(rank)
+        for rank in range(owner.world_size if owner else 0)
+        if step not in catalog.of(owner.incarnation if owner else 0, rank)
+    ]
+    return f"the differential of step {step} is missing for rank {', '.join(missing)}"
 
 
 def _why_nothing(catalog: Catalog, spans: Sequence[Span]) -> str:

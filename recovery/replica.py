@@ -21,12 +21,12 @@ import torch
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, StorageError
-from lowdiff.persistence.catalog import StoredRecord
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.framing import RecordKind, RecordRef
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.page import PageReader
+from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.replica_status import (
     ImageMark,
     MarkPage,

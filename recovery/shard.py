@@ -11,9 +11,9 @@ import torch
 from lowdiff.compressors import Dense
 from lowdiff.digests import Digester
 from lowdiff.errors import DamagedFile, ReplayMismatch
-from lowdiff.persistence.catalog import StoredRecord
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
+from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER
 from lowdiff.persistence.values import decode, encode
 from lowdiff.recovery.blocks import Unit

@@ -13,7 +13,6 @@ import torch
 from lowdiff.errors import DamagedFile, LowDiffError, StepNotFound
 from lowdiff.persistence.catalog import Catalog, SnapshotSet, scan
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
-from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import manifest_file
@@ -169,7 +168,7 @@ def _verify(
     options: ReplayOptions | None,
     progress: Progress | None,
 ) -> VerifyReport:
-    catalog = scan(folder, [root], check_snapshots=True)
+    catalog = scan(folder, [root], check_all=True)
     failures, notes = judge(folder, catalog)
     legs = _legs(catalog)
     replays: list[Replayed] = []
@@ -269,13 +268,12 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> Finding | N
 
 
 def _checked(folder: RunFolder, catalog: Catalog) -> Checked:
-    records = (stored.record.header for r in catalog.records.values() for stored in r.values())
     return Checked(
         fences=len(list(folder.fences())),
         shards=sum(len(list(path.glob("rank-*.json"))) for _, _, path in folder.snapshots()),
         segments=len(list(folder.segments())),
         chunks=sum(len(stage.chunks()) for stage in catalog.staging),
-        records=sum(header.kind is RecordKind.DIFFERENTIAL for header in records),
+        records=sum(records.num_differentials for records in catalog.records.values()),
     )
 
 

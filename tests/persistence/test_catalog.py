@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,32 +12,24 @@ import pytest
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, NewerFormat, NotARun, RunInUse
-from lowdiff.persistence.catalog import Catalog, begun_fences, last_segment, scan
+from lowdiff.persistence.catalog import begun_fences, last_segment, scan
 from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.differentials import encode_scalars, read_differential
+from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.durable import make_directory, write_json
 from lowdiff.persistence.fences import create_run, read_fence, read_run_id, write_fence
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind
-from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
-from lowdiff.persistence.segments import coded_record
-from lowdiff.persistence.snapshots import Manifest, encode_mark, manifest_file, shard_file
-from lowdiff.persistence.staging import StagingLog, staged_records
-from lowdiff.types import (
-    Differential,
-    Environment,
-    Fence,
-    Layout,
-    OptimizerSpec,
-    OptimizerStep,
-    ParameterSpec,
-    Payload,
-    Section,
+from lowdiff.persistence.segment_file import SegmentFile
+from lowdiff.persistence.snapshots import Manifest, manifest_file, shard_file
+from tests.persistence.made_runs import (
+    RUN_ID,
+    began,
+    differential,
+    fence,
+    listed,
+    segment,
+    stage,
 )
-
-RUN_ID = "00112233445566778899aabbccddeeff"
-ENVIRONMENT = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
-LAYOUT = Layout((ParameterSpec("w", (2, 3), (3, 1), "float32", 0),))
 
 
 @pytest.fixture
@@ -51,75 +42,6 @@ def folder(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def staging(tmp_path: Path) -> Path:
     return tmp_path / "staging"
-
-
-def fence(incarnation: int, rank: int = 0, world_size: int = 1, base: int = 0) -> Fence:
-    return Fence(
-        run_id=RUN_ID,
-        incarnation=incarnation,
-        parent=incarnation - 1 if incarnation else None,
-        base_step=base,
-        rank=rank,
-        world_size=world_size,
-        environment=ENVIRONMENT,
-        layout=LAYOUT,
-        optimizers=(OptimizerSpec("torch.optim.sgd.SGD", (("w",),)),),
-        compressor={"name": "topk", "settings": {"density": 0.01}},
-        names={"w": "w", "alias": "w"},
-    )
-
-
-def differential(step: int) -> Differential:
-    indices = Section("indices/float32", "ascending", np.array([1, step + 2], np.int64))
-    values = Section("values/float32", "planes", np.array([step, 7], np.uint32))
-    return Differential(
-        step=step,
-        incarnation=0,
-        rank=0,
-        world_size=1,
-        optimizers=(OptimizerStep(True, ({"lr": 0.1, "betas": (0.9, 0.999)},)),),
-        absent=(),
-        held=(),
-        payload=Payload((indices, values)),
-        items={"rng/torch": b"state %d" % step},
-    )
-
-
-def stage(
-    root: Path, steps: Sequence[int], incarnation: int = 0, rank: int = 0, base: int = 0
-) -> StagingFolder:
-    """A log with a base record, the differentials and a snapshot's mark."""
-    folder = StagingFolder.of(root, RUN_ID, incarnation, rank)
-    folder.root.mkdir(parents=True)
-    log = StagingLog(folder, run_id=RUN_ID, world_size=1, chunk_bytes=4096, cap_bytes=1 << 20)
-    log.append(RecordKind.BASE, base, encode_scalars(differential(base)), (), durable_step=-1)
-    for step in steps:
-        d = differential(step)
-        kind = RecordKind.DIFFERENTIAL
-        log.append(kind, step, encode_scalars(d), d.payload.sections, durable_step=-1)
-    log.append(RecordKind.SNAPSHOT, 99, encode_mark(1, 2), (), durable_step=-1)
-    return folder
-
-
-def segment(folder: RunFolder, stage: StagingFolder, steps: Sequence[int]) -> Path:
-    """A segment with some of the records of a log."""
-    header = FileHeader(FileKind.SEGMENT, RUN_ID, stage.incarnation, stage.rank, 1, steps[0])
-    codec = Codec()
-    coded = [
-        coded_record(record, codec)
-        for _, record in staged_records(stage)
-        if record.header.kind is RecordKind.DIFFERENTIAL and record.header.step in steps
-    ]
-    path = folder.segment(stage.incarnation, stage.rank, steps[0])
-    make_directory(path.parent)
-    path.write_bytes(header.pack() + b"".join(coded))
-    return path
-
-
-def listed(catalog: Catalog, incarnation: int = 0, rank: int = 0) -> dict[int, bool]:
-    """Step -> whether it was found in staging."""
-    found = catalog.records.get((incarnation, rank), {})
-    return {step: stored.staged for step, stored in sorted(found.items())}
 
 
 # The run
@@ -157,14 +79,6 @@ def test_an_empty_run_lists_nothing_and_no_damage(folder: RunFolder, staging: Pa
 def test_a_fence_comes_back_as_it_was_written(folder: RunFolder) -> None:
     write_fence(folder, fence(3, rank=1, world_size=2, base=40))
     assert read_fence(folder.fence(3, 1)) == fence(3, rank=1, world_size=2, base=40)
-
-
-def began(folder: RunFolder) -> None:
-    """The fence of incarnation 0, and a manifest that says it outlived its attach."""
-    write_fence(folder, fence(0))
-    path = manifest_file(folder.snapshot(0, 0), 0)
-    make_directory(path.parent)
-    write_json(path, Manifest(RUN_ID, 0, 0, 0, 1, 0, 0).document())
 
 
 def test_a_beginning_without_a_durable_snapshot_never_was(folder: RunFolder) -> None:
@@ -362,7 +276,7 @@ def test_snapshots_are_compared_with_their_checksums_only_when_asked(folder: Run
     shard_file(path, 0).write_bytes(b"other bytes")
     write_json(manifest_file(path, 0), asdict(Manifest(RUN_ID, 0, 40, 0, 1, 11, 7)))
     assert [s.step for s in scan(folder).snapshots] == [40]
-    found = scan(folder, check_snapshots=True)
+    found = scan(folder, check_all=True)
     assert found.snapshots == ()
     assert [error.path for error in found.damage] == [shard_file(path, 0)]
 
@@ -394,15 +308,15 @@ def test_files_that_retention_removes_during_the_scan_are_no_damage(
         write_json(manifest_file(path, 0), asdict(Manifest(RUN_ID, 0, step, 0, 1, 0, 0)))
     read = Manifest.read
 
-    def read_view_late(path: Path) -> memoryview:
+    def open_late(path: Path) -> SegmentFile:
         folder.segment(0, 0, 1).unlink(missing_ok=True)
-        return read_view(path)
+        return SegmentFile(path)
 
     def read_late(path: Path) -> Manifest:
         manifest_file(folder.snapshot(0, 1), 0).unlink(missing_ok=True)
         return read(path)
 
-    monkeypatch.setattr("lowdiff.persistence.catalog.read_view", read_view_late)
+    monkeypatch.setattr("lowdiff.persistence.segment_scan.SegmentFile", open_late)
     monkeypatch.setattr(Manifest, "read", read_late)
     found = scan(folder)
     assert listed(found) == {2: False}

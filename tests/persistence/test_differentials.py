@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.catalog import StoredRecord
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import encode_scalars, read_differential
 from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef, read_records
 from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.staging import StagingLog, staged_records
 from lowdiff.persistence.values import encode

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence.catalog import Catalog, Incarnation, SnapshotSet, StoredRecord
+from lowdiff.persistence.catalog import Catalog, Incarnation, SnapshotSet
 from lowdiff.persistence.framing import RecordHeader, RecordKind, RecordRef
+from lowdiff.persistence.records import RankRecords, StoredRecord
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.types import Environment, Fence, Layout
 
@@ -65,7 +66,7 @@ class Files:
 
     def __init__(self) -> None:
         self.fences: dict[int, dict[int, Fence]] = {}
-        self.records: dict[tuple[int, int], dict[int, StoredRecord]] = {}
+        self.records: dict[tuple[int, int], RankRecords] = {}
 
     def catalog(self) -> Catalog:
         complete = {
@@ -84,7 +85,8 @@ class Files:
         if len(death.fenced) == WORLD_SIZE:
             for rank, count in enumerate(death.staged):
                 steps = range(base + 1, base + count + 1)
-                self.records[number, rank] = {t: record(number, rank, t) for t in steps}
+                staged = {t: record(number, rank, t) for t in steps}
+                self.records[number, rank] = RankRecords(staged)
 
 
 @pytest.mark.parametrize("back", [0, 1])

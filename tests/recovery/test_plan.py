@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lowdiff.errors import StepNotFound
-from lowdiff.persistence.catalog import Catalog, Incarnation, SnapshotSet, StoredRecord
+from lowdiff.persistence.catalog import Catalog, Incarnation, SnapshotSet
 from lowdiff.persistence.framing import RecordHeader, RecordKind, RecordRef
+from lowdiff.persistence.records import RankRecords, StoredRecord
 from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
 from lowdiff.types import Environment, Fence, Layout
 
@@ -60,7 +61,8 @@ def catalog(
             for step, incarnation in sorted((step, number) for number, step in snapshots)
         ),
         records={
-            key: {step: record(*key, step) for step in steps} for key, steps in records.items()
+            key: RankRecords({step: record(*key, step) for step in steps})
+            for key, steps in records.items()
         },
         staging=(),
         damage=(),

@@ -1,0 +1,283 @@
+"""One rank's differentials of one incarnation: which steps there are, and each when it is wanted.
+
+Of segments only the stretches of steps are kept, so that what is in memory does not grow with the
+number of differentials. A stretch that an index claims is read, and its checksums compared, before
+anything is made of it; what turns out to be wrong is forgotten, and what is there takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.framing import HEADER_BYTES, RecordKind, RecordRef, padded
+from lowdiff.persistence.segment_file import SegmentFile
+from lowdiff.persistence.segment_index import forget_index
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRecord:
+    """A checked differential and where it was found."""
+
+    record: RecordRef
+    path: Path
+    staged: bool
+
+    @property
+    def framed_bytes(self) -> int:
+        """Its length in the file."""
+        return HEADER_BYTES + padded(self.record.header.body_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive steps in one segment.
+
+    Attributes:
+        first: First step.
+        last: Last step, inclusive.
+        bytes: Of these records, framing included; None if nobody has counted.
+        rebases: Those that cannot be replayed, ascending.
+        is_claimed: Whether only an index says so: nothing of it was read.
+    """
+
+    first: int
+    last: int
+    folder: Path
+    name: str
+    bytes: int | None
+    rebases: tuple[int, ...]
+    is_claimed: bool
+
+    @property
+    def path(self) -> Path:
+        """The segment."""
+        return self.folder / self.name
+
+    def part(self, first: int, last: int) -> Stretch:
+        """Some of its steps."""
+        if (first, last) == (self.first, self.last):
+            return self
+        inside = tuple(step for step in self.rebases if first <= step <= last)
+        return replace(self, first=first, last=last, bytes=None, rebases=inside)
+
+
+class RankRecords(Mapping[int, StoredRecord]):
+    """Step -> record, in ascending order; reading one may raise `DamagedFile`. One thread at a time.
+
+    The BASE record of an incarnation stands under its base step.
+    """
+
+    def __init__(self, staged: Mapping[int, StoredRecord] | None = None) -> None:
+        """Begin with what lies in staging, which comes before segments."""
+        self._staged = dict(staged or {})
+        self._stretches: list[Stretch] = []
+        self._ranges: list[tuple[int, int]] | None = None
+        self._rebases: list[int] | None = None
+        self._open: SegmentFile | None = None
+        self._confirmed: dict[Path, int] = {}
+
+    def stage(self, found: StoredRecord) -> None:
+        """Add a record from staging, unless its step is there."""
+        self._staged.setdefault(found.record.header.step, found)
+        self._ranges = self._rebases = None
+
+    def add(self, stretch: Stretch) -> None:
+        """Add those steps of a segment's that no other segment has."""
+        if not self._stretches or self._stretches[-1].last < stretch.first:
+            self._stretches.append(stretch)
+            self._ranges = self._rebases = None
+            return
+        start = stretch.first
+        for other in list(self._overlapping(stretch.first, stretch.last)):
+            if start < other.first:
+                self._insert(stretch.part(start, other.first - 1))
+            start = max(start, other.last + 1)
+        if start <= stretch.last:
+            self._insert(stretch.part(start, stretch.last))
+        self._ranges = self._rebases = None
+
+    def __contains__(self, step: object) -> bool:
+        return isinstance(step, int) and (
+            step in self._staged or next(self._overlapping(step, step), None) is not None
+        )
+
+    def __getitem__(self, step: int) -> StoredRecord:
+        if step in self._staged:
+            return self._staged[step]
+        stretch = next(self._overlapping(step, step), None)
+        if stretch is None:
+            raise KeyError(step)
+        record = self._record(stretch, step)
+        if record is None:
+            raise DamagedFile(stretch.path, f"step {step} should be in it and is not")
+        return StoredRecord(record, stretch.path, staged=False)
+
+    def __iter__(self) -> Iterator[int]:
+        for first, last in self.ranges:
+            yield from range(first, last + 1)
+
+    def __len__(self) -> int:
+        return sum(last - first + 1 for first, last in self.ranges)
+
+    @property
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """Unbroken ranges of steps, ends included, ascending."""
+        if self._ranges is None:
+            self._ranges = []
+            staged = ((step, step) for step in self._staged)
+            for first, last in sorted([*((s.first, s.last) for s in self._stretches), *staged]):
+                if self._ranges and first <= self._ranges[-1][1] + 1:
+                    start, end = self._ranges[-1]
+                    self._ranges[-1] = start, max(end, last)
+                else:
+                    self._ranges.append((first, last))
+        return self._ranges
+
+    @property
+    def newest(self) -> int:
+        """The last step; 0 if there is none."""
+        return self.ranges[-1][1] if self.ranges else 0
+
+    @property
+    def num_differentials(self) -> int:
+        """Steps, without the base."""
+        kinds = (found.record.header.kind for found in self._staged.values())
+        return len(self) - sum(kind is not RecordKind.DIFFERENTIAL for kind in kinds)
+
+    def unbroken(self, step: int) -> int:
+        """Last step of the unbroken sequence after ``step``; that itself if there is none."""
+        index = bisect_right(self.ranges, (step + 1, 1 << 63)) - 1
+        return max(step, self.ranges[index][1]) if index >= 0 else step
+
+    def rebases(self, first: int, last: int) -> list[int]:
+        """Steps from ``first`` to ``last`` that cannot be replayed, ascending."""
+        if self._rebases is None:
+            own = {step for step, found in self._staged.items() if found.record.header.rebases}
+            there = {step for s in self._stretches for step in s.rebases}
+            self._rebases = sorted(own | (there - self._staged.keys()))
+        start, stop = bisect_left(self._rebases, first), bisect_right(self._rebases, last)
+        return self._rebases[start:stop]
+
+    def only_staged(self, first: int, last: int) -> set[int]:
+        """Steps from ``first`` to ``last`` that are in no segment."""
+        within = (step for step in self._staged if first <= step <= last)
+        return {step for step in within if next(self._overlapping(step, step), None) is None}
+
+    def framed_bytes(self, first: int, last: int) -> int:
+        """Length of the records from ``first`` to ``last``, in segments where they are there."""
+        total = sum(self._staged[step].framed_bytes for step in self.only_staged(first, last))
+        for stretch in list(self._overlapping(first, last)):
+            part = stretch.part(max(first, stretch.first), min(last, stretch.last))
+            if part.bytes is not None:
+                total += part.bytes
+            else:
+                found = (self._record(part, step) for step in range(part.first, part.last + 1))
+                total += sum(r.end - r.offset for r in found if r is not None)
+        return total
+
+    def confirm(self, first: int, last: int) -> bool:
+        """Read what is only claimed of the steps from ``first`` to ``last``.
+
+        Returns:
+            Whether it was all true. If not, the steps there are have changed.
+        """
+        for stretch in list(self._overlapping(first, last)):
+            stop = min(last, stretch.last)
+            if stretch.is_claimed and self._confirmed.get(stretch.path, -1) < stop:
+                if not self._is_true(stretch, stop):
+                    self._read(stretch.path)
+                    return False
+                self._confirmed[stretch.path] = stop
+        return True
+
+    def _is_true(self, stretch: Stretch, last: int) -> bool:
+        rebases = set(stretch.rebases)
+        for step in range(stretch.first, last + 1):
+            if step not in self._staged:
+                record = self._record(stretch, step)
+                if record is None or record.header.rebases != (step in rebases):
+                    return False
+        return True
+
+    def _record(self, stretch: Stretch, step: int) -> RecordRef | None:
+        """A step of a stretch as its segment has it now; None if it has not, or is gone."""
+        try:
+            if self._open is None or self._open.path != stretch.path:
+                self._open = SegmentFile(stretch.path)
+            found = self._open.record(step)
+        except (DamagedFile, FileNotFoundError):
+            return None
+        return found if found and found.header.kind is RecordKind.DIFFERENTIAL else None
+
+    def _read(self, path: Path) -> None:
+        """Put what a segment holds in the place of what an index claims of it."""
+        self._open = None
+        self._stretches = [stretch for stretch in self._stretches if stretch.name != path.name]
+        self._ranges = self._rebases = None
+        with contextlib.suppress(FileNotFoundError):  # a live run's retention was faster
+            what = "%s does not hold what its index says: the index is removed, the file read"
+            _logger.warning(what, path)
+            forget_index(path.parent)
+            file = SegmentFile(path)
+            for stretch in stretches_of(file):
+                self.add(stretch)
+
+    def _overlapping(self, first: int, last: int) -> Iterator[Stretch]:
+        index = bisect_left(self._stretches, first, key=lambda stretch: stretch.last)
+        while index < len(self._stretches) and self._stretches[index].first <= last:
+            yield self._stretches[index]
+            index += 1
+
+    def _insert(self, stretch: Stretch) -> None:
+        insort(self._stretches, stretch, key=lambda other: other.first)
+
+
+def reach(shards: Sequence[RankRecords], step: int, limit: int | None = None) -> int:
+    """How far an unbroken sequence of steps that can be replayed leads from ``step``.
+
+    Args:
+        shards: Of all ranks.
+        step: Where it begins.
+        limit: Last step of interest.
+    """
+    if not shards:
+        return step if limit is None else limit
+    last = min(records.unbroken(step) for records in shards)
+    last = last if limit is None else min(last, limit)
+    ends = [set(records.rebases(step + 1, last)) for records in shards]
+    return min(set.intersection(*ends), default=last + 1) - 1
+
+
+def stretches_of(file: SegmentFile) -> list[Stretch]:
+    """Everything that a segment holds; reads it to its end."""
+    found: list[Stretch] = []
+    size = 0
+    rebases: list[int] = []
+    first = last = -1
+
+    def finish() -> None:
+        if first >= 0:
+            place = file.path.parent, file.path.name
+            found.append(Stretch(first, last, *place, size, tuple(rebases), is_claimed=False))
+
+    while (record := file.next()) is not None:
+        header = record.header
+        if header.kind is not RecordKind.DIFFERENTIAL:
+            continue
+        if first < 0 or header.step != last + 1:
+            finish()
+            first, size, rebases = header.step, 0, []
+        last = header.step
+        size += record.end - record.offset
+        if header.rebases:
+            rebases.append(last)
+    finish()
+    return found

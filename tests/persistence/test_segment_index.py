@@ -1,0 +1,391 @@
+"""An index of segments saves reading them, and never changes what a run is found to hold."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from lowdiff.errors import DamagedFile, StepNotFound
+from lowdiff.persistence import segment_index
+from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.fences import create_run, write_fence
+from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.segment_index import (
+    INDEX_NAME,
+    Sealed,
+    add_to_index,
+    read_index,
+    write_index,
+)
+from lowdiff.persistence.segments import Batch, SegmentWriter
+from lowdiff.persistence.snapshots import shard_file
+from lowdiff.recovery.inspection import inspect
+from lowdiff.recovery.plan import plan_recovery, recoverable
+from tests.persistence.made_runs import RUN_ID, began, fence, segment, stage
+
+BATCHES = [[1, 2], [3, 4], [5, 6], [7]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run of four segments, with an index of all of them; small runs are worth one here."""
+    monkeypatch.setattr(segment_index, "_WORTH_RECORDS", 1)
+    run = made(tmp_path / "run", BATCHES)
+    scan(run)
+    assert set(index_of(run)) == {(0, 1), (0, 3), (0, 5), (0, 7)}
+    return run
+
+
+def made(root: Path, batches: Sequence[Sequence[int]], incarnation: int = 0) -> RunFolder:
+    run = RunFolder(root)
+    create_run(run, RUN_ID)
+    if incarnation == 0:
+        began(run)
+        shard_file(run.snapshot(0, 0), 0).touch()
+    staging = root.parent / f"staging-{incarnation}"
+    log = stage(staging, [step for batch in batches for step in batch], incarnation)
+    for batch in batches:
+        age(segment(run, log, batch))
+    shutil.rmtree(staging)
+    return run
+
+
+def age(path: Path, seconds: float = 60.0) -> None:
+    """Let a file have been changed some time ago."""
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def index_of(run: RunFolder) -> dict[tuple[int, int], Sealed]:
+    return dict(read_index(run.segments_of(0), RUN_ID, 0))
+
+
+def index_file(run: RunFolder) -> Path:
+    return run.segments_of(0) / INDEX_NAME
+
+
+def tampered(path: Path, data: bytes) -> None:
+    """Change a file as a bad disk does: neither its length nor its time tells."""
+    found = path.stat()
+    assert len(data) == found.st_size
+    path.write_bytes(data)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def what_it_holds(catalog: Catalog) -> tuple[object, ...]:
+    steps = {key: list(records) for key, records in catalog.records.items()}
+    bodies = {key: [bytes(r.record.body) for r in v.values()] for key, v in catalog.records.items()}
+    damage = [(error.path, error.offset) for error in catalog.damage]
+    return steps, bodies, damage, recoverable(catalog)
+
+
+def refuse_to_open(path: Path) -> NoReturn:
+    raise AssertionError(f"{path} was read")
+
+
+def test_what_the_index_knows_is_not_read_until_it_is_needed(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = what_it_holds(scan(folder, check_all=True))
+    with monkeypatch.context() as patched:
+        patched.setattr("lowdiff.persistence.segment_scan.SegmentFile", refuse_to_open)
+        patched.setattr("lowdiff.persistence.records.SegmentFile", refuse_to_open)
+        found = scan(folder)
+        assert recoverable(found) == [(0, 7)]
+        with pytest.raises(AssertionError, match="was read"):
+            plan_recovery(found)
+    assert what_it_holds(scan(folder)) == expected
+
+
+def test_a_plan_reads_only_the_segments_it_uses(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first in (3, 5, 7):
+        path = folder.segment(0, 0, first)
+        tampered(path, bytes(path.stat().st_size))
+    assert plan_recovery(scan(folder), 2).step == 2
+
+
+# The index itself
+
+
+def test_an_index_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    entries = [Sealed(0, 1, 2, 300, 7, ()), Sealed(3, 5, 5, 200, 1 << 61, (5,))]
+    write_index(tmp_path, RUN_ID, 4, reversed(entries))
+    assert list(read_index(tmp_path, RUN_ID, 4).values()) == entries
+    assert read_index(tmp_path, "ff" * 16, 4) == {}, "another run's"
+    assert read_index(tmp_path, RUN_ID, 3) == {}, "another rank's"
+
+
+def test_every_damage_of_an_index_makes_it_none(folder: RunFolder) -> None:
+    expected = what_it_holds(scan(folder, check_all=True))
+    whole = index_file(folder).read_bytes()
+    for at in range(len(whole)):
+        index_file(folder).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert index_of(folder) == {}
+    for size in range(len(whole)):
+        index_file(folder).write_bytes(whole[:size])
+        assert index_of(folder) == {}
+    for data in (whole + b"\0", b"", b"no index", bytes(1 << 20)):
+        index_file(folder).write_bytes(data)
+        assert index_of(folder) == {}
+        assert what_it_holds(scan(folder)) == expected
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Sealed(0, 5, 4, 300, 7, ()),
+        Sealed(0, 1, 1 << 40, 300, 7, ()),
+        Sealed(0, 1, 2, 300, 7, (3,)),
+        Sealed(0, 1 << 63, 1 << 63, 300, 7, ()),
+    ],
+    ids=["backwards", "more records than fit", "a step outside", "too large a step"],
+)
+def test_impossible_entries_are_refused(tmp_path: Path, entry: Sealed) -> None:
+    write_index(tmp_path, RUN_ID, 0, [entry])
+    assert (tmp_path / INDEX_NAME).exists()
+    assert read_index(tmp_path, RUN_ID, 0) == {}
+
+
+def test_an_index_too_large_to_be_one_is_neither_read_nor_written(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_index, "_MAX_BYTES", 100)
+    assert index_of(folder) == {}
+    index_file(folder).unlink()
+    scan(folder)
+    assert not index_file(folder).exists()
+
+
+def test_a_name_that_is_no_file_is_no_index(folder: RunFolder) -> None:
+    index_file(folder).unlink()
+    index_file(folder).mkdir()
+    assert recoverable(scan(folder)) == [(0, 7)]
+
+
+# Files that changed
+
+
+def test_a_segment_that_grew_is_read(folder: RunFolder, tmp_path: Path) -> None:
+    other = made(tmp_path / "other", [[7, 8, 9]])
+    shutil.copy(other.segment(0, 0, 7), folder.segment(0, 0, 7))
+    assert recoverable(scan(folder)) == [(0, 9)]
+
+
+def test_a_segment_of_another_time_is_read(folder: RunFolder) -> None:
+    path = folder.segment(0, 0, 5)
+    path.write_bytes(bytes(path.stat().st_size))
+    found = scan(folder)
+    assert recoverable(found) == [(0, 4)]
+    assert [error.path for error in found.damage] == [path]
+
+
+def test_a_torn_tail_is_never_in_the_index(folder: RunFolder) -> None:
+    path = folder.segment(0, 0, 7)
+    path.write_bytes(path.read_bytes()[:-3])
+    age(path)
+    for _ in range(2):
+        found = scan(folder)
+        assert recoverable(found) == [(0, 6)]
+        assert [error.path for error in found.damage] == [path]
+    assert (0, 7) not in index_of(folder) or index_of(folder)[0, 7].bytes != path.stat().st_size
+
+
+def test_a_segment_that_is_gone_is_missing(folder: RunFolder) -> None:
+    folder.segment(0, 0, 3).unlink()
+    found = scan(folder)
+    assert recoverable(found) == [(0, 2)]
+    with pytest.raises(StepNotFound, match="step 3 is missing"):
+        plan_recovery(found, 5)
+
+
+def test_what_was_changed_a_moment_ago_is_not_remembered(folder: RunFolder) -> None:
+    index_file(folder).unlink()
+    age(folder.segment(0, 0, 5), seconds=0.5)
+    scan(folder)
+    assert set(index_of(folder)) == {(0, 1), (0, 3), (0, 7)}
+
+
+def test_a_run_that_is_read_in_no_time_gets_no_index(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", BATCHES)
+    scan(run)
+    assert not index_file(run).exists()
+
+
+# An index that is wrong about files it fits
+
+
+@pytest.mark.parametrize("step", [None, 4])
+def test_bits_that_flip_behind_the_index_are_found_before_they_are_used(
+    folder: RunFolder, step: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder.segment(0, 0, 3)
+    data = bytearray(path.read_bytes())
+    data[-10] ^= 1  # in the record of step 4
+    tampered(path, bytes(data))
+    assert recoverable(scan(folder)) == [(0, 7)], "as the index has it"
+
+    found = scan(folder)
+    if step is None:
+        assert plan_recovery(found).step == 3, "the last good one"
+    else:
+        with pytest.raises(StepNotFound, match="step 4 is missing"):
+            plan_recovery(found, step)
+    assert f"{path} does not hold what its index says" in caplog.text
+    assert not index_file(folder).exists()
+    checked = scan(folder, check_all=True)
+    assert [error.path for error in checked.damage] == [path]
+    assert recoverable(scan(folder)) == recoverable(checked) == [(0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("first", "changes"),
+    [(7, {"last": 8}), (7, {"rebases": (7,)}), (5, {"last": 5, "bytes": 0}), (2, {"first": 2})],
+    ids=["a step more", "a step that cannot be replayed", "another length", "no such file"],
+)
+def test_an_index_that_lies_leads_to_no_wrong_plan(
+    folder: RunFolder, first: int, changes: dict[str, Any]
+) -> None:
+    entries = index_of(folder)
+    lie = replace(entries.get((0, first), entries[0, 1]), **changes)
+    if not lie.bytes:
+        lie = replace(lie, bytes=folder.segment(0, 0, 7).stat().st_size)
+    write_index(folder.segments_of(0), RUN_ID, 0, {**entries, lie.key: lie}.values())
+    plan = plan_recovery(scan(folder), 7 if "rebases" not in changes else 6)
+    shards = [shard for planned in plan.steps for shard in planned.shards]
+    assert [shard.record.header.step for shard in shards] == list(range(1, plan.step + 1))
+    if first == 7 and "last" in changes:
+        assert plan_recovery(scan(folder)).step == 7
+
+
+def test_nothing_is_believed_when_everything_is_checked(folder: RunFolder) -> None:
+    path = folder.segment(0, 0, 3)
+    tampered(path, bytes(path.stat().st_size))
+    before = index_file(folder).read_bytes()
+    found = scan(folder, check_all=True)
+    assert recoverable(found) == [(0, 2)]
+    assert [error.path for error in found.damage] == [path]
+    assert index_file(folder).read_bytes() == before
+    index_file(folder).unlink()
+    scan(folder, check_all=True)
+    assert not index_file(folder).exists(), "verify writes nothing"
+
+
+# Who else is there
+
+
+def test_a_folder_that_cannot_be_written_is_read(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index_file(folder).unlink()
+
+    def refuse(*arguments: object) -> NoReturn:
+        raise OSError(errno.EROFS, "read-only file system")
+
+    monkeypatch.setattr(segment_index, "replaced", refuse)
+    assert recoverable(scan(folder)) == [(0, 7)]
+    assert not index_file(folder).exists()
+
+
+def test_retention_takes_entries_along_with_files(folder: RunFolder) -> None:
+    folder.segment(0, 0, 1).unlink()
+    add_to_index(folder.segments_of(0), RUN_ID, 0, [])
+    assert set(index_of(folder)) == {(0, 3), (0, 5), (0, 7)}
+
+
+def test_a_segment_that_retention_removes_while_a_plan_is_made_is_missing(
+    folder: RunFolder,
+) -> None:
+    found = scan(folder)
+    folder.segment(0, 0, 7).unlink()
+    assert plan_recovery(found).step == 6
+    plan = plan_recovery(scan(folder))
+    folder.segment(0, 0, 5).unlink()
+    with pytest.raises(DamagedFile, match="step 5 should be in it and is not"):
+        [planned.shards for planned in plan.steps]
+
+
+def test_what_a_fence_made_void_stays_void(folder: RunFolder) -> None:
+    write_fence(folder, fence(1, base=4))
+    made(folder.root, [[5, 6, 7, 8]], incarnation=1)
+    for _ in range(2):
+        plan = plan_recovery(scan(folder))
+        assert [(s.incarnation, s.step) for s in plan.steps] == [
+            *((0, step) for step in range(1, 5)),
+            *((1, step) for step in range(5, 9)),
+        ]
+    assert (1, 5) in index_of(folder)
+    differentials = inspect(folder.root, staging=folder.root / "none").differentials
+    assert differentials is not None
+    assert (differentials.first, differentials.last, differentials.count) == (1, 8, 8)
+
+
+def test_inspection_counts_the_same_with_and_without(folder: RunFolder, tmp_path: Path) -> None:
+    write_fence(folder, fence(1, base=3))  # in the middle of a segment
+    made(folder.root, [[4, 5]], incarnation=1)
+    found = inspect(folder.root, staging=tmp_path)
+    index_file(folder).unlink()
+    assert inspect(folder.root, staging=tmp_path) == found
+
+
+def write_for_ever(folder: Path, entries: list[Sealed]) -> None:
+    while True:
+        write_index(folder, RUN_ID, 0, entries)
+
+
+@pytest.mark.launch
+def test_writers_that_are_killed_or_in_each_others_way_leave_a_whole_index(tmp_path: Path) -> None:
+    many = [[Sealed(who, t, t, 128, 7, ()) for t in range(1, 3000)] for who in (0, 1)]
+    write_index(tmp_path, RUN_ID, 0, many[0])
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=write_for_ever, args=(tmp_path, own)) for own in many]
+    for writer in writers:
+        writer.start()
+    seen: set[int] = set()
+    deadline = time.monotonic() + 20
+    while len(seen) < 2 and time.monotonic() < deadline:
+        entries = list(read_index(tmp_path, RUN_ID, 0).values())
+        assert entries in many
+        seen.add(entries[0].incarnation)
+    for writer in writers:
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+    assert seen == {0, 1}, "both have written"
+    assert list(read_index(tmp_path, RUN_ID, 0).values()) in many
+
+
+# The writer process's part
+
+
+def test_the_writer_indexes_what_it_has_filled(folder: RunFolder, tmp_path: Path) -> None:
+    run = made(tmp_path / "new", [])
+
+    async def write() -> None:
+        writer = SegmentWriter(run, FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 0))
+        for first, last in ((1, 2), (3, 4), (5, 6)):
+            data = folder.segment(0, 0, first).read_bytes()[HEADER_BYTES:]
+            await writer.append(Batch(data, first, last, rebases=(first,)))
+            if first != 1:
+                await writer.seal()
+
+    asyncio.run(write())
+    found = [
+        Sealed(0, first, last, path.stat().st_size, path.stat().st_mtime_ns, rebases)
+        for first, last, rebases in ((1, 4, (1, 3)), (5, 6, (5,)))
+        for path in [run.segment(0, 0, first)]
+    ]
+    assert list(index_of(run).values()) == found
