@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
-from lowdiff.attached import describe
+from lowdiff.attached import bare_optimizers, describe
 from lowdiff.capture import Stateful
 from lowdiff.closing import finish, release
 from lowdiff.compressors import Dense
@@ -177,8 +177,7 @@ class Checkpointer:
         if restore not in _RESTORE:
             raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
         started = time.perf_counter()
-        optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        attached = describe(model, optimizers)
+        attached = describe(model, bare_optimizers(optimizer))
         self._close_earlier()
         if attached.ddp is not None:
             self.hook_state = registered(attached.ddp, self.hook_state)
