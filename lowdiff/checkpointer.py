@@ -277,7 +277,10 @@ class Checkpointer:
             self._restore_random_states()
             yield session.step
             if self._opened is None:
-                raise UsageError("the Checkpointer was closed inside its own loop")
+                raise UsageError(
+                    "the Checkpointer was closed inside its own loop; leave the loop with break, and "
+                    "close it afterwards"
+                )
             session.commit()
 
     def commit(self) -> None:
@@ -319,7 +322,7 @@ class Checkpointer:
     def stats(self) -> dict[str, Any]:
         """Counters of this rank since ``attach``; still there after ``close()``; for any thread.
 
-        docs/observability.md says what each key is: counters (``steps``, ``durable_bytes``,
+        docs/operations.md says what each key is: counters (``steps``, ``durable_bytes``,
         ``waiting_seconds``, ``retries``, ``dropped_steps``, ...), positions (``committed_step``,
         ``durable_step``), ``writer_error``, ``preempted``, and histograms
         (``stall_seconds``, ``step_bytes``, ``lag_steps``, ``batch_seconds``).
