@@ -26,11 +26,6 @@ class Block:
     file: str
     text: str
 
-    @property
-    def first_line(self) -> str:
-        """What the block is known by in lists."""
-        return self.text.partition("\n")[0]
-
 
 def documents() -> list[str]:
     """README, docs and the examples' documents, from the root of the repository."""

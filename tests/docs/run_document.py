@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lowdiff.persistence.paths import default_staging
+from lowdiff.persistence.paths import shared_staging_root
 from tests.docs.blocks import ROOT, blocks_of
+from tests.docs.listed import is_listed
 
 
 def main() -> None:
@@ -21,6 +22,8 @@ def main() -> None:
     names: dict[str, Any] = runpy.run_path(given[0]) if given else {}
     try:
         for block in blocks_of(document):
+            if is_listed(block):
+                continue
             if block.file:
                 Path(block.file).write_text(block.text)
             elif block.language == "python":
@@ -31,7 +34,7 @@ def main() -> None:
     finally:
         for identity in Path("runs").glob("*/run.json"):
             run_id = json.loads(identity.read_text())["run_id"]
-            shutil.rmtree(default_staging() / run_id, ignore_errors=True)
+            shutil.rmtree(shared_staging_root() / run_id, ignore_errors=True)
 
 
 def environment() -> dict[str, str]:
