@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowdiff.demo.launch import child_processes
 
@@ -24,6 +25,15 @@ FRAMEWORK = {
     "lightning_trainer": "lightning",
 }
 Main = Callable[[list[str]], dict[int, float]]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two threads of a small model mostly wait for each other, above all beside other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def main_of(name: str) -> Main:
@@ -45,6 +55,8 @@ def losses_in(text: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"step (\d+): loss ([-+.\de]+)\n", text)}
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name",
     [
@@ -74,12 +86,12 @@ def test_an_example_that_is_started_again_goes_on_exactly(tmp_path: Path, name: 
 @pytest.mark.parametrize("name", ["single_process", "gan", "from_torch_save", "ddp_cnn"])
 def test_an_example_that_was_killed_ends_as_if_it_were_not(tmp_path: Path, name: str) -> None:
     whole = output_of(tmp_path, name, "whole")
-    killed = output_of(tmp_path, name, "run", kill_after="step 90:")
+    killed = output_of(tmp_path, name, "run", kill_after="step 30:")
     killed += output_of(tmp_path, name, "run")
-    assert max(losses_in(killed)) >= 150
+    assert max(losses_in(killed)) == 60
     assert losses_in(killed) == losses_in(whole)
     again = output_of(tmp_path, name, "run")
-    assert "starting at step 150\n" in again
+    assert "starting at step 60\n" in again
     assert not losses_in(again), "it is done"
 
 
@@ -88,7 +100,7 @@ def output_of(folder: Path, name: str, run: str, kill_after: str | None = None) 
     launcher = [sys.executable]
     if name.startswith("ddp"):
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [*launcher, f"examples/{name}.py", *arguments(name, folder, run, 150)]
+    words = [*launcher, f"examples/{name}.py", *arguments(name, folder, run, 60)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     output = folder / f"{run}-{kill_after is None}.txt"
     with output.open("wb") as file:
