@@ -18,7 +18,7 @@ from tests.docs.listed import ELSEWHERE, NOT_RUN, RUNNABLE, begins, is_listed
 #: Documents that are followed on several machines at once, here by as many processes.
 NODES = {"examples/torchrun_multinode.md": 2}
 #: Documents that begin at zero; the others take names as given.
-FROM_ZERO = ("README.md", "docs/getting_started.md", "docs/recovery.md", "examples/README.md")
+FROM_ZERO = ("README.md", "docs/getting_started.md", "examples/README.md")
 
 
 def runnable() -> list[str]:
