@@ -7,7 +7,7 @@ MARKERS ?= not slow and not gpu
 WORKERS ?= 3
 
 BIN := .venv/bin
-FOLDERS := $(wildcard lowdiff compressors persistence recovery tuner benches examples tests)
+FOLDERS := $(wildcard lowdiff compressors persistence recovery tuner benches docs examples tests)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c constraints.txt
 # A stamp is older than these once what must be installed has changed.
 REQUIREMENTS := setup.cfg pyproject.toml constraints.txt

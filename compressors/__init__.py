@@ -44,7 +44,7 @@ def from_settings(name: str, settings: Mapping[str, Any]) -> Compressor:
     if name not in _BY_NAME:
         raise ConfigError(
             f"the run was compressed with {name!r}, which this lowdiff does not have; "
-            f"known are {', '.join(sorted(_BY_NAME))}"
+            f"known are {', '.join(sorted(_BY_NAME))}; recover with the version that trained it"
         )
     try:
         made: Compressor = _BY_NAME[name](**settings)

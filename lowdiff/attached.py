@@ -15,6 +15,10 @@ from lowdiff.recovery.optimizers import class_name
 from lowdiff.recovery.state import BUFFER_ITEM, FROZEN_ITEM
 from lowdiff.types import Layout, OptimizerSpec
 
+#: Packages whose wrappers around an optimizer leave its update as it is. Others, a Lookahead say,
+#: have an optimizer inside as well, but do more than that one does.
+_TRANSPARENT = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attached:
@@ -45,7 +49,8 @@ class Attached:
     @property
     def ddp(self) -> DistributedDataParallel | None:
         """The DDP wrapper, if there is one."""
-        return self.model if isinstance(self.model, DistributedDataParallel) else None
+        wrappers = _wrappers(self.model)
+        return next((part for part in wrappers if isinstance(part, DistributedDataParallel)), None)
 
     @property
     def device(self) -> torch.device:
@@ -102,6 +107,12 @@ class Attached:
         ]
 
 
+def bare_optimizers(given: object) -> tuple[torch.optim.Optimizer, ...]:
+    """The torch optimizers among what ``attach`` was given, out of accelerate's and Lightning's."""
+    several = given if isinstance(given, Sequence) else (given,)
+    return tuple(_bare(optimizer) for optimizer in several)
+
+
 def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Attached:
     """Check a model and its optimizers, and lay the model out.
 
@@ -117,8 +128,8 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             "with the list of their optimizers"
         )
     if not optimizers:
-        raise ConfigError("attach needs the optimizer that trains the model")
-    module = _unwrapped(model)
+        raise ConfigError("attach got no optimizer; pass those that train the model, in a list")
+    module = _wrappers(model)[-1]
     named = {canonical_name(n): p for n, p in module.named_parameters()}
     name_of = {id(p): n for n, p in named.items()}
     owner_of: dict[str, int] = {}
@@ -205,20 +216,33 @@ def number_or_none(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    while type(optimizer).__module__.partition(".")[0] in _TRANSPARENT:
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"attach takes a torch optimizer or a list of them, got a {type(optimizer).__name__}; "
+            "schedulers and the like go by name: attach(model, optimizer, scheduler=scheduler)"
+        )
+    return optimizer
+
+
+def _wrappers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model as given, what DDP and torch.compile wrapped, and last the user's own module."""
     for part in model.modules():
         if "FullyShardedDataParallel" in type(part).__name__ or "FSDP" in type(part).__name__:
             raise UnsupportedModel(
                 f"{type(part).__name__} shards its parameters; lowdiff checkpoints replicated "
                 "models: wrap the model in DistributedDataParallel instead"
             )
+    found = [model]
     while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(compiled := getattr(model, "_orig_mod", None), torch.nn.Module):
-            model = compiled
+        if isinstance(found[-1], DistributedDataParallel):
+            found.append(found[-1].module)
+        elif isinstance(inner := getattr(found[-1], "_orig_mod", None), torch.nn.Module):
+            found.append(inner)
         else:
-            return model
+            return found
 
 
 def _owned_name(parameter: torch.Tensor, name_of: Mapping[int, str]) -> str:

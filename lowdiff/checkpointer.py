@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
-from lowdiff.attached import describe
+from lowdiff.attached import bare_optimizers, describe
 from lowdiff.capture import Stateful
 from lowdiff.closing import finish, release
 from lowdiff.compressors import Dense
@@ -177,8 +177,7 @@ class Checkpointer:
         if restore not in _RESTORE:
             raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
         started = time.perf_counter()
-        optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        attached = describe(model, optimizers)
+        attached = describe(model, bare_optimizers(optimizer))
         self._close_earlier()
         if attached.ddp is not None:
             self.hook_state = registered(attached.ddp, self.hook_state)
@@ -278,7 +277,10 @@ class Checkpointer:
             self._restore_random_states()
             yield session.step
             if self._opened is None:
-                raise UsageError("the Checkpointer was closed inside its own loop")
+                raise UsageError(
+                    "the Checkpointer was closed inside its own loop; leave the loop with break, and "
+                    "close it afterwards"
+                )
             session.commit()
 
     def commit(self) -> None:
@@ -320,7 +322,7 @@ class Checkpointer:
     def stats(self) -> dict[str, Any]:
         """Counters of this rank since ``attach``; still there after ``close()``; for any thread.
 
-        docs/observability.md says what each key is: counters (``steps``, ``durable_bytes``,
+        docs/operations.md says what each key is: counters (``steps``, ``durable_bytes``,
         ``waiting_seconds``, ``retries``, ``dropped_steps``, ...), positions (``committed_step``,
         ``durable_step``), ``writer_error``, ``preempted``, and histograms
         (``stall_seconds``, ``step_bytes``, ``lag_steps``, ``batch_seconds``).

@@ -198,3 +198,9 @@ class StepNotFound(RecoveryError):
 
 class ReplayMismatch(RecoveryError):
     """Replayed bits differ from those the live run recorded."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}; `lowdiff verify` says which steps replay, and an earlier one of these, or a "
+            "machine like that of the training, is the way out"
+        )

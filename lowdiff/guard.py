@@ -54,7 +54,8 @@ class StepGuard:
         if any(callable(argument) for argument in arguments):
             raise UnsupportedOptimizer(
                 "optimizer.step(closure) may evaluate the gradient several times, which a "
-                "differential cannot record; call backward() first and step() without a closure"
+                "differential cannot record; call backward() first and step() without a closure "
+                "(under Lightning: examples/lightning_trainer.py)"
             )
         if _group_ids(optimizer) != self._groups[index]:
             raise UsageError(

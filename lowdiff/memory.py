@@ -123,7 +123,9 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, str]:
 
 def _room(root: Path) -> Room:
     if root.exists() and not root.is_dir():
-        raise ConfigError(f"staging={root} is no folder")
+        raise ConfigError(
+            f"staging={root} is no folder; give one in memory (tmpfs), or leave it out"
+        )
     return room_at(root)
 
 

@@ -14,6 +14,11 @@ from lowdiff.persistence.values import same
 from lowdiff.recovery.state import STATEFUL_ITEM, RecoveredState, is_aligned
 from lowdiff.types import Fence, Layout
 
+_NEW_RUN = (
+    "start a new run folder, or take the old weights along with "
+    "`lowdiff recover RUN --out weights.safetensors`"
+)
+
 
 def check_match(attached: Attached, fence: Fence) -> None:
     """Compare a run's description with what is attached.
@@ -25,10 +30,7 @@ def check_match(attached: Attached, fence: Fence) -> None:
         attached, fence
     )
     if difference:
-        raise RunMismatch(
-            f"the run was trained with another {difference}; start a new run folder, or take the "
-            "old weights along with `lowdiff recover RUN --out weights.safetensors`"
-        )
+        raise RunMismatch(f"the run was trained with another {difference}; {_NEW_RUN}")
 
 
 def load_parameters(state: RecoveredState, attached: Attached) -> None:
@@ -101,12 +103,14 @@ def load_items(
     with torch.no_grad():
         for name, tensor in constants.items():
             if name not in items:
-                raise RunMismatch(f"{name} is not in the run; its model had no such tensor")
+                raise RunMismatch(
+                    f"{name} is not in the run, whose model had no such tensor; {_NEW_RUN}"
+                )
             value = state.resolved(name, items)
             if value.shape != tensor.shape or value.dtype != tensor.dtype:
                 raise RunMismatch(
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but the run holds "
-                    f"{value.dtype} {tuple(value.shape)}"
+                    f"{value.dtype} {tuple(value.shape)}; {_NEW_RUN}"
                 )
             tensor.copy_(value)
     for name, thing in stateful.items():

@@ -32,7 +32,10 @@ def agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolde
         known = known_run_id(folder)
     ids = {run_id for run_id in ranks.gather(known) if run_id is not None}
     if len(ids) > 1:
-        raise RunMismatch(f"the ranks' folders {settings.run} belong to different runs")
+        raise RunMismatch(
+            f"the ranks' folders {settings.run} belong to different runs; bring them together, or give "
+            "all ranks a new folder"
+        )
     remote_id = run_in_store(settings, ranks)
     if ids and remote_id not in (None, *ids):
         raise RunMismatch(

@@ -40,7 +40,7 @@ def timeline(
     from lowdiff.recovery.timeline import timeline as measure
 
     if out is not None and out.suffix != ".png":
-        raise ConfigError(f"{out} does not end in .png")
+        raise ConfigError(f"{out} does not end in .png; for numbers use --json")
     options = ReplayOptions(num_workers=workers)
     with progress("Replaying") as show:
         found = measure(

@@ -184,4 +184,6 @@ class WriterProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()  # should it come up after all, it ends at once
         log = self._settings.staging.writer_log.read_text(errors="replace")[-2000:]
-        raise WriterFailed(f"the writer process did not start; its log says:\n{log}")
+        raise WriterFailed(
+            "the writer process did not start; mend what its log says, then attach again:\n" + log
+        )

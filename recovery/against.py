@@ -111,9 +111,11 @@ def compare_with(
 def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None, int | None]:
     """Weights, one optimizer's state if there is one, and the step if it is told."""
     if path.suffix not in (".pt", ".pth", ".safetensors"):
-        raise ConfigError(f"{path} ends in none of .pt, .pth and .safetensors")
+        raise ConfigError(
+            f"{path} ends in none of .pt, .pth and .safetensors; convert it to one of these"
+        )
     if not path.is_file():
-        raise ConfigError(f"{path} is no file")
+        raise ConfigError(f"{path} is no file; give one that torch.save or safetensors wrote")
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as opened:
@@ -123,7 +125,10 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None, int 
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise DamagedFile(path, f"it cannot be read ({error!r:.300})") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}, not a dict of tensors")
+        raise ConfigError(
+            f"{path} holds a {type(content).__name__}, not a dict of tensors; save "
+            "model.state_dict(), or a dict with it under 'model'"
+        )
     weights = next((content[key] for key in _WEIGHTS if isinstance(content.get(key), dict)), None)
     optimizer = content.get("optimizer") if weights is not None else None
     told = content.get("step")

@@ -70,7 +70,7 @@ def _functions(step: AverageStep) -> dict[str, Callable[..., Any]]:
     if step.function not in _MAKERS:
         raise UnsupportedOptimizer(
             f"the run averaged its parameters with {step.function!r}, which this lowdiff cannot "
-            "replay"
+            "replay; recover with the version that trained it, or a later one"
         )
     arguments = {} if step.decay is None else {"decay": step.decay}
     return {_MAKERS[step.function]: getattr(swa_utils, step.function)(**arguments)}

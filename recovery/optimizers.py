@@ -71,7 +71,7 @@ def register_optimizer(
             f"granularity of {name} is one of {get_args(Granularity)}, got {granularity!r}"
         )
     if name in GRANULARITY and name not in _registered:
-        raise ConfigError(f"{name} is known already, by {GRANULARITY[name]}")
+        raise ConfigError(f"{name} is known already, by {GRANULARITY[name]}; leave the call out")
     GRANULARITY[name] = granularity
     SCALAR_STATE.update(scalar_state)
     _registered[name] = kind
@@ -153,4 +153,6 @@ def _class_of(class_name: str) -> Any:
     for candidate in vars(torch.optim).values():
         if inspect.isclass(candidate) and _qualified(candidate) == class_name:
             return candidate
-    raise UnsupportedOptimizer(f"this torch {torch.__version__} has no {class_name}")
+    raise UnsupportedOptimizer(
+        f"this torch {torch.__version__} has no {class_name}; recover with the torch of the training"
+    )

@@ -1,0 +1,65 @@
+"""Hugging Face accelerate: ``prepare`` as ever, then attach what it returns, wrappers and all.
+
+accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py runs/accelerate
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lowdiff
+from lowdiff.compressors import TopK
+
+
+def main(argv: Sequence[str] | None = None) -> dict[int, float]:
+    """Train, or go on training; returns the loss of every step that this process made."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", help="folder of the run")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--staging", help="folder in memory (tmpfs); by default in /dev/shm")
+    args = parser.parse_args(argv)
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    inputs = torch.randn(1000, 32)
+    dataset = TensorDataset(inputs, inputs.cos().sum(1, keepdim=True))
+    model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=500, gamma=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+
+    checkpointer = lowdiff.Checkpointer(
+        args.run, compressor=TopK(density=0.05), staging=args.staging
+    )
+    # In place of a prepared DataLoader: it shares samples out to the ranks, and knows its position.
+    loader = checkpointer.dataloader(dataset, batch_size=32)
+    losses = {}
+    with checkpointer:
+        completed = checkpointer.attach(model, optimizer, scheduler=scheduler)
+        accelerator.print(f"starting at step {completed}")
+        while completed < args.steps and not checkpointer.preempted:
+            for features, targets in loader:
+                loss = nn.functional.mse_loss(model(features), targets)
+                optimizer.zero_grad()
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                checkpointer.commit()
+                completed += 1
+                losses[completed] = loss.item()
+                accelerator.print(f"step {completed}: loss {loss.item():.9g}")
+                if completed == args.steps or checkpointer.preempted:
+                    break
+    accelerator.end_training()
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Which blocks are not run here, and why."""
+
+from __future__ import annotations
+
+from tests.docs.blocks import Block
+
+RUNNABLE = ("bash", "python")
+
+#: Documents whose blocks others read or run.
+ELSEWHERE = {
+    "docs/api.md": "made from the docstrings, whose page is compared below",
+    "docs/benchmarks.md": "tests/benches runs every bench with --smoke",
+    "docs/format.md": "tests/persistence/test_format_doc.py reads it",
+}
+#: Document and how a block begins -> why it is not run here.
+NOT_RUN = {
+    ("README.md", "make demo"): "`make test` runs the tests, among them those of the demo",
+    ("docs/architecture.md", "backward ─►"): "a drawing",
+    ("docs/contributing.md", "make check"): "it runs the tests",
+    ("docs/operations.md", "pip install '.[object-store]'"): "it would change this environment",
+    ("docs/recovery.md", "Step 7999 of runs/spike"): "what the command above prints",
+    ("examples/README.md", "kill -9 $(pgrep"): "tests/launch/test_sigkill.py kills this example",
+}
+
+
+def is_listed(block: Block) -> bool:
+    """Whether a reason is given for leaving it out."""
+    return block.document in ELSEWHERE or any(begins(block, *known) for known in NOT_RUN)
+
+
+def begins(block: Block, document: str, start: str) -> bool:
+    """Whether it is the block that the list knows by its start."""
+    return block.document == document and block.text.startswith(start)

@@ -1,0 +1,47 @@
+"""Runs what a document shows, in its order and in the current folder: DOCUMENT [GIVEN_NAMES]."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from lowdiff.persistence.paths import shared_staging_root
+from tests.docs.blocks import ROOT, blocks_of
+from tests.docs.listed import is_listed
+
+
+def main() -> None:
+    """Python blocks share this process, shell blocks get one each."""
+    document, *given = sys.argv[1:]
+    names: dict[str, Any] = runpy.run_path(given[0]) if given else {}
+    try:
+        for block in blocks_of(document):
+            if is_listed(block):
+                continue
+            if block.file:
+                Path(block.file).write_text(block.text)
+            elif block.language == "python":
+                Path("block.py").write_text(block.text)
+                names = runpy.run_path("block.py", init_globals=names)
+            elif block.language == "bash":
+                subprocess.run(["bash", "-euxc", block.text], check=True, env=environment())
+    finally:
+        for identity in Path("runs").glob("*/run.json"):
+            run_id = json.loads(identity.read_text())["run_id"]
+            shutil.rmtree(shared_staging_root() / run_id, ignore_errors=True)
+
+
+def environment() -> dict[str, str]:
+    """The commands of this environment come first, as after ``. .venv/bin/activate``."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "FIRST_NODE": "localhost"}
+
+
+if __name__ == "__main__":
+    main()

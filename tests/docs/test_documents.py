@@ -1,0 +1,102 @@
+"""Every command and snippet of the documents runs, or is in a list that says why not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs import make_api
+from lowdiff import errors
+from tests.docs.blocks import ROOT, blocks_of, documents
+from tests.docs.listed import ELSEWHERE, NOT_RUN, RUNNABLE, begins, is_listed
+
+#: Documents that are followed on several machines at once, here by as many processes.
+NODES = {"examples/torchrun_multinode.md": 2}
+#: Documents that begin at zero; the others take names as given.
+FROM_ZERO = ("README.md", "docs/getting_started.md", "examples/README.md")
+
+
+def runnable() -> list[str]:
+    return [
+        d
+        for d in documents()
+        if any(b.language in RUNNABLE and not is_listed(b) for b in blocks_of(d))
+    ]
+
+
+def test_every_block_is_run_or_listed_with_a_reason() -> None:
+    blocks = [block for document in documents() for block in blocks_of(document)]
+    assert len(blocks) > 25
+    lost = [b for b in blocks if b.language not in RUNNABLE and not is_listed(b)]
+    assert not lost, "tag it bash or python, or say why it cannot run"
+    assert {d for d in ELSEWHERE if not blocks_of(d)} <= {"docs/benchmarks.md"}
+    for known in NOT_RUN:
+        assert any(begins(block, *known) for block in blocks), f"{known} is gone"
+    assert {"README.md", "docs/getting_started.md", "docs/operations.md"} <= set(runnable())
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("document", runnable())
+def test_what_a_document_shows_runs(document: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    given = (
+        [] if document in FROM_ZERO or document in NODES else [ROOT / "tests/docs/given_names.py"]
+    )
+    command = [sys.executable, "-m", "tests.docs.run_document", document, *map(str, given)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    outputs = [tmp_path / f"output-{node}.txt" for node in range(NODES.get(document, 1))]
+    processes = []
+    for output in outputs:
+        with output.open("wb") as file:
+            processes.append(
+                subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=file)
+            )
+    codes = [process.wait() for process in processes]
+    assert codes == [0] * len(outputs), "\n".join(o.read_text()[-3000:] for o in outputs)
+
+
+def test_the_first_example_of_the_readme_has_fifteen_lines_and_comes_early() -> None:
+    example = next(b for b in blocks_of("README.md") if b.language == "python")
+    assert len(example.text.splitlines()) <= 15
+    before = (ROOT / "README.md").read_text().partition("```python")[0]
+    assert len(before.splitlines()) <= 20
+
+
+def test_the_api_page_is_what_the_docstrings_say() -> None:
+    assert make_api.PAGE.read_text() == make_api.page(), "run python docs/make_api.py"
+
+
+def test_every_error_and_every_event_is_explained() -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    classes = [name for name, thing in vars(errors).items() if isinstance(thing, type)]
+    for name in classes:
+        if issubclass(getattr(errors, name), errors.LowDiffError):
+            assert f"| `{name}` |" in text, name
+    folders = ("lowdiff", "persistence", "recovery")
+    code = "".join(p.read_text() for f in folders for p in (ROOT / f).glob("*.py"))
+    events = set(re.findall(r'logging\.(?:WARNING|INFO),\s+"([a-z_]+)"', code))
+    assert "writer_error" in events
+    for event in events:
+        assert f"`{event}`" in text, event
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in documents():
+        text = re.sub(
+            r"^```.*?^```$", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE
+        )
+        for target in re.findall(r"(?:\]\(|src=\")(?!https?:)([^)\"]+)[)\"]", text):
+            path, _, anchor = target.partition("#")
+            found = (ROOT / document).parent / path if path else ROOT / document
+            assert found.exists(), f"{document}: {target}"
+            if anchor:
+                titles = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
+                slugs = [re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles]
+                assert anchor in slugs, f"{document}: {target}"
