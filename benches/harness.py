@@ -69,6 +69,14 @@ class Result:
 
 def write(result: Result, out: Path, draw: Callable[[Axes, Result], None]) -> None:
     """Write both files, and print the summary."""
+    path = save(result, out, draw)
+    for key, value in result.summary.items():
+        print(f"{key:<40} {f'{value:.6g}' if isinstance(value, float) else value}")
+    print(path)
+
+
+def save(result: Result, out: Path, draw: Callable[[Axes, Result], None]) -> Path:
+    """Write both files; the path of the JSON."""
     out.mkdir(parents=True, exist_ok=True)
     record = {
         **asdict(result),
@@ -86,9 +94,7 @@ def write(result: Result, out: Path, draw: Callable[[Axes, Result], None]) -> No
     axes.tick_params(colors=MUTED, labelcolor=INK)
     axes.set_axisbelow(True)
     figure.savefig(path.with_suffix(".png"))
-    for key, value in result.summary.items():
-        print(f"{key:<40} {f'{value:.6g}' if isinstance(value, float) else value}")
-    print(path)
+    return path
 
 
 def machine() -> dict[str, Any]:
