@@ -64,7 +64,11 @@ def result_from(cells: Mapping[str, Any], seed: int, facts: Mapping[str, Any]) -
         machine=facts,
         samples=cells,
         summary={
-            **{f"{name}/{key}": value for name, found in ran.items() for key, value in found.items()},
+            **{
+                f"{name}/{key}": value
+                for name, found in ran.items()
+                for key, value in found.items()
+            },
             "cells": len(cells),
             "cells_that_cannot_run": len(cells) - len(ran),
             "bit_identical": bool(identical) and all(identical),
@@ -124,7 +128,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments."""
     parser = arguments((__doc__ or "").split("\n")[0])
     known = ", ".join(SYSTEMS)
-    parser.add_argument("--systems", help=f"by comma, or 'all'; quick: {','.join(QUICK)}; of {known}")
+    parser.add_argument(
+        "--systems", help=f"by comma, or 'all'; quick: {','.join(QUICK)}; of {known}"
+    )
     parser.add_argument("--models", default="10M", help=f"by comma, of {', '.join(MODELS)}")
     parser.add_argument("--ranks", default="1", help="numbers of processes, by comma")
     parser.add_argument("--again", action="store_true", help="also cells that are done")
@@ -132,7 +138,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--environments", type=Path, default=Path(".venv-peers"), help="folder of the competitors'"
     )
     parser.add_argument("--block-steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=0, help="of ABBA; 0: as the model's size asks")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="of ABBA; 0: as the model's size asks"
+    )
     parser.add_argument("--kills", type=int, default=3, help="trainings killed at a random instant")
     parser.add_argument("--history", default="10,100,1000", help="steps to recover from, by comma")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a phase")

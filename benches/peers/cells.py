@@ -79,8 +79,8 @@ def plan_cells(
 
 
 def is_done(found: Mapping[str, Any] | None, settings: Settings) -> bool:
-    """Whether a cell needs no further run: it was finished under the same settings."""
-    return found is not None and found["settings"] == _plain(asdict(settings))
+    """Whether a cell needs no further run: it ran to its end, under the same settings."""
+    return bool(found and found["summary"]) and found["settings"] == _plain(asdict(settings))
 
 
 def carry_out(plan: Plan, settings: Settings, environments: Path, out: Path) -> dict[str, Any]:

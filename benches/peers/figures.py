@@ -56,7 +56,7 @@ def _overhead(found: Mapping[str, Any]) -> dict[str, float]:
         "ratio_low": min(ratios),
         "ratio_high": max(ratios),
         "ratio_without_drain": statistics.median(loops),
-        "null_ratio": statistics.median(_null(pairs)),
+        **_null(pairs),
         "step_seconds": plain_step,
         "stall_p50_seconds": float(np.percentile(stalls, 50)),
         "stall_p99_seconds": float(np.percentile(stalls, 99)),
@@ -67,12 +67,18 @@ def _overhead(found: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _null(pairs: Sequence[Sequence[float]]) -> list[float]:
+def _null(pairs: Sequence[Sequence[float]]) -> dict[str, float]:
     """Blocks without checkpoints over the like that came just before: the method's own noise."""
     plain = [seconds for _, seconds in pairs]
     # In ABBA order every second one ends a round, and the next begins one.
-    neighbours = zip(plain[1::2], plain[2::2], strict=False)
-    return [later / earlier for earlier, later in neighbours] or [1.0]
+    ratios = [later / earlier for earlier, later in zip(plain[1::2], plain[2::2], strict=False)]
+    if not ratios:
+        return {}
+    return {
+        "null_low": min(ratios),
+        "null_ratio": statistics.median(ratios),
+        "null_high": max(ratios),
+    }
 
 
 def _added_memory(found: Mapping[str, Any]) -> float:

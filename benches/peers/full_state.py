@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benches.peers.arm import Place, Trained
+from benches.peers.arm import Trained
 
 
 class NoTraining:

@@ -9,6 +9,7 @@ killed from outside. ``"restore"``: what comes back of any of them, in a process
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -128,30 +129,35 @@ class Blocks:
 
     def without(self) -> float:
         """A block without checkpoints; seconds."""
+        gc.collect()
+        begun = time.perf_counter()
         steps = [self._plain.step(number) for number in self._numbers("plain")]
+        seconds = time.perf_counter() - begun
         self.found["plain_seconds"].append(steps)
-        return sum(steps)
+        return seconds
 
     def with_arm(self) -> float:
         """A block with; seconds of its steps, of saving and of the drain."""
         before = written_bytes(self._this.task.files)
         steps, calls = [], []
+        gc.collect()
+        begun = time.perf_counter()
         for number in self._numbers("saved"):
             seconds = self._saved.step(number)
-            begun = time.perf_counter()
+            calling = time.perf_counter()
             self._arm.after_step(number)
-            calls.append(time.perf_counter() - begun)
+            calls.append(time.perf_counter() - calling)
             steps.append(seconds + calls[-1])
-        begun = time.perf_counter()
+        draining = time.perf_counter()
         self._arm.drain()
-        drain = time.perf_counter() - begun
+        ended = time.perf_counter()
         self.found["saved_seconds"].append(steps)
         self.found["call_seconds"].append(calls)
-        self.found["drain_seconds"].append(drain)
+        self.found["drain_seconds"].append(ended - draining)
         dist.barrier()  # the other ranks' files count as well
         self.found["written_bytes"].append(written_bytes(self._this.task.files) - before)
         settle(self._this, self._arm)
-        return sum(steps) + drain
+        return ended - begun
 
     def _numbers(self, which: str) -> range:
         first = self._next[which]
@@ -226,9 +232,7 @@ def restore(this: Rank) -> None:
     if task.expected.exists() and step == task.steps:
         expected = torch.load(task.expected, weights_only=True)
         found |= differences(training.state(), expected)
-    begun = time.perf_counter()
-    training.step(step + 1)
-    found["first_step_seconds"] = time.perf_counter() - begun
+    found["first_step_seconds"] = training.step(step + 1)
     # No end in good order: it would write a last snapshot of what nobody needs.
     this.end_by_kill(found)
 

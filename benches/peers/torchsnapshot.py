@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchsnapshot import PendingSnapshot, Snapshot
+from torchsnapshot import Snapshot
+from torchsnapshot.snapshot import PendingSnapshot
 
 from benches.peers.arm import Place, Trained
 from benches.peers.full_state import newest_that_loads
