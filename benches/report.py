@@ -138,7 +138,7 @@ REPORTED: dict[str, Reported] = {
 
 def records_in(folder: Path) -> dict[str, Record]:
     """Results of benches by name; other JSON in the folder is left out."""
-    found = {}
+    found: dict[str, Record] = {}
     for path in sorted(folder.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(record, dict) and "summary" in record:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +40,16 @@ class Task:
     block_steps: int
     steps: int = 0
     is_sketch: bool = False
+
+    @classmethod
+    def from_json(cls, text: str) -> Task:
+        """The inverse of ``to_json``."""
+        values = json.loads(text)
+        return cls(**{**values, **{k: Path(values[k]) for k in ("files", "staging", "found")}})
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self), default=str)
 
     @property
     def expected(self) -> Path:
@@ -93,6 +104,10 @@ class Trained(Protocol):
     @property
     def optimizer(self) -> Any:
         """A ``torch.optim.Optimizer``."""
+
+    @property
+    def compression(self) -> Any:
+        """What compresses its gradients, if anything does but the arm."""
 
     def state(self) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ...}``, live tensors."""

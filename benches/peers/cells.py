@@ -17,9 +17,9 @@ from benches.peers.arm import Task
 from benches.peers.environments import CannotRun, python_of, versions_in
 from benches.peers.figures import figures
 from benches.peers.processes import Cell
-from benches.peers.rank import saved_steps
 from benches.peers.systems import SYSTEMS
 from benches.peers.training import MODELS
+from benches.peers.turns import saved_steps
 
 #: From so many ranks on a machine of few cores, only bytes mean anything.
 BYTES_ONLY_RANKS = 4
@@ -80,7 +80,9 @@ def plan_cells(
 
 def is_done(found: Mapping[str, Any] | None, settings: Settings) -> bool:
     """Whether a cell needs no further run: it ran to its end, under the same settings."""
-    return bool(found and found["summary"]) and found["settings"] == _plain(asdict(settings))
+    if found is None or not found["summary"]:
+        return False
+    return bool(found["settings"] == _plain(asdict(settings)))
 
 
 def carry_out(plan: Plan, settings: Settings, environments: Path, out: Path) -> dict[str, Any]:
@@ -131,8 +133,7 @@ def _samples(
     def fresh(name: str, **changes: Any) -> Task:
         for folder in (*files.iterdir(), *staging.iterdir()):
             shutil.rmtree(folder)
-        place = {"files": files / "checkpoints", "staging": staging / name}
-        return replace(base, **place, **changes)
+        return replace(base, files=files / "checkpoints", staging=staging / name, **changes)
 
     if plan.num_ranks >= BYTES_ONLY_RANKS:
         task = fresh("bytes", phase="train", steps=settings.block_steps, is_sketch=True)

@@ -52,8 +52,9 @@ class AsyncSave:
             async_checkpointer_type=self._kind,
             async_stager=self._stager,
         )
-        is_pair = isinstance(saving, AsyncSaveResponse)
-        self._under_way = saving.upload_completion if is_pair else saving
+        if isinstance(saving, AsyncSaveResponse):  # which it is depends on the stager
+            saving = saving.upload_completion
+        self._under_way = saving
 
     def drain(self) -> None:
         """See ``Arm.drain``."""

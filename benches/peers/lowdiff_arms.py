@@ -39,11 +39,14 @@ class LowDiff:
         self._checkpointer.commit()
 
     def drain(self) -> None:
-        """See ``Arm.drain``: every step is on disk, or in the replica's memory (LowDiff+)."""
+        """See ``Arm.drain``: all is on disk, or every step in the replica's memory (LowDiff+)."""
         deadline = time.monotonic() + _DRAIN_SECONDS
         while self._is_behind(self._checkpointer.stats()):
             assert time.monotonic() < deadline, f"not drained: {self._checkpointer.stats()}"
             time.sleep(_POLL_SECONDS)
+        opened = self._checkpointer._opened
+        assert opened is not None
+        opened.session.stager.wait_for_snapshot()
 
     def restore(self, training: Trained) -> int:
         """See ``Arm.restore``."""

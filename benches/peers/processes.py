@@ -17,7 +17,6 @@ from pathlib import Path
 
 from benches.peers.arm import Task
 from benches.peers.environments import ROOT, CannotRun, last_error
-from benches.peers.rank import task_text
 
 #: Every process of a cell has this in its environment, however it was started.
 _MARK = "LOWDIFF_BENCH_CELL"
@@ -150,7 +149,7 @@ class Cell:
             old.unlink()
         task.diary.unlink(missing_ok=True)
         path = task.found / "task.json"
-        path.write_text(task_text(task), encoding="utf-8")
+        path.write_text(task.to_json(), encoding="utf-8")
         port = _free_port()
         started = []
         for rank in range(task.num_ranks):

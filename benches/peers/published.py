@@ -101,9 +101,8 @@ class Published:
     def after_step(self, step: int) -> None:
         """See ``Arm.after_step``."""
         if self._place.rank == 0:
-            compression: Any = self._training.compression
             path = self._place.step(step, ".diff")
-            self._queue.put((dict(compression.lists), str(path), step))
+            self._queue.put((dict(self._training.compression.lists), str(path), step))
             self._handed_over += 1
             if step % self._place.snapshot_every == 0:
                 self._save_full(step)

@@ -32,7 +32,7 @@ class Size:
 #: A step takes about 0.3 s and 1.5 s on one core.
 MODELS = {
     "tiny": Size(GPTConfig(layers=2, heads=2, width=64, dropout=0.0), 8, 2),
-    "10M": Size(GPTConfig(layers=6, heads=6, width=384, dropout=0.0), 8, 6),
+    "10M": Size(GPTConfig(layers=6, heads=6, width=384, dropout=0.0), 8, 5),
     "60M": Size(GPTConfig(layers=8, heads=8, width=784, dropout=0.0), 6, 3),
 }
 _NOISE = 1 << 14
@@ -95,7 +95,7 @@ class Training:
         self._rank, self._num_ranks = rank, num_ranks
         self._tokens = load_corpus().train
         self._is_sketch = is_sketch
-        self.module = self.model
+        self.module: nn.Module = self.model
         # Outside DDP, so all ranks need the same batch: that of rank 0.
         self.model(*self._batch(0, 0)).backward()
         self.optimizer.step()

@@ -54,6 +54,8 @@ FAST = {"codec"}
 
 
 @pytest.mark.launch
+# Cells of bench_peers start eighteen processes, one after the other.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in FIGURES]
 )
