@@ -145,6 +145,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--history", default="10,100,1000", help="steps to recover from, by comma")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a phase")
     args = parser.parse_args(argv)
+    if args.kills < 1:
+        parser.error("--kills: at least 1")
     args.systems = {None: list(QUICK), "all": list(SYSTEMS)}.get(
         args.systems, (args.systems or "").split(",")
     )

@@ -130,6 +130,3 @@ class Arm(Protocol):
 
     def restore(self, training: Trained) -> int:
         """Bring a fresh training to the newest step that can be had; the step, 0 if there is none."""
-
-    def close(self) -> None:
-        """Let go of everything."""

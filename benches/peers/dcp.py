@@ -78,11 +78,6 @@ class AsyncSave:
         whole = [(s, p) for s, p in self._place.saved() if (p / ".metadata").exists()]
         return newest_that_loads(whole, load, (CheckpointException, OSError))
 
-    def close(self) -> None:
-        """See ``Arm.close``."""
-        self.drain()
-        self._stager.close()
-
 
 def _contents(training: Trained) -> dict[str, Any]:
     model, optimizer = get_state_dict(training.model, training.optimizer)

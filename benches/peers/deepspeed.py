@@ -51,7 +51,3 @@ class TorchEngine:
             assert loaded is not None, path
 
         return newest_that_loads(self._place.saved(), load, (RuntimeError, OSError, EOFError))
-
-    def close(self) -> None:
-        """See ``Arm.close``."""
-        self._engine.destroy()

@@ -11,6 +11,7 @@ import signal
 import time
 from typing import Any
 
+from dlrover.python.common.constants import CheckpointConstant
 from dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 
@@ -18,7 +19,6 @@ from benches.peers.arm import Place, Trained
 
 _DRAIN_SECONDS = 60.0
 _POLL_SECONDS = 0.01
-_TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class FlashCheckpoint:
@@ -57,12 +57,8 @@ class FlashCheckpoint:
         training.load(state)
         return int(state["step"])
 
-    def close(self) -> None:
-        """See ``Arm.close``."""
-        self._checkpointer._engine.close()
-
     def _is_behind(self) -> bool:
-        tracker = self._place.files / _TRACKER
+        tracker = self._place.files / CheckpointConstant.TRACER_FILE_NAME
         latest = self._checkpointer._engine.latest_step
         return latest > 0 and not (tracker.exists() and tracker.read_text() == str(latest))
 

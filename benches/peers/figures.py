@@ -18,12 +18,12 @@ def figures(samples: Mapping[str, Any]) -> dict[str, Any]:
         return {"bytes_per_step": found["written_bytes"] / found["saved_steps"]}
     return {
         **_overhead(samples["overhead"]),
-        **_restore("restore", samples["restore"]),
+        **_restore(samples["restore"]),
         **_kills(samples["kills"]),
         **{
             f"after_{steps}/{key}": value
             for steps, found in samples["recoveries"].items()
-            for key, value in _restore("restore", found["ranks"]).items()
+            for key, value in _restore(found["ranks"]).items()
         },
         "bit_identical": all(
             rank["bit_identical"] for ranks in _all_restores(samples) for rank in ranks
@@ -94,13 +94,13 @@ def _kills(kills: Sequence[Mapping[str, int]]) -> dict[str, float]:
     return {"steps_lost_mean": statistics.fmean(lost), "steps_lost_high": max(lost)}
 
 
-def _restore(name: str, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _restore(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of the slowest rank; bytes of all."""
     seconds = [rank["restore_seconds"] for rank in ranks]
     first = [rank["restore_seconds"] + rank["first_step_seconds"] for rank in ranks]
     compared = [rank["largest_difference"] for rank in ranks if "largest_difference" in rank]
     return {
-        f"{name}_seconds": max(seconds),
+        "restore_seconds": max(seconds),
         "first_step_seconds": max(first),
         "bytes_read": sum(rank["bytes_read"] for rank in ranks),
         "restored_step": ranks[0]["step"],

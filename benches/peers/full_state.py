@@ -9,17 +9,6 @@ from typing import Any
 
 import torch
 
-from benches.peers.arm import Trained
-
-
-class NoTraining:
-    """What an arm holds before ``open``."""
-
-    @property
-    def training(self) -> Trained:
-        """The training."""
-        raise AssertionError("open was not called")
-
 
 def newest_that_loads(
     saved: list[tuple[int, Path]],

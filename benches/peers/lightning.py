@@ -43,7 +43,3 @@ class AsyncPlugin:
 
         broken = (RuntimeError, EOFError, OSError, pickle.UnpicklingError)
         return newest_that_loads(self._place.saved(".ckpt"), load, broken)
-
-    def close(self) -> None:
-        """See ``Arm.close``."""
-        self._io.teardown()

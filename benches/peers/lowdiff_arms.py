@@ -52,10 +52,6 @@ class LowDiff:
         """See ``Arm.restore``."""
         return self._checkpointer.attach(training.module, training.optimizer)
 
-    def close(self) -> None:
-        """See ``Arm.close``."""
-        self._checkpointer.close()
-
     def _is_behind(self, stats: dict[str, Any]) -> bool:
         if self._is_replica:
             # With several ranks the newest step is committed, and applied, with the next one.

@@ -49,10 +49,6 @@ class Orbax:
         training.load({"model": _tensors(tree["model"]), "optimizer": state})
         return int(step)
 
-    def close(self) -> None:
-        """See ``Arm.close``."""
-        self._manager.close()
-
 
 def _arrays(state: dict[str, Any]) -> dict[str, Any]:
     entries = state["optimizer"]["state"]

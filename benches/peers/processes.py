@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from benches.peers.environments import ROOT, CannotRun, last_error
 _MARK = "LOWDIFF_BENCH_CELL"
 _WATCH_SECONDS = 0.5
 _POLL_SECONDS = 0.05
+_TRACKER_SECONDS = 10.0
 #: DLRover's sockets, one folder per run.
 _SOCKETS = Path("/tmp/ckpt_sock")
 
@@ -132,12 +133,13 @@ class Cell:
 
     def clean_up(self) -> None:
         """End whatever was left behind, and remove what it holds in memory under the cell's mark."""
+        deadline = time.monotonic() + _TRACKER_SECONDS
         while members := self.members():
+            is_late = time.monotonic() > deadline
             for pid in members:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+                # Python's resource tracker ends by itself, after removing the semaphores of the dead.
+                if is_late or not _is_tracker(pid):
+                    _kill(pid)
             time.sleep(_POLL_SECONDS)
         for path in Path("/dev/shm").glob(f"*{self.mark}*"):
             path.unlink()
@@ -204,6 +206,18 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _length(path: Path) -> int:

@@ -3,9 +3,9 @@
 Follows ``communicator/lowdiff.py`` and ``torch/cv.py`` of https://github.com/SC25LowDiff/LowDiff:
 each gradient's largest entries by magnitude, without error feedback; an all-gather of int64 indices
 and one of float32 values per parameter; the sum by scatter-add. Rank 0 puts all ranks' lists into a
-queue, from which a process writes one file per batch of steps with ``torch.save``; full checkpoints
-are written by ``torch.save`` on the training thread. Unlike the original it starts with a full
-checkpoint, and recovery takes the last step, too.
+queue, from which a process writes one file per batch of steps with ``torch.save``; a batch is one step,
+which is the original's default. Full checkpoints are written by ``torch.save`` on the training thread.
+Unlike the original it starts with a full checkpoint, and recovery takes the last step, too.
 """
 
 from __future__ import annotations
@@ -83,7 +83,6 @@ class Published:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._batch: int = 1  # the original's default
         self._queue: Any = None
 
     def open(self, training: Trained) -> None:
@@ -92,7 +91,7 @@ class Published:
         if self._place.rank == 0:
             context = mp.get_context("spawn")
             self._queue, self._written = context.Queue(), context.SimpleQueue()
-            arguments = (self._queue, self._written, self._batch)
+            arguments = (self._queue, self._written)
             self._saver = context.Process(target=save_lists, args=arguments, daemon=True)
             self._saver.start()
             self._handed_over = 0
@@ -102,7 +101,7 @@ class Published:
         """See ``Arm.after_step``."""
         if self._place.rank == 0:
             path = self._place.step(step, ".diff")
-            self._queue.put((dict(self._training.compression.lists), str(path), step))
+            self._queue.put((dict(self._training.compression.lists), str(path)))
             self._handed_over += 1
             if step % self._place.snapshot_every == 0:
                 self._save_full(step)
@@ -110,7 +109,8 @@ class Published:
     def drain(self) -> None:
         """See ``Arm.drain``."""
         while self._queue is not None and self._handed_over:
-            self._handed_over -= int(self._written.get())
+            self._written.get()
+            self._handed_over -= 1
 
     def restore(self, training: Trained) -> int:
         """See ``Arm.restore``: the newest full checkpoint, and every differential after it."""
@@ -128,27 +128,17 @@ class Published:
             step += 1
         return step
 
-    def close(self) -> None:
-        """See ``Arm.close``."""
-        if self._queue is not None:
-            self._queue.put(None)
-            self._saver.join()
-
     def _save_full(self, step: int) -> None:
         torch.save(self._training.state(), self._place.step(step, ".full"))
 
 
-def save_lists(queue: Any, written: Any, batch: int) -> None:
-    """The original's ``diff_ckpt_saver``: the process that writes; ends with None."""
+def save_lists(queue: Any, written: Any) -> None:
+    """The original's ``diff_ckpt_saver``: the process that writes, and tells of each file."""
     torch.set_num_threads(1)
-    kept: dict[int, Lists] = {}
-    while (item := queue.get()) is not None:
-        lists, path, step = item
-        kept[step] = lists
-        if step % batch == batch - 1 or batch == 1:
-            torch.save(lists if batch == 1 else kept, path)
-            written.put(len(kept))
-            kept = {}
+    while True:
+        lists, path = queue.get()
+        torch.save(lists, path)
+        written.put(None)
 
 
 def _lists_of(path: Path) -> Lists | None:

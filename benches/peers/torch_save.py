@@ -7,10 +7,10 @@ import pickle
 import torch
 
 from benches.peers.arm import Place, Trained
-from benches.peers.full_state import NoTraining, newest_that_loads, tensors_only
+from benches.peers.full_state import newest_that_loads, tensors_only
 
 
-class TorchSave(NoTraining):
+class TorchSave:
     """A file per step, written beside its name and renamed, so that a kill never tears the newest."""
 
     def __init__(self, place: Place) -> None:
@@ -38,6 +38,3 @@ class TorchSave(NoTraining):
             lambda path: training.load(tensors_only(path)),
             (RuntimeError, EOFError, OSError, pickle.UnpicklingError),
         )
-
-    def close(self) -> None:
-        """Nothing is held."""

@@ -45,7 +45,3 @@ class AsyncTake:
 
         whole = [(s, p) for s, p in self._place.saved() if (p / ".snapshot_metadata").exists()]
         return newest_that_loads(whole, load, (RuntimeError, OSError))
-
-    def close(self) -> None:
-        """See ``Arm.close``."""
-        self.drain()

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benches.peers.arm import Task
 from benches.peers.cells import Plan, Settings, is_done, plan_cells
 from benches.peers.environments import REQUIREMENTS, CannotRun, last_error, python_of
 from benches.peers.figures import figures
 from benches.peers.full_state import newest_that_loads, remove_old
+from benches.peers.processes import Cell
 from benches.peers.systems import QUICK, SYSTEMS
 from benches.peers.tables import of_peers
 
@@ -106,6 +112,30 @@ def test_an_environment_that_cannot_be_made_says_why(
     (tmp_path / "none").chmod(0o755)
     with pytest.raises(CannotRun, match="ERROR: no such thing"):
         python_of("orbax", tmp_path)
+
+
+def test_a_task_comes_back_from_its_text(tmp_path: Path) -> None:
+    task = Task("train", "orbax", "10M", 2, 3, tmp_path, tmp_path / "memory", tmp_path, 4, 8, 5)
+    assert Task.from_json(task.to_json()) == task
+
+
+def test_what_a_cell_left_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWDIFF_BENCH_CELL", tmp_path.name)
+    left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    monkeypatch.delenv("LOWDIFF_BENCH_CELL")
+    other = subprocess.Popen(["sleep", "600"])
+    cell = Cell(Path(sys.executable), tmp_path.name, timeout_seconds=1.0)
+    waiting = threading.Thread(target=left.wait)  # else its remains would be a member for ever
+    waiting.start()
+    try:
+        assert cell.members() == [left.pid]
+        cell.clean_up()
+        waiting.join(5)
+        assert (left.poll(), other.poll()) == (-signal.SIGKILL, None)
+    finally:
+        for process in (left, other):
+            process.kill()
+            process.wait()
 
 
 def test_the_telling_line_of_an_output_is_its_last_error() -> None:
