@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     args = parsed(argv)
+    # So that a cell that is cut short is cleared away, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     facts = machine()
     settings = settings_from(args)
     args.out.mkdir(parents=True, exist_ok=True)
