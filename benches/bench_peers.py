@@ -111,7 +111,7 @@ def say(plan: Plan, cell: Mapping[str, Any]) -> None:
     elif "ratio" in found:
         text = (
             f"{100 * (found['ratio'] - 1):+.1f} % time, {found['bytes_per_step'] / 1e6:.2f} MB a step, "
-            f"{found['steps_lost_mean']:.1f} steps lost, same bits: {found['bit_identical']}"
+            f"{found['steps_lost_mean']:.1f} steps lost, last bits back: {found['bit_identical']}"
         )
     else:
         text = f"{found['bytes_per_step'] / 1e6:.2f} MB a step"
