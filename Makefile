@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c const
 # A stamp is older than these once what must be installed has changed.
 REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: test soak demo check format clean
+.PHONY: test soak demo bench bench-peers check format clean
 
 test: check
 	$(BIN)/pytest -q -m "$(MARKERS)" -n $(WORKERS) --dist worksteal
@@ -26,6 +26,17 @@ soak: .venv/installed-dev
 demo: .venv/installed-plot
 	$(BIN)/lowdiff demo
 
+# Under a quarter of an hour on two cores. Both go on where they stopped.
+bench: .venv/installed-plot
+	$(BIN)/python -m benches.bench_peers --out docs/results
+	$(BIN)/python -m benches.report
+
+# Hours: every system, each in an environment of its own under .venv-peers.
+bench-peers: .venv/installed-plot
+	$(BIN)/python -m benches.bench_peers --out docs/results --systems all --models 10M,60M --ranks 1,2
+	$(BIN)/python -m benches.bench_peers --out docs/results --systems all --models 10M,60M --ranks 8
+	$(BIN)/python -m benches.report
+
 check: .venv/installed-dev
 	$(BIN)/ruff check $(FOLDERS)
 	$(BIN)/ruff format --check $(FOLDERS)
@@ -37,7 +48,7 @@ format: .venv/installed-dev
 	$(BIN)/ruff format $(FOLDERS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .hypothesis .*_cache
+	rm -rf .venv .venv-peers build dist *.egg-info .hypothesis .*_cache
 
 .venv/installed-%: $(REQUIREMENTS) | $(BIN)/python
 	@echo "Installing lowdiff and its requirements into .venv (minutes at first: PyTorch is large) ..."

@@ -75,7 +75,8 @@ class Compression:
         layout = layout_of(model.named_parameters())
         self.seconds: list[float] = []
         self._parameters = list(model.parameters())
-        self._residual = RotatingResidual.zeros(layout, torch.device("cpu"))
+        kept = compressor.residual_layout(layout)
+        self._residual = RotatingResidual.zeros(kept, torch.device("cpu"))
         self._reducer = compressor.bind(layout, self._residual, None)
         self._step = 0
         self._reducer.begin(1, audit=False)

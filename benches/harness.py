@@ -69,6 +69,14 @@ class Result:
 
 def write(result: Result, out: Path, *panels: Callable[[Axes, Result], None]) -> None:
     """Write both files, and print the summary; the picture has a panel for each way to draw."""
+    path = save(result, out, *panels)
+    for key, value in result.summary.items():
+        print(f"{key:<40} {f'{value:.6g}' if isinstance(value, float) else value}")
+    print(path)
+
+
+def save(result: Result, out: Path, *panels: Callable[[Axes, Result], None]) -> Path:
+    """Write both files; the path of the JSON."""
     out.mkdir(parents=True, exist_ok=True)
     record = {
         **asdict(result),
@@ -88,9 +96,7 @@ def write(result: Result, out: Path, *panels: Callable[[Axes, Result], None]) ->
         axes.tick_params(colors=MUTED, labelcolor=INK)
         axes.set_axisbelow(True)
     figure.savefig(path.with_suffix(".png"))
-    for key, value in result.summary.items():
-        print(f"{key:<40} {f'{value:.6g}' if isinstance(value, float) else value}")
-    print(path)
+    return path
 
 
 def machine() -> dict[str, Any]:

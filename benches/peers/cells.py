@@ -1,0 +1,191 @@
+"""Cells of the comparison: planned as a list, carried out one by one."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benches.harness import machine
+from benches.peers.arm import Task
+from benches.peers.environments import CannotRun, python_of, versions_in
+from benches.peers.figures import figures
+from benches.peers.processes import Cell
+from benches.peers.systems import SYSTEMS
+from benches.peers.training import MODELS
+from benches.peers.turns import saved_steps
+
+#: From so many ranks on a machine of few cores, only bytes mean anything.
+BYTES_ONLY_RANKS = 4
+_KILLED_AFTER_STEPS = 4
+_NEVER_ENDING = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How every cell is measured.
+
+    Attributes:
+        block_steps: Steps of a block.
+        rounds: ABBA rounds; 0 for what the size of the model asks for.
+        kills: Trainings that are killed.
+        history: Steps after the newest full snapshot, for each recovery.
+        timeout_seconds: Of each phase.
+    """
+
+    seed: int
+    block_steps: int
+    rounds: int
+    kills: int
+    history: tuple[int, ...]
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One cell.
+
+    Attributes:
+        system: Key of ``SYSTEMS``.
+        model: Key of ``MODELS``.
+    """
+
+    system: str
+    model: str
+    num_ranks: int
+
+    @property
+    def name(self) -> str:
+        """For files and summaries."""
+        return f"{self.model}x{self.num_ranks}/{self.system}"
+
+
+def plan_cells(
+    systems: Sequence[str], models: Sequence[str], ranks: Sequence[int]
+) -> tuple[Plan, ...]:
+    """All cells, those of one model and number of ranks together, as they are compared."""
+    return tuple(
+        Plan(system, model, num_ranks)
+        for model in models
+        for num_ranks in ranks
+        for system in systems
+    )
+
+
+def is_done(found: Mapping[str, Any] | None, settings: Settings) -> bool:
+    """Whether a cell needs no further run: it ran to its end, under the same settings."""
+    if found is None or not found["summary"]:
+        return False
+    return bool(found["settings"] == _plain(asdict(settings)))
+
+
+def carry_out(plan: Plan, settings: Settings, environments: Path, out: Path) -> dict[str, Any]:
+    """Measure a cell; what was found, or why it cannot run here."""
+    facts = machine()
+    begun = time.perf_counter()
+    system = SYSTEMS[plan.system]
+    found: dict[str, Any] = {"plan": asdict(plan), "settings": _plain(asdict(settings))}
+    with (
+        tempfile.TemporaryDirectory(prefix="files-", dir=out) as files,
+        tempfile.TemporaryDirectory(prefix="lowdiff-bench-", dir="/dev/shm") as staging,
+    ):
+        folders = Path(files).absolute(), Path(staging)
+        try:
+            python = python_of(system.environment, environments)
+            found["versions"] = versions_in(python, system.environment)
+            cell = Cell(python, folders[0].name, settings.timeout_seconds)
+            try:
+                found["samples"] = _samples(plan, settings, cell, folders)
+            finally:
+                cell.clean_up()
+        except CannotRun as reason:
+            found["cannot_run"] = str(reason)
+    found |= {"machine": facts, "seconds": time.perf_counter() - begun}
+    found["summary"] = figures(found["samples"]) if "samples" in found else {}
+    return found
+
+
+def _samples(
+    plan: Plan, settings: Settings, cell: Cell, folders: tuple[Path, Path]
+) -> dict[str, Any]:
+    """All phases, each on folders of its own."""
+    files, staging = folders
+    base = Task(
+        phase="",
+        system=plan.system,
+        model=plan.model,
+        num_ranks=plan.num_ranks,
+        seed=settings.seed,
+        files=files,
+        staging=staging,
+        found=files / "found",
+        rounds=settings.rounds or MODELS[plan.model].rounds,
+        block_steps=settings.block_steps,
+    )
+    agent = SYSTEMS[plan.system].agent
+
+    def fresh(name: str, **changes: Any) -> Task:
+        for folder in (*files.iterdir(), *staging.iterdir()):
+            shutil.rmtree(folder)
+        return replace(base, files=files / "checkpoints", staging=staging / name, **changes)
+
+    if plan.num_ranks >= BYTES_ONLY_RANKS:
+        task = fresh("bytes", phase="train", steps=settings.block_steps, is_sketch=True)
+        with cell.companion(agent):
+            cell.run(task)
+        return {"bytes_only": _found(task)[0]}
+
+    samples: dict[str, Any] = {}
+    task = fresh("overhead", phase="overhead")
+    with cell.companion(agent):
+        with cell.watched():
+            cell.run(task)
+        samples["overhead"] = _found(task)[0] | {"memory": cell.memory}
+        samples["restore"] = _restored(cell, task, saved_steps(task))
+    cell.clean_up()
+
+    chance = random.Random(settings.seed)
+    samples["kills"] = []
+    for number in range(settings.kills):
+        task = fresh(f"kill-{number}", phase="kill", steps=_NEVER_ENDING)
+        with cell.companion(agent):
+            completed = cell.kill_midway(task, chance, least_steps=_KILLED_AFTER_STEPS)
+            restored = _restored(cell, task, completed)[0]["step"]
+        samples["kills"].append({"completed": completed, "restored": restored})
+        cell.clean_up()
+
+    samples["recoveries"] = {}
+    for steps in settings.history:
+        task = fresh(f"history-{steps}", phase="train", steps=steps, is_sketch=True)
+        with cell.companion(agent):
+            cell.run(task)
+            written = _found(task)[0]
+            samples["recoveries"][str(steps)] = {
+                **written,
+                "ranks": _restored(cell, task, steps),
+            }
+        cell.clean_up()
+    return samples
+
+
+def _restored(cell: Cell, task: Task, steps: int) -> list[dict[str, Any]]:
+    """What every rank found of a restore."""
+    restoring = replace(task, phase="restore", steps=steps)
+    cell.run(restoring)
+    return _found(restoring)
+
+
+def _found(task: Task) -> list[dict[str, Any]]:
+    paths = [task.found / f"rank-{rank}.json" for rank in range(task.num_ranks)]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _plain(value: Any) -> Any:
+    """As it is after a way through JSON."""
+    return json.loads(json.dumps(value))

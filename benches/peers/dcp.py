@@ -1,0 +1,84 @@
+"""``torch.distributed.checkpoint.async_save`` after every step, in a thread or in a process."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from benches.peers.arm import Place, Trained
+from benches.peers.full_state import newest_that_loads
+
+
+class AsyncSave:
+    """As the recipe says: its own Gloo group, one save in flight, memory of the copy reused.
+
+    The training group must not be used: a save in the background hangs under DDP.
+    """
+
+    def __init__(self, place: Place, *, in_process: bool = False) -> None:
+        self._place = place
+        self._kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
+        # The recipe's cache of staging memory; pinning and its stream are for CUDA.
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=in_process,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
+        self._group = dist.new_group(backend="gloo")
+        self._under_way: Future[Any] | None = None
+
+    def open(self, training: Trained) -> None:
+        """See ``Arm.open``."""
+        self._training = training
+
+    def after_step(self, step: int) -> None:
+        """See ``Arm.after_step``."""
+        self.drain()
+        saving = dcp.async_save(
+            _contents(self._training),
+            checkpoint_id=self._place.step(step),
+            process_group=self._group,
+            async_checkpointer_type=self._kind,
+            async_stager=self._stager,
+        )
+        if isinstance(saving, AsyncSaveResponse):  # which it is depends on the stager
+            saving = saving.upload_completion
+        self._under_way = saving
+
+    def drain(self) -> None:
+        """See ``Arm.drain``."""
+        if self._under_way is not None:
+            self._under_way.result()
+            self._under_way = None
+
+    def restore(self, training: Trained) -> int:
+        """See ``Arm.restore``: ``.metadata`` is written last, so a folder without is not whole."""
+
+        def load(path: Path) -> None:
+            contents = _contents(training)
+            dcp.load(contents, checkpoint_id=path, process_group=self._group)
+            set_state_dict(
+                training.model,
+                training.optimizer,
+                model_state_dict=contents["model"],
+                optim_state_dict=contents["optimizer"],
+            )
+
+        whole = [(s, p) for s, p in self._place.saved() if (p / ".metadata").exists()]
+        return newest_that_loads(whole, load, (CheckpointException, OSError))
+
+
+def _contents(training: Trained) -> dict[str, Any]:
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    return {"model": model, "optimizer": optimizer}

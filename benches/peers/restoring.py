@@ -1,0 +1,60 @@
+"""What comes back, in a process that knows nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benches.peers.trial import NEVER, Trial
+from benches.restart_arms import evict
+from lowdiff.persistence.values import same
+
+
+def restore(this: Trial) -> None:
+    """Phase ``"restore"``: from files that are not in the page cache, to the end of a first step."""
+    task = this.task
+    training = this.training()
+    evict(task.files)
+    dist.barrier()
+    bytes_before = storage_bytes_read()
+    begun = time.perf_counter()
+    arm = this.arm(NEVER)
+    step = arm.restore(training)
+    restored = time.perf_counter()
+    bytes_read = storage_bytes_read() - bytes_before
+    found: dict[str, Any] = {
+        "restore_seconds": restored - begun,
+        "bytes_read": bytes_read,
+        "step": step,
+    }
+    if task.expected.exists() and step == task.steps:
+        expected = torch.load(task.expected, weights_only=True)
+        found |= differences(training.state(), expected)
+    found["first_step_seconds"] = training.step(step + 1)
+    # No end in good order: it would write a last snapshot of what nobody needs.
+    this.end_by_kill(found)
+
+
+def differences(state: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """Whether two states have the same bits, and by how much an element differs at most."""
+    largest, is_same = 0.0, True
+    pairs = [(state["model"][name], other) for name, other in expected["model"].items()]
+    entries = state["optimizer"]["state"]
+    for i, values in expected["optimizer"]["state"].items():
+        pairs += [(entries.get(i, {}).get(name), other) for name, other in values.items()]
+    for mine, other in pairs:
+        if mine is None:
+            return {"bit_identical": False, "largest_difference": float("inf")}
+        is_same &= same(mine.detach(), other)
+        largest = max(largest, (mine.detach().double() - other.double()).abs().max().item())
+    return {"bit_identical": is_same, "largest_difference": largest}
+
+
+def storage_bytes_read() -> int:
+    """What this process has caused to be read from disks since it began."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])

@@ -1,0 +1,210 @@
+"""Writes the figures of docs/benchmarks.md from the JSON that the benches left.
+
+    python -m benches.report [--results docs/results] [--document docs/benchmarks.md]
+
+Text is kept by hand. Between ``<!-- figures: NAME -->`` and ``<!-- end -->`` stands what this
+module makes of ``NAME.json``, so that text and figures never disagree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benches import tables
+from benches.peers import tables as peers
+
+ROOT = Path(__file__).parents[1]
+Record = Mapping[str, Any]
+
+_SECTION = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What becomes of one result.
+
+    Attributes:
+        question: What the bench answers.
+        command: That makes the JSON.
+        headline: One cell of the overview.
+        table: All that stands in the result's own section.
+    """
+
+    question: str
+    command: str
+    headline: Callable[[Record], str]
+    table: Callable[[Record], str]
+
+
+def _of_summary(render: Callable[[Record], str]) -> Callable[[Record], str]:
+    return lambda record: render(record["summary"])
+
+
+def _bound(found: Record) -> str:
+    median, bound = found["overhead_median"], found["overhead_upper95"]
+    return f"{tables.percent(median)}, at most {tables.percent(bound)}"
+
+
+#: By the name of the JSON; a test holds it against docs/results.
+REPORTED: dict[str, Reported] = {
+    name: Reported(question, f"python -m benches.{bench}", _of_summary(headline), table)
+    for name, bench, question, headline, table in (
+        (
+            "overhead",
+            "bench_overhead",
+            "a checkpoint at every step, top-k",
+            _bound,
+            _of_summary(tables.of_overhead),
+        ),
+        (
+            "lowdiff_plus",
+            "bench_lowdiff_plus",
+            "the same without compression",
+            _bound,
+            _of_summary(tables.of_lowdiff_plus),
+        ),
+        (
+            "peers_overhead",
+            "bench_peers",
+            "beside what people use today",
+            peers.headline,
+            peers.of_peers,
+        ),
+        (
+            "snapshot_stall",
+            "bench_snapshot_stall",
+            "full snapshots, at once and spread",
+            lambda found: f"worst step 1/{1 / found['rolling_worst_over_atomic_worst']:.0f}",
+            _of_summary(tables.of_snapshot_stall),
+        ),
+        (
+            "replay",
+            "bench_replay",
+            "replay by blocks",
+            lambda found: f"{found['speedup_vs_published']:.1f} times the published procedure",
+            _of_summary(tables.of_replay),
+        ),
+        (
+            "restart",
+            "bench_restart",
+            "a restart",
+            lambda found: f"{found['ratio_to_parts']:.2f} of its parts",
+            _of_summary(tables.of_restart),
+        ),
+        (
+            "codec",
+            "bench_codec",
+            "bytes and speed of an entry",
+            lambda found: f"{found['bytes_per_entry_float32']:.2f} bytes",
+            _of_summary(tables.of_codec),
+        ),
+        (
+            "compress",
+            "bench_compress",
+            "what compressors cost",
+            lambda found: f"top-k {found['topk_speedup_vs_torch']:.1f} times `torch.topk`",
+            _of_summary(tables.of_compress),
+        ),
+        (
+            "convergence",
+            "bench_convergence",
+            "what compressors do to learning",
+            lambda found: f"text, dense: {found['text/dense_loss']:.3f}",
+            _of_summary(tables.of_convergence),
+        ),
+        (
+            "tuner",
+            "bench_tuner",
+            "what the tuner's choice wastes",
+            lambda found: f"{found['waste_over_best_fixed']:.4f} of the best",
+            _of_summary(tables.of_tuner),
+        ),
+        (
+            "failures",
+            "bench_failures",
+            "the simulator against reality",
+            lambda found: f"largest error {found['largest_error']:.2f}",
+            _of_summary(tables.of_failures),
+        ),
+    )
+}
+
+
+def records_in(folder: Path) -> dict[str, Record]:
+    """Results of benches by name; other JSON in the folder is left out."""
+    found: dict[str, Record] = {}
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record, dict) and "summary" in record:
+            found[path.stem] = record
+    return found
+
+
+def overview(records: Mapping[str, Record]) -> str:
+    """One row per bench."""
+    rows = []
+    for name, reported in REPORTED.items():
+        record = records.get(name)
+        figure = reported.headline(record) if record else "not measured yet"
+        rows.append([reported.question, f"`{reported.command}`", figure])
+    return tables.table(["bench", "command", "figure"], rows)
+
+
+def origin(name: str, record: Record) -> str:
+    """Where and when figures were measured, with links."""
+    machine, versions = record["machine"], record["versions"]
+    before, after = machine["load_average_before"][0], machine["load_average_after"][0]
+    return (
+        f"Measured on {machine['processor']}, {machine['cores']} cores, torch "
+        f"{versions['torch']}, commit {versions['commit']}, load average {before:.1f} before and "
+        f"{after:.1f} after ([JSON](results/{name}.json), [picture](results/{name}.png))."
+    )
+
+
+def section(name: str, records: Mapping[str, Record]) -> str:
+    """What stands between the marks of a name.
+
+    Raises:
+        KeyError: If no figures have that name.
+    """
+    if name == "overview":
+        return overview(records)
+    if name == "peers_systems":
+        return peers.of_systems()
+    reported = REPORTED[name]
+    if name not in records:
+        return f"Not measured yet: `{reported.command} --out docs/results`."
+    return f"{reported.table(records[name])}\n\n{origin(name, records[name])}"
+
+
+def rendered(document: str, records: Mapping[str, Record]) -> str:
+    """The document with every section made anew."""
+    return _SECTION.sub(
+        lambda found: f"{found[1]}\n{section(found[2], records)}\n\n{found[3]}", document
+    )
+
+
+def sections_of(document: str) -> list[str]:
+    """Names of a document's sections."""
+    return [found[2] for found in _SECTION.finditer(document)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the document."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results")
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    args = parser.parse_args(argv)
+    document = args.document.read_text(encoding="utf-8")
+    args.document.write_text(rendered(document, records_in(args.results)), encoding="utf-8")
+    print(args.document)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Tables for docs/benchmarks.md, one per bench, from what its JSON says and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Summary = Mapping[str, Any]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is left as it is."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def percent(share: float) -> str:
+    """A share, in per cent with one place."""
+    return f"{100 * share:.1f} %"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds, with two digits that count."""
+    return f"{1000 * seconds:.3g} ms"
+
+
+def verdict(value: float, target: float, text: str, *, at_least: bool = False) -> str:
+    """A target, and whether the value is within it."""
+    is_met = value >= target if at_least else value <= target
+    return f"{text}: {'met' if is_met else '**missed**'}"
+
+
+def of_overhead(found: Summary) -> str:
+    """Table of ``bench_overhead``."""
+    return table(
+        ["", "", "target"],
+        [
+            ["overhead, median of the pairs less A/A", percent(found["overhead_median"]), ""],
+            [
+                "its 95 % upper bound",
+                percent(found["overhead_upper95"]),
+                verdict(found["overhead_upper95"], 0.03, "3 %"),
+            ],
+            ["a step", f"{found['step_seconds']:.3f} s", ""],
+            ["training thread per step", f"{found['training_thread_ms_per_step']:.1f} ms", ""],
+            [
+                "the compression itself, in both arms",
+                f"{found['compression_ms_per_step']:.0f} ms",
+                "",
+            ],
+            [
+                f"durable bytes per step, where a full snapshot has {found['snapshot_bytes'] / 1e6:.0f} MB",
+                f"{found['durable_bytes_per_step'] / 1e3:.0f} kB",
+                "",
+            ],
+            [
+                "a full snapshot costs the training thread",
+                milliseconds(found["snapshot_training_thread_seconds"]),
+                "",
+            ],
+        ],
+    )
+
+
+def of_lowdiff_plus(found: Summary) -> str:
+    """Table of ``bench_lowdiff_plus``."""
+    bound, restart = found["overhead_upper95"], found["restart_over_copy"]
+    return table(
+        ["", "", "target"],
+        [
+            ["overhead, median of the pairs less A/A", percent(found["overhead_median"]), ""],
+            ["its 95 % upper bound", percent(bound), verdict(bound, 0.05, "5 %")],
+            ["a step", f"{found['step_seconds']:.2f} s", ""],
+            [
+                f"training thread per step, for {found['model_bytes'] / 1e6:.0f} MB of gradients",
+                f"{found['training_thread_ms_per_step']:.0f} ms",
+                "",
+            ],
+            *(
+                [text, f"{100 * found[key]:+.0f} %", ""]
+                for text, key in (
+                    (
+                        "steps that end with `torch.save`, over those that do not",
+                        "overhead_of_torch_save",
+                    ),
+                    ("steps that start `async_save`, likewise", "overhead_of_async_save"),
+                )
+            ),
+            [
+                "state back in memory after a kill, over a plain copy of it",
+                f"{restart:.2f}",
+                verdict(restart, 1.5, "1.5"),
+            ],
+            [
+                "most staging memory, in copies of the state",
+                f"{found['largest_staging_over_state']:.2f}",
+                "",
+            ],
+        ],
+    )
+
+
+def of_snapshot_stall(found: Summary) -> str:
+    """Table of ``bench_snapshot_stall``."""
+    arms = ("none", "atomic", "rolling", "async_save")
+    worst = found["rolling_worst_over_atomic_worst"]
+    copy = found["rolling_copy_over_atomic_copy"]
+    rows = [
+        ["worst step", *(milliseconds(found[f"{arm}_worst_seconds"]) for arm in arms)],
+        ["all steps", *(f"{found[f'{arm}_total_seconds']:.2f} s" for arm in arms)],
+    ]
+    return (
+        f"{table(['', *arms], rows)}\n\nRolling's worst step over atomic's: {worst:.3f} "
+        f"(target {verdict(worst, 0.05, '0.05')}); its copying over atomic's: {copy:.2f} "
+        f"(target {verdict(copy, 1.1, '1.1')})."
+    )
+
+
+def of_replay(found: Summary) -> str:
+    """Table of ``bench_replay``."""
+    two = found["speedup_two_workers_vs_published"]
+    return table(
+        ["blocks with one worker, against", "ratio", "target"],
+        [
+            ["the naive loop", f"{found['speedup_vs_naive']:.2f}", ""],
+            [
+                "the loop with memory kept",
+                f"{found['speedup_vs_kept_memory']:.2f}",
+                verdict(found["speedup_vs_kept_memory"], 1.2, "1.2", at_least=True),
+            ],
+            [
+                "the published procedure",
+                f"{found['speedup_vs_published']:.2f} (two workers: {two:.2f})",
+                verdict(found["speedup_vs_published"], 5, "5", at_least=True),
+            ],
+            [
+                "two workers against one",
+                f"{found['two_workers_vs_one']:.2f}",
+                verdict(found["two_workers_vs_one"], 1.8, "1.8", at_least=True),
+            ],
+            ["two independent processes against one", f"{found['two_core_scaling']:.2f}", ""],
+            ["one worker, per element and step", f"{found['blocks_ns_per_element']:.2f} ns", ""],
+            [
+                "two workers, likewise",
+                f"{found['blocks_two_workers_ns_per_element']:.2f} ns",
+                "",
+            ],
+            ["of which decoding", f"{found['decode_ns_per_element']:.2f} ns", ""],
+        ],
+    )
+
+
+def of_restart(found: Summary) -> str:
+    """Table of ``bench_restart``."""
+    counts = sorted(int(key.split("_")[1]) for key in found if key.startswith("recover_"))
+    parts = []
+    for count in counts:
+        ratio = found[f"ratio_to_parts_{count}"]
+        is_met = ": met" if ratio <= 1.2 else ": **missed**"
+        parts.append(f"{ratio:.2f}{is_met if count == 20 else ''}")
+    return table(
+        ["differentials after the snapshot", *map(str, counts)],
+        [
+            ["recovery", *(f"{found[f'recover_{n}_seconds']:.2f} s" for n in counts)],
+            ["over loading and the steps alone (target 1.2 at 20)", *parts],
+            [
+                "over `torch.distributed.checkpoint.load` of a checkpoint of that very step",
+                *(f"{found[f'ratio_to_dcp_load_{n}']:.1f}" for n in counts),
+            ],
+        ],
+    )
+
+
+def of_codec(found: Summary) -> str:
+    """Table of ``bench_codec``."""
+
+    def entries(name: str) -> str:
+        rate, low, high = (
+            found[f"{name}_entries_per_second{end}"] / 1e6 for end in ("", "_slowest", "_fastest")
+        )
+        return f"{rate:.0f} ({low:.0f} to {high:.0f})"
+
+    def heavy(name: str) -> float:
+        return float(found[f"heavy_tailed_{name}"])
+
+    encode, shuffled = "encode_entries_per_second", "sort_and_encode_entries_per_second"
+    worst32 = max(found["bytes_per_entry_float32"], heavy("bytes_per_entry_float32"))
+    worst16 = max(found["bytes_per_entry_bfloat16"], heavy("bytes_per_entry_bfloat16"))
+    slowest = min(found["decode_bytes_per_second"], heavy("decode_bytes_per_second")) / 1e6
+    return table(
+        ["float32 values", "gradients", "heavy-tailed", "target"],
+        [
+            [
+                "bytes an entry",
+                f"{found['bytes_per_entry_float32']:.2f}",
+                f"{heavy('bytes_per_entry_float32'):.2f}",
+                verdict(worst32, 4.4, "4.4"),
+            ],
+            [
+                "bytes an entry, bfloat16 values",
+                f"{found['bytes_per_entry_bfloat16']:.2f}",
+                f"{heavy('bytes_per_entry_bfloat16'):.2f}",
+                verdict(worst16, 2.4, "2.4"),
+            ],
+            [
+                "encode, million entries/s",
+                entries("encode"),
+                f"{heavy(encode) / 1e6:.0f}",
+                verdict(min(found[encode], heavy(encode)) / 1e6, 7, "7", at_least=True),
+            ],
+            [
+                "shuffled: sort and encode, million entries/s",
+                entries("sort_and_encode"),
+                "",
+                verdict(found[shuffled] / 1e6, 7, "7", at_least=True),
+            ],
+            [
+                "decode, MB/s",
+                f"{found['decode_bytes_per_second'] / 1e6:.0f}",
+                f"{heavy('decode_bytes_per_second') / 1e6:.0f}",
+                verdict(slowest, 300, "300", at_least=True),
+            ],
+        ],
+    )
+
+
+def of_compress(found: Summary) -> str:
+    """Table of ``bench_compress``: the selection; the rest is in docs/compressors.md."""
+    speedup, least = found["topk_speedup_vs_torch"], found["topk_speedup_least"]
+    return table(
+        ["top-k 1 % against `torch.topk` per parameter", "", "target"],
+        [
+            [
+                "times as fast",
+                f"{speedup:.1f} (least of the rounds {least:.1f})",
+                verdict(speedup, 5, "5", at_least=True),
+            ]
+        ],
+    )
+
+
+def of_convergence(found: Summary) -> str:
+    """Table of ``bench_convergence``."""
+    rows = []
+    for data in ("digits", "text"):
+        names = [k.split("/")[1] for k in found if k.startswith(f"{data}/")]
+        for name in (n.removesuffix("_deviations") for n in names if n.endswith("_deviations")):
+            loss = found.get(f"{data}/{name}_loss")
+            shown = "" if loss is None else f"{loss:.4f}"
+            rows.append([data, name, shown, f"{found[f'{data}/{name}_deviations']:.1f}"])
+    return table(["data", "compressor", "held-out loss", "deviations above dense"], rows)
+
+
+def of_tuner(found: Summary) -> str:
+    """Table of ``bench_tuner``."""
+    ratio = found["waste_over_best_fixed"]
+    return table(
+        ["", "steps between snapshots", "batch", "share of the time wasted"],
+        [
+            [
+                "the tuner's choice",
+                str(found["tuned_snapshot_every"]),
+                str(found["tuned_batch_size"]),
+                f"{100 * found['tuned_waste']:.2f} %",
+            ],
+            [
+                "the best of the grid",
+                str(found["best_snapshot_every"]),
+                str(found["best_batch_size"]),
+                f"{100 * found['best_fixed_waste']:.2f} %",
+            ],
+            ["ratio (target 1.05)", "", "", verdict(ratio, 1.05, f"{ratio:.4f}")],
+        ],
+    )
+
+
+def of_failures(found: Summary) -> str:
+    """Table of ``bench_failures``."""
+    rows: list[tuple[str, str, Callable[[float], str]]] = [
+        ("one step without a checkpointer", "step_seconds", lambda v: f"{v:.2f} s"),
+        ("one step with all that checkpointing adds", "loop_seconds", lambda v: f"{v:.2f} s"),
+        (
+            "a recovery, from the kill until training goes on",
+            "recovery_seconds",
+            lambda v: f"{v:.2f} s",
+        ),
+        ("steps lost to a crash of processes", "lost_steps_process", lambda v: f"{v:.2f}"),
+        ("steps lost with a node", "lost_steps_node", lambda v: f"{v:.2f}"),
+        ("share of time recovering", "recovering_share", percent),
+        ("share of time lost with steps", "lost_share", percent),
+        ("effective training time", "effective_share", percent),
+    ]
+    error = found["largest_error"]
+    shown = table(
+        ["", "simulated", "real", "ratio"],
+        [
+            [
+                text,
+                form(found[f"{key}_simulated"]),
+                form(found[f"{key}_real"]),
+                f"{found[f'{key}_ratio']:.2f}",
+            ]
+            for text, key, form in rows
+        ],
+    )
+    return (
+        f"{shown}\n\n{found['kills']} kills; the largest error is {error:.2f} "
+        f"(target {verdict(error, 0.2, '0.2')})."
+    )

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benches.report import REPORTED, ROOT, records_in, rendered, sections_of
+
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "docs" / "results"
+
+
+def test_the_document_says_what_the_results_say() -> None:
+    document = DOCUMENT.read_text(encoding="utf-8")
+    assert rendered(document, records_in(RESULTS)) == document, "run python -m benches.report"
+
+
+def test_every_result_of_a_bench_has_one_section() -> None:
+    names = sections_of(DOCUMENT.read_text(encoding="utf-8"))
+    assert sorted(names) == sorted([*REPORTED, "overview", "peers_systems"])
+    assert records_in(RESULTS).keys() <= REPORTED.keys()
+
+
+def test_a_figure_changed_by_hand_is_put_right_and_the_text_around_it_stays() -> None:
+    document = DOCUMENT.read_text(encoding="utf-8")
+    changed = document.replace("**missed**", "met")
+    assert changed != document
+    text = rendered("Kept.\n" + changed + "Kept, too.\n", records_in(RESULTS))
+    assert text == "Kept.\n" + document + "Kept, too.\n"
+
+
+def test_figures_follow_their_result(tmp_path: Path) -> None:
+    record = json.loads((RESULTS / "overhead.json").read_text(encoding="utf-8"))
+    record["summary"]["overhead_upper95"] = 0.029
+    (tmp_path / "overhead.json").write_text(json.dumps(record), encoding="utf-8")
+    text = rendered("<!-- figures: overhead -->\n<!-- end -->\n", records_in(tmp_path))
+    assert "| its 95 % upper bound | 2.9 % | 3 %: met |" in text
+
+
+def test_a_bench_without_a_result_is_not_measured_yet() -> None:
+    text = rendered("<!-- figures: replay -->\n<!-- end -->\n", {})
+    assert "Not measured yet: `python -m benches.bench_replay" in text
+
+
+def test_a_section_that_nobody_knows_is_an_error() -> None:
+    with pytest.raises(KeyError, match="nonsense"):
+        rendered("<!-- figures: nonsense -->\n<!-- end -->\n", {})
