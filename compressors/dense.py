@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.exchange import Notes
+from lowdiff.compressors.futures import completed
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import UsageError
+from lowdiff.host_copy import Fetch, fetch_now
 from lowdiff.layout import bits, shard_owners, torch_dtype
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
@@ -159,9 +161,7 @@ class DenseReducer:
     ) -> torch.futures.Future[torch.Tensor]:
         """See ``Reducer.reduce``."""
         if self._world_size == 1:
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(buffer)
-            return done
+            return completed(buffer)
         if self._telling is None:
             self._tell(buffer.device)
         if self._reproducible:
@@ -195,8 +195,8 @@ class DenseReducer:
                 share[place : place + gradient.numel()].copy_(gradient)
                 self._is_consumed = True
 
-    def payload(self) -> Payload:
-        """See ``Reducer.payload``.
+    def payload(self, fetch: Fetch = fetch_now) -> Payload:
+        """See ``Reducer.payload``; the share was copied to the CPU when it was consumed.
 
         Every parameter of the share has its place, also one whose gradient is absent: what
         stands there is then without meaning. The arrays are reused in the next step.

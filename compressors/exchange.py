@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.futures import completed
 from lowdiff.errors import RankLost, UsageError
 
 #: Rank, stamp, elements of the bucket, entries sent of it, note.
@@ -73,9 +74,7 @@ def exchange(
     world_size = 1 if group is None else group.size()
     if world_size == 1:
         buffer.zero_().index_copy_(0, positions, values)
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
+        return completed(buffer)
 
     notes = Notes() if notes is None else notes
     wire = _pack(buffer, positions, values, [dist.get_rank(group), stamp], notes.own)
@@ -144,7 +143,7 @@ def check_header(head: torch.Tensor, expected: list[int]) -> None:
     Raises:
         UsageError: If that rank is at another step, or has another bucket.
     """
-    if head.is_cuda:
+    if not head.is_cpu:
         return  # reading it would stop the host; the session checks CUDA exchanges at commit
     found = head[:-1].tolist()
     rank, stamp, *counts = expected

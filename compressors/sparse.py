@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,6 +17,7 @@ from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import factor_sections, factors_of, floats
 from lowdiff.errors import GradientChanged
+from lowdiff.host_copy import Fetch, fetch_now
 from lowdiff.layout import bits
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
@@ -124,16 +124,18 @@ class SparseReducer:
             self._factors[parameter] = found
             self._consumed_narrow[parameter] = narrow
 
-    def payload(self) -> Payload:
+    def payload(self, fetch: Fetch = fetch_now) -> Payload:
         """See ``Reducer.payload``: indices into the layout, ascending, and their values."""
         full = {i: own for i, own in self.consumed.items() if i not in self._consumed_narrow}
-        sections = self.indexed("", full)
+        sections = self.indexed("", full, fetch)
         if self._consumed_narrow:
-            sections += self.indexed("narrow/", self._consumed_narrow)
+            sections += self.indexed("narrow/", self._consumed_narrow, fetch)
             sections += factor_sections(self._factors)
         return Payload(tuple(sections))
 
-    def indexed(self, prefix: str, entries: Mapping[int, Entries]) -> list[Section]:
+    def indexed(
+        self, prefix: str, entries: Mapping[int, Entries], fetch: Fetch = fetch_now
+    ) -> list[Section]:
         """Entries as ``PREFIXindices/DTYPE`` and ``PREFIXvalues/DTYPE``."""
         sections: list[Section] = []
         for dtype in self.layout.dtypes:
@@ -143,11 +145,13 @@ class SparseReducer:
                 if i in entries
             ]
             if chosen:
-                indices = torch.cat([own for _, own, _ in chosen]).cpu().numpy()
-                indices += np.repeat([c[0] for c in chosen], [len(c[1]) for c in chosen])
-                values = torch.cat([values for _, _, values in chosen]).cpu()
+                indices = torch.cat([own for _, own, _ in chosen])
+                pieces = indices.split([own.numel() for _, own, _ in chosen])
+                for (offset, _, _), piece in zip(chosen, pieces, strict=True):
+                    piece += offset
+                values = fetch(torch.cat([values for _, _, values in chosen]))
                 sections += [
-                    Section(f"{prefix}indices/{dtype}", "ascending", indices),
+                    Section(f"{prefix}indices/{dtype}", "ascending", fetch(indices).numpy()),
                     Section(f"{prefix}values/{dtype}", "planes", bits(values)),
                 ]
         return sections
@@ -218,11 +222,11 @@ def _entries(prefix: str, payloads: Sequence[Payload], dtype: str) -> list[tuple
 
 
 def _all_finite(parts: Iterable[Entries]) -> bool:
-    """Whether no value is NaN or infinite; on CUDA assumed, because looking would stop the host."""
+    """Whether no value is NaN or infinite; on an accelerator assumed: looking would stop the host."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for _, values in parts:
         by_dtype.setdefault(values.dtype, []).append(values)
     return all(
-        values[0].is_cuda or bool(torch.cat(values).isfinite().all())
+        not values[0].is_cpu or bool(torch.cat(values).isfinite().all())
         for values in by_dtype.values()
     )

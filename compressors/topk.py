@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.exchange import exchange
 from lowdiff.compressors.feedback import residuals_of
+from lowdiff.compressors.futures import completed
 from lowdiff.compressors.ranges import (
     checked_density,
     checked_size,
@@ -139,9 +140,7 @@ class TopKReducer(SparseReducer):
         if whole and self.world_size == 1 and is_plain:
             # Nothing to choose and nobody to tell: for models of many small parameters, whose
             # every call would otherwise cost more than the parameter's own update.
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(buffer)
-            return done
+            return completed(buffer)
         positions: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):

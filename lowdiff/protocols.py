@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from lowdiff.host_copy import Fetch
     from lowdiff.types import Block, Layout, Payload
 
 
@@ -95,8 +96,13 @@ class Reducer(Protocol):
         """
         ...
 
-    def payload(self) -> Payload:
-        """This rank's share of everything consumed since ``begin``."""
+    def payload(self, fetch: Fetch = ...) -> Payload:
+        """This rank's share of everything consumed since ``begin``.
+
+        Args:
+            fetch: Brings tensors to the host, perhaps later: their content is not read here. By
+                default what is on an accelerator is waited for.
+        """
         ...
 
     def close(self) -> None:
