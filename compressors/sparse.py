@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,7 +20,7 @@ from lowdiff.compressors.sections import factor_sections, factors_of, floats
 from lowdiff.errors import GradientChanged
 from lowdiff.host_copy import Fetch, fetch_now
 from lowdiff.layout import bits
-from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.protocols import ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 #: Positions inside a parameter that this rank stores, and the values there.
@@ -184,32 +185,52 @@ class SparseReducer:
         return kept
 
 
-def indexed_decoder(
-    payloads: Sequence[Payload], layout: Layout, value_dtype: torch.dtype | None = None
-) -> Decoder:
-    """Assigns each rank's entries; where ranks overlap they agree bit for bit."""
-    full = {dtype: _entries("", payloads, dtype) for dtype in layout.dtypes}
-    narrow = {
-        dtype: _entries("narrow/", payloads, dtype) if value_dtype else []
-        for dtype in layout.dtypes
-    }
-    factors = [factors_of(payload) for payload in payloads]
+class IndexedDecoder:
+    """Assigns each rank's entries; where ranks overlap they agree bit for bit.
 
-    def decode(block: Block, out: torch.Tensor) -> None:
-        spec = layout.parameters[block.parameter]
+    Other than most decoders it also writes into tensors on an accelerator, and then only the entries
+    are copied there.
+    """
+
+    def __init__(
+        self,
+        payloads: Sequence[Payload],
+        layout: Layout,
+        value_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._layout = layout
+        self._value_dtype = value_dtype
+        self._full = {dtype: _entries("", payloads, dtype) for dtype in layout.dtypes}
+        self._narrow = {
+            dtype: _entries("narrow/", payloads, dtype) if value_dtype else []
+            for dtype in layout.dtypes
+        }
+        self._factors = [factors_of(payload) for payload in payloads]
+
+    def __call__(self, block: Block, out: torch.Tensor) -> None:
+        """See ``Decoder``."""
+        spec = self._layout.parameters[block.parameter]
         first, last = spec.offset + block.start, spec.offset + block.stop
-        target = bits(out)
-        for rank, indices, values in narrow[spec.dtype]:
+        assign = _assign if out.is_cpu else _assign_there
+        for rank, indices, values in self._narrow[spec.dtype]:
             begin, end = indices.searchsorted((first, last))
-            assert value_dtype is not None
-            stored = floats(values[begin:end], value_dtype)
-            wide = multiply(stored.to(out.dtype), factors[rank].get(block.parameter, ()))
-            target[indices[begin:end] - first] = bits(wide)
-        for _, indices, values in full[spec.dtype]:
+            assert self._value_dtype is not None
+            stored = floats(values[begin:end], self._value_dtype)
+            wide = multiply(stored.to(out.dtype), self._factors[rank].get(block.parameter, ()))
+            assign(out, indices[begin:end] - first, bits(wide))
+        for _, indices, values in self._full[spec.dtype]:
             begin, end = indices.searchsorted((first, last))
-            target[indices[begin:end] - first] = values[begin:end]
+            assign(out, indices[begin:end] - first, values[begin:end])
 
-    return decode
+
+def _assign(out: torch.Tensor, positions: Bits, patterns: Bits) -> None:
+    bits(out)[positions] = patterns
+
+
+def _assign_there(out: torch.Tensor, positions: Bits, patterns: Bits) -> None:
+    if positions.size:
+        where = torch.from_numpy(positions.astype(np.int64)).to(out.device)
+        out.index_copy_(0, where, floats(patterns, out.dtype).to(out.device))
 
 
 def _entries(prefix: str, payloads: Sequence[Payload], dtype: str) -> list[tuple[int, Bits, Bits]]:

@@ -20,7 +20,7 @@ from lowdiff.compressors.ranges import (
     refuse_other_half,
 )
 from lowdiff.compressors.selection import MagnitudeSelector
-from lowdiff.compressors.sparse import SparseReducer, indexed_decoder
+from lowdiff.compressors.sparse import IndexedDecoder, SparseReducer
 from lowdiff.layout import dtype_name
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Layout, Payload
@@ -108,7 +108,7 @@ class TopK:
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Assigns each rank's entries; where ranks overlap they agree bit for bit."""
-        return indexed_decoder(payloads, layout, self._narrow)
+        return IndexedDecoder(payloads, layout, self._narrow)
 
     @property
     def _narrow(self) -> torch.dtype | None:

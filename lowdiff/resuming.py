@@ -153,7 +153,9 @@ def recover_together(
     with ranks.together():
         target = newest_step(catalog, step) if ranks.rank == 0 else -1
     target = ranks.gather(target)[0]
-    options = ReplayOptions(num_workers=_workers_per_rank(ranks), progress=clock.progress)
+    options = ReplayOptions(
+        num_workers=_workers_per_rank(ranks), progress=clock.progress, device=attached.device
+    )
     with ranks.together():
         newest_step(catalog, target)
         check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
