@@ -14,9 +14,9 @@ from lowdiff.compressors.exchange import Notes
 from lowdiff.compressors.futures import completed
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import UsageError
-from lowdiff.host_copy import Fetch, fetch_now
+from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits, shard_owners, torch_dtype
-from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.protocols import Decoder, Fetch, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
 
 

@@ -19,6 +19,8 @@ from lowdiff.protocols import ResidualStore
 from lowdiff.types import Layout, ResidualMark
 
 NUM_SLOTS = 3
+#: Slots of copies whose records may be staged a step later (rule R3).
+NUM_COPIED_SLOTS = 4
 
 
 def residuals_of(layout: Layout) -> Layout:

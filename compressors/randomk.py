@@ -18,9 +18,9 @@ from lowdiff.compressors.sections import parts, pieces
 from lowdiff.compressors.shared import SharedReducer
 from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.errors import ConfigError
-from lowdiff.host_copy import Fetch, fetch_now
+from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits
-from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.protocols import Decoder, Fetch, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 _MAX_SEED = (1 << 63) - 1

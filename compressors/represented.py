@@ -12,7 +12,8 @@ from lowdiff.compressors.changes import Factors
 from lowdiff.compressors.consumed import Consumed
 from lowdiff.compressors.exchange import Notes
 from lowdiff.compressors.lane import Lane
-from lowdiff.host_copy import Fetch, fetch_now
+from lowdiff.host_copy import fetch_now
+from lowdiff.protocols import Fetch
 from lowdiff.types import Layout, Payload, Section
 
 

@@ -11,8 +11,9 @@ import torch
 
 from lowdiff.compressors.changes import Factors
 from lowdiff.errors import ReplayMismatch
-from lowdiff.host_copy import Fetch, fetch_now
+from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits
+from lowdiff.protocols import Fetch
 from lowdiff.types import Bits, Layout, Payload, Section
 
 

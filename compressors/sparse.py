@@ -18,9 +18,9 @@ from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import factor_sections, factors_of, floats
 from lowdiff.errors import GradientChanged
-from lowdiff.host_copy import Fetch, fetch_now
+from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits
-from lowdiff.protocols import ResidualStore
+from lowdiff.protocols import Fetch, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 #: Positions inside a parameter that this rank stores, and the values there.

@@ -18,9 +18,10 @@ import torch
 from crc32c import crc32c
 
 from lowdiff.errors import ConfigError
-from lowdiff.host_copy import Fetch, fetch_now
+from lowdiff.host_copy import fetch_now
 from lowdiff.layout import byte_view, dtype_name
 from lowdiff.persistence.values import decode, encode, same
+from lowdiff.protocols import Fetch
 from lowdiff.recovery.state import FROZEN_ITEM, RNG_ITEM, STATEFUL_ITEM, TENSOR_ITEM
 from lowdiff.types import ITEM_BYTES, ItemRef
 

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
-
-#: Makes a tensor readable on the host: same shape and dtype, filled once the copies are finished.
-Fetch: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 
 
 def fetch_now(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,12 @@ import torch
 
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
-from lowdiff.compressors.feedback import NUM_SLOTS
+from lowdiff.compressors.feedback import NUM_COPIED_SLOTS, NUM_SLOTS
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.given import Given
 from lowdiff.layout import shard_owners
 from lowdiff.persistence.budget import Room, StagingNeed, existing_part, log_cap, room_at
 from lowdiff.persistence.durable import make_directory
-from lowdiff.residuals import NUM_COPIED_SLOTS
 from lowdiff.settings import Settings
 
 _logger = logging.getLogger(__name__)

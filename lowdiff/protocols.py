@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from lowdiff.host_copy import Fetch
     from lowdiff.types import Block, Layout, Payload
 
 
 #: ``decode(block, out)`` writes one block of the gradient that the optimizer consumed, bit for bit,
 #: into ``out``: a flat CPU tensor of the block's length and dtype that holds zeros.
 Decoder: TypeAlias = "Callable[[Block, torch.Tensor], None]"
+#: Makes a tensor readable on the host: same shape and dtype, perhaps filled only later.
+Fetch: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 
 
 class ResidualStore(Protocol):

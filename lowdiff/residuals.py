@@ -10,14 +10,17 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
-from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual, zero_slots
+from lowdiff.compressors.feedback import (
+    NUM_COPIED_SLOTS,
+    NUM_SLOTS,
+    RotatingResidual,
+    zero_slots,
+)
 from lowdiff.host_copy import HostCopies
 from lowdiff.layout import byte_view, torch_dtype
 from lowdiff.persistence.residual import create_slots, read_slot
 from lowdiff.types import Layout, ResidualMark
 
-#: Slots of a residual whose records may be staged a step later (rule R3).
-NUM_COPIED_SLOTS = 4
 #: Steps between two copies of an accelerator's residual; not measured yet.
 COPIED_EVERY = 16
 

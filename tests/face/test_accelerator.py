@@ -118,7 +118,7 @@ def test_a_snapshot_is_given_up_if_parameters_change_while_it_is_copied(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kernel", [{}, {"foreach": False}, {"fused": True}], ids=str)
 def test_a_run_killed_on_cuda_goes_on_bit_for_bit_from_a_copy_of_the_residual(
-    tmp_path: Path, kernel: dict[str, bool]
+    tmp_path: Path, kernel: dict[str, Any]
 ) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2, **kernel)
