@@ -13,7 +13,7 @@ from lowdiff.compressors.feedback import residuals_of
 from lowdiff.compressors.ranges import checked_density, checked_size, kept_of
 from lowdiff.compressors.selection import MagnitudeSelector
 from lowdiff.compressors.shared import SharedReducer
-from lowdiff.compressors.sparse import indexed_decoder
+from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Layout, Payload
 
@@ -68,7 +68,7 @@ class CyclicTopK:
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Assigns each rank's share of the entries."""
-        return indexed_decoder(payloads, layout)
+        return IndexedDecoder(payloads, layout)
 
 
 class CyclicTopKReducer(SharedReducer):

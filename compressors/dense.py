@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.exchange import Notes
+from lowdiff.compressors.futures import completed
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import UsageError
+from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits, shard_owners
-from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.protocols import Decoder, Fetch, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
 
 
@@ -133,9 +135,7 @@ class DenseReducer:
     ) -> torch.futures.Future[torch.Tensor]:
         """See ``Reducer.reduce``."""
         if self._world_size == 1:
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(buffer)
-            return done
+            return completed(buffer)
         if self._telling is None:
             self._tell(buffer.device)
         if self._reproducible:
@@ -152,7 +152,7 @@ class DenseReducer:
 
     def _tell(self, device: torch.device) -> None:
         """Exchange stamps and notes, once a step; read at commit."""
-        mine = torch.tensor([self._stamp, self._own_note], device=device)
+        mine = torch.tensor([self._stamp, self._own_note]).to(device, non_blocking=True)
         words = torch.empty(self._world_size, 2, dtype=mine.dtype, device=device)
         work = dist.all_gather(list(words.unbind()), mine, group=self._group, async_op=True)
         assert work is not None
@@ -171,7 +171,7 @@ class DenseReducer:
             if gradient is not None:
                 self._consumed[i] = gradient.cpu()
 
-    def payload(self) -> Payload:
+    def payload(self, fetch: Fetch = fetch_now) -> Payload:
         """See ``Reducer.payload``: a section for each gradient, named by its parameter's index.
 
         It shares the gradients' memory. What was handed out is not handed out again.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.futures import completed
 from lowdiff.errors import RankLost, UsageError
 
 #: Rank, stamp, elements of the bucket, entries sent of it, note.
@@ -24,21 +25,46 @@ class Notes:
     def __init__(self) -> None:
         self.own = 0
         self._heard: list[torch.Tensor] = []
+        self._unchecked: list[tuple[torch.Tensor, list[int]]] = []
 
     def begin(self, own: int) -> None:
         """Start a step, in which this rank says ``own``."""
         self.own = own
         self._heard.clear()
+        self._unchecked.clear()
 
     def hear(self, words: torch.Tensor) -> None:
         """Take in an exchange's words, int64 ``[world_size]``; they are not read before commit."""
         self._heard.append(words)
 
+    def check(self, head: torch.Tensor, expected: list[int]) -> None:
+        """See to it that a rank is where this one is; an accelerator's header is read by `heard`.
+
+        Args:
+            head: Header that came with an exchange, int64 ``[HEADER_WORDS]``.
+            expected: This rank's own, with the other's rank and without the note.
+
+        Raises:
+            UsageError: If that rank is at another step, or has another bucket.
+        """
+        if head.is_cpu:
+            check_header(head, expected)
+        else:
+            self._unchecked.append((head.clone(), expected))
+
     def heard(self) -> tuple[int, ...]:
         """What each rank said since ``begin``, bits of several exchanges together; equal on all.
 
         Empty if nothing was exchanged.
+
+        Raises:
+            UsageError: If a header that was put off is another than expected.
         """
+        if self._unchecked:
+            heads = torch.stack([head for head, _ in self._unchecked]).cpu()
+            for head, (_, expected) in zip(heads, self._unchecked, strict=True):
+                check_header(head, expected)
+            self._unchecked.clear()
         if not self._heard:
             return ()
         said = [0] * self._heard[0].numel()
@@ -73,9 +99,7 @@ def exchange(
     world_size = 1 if group is None else group.size()
     if world_size == 1:
         buffer.zero_().index_copy_(0, positions, values)
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
+        return completed(buffer)
 
     notes = Notes() if notes is None else notes
     wire = _pack(buffer, positions, values, [dist.get_rank(group), stamp], notes.own)
@@ -92,7 +116,7 @@ def exchange(
         buffer.zero_()
         for rank, share in enumerate(shares):
             head = share[:_HEADER_BYTES].view(torch.int64)
-            check_header(head, [rank, stamp, buffer.numel(), positions.numel()])
+            notes.check(head, [rank, stamp, buffer.numel(), positions.numel()])
             theirs = _unpack(share, buffer.dtype, positions.numel())
             buffer.index_add_(0, *theirs)
         return buffer
@@ -144,8 +168,6 @@ def check_header(head: torch.Tensor, expected: list[int]) -> None:
     Raises:
         UsageError: If that rank is at another step, or has another bucket.
     """
-    if head.is_cuda:
-        return  # reading it would stop the host; the session checks CUDA exchanges at commit
     found = head[:-1].tolist()
     rank, stamp, *counts = expected
     if found[:2] != [rank, stamp]:

@@ -13,11 +13,14 @@ from dataclasses import replace
 
 import torch
 
+from lowdiff.host_copy import HostCopies
 from lowdiff.layout import shaped, torch_dtype
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Layout, ResidualMark
 
 NUM_SLOTS = 3
+#: Slots of copies whose records may be staged a step later (rule R3).
+NUM_COPIED_SLOTS = 4
 
 
 def residuals_of(layout: Layout) -> Layout:
@@ -61,17 +64,7 @@ class RotatingResidual:
         loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> RotatingResidual:
         """Slots in ordinary memory of a device, lost with the process."""
-        return cls(
-            [
-                [
-                    torch.zeros(spec.numel, dtype=torch_dtype(spec.dtype), device=device)
-                    for spec in layout.parameters
-                ]
-                for _ in range(NUM_SLOTS)
-            ],
-            layout,
-            loss_scale,
-        )
+        return cls(zero_slots(layout, device), layout, loss_scale)
 
     def pair(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ResidualStore.pair``."""
@@ -148,6 +141,15 @@ class RotatingResidual:
                 self._slots[self.slot][parameter].copy_(residual)
                 self._used.add(parameter)
 
+    def copy(self, step: int, copies: HostCopies, *, is_first: bool = False) -> None:
+        """Copy the current residual to where `mark` names it, unless that is where it lies.
+
+        Args:
+            step: The step whose residual it is.
+            copies: Bring it to the host.
+            is_first: Whether nothing was copied in this life.
+        """
+
     def mark(self) -> ResidualMark | None:
         """Where the current residual survives the process; None if it does not."""
         return None
@@ -155,6 +157,17 @@ class RotatingResidual:
     @property
     def _next(self) -> int:
         return (self.slot + 1) % NUM_SLOTS
+
+
+def zero_slots(layout: Layout, device: torch.device) -> list[list[torch.Tensor]]:
+    """Memory for a `RotatingResidual`."""
+    return [
+        [
+            torch.zeros(spec.numel, dtype=torch_dtype(spec.dtype), device=device)
+            for spec in layout.parameters
+        ]
+        for _ in range(NUM_SLOTS)
+    ]
 
 
 class ErrorFeedback:
@@ -220,18 +233,18 @@ class ErrorFeedback:
         scale = self._store.loss_scale()
         if scale != 1.0:
             residual.div_(scale)
-        if residual.is_cuda or not bool(residual.sum().isfinite()):
+        if not residual.is_cpu or not bool(residual.sum().isfinite()):
             # One overflow that no scaler skips would otherwise come back in every later step.
             residual.nan_to_num_(0.0, 0.0, 0.0)
         self._store.written(parameter)
 
 
 def is_used(gradient: torch.Tensor) -> bool:
-    """Whether any entry is not zero; on CUDA assumed, because looking would stop the host.
+    """Whether any entry is not zero; on an accelerator assumed, because looking would stop the host.
 
     DDP drops the average of a parameter that no rank used: what would be sent then would be lost,
     so its residual waits for the next real gradient.
     """
-    if gradient.is_cuda:
+    if not gradient.is_cpu:
         return True
     return bool(gradient[:256].any()) or bool(gradient.any())

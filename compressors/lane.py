@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.exchange import HEADER_WORDS, Notes, check_header
+from lowdiff.compressors.exchange import HEADER_WORDS, Notes
 from lowdiff.compressors.groups import leave, own_group
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import LowDiffError, RankLost, UsageError
@@ -119,12 +119,13 @@ class Lane:
         """
         if self.world_size == 1:
             return
-        own = torch.tensor([self.rank, stamp, *sizes, notes.own], device=device)
+        header = torch.tensor([self.rank, stamp, *sizes, notes.own])
+        own = header.to(device, non_blocking=True)
         assert own.numel() == HEADER_WORDS
         heads = self.gather(own)
         notes.hear(torch.stack([head[-1] for head in heads]))
         for rank, head in enumerate(heads):
-            check_header(head, [rank, stamp, *sizes])
+            notes.check(head, [rank, stamp, *sizes])
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Everyone's tensor, in rank order; equal size and dtype on all ranks."""

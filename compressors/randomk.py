@@ -16,10 +16,11 @@ from lowdiff.compressors.lane import share
 from lowdiff.compressors.ranges import checked_density, checked_size, kept_of
 from lowdiff.compressors.sections import parts, pieces
 from lowdiff.compressors.shared import SharedReducer
-from lowdiff.compressors.sparse import indexed_decoder
+from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.errors import ConfigError
+from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits
-from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.protocols import Decoder, Fetch, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 _MAX_SEED = (1 << 63) - 1
@@ -85,7 +86,7 @@ class RandomK:
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Draws the positions again and assigns the values that the ranks stored there."""
-        indexed = indexed_decoder(payloads, layout)
+        indexed = IndexedDecoder(payloads, layout)
         drawn: list[dict[int, Bits]] = []
         for rank, payload in enumerate(payloads):
 
@@ -145,7 +146,7 @@ class RandomKReducer(SharedReducer):
             chosen[i] = torch.from_numpy(drawn).to(total.device)
         return chosen
 
-    def payload(self) -> Payload:
+    def payload(self, fetch: Fetch = fetch_now) -> Payload:
         """See ``Reducer.payload``: values without positions where these were drawn."""
         drawn = {
             i: values
@@ -153,10 +154,10 @@ class RandomKReducer(SharedReducer):
             if i in self.selected and own is self.selected[i]
         }
         others = {i: entries for i, entries in self.consumed.items() if i not in drawn}
-        sections = self.indexed("", others)
+        sections = self.indexed("", others, fetch)
         if drawn:
             step = Section("step", "raw", np.array([self.step], dtype=np.uint64))
-            sections += [step, *pieces("drawn", self.layout, drawn)]
+            sections += [step, *pieces("drawn", self.layout, drawn, fetch)]
         return Payload(tuple(sections))
 
 

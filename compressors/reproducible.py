@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.futures import completed
+
 
 def reproducible_mean(
     buffer: torch.Tensor, group: dist.ProcessGroup | None
@@ -33,14 +35,10 @@ def reproducible_mean(
     Returns:
         Completed future of ``buffer``.
     """
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=[buffer.device] if buffer.is_cuda else None
-    )
     world_size = 1 if group is None else group.size()
     if world_size > 1 and buffer.numel():
         _mean(buffer, world_size, group)
-    done.set_result(buffer)
-    return done
+    return completed(buffer)
 
 
 def _mean(buffer: torch.Tensor, world_size: int, group: dist.ProcessGroup | None) -> None:

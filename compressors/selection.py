@@ -38,11 +38,11 @@ class MagnitudeSelector:
             k: How many, ``1 <= k <= n``.
 
         Returns:
-            int64 tensor of shape ``[k]`` on the device of ``values``. On CUDA the call does not
-            synchronise with the host, and equal magnitudes are chosen as ``torch.topk`` does.
+            int64 tensor of shape ``[k]`` on the device of ``values``. On an accelerator the host
+            does not wait, and equal magnitudes are chosen as ``torch.topk`` does.
         """
         integer = INT_OF_BYTES[values.element_size()]
-        if values.is_cuda:
+        if not values.is_cpu:
             keys = values.view(integer).bitwise_and(torch.iinfo(integer).max)
             return torch.topk(keys, k, sorted=False).indices.sort().values
         scratch = self._scratch.get(integer)

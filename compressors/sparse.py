@@ -18,8 +18,9 @@ from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import factor_sections, factors_of, floats
 from lowdiff.errors import GradientChanged
+from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits
-from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.protocols import Fetch, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 #: Positions inside a parameter that this rank stores, and the values there.
@@ -124,16 +125,18 @@ class SparseReducer:
             self._factors[parameter] = found
             self._consumed_narrow[parameter] = narrow
 
-    def payload(self) -> Payload:
+    def payload(self, fetch: Fetch = fetch_now) -> Payload:
         """See ``Reducer.payload``: indices into the layout, ascending, and their values."""
         full = {i: own for i, own in self.consumed.items() if i not in self._consumed_narrow}
-        sections = self.indexed("", full)
+        sections = self.indexed("", full, fetch)
         if self._consumed_narrow:
-            sections += self.indexed("narrow/", self._consumed_narrow)
+            sections += self.indexed("narrow/", self._consumed_narrow, fetch)
             sections += factor_sections(self._factors)
         return Payload(tuple(sections))
 
-    def indexed(self, prefix: str, entries: Mapping[int, Entries]) -> list[Section]:
+    def indexed(
+        self, prefix: str, entries: Mapping[int, Entries], fetch: Fetch = fetch_now
+    ) -> list[Section]:
         """Entries as ``PREFIXindices/DTYPE`` and ``PREFIXvalues/DTYPE``."""
         sections: list[Section] = []
         for dtype in self.layout.dtypes:
@@ -143,11 +146,13 @@ class SparseReducer:
                 if i in entries
             ]
             if chosen:
-                indices = torch.cat([own for _, own, _ in chosen]).cpu().numpy()
-                indices += np.repeat([c[0] for c in chosen], [len(c[1]) for c in chosen])
-                values = torch.cat([values for _, _, values in chosen]).cpu()
+                indices = torch.cat([own for _, own, _ in chosen])
+                pieces = indices.split([own.numel() for _, own, _ in chosen])
+                for (offset, _, _), piece in zip(chosen, pieces, strict=True):
+                    piece += offset
+                values = fetch(torch.cat([values for _, _, values in chosen]))
                 sections += [
-                    Section(f"{prefix}indices/{dtype}", "ascending", indices),
+                    Section(f"{prefix}indices/{dtype}", "ascending", fetch(indices).numpy()),
                     Section(f"{prefix}values/{dtype}", "planes", bits(values)),
                 ]
         return sections
@@ -180,32 +185,52 @@ class SparseReducer:
         return kept
 
 
-def indexed_decoder(
-    payloads: Sequence[Payload], layout: Layout, value_dtype: torch.dtype | None = None
-) -> Decoder:
-    """Assigns each rank's entries; where ranks overlap they agree bit for bit."""
-    full = {dtype: _entries("", payloads, dtype) for dtype in layout.dtypes}
-    narrow = {
-        dtype: _entries("narrow/", payloads, dtype) if value_dtype else []
-        for dtype in layout.dtypes
-    }
-    factors = [factors_of(payload) for payload in payloads]
+class IndexedDecoder:
+    """Assigns each rank's entries; where ranks overlap they agree bit for bit.
 
-    def decode(block: Block, out: torch.Tensor) -> None:
-        spec = layout.parameters[block.parameter]
+    Other than most decoders it also writes into tensors on an accelerator, and then only the entries
+    are copied there.
+    """
+
+    def __init__(
+        self,
+        payloads: Sequence[Payload],
+        layout: Layout,
+        value_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._layout = layout
+        self._value_dtype = value_dtype
+        self._full = {dtype: _entries("", payloads, dtype) for dtype in layout.dtypes}
+        self._narrow = {
+            dtype: _entries("narrow/", payloads, dtype) if value_dtype else []
+            for dtype in layout.dtypes
+        }
+        self._factors = [factors_of(payload) for payload in payloads]
+
+    def __call__(self, block: Block, out: torch.Tensor) -> None:
+        """See ``Decoder``."""
+        spec = self._layout.parameters[block.parameter]
         first, last = spec.offset + block.start, spec.offset + block.stop
-        target = bits(out)
-        for rank, indices, values in narrow[spec.dtype]:
+        assign = _assign if out.is_cpu else _assign_there
+        for rank, indices, values in self._narrow[spec.dtype]:
             begin, end = indices.searchsorted((first, last))
-            assert value_dtype is not None
-            stored = floats(values[begin:end], value_dtype)
-            wide = multiply(stored.to(out.dtype), factors[rank].get(block.parameter, ()))
-            target[indices[begin:end] - first] = bits(wide)
-        for _, indices, values in full[spec.dtype]:
+            assert self._value_dtype is not None
+            stored = floats(values[begin:end], self._value_dtype)
+            wide = multiply(stored.to(out.dtype), self._factors[rank].get(block.parameter, ()))
+            assign(out, indices[begin:end] - first, bits(wide))
+        for _, indices, values in self._full[spec.dtype]:
             begin, end = indices.searchsorted((first, last))
-            target[indices[begin:end] - first] = values[begin:end]
+            assign(out, indices[begin:end] - first, values[begin:end])
 
-    return decode
+
+def _assign(out: torch.Tensor, positions: Bits, patterns: Bits) -> None:
+    bits(out)[positions] = patterns
+
+
+def _assign_there(out: torch.Tensor, positions: Bits, patterns: Bits) -> None:
+    if positions.size:
+        where = torch.from_numpy(positions.astype(np.int64)).to(out.device)
+        out.index_copy_(0, where, floats(patterns, out.dtype).to(out.device))
 
 
 def _entries(prefix: str, payloads: Sequence[Payload], dtype: str) -> list[tuple[int, Bits, Bits]]:
@@ -218,11 +243,11 @@ def _entries(prefix: str, payloads: Sequence[Payload], dtype: str) -> list[tuple
 
 
 def _all_finite(parts: Iterable[Entries]) -> bool:
-    """Whether no value is NaN or infinite; on CUDA assumed, because looking would stop the host."""
+    """Whether no value is NaN or infinite; on an accelerator assumed: looking would stop the host."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for _, values in parts:
         by_dtype.setdefault(values.dtype, []).append(values)
     return all(
-        values[0].is_cuda or bool(torch.cat(values).isfinite().all())
+        not values[0].is_cpu or bool(torch.cat(values).isfinite().all())
         for values in by_dtype.values()
     )

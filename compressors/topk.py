@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.exchange import exchange
 from lowdiff.compressors.feedback import residuals_of
+from lowdiff.compressors.futures import completed
 from lowdiff.compressors.ranges import (
     checked_density,
     checked_size,
@@ -19,7 +20,7 @@ from lowdiff.compressors.ranges import (
     refuse_other_half,
 )
 from lowdiff.compressors.selection import MagnitudeSelector
-from lowdiff.compressors.sparse import SparseReducer, indexed_decoder
+from lowdiff.compressors.sparse import IndexedDecoder, SparseReducer
 from lowdiff.layout import dtype_name
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Layout, Payload
@@ -107,7 +108,7 @@ class TopK:
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Assigns each rank's entries; where ranks overlap they agree bit for bit."""
-        return indexed_decoder(payloads, layout, self._narrow)
+        return IndexedDecoder(payloads, layout, self._narrow)
 
     @property
     def _narrow(self) -> torch.dtype | None:
@@ -139,9 +140,7 @@ class TopKReducer(SparseReducer):
         if whole and self.world_size == 1 and is_plain:
             # Nothing to choose and nobody to tell: for models of many small parameters, whose
             # every call would otherwise cost more than the parameter's own update.
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(buffer)
-            return done
+            return completed(buffer)
         positions: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):

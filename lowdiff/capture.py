@@ -18,8 +18,10 @@ import torch
 from crc32c import crc32c
 
 from lowdiff.errors import ConfigError
+from lowdiff.host_copy import fetch_now
 from lowdiff.layout import byte_view, dtype_name
 from lowdiff.persistence.values import decode, encode, same
+from lowdiff.protocols import Fetch
 from lowdiff.recovery.state import FROZEN_ITEM, RNG_ITEM, STATEFUL_ITEM, TENSOR_ITEM
 from lowdiff.types import ITEM_BYTES, ItemRef
 
@@ -142,14 +144,14 @@ class ItemTracker:
         Generators and stateful objects are left out: of these a snapshot holds what was committed,
         and a data loader moves on when its epoch ends, after the last commit.
         """
-        return not self.changed_tensors()
+        return not self._changed_tensors()()
 
     def start(self, items: Mapping[str, bytes]) -> None:
         """Begin with what recovery knows, whatever the generators hold at the moment."""
         names = [*self._random, *(STATEFUL_ITEM + name for name in self._stateful)]
         self._committed = {name: items[name] for name in names if name in items}
         self.read()
-        self.changed_tensors()
+        self._changed_tensors()()
         for name, tensor in self._apart.items():
             # What no record holds is logged with the first step: an object may be new, or may not
             # have taken its tensor back.
@@ -161,30 +163,56 @@ class ItemTracker:
             if name.startswith(FROZEN_ITEM)
         }
 
-    def changed(self, *, thorough: bool = True) -> dict[str, bytes]:
-        """Items whose bytes differ from those of the last call; no bytes for one that is gone.
+    def changed(
+        self, *, thorough: bool = True, fetch: Fetch = fetch_now
+    ) -> Callable[[], dict[str, bytes]]:
+        """Read everything as it is now.
 
         Args:
             thorough: Whether to read frozen parameters that no version counter says were written.
+            fetch: Brings buffers and large tensors to the host.
+
+        Returns:
+            Called once these are there: the items whose bytes differ from those of the last call;
+            no bytes for one that is gone.
         """
         found = {
             name: data for name, data in self.read().items() if self._committed.get(name) != data
         }
         self._committed.update(found)
-        for name, tensor in self.changed_tensors(thorough=thorough).items():
-            found[name] = encode(tensor, name=name)
-        for name in [n for n in self._checksums if n.startswith(TENSOR_ITEM)]:
-            if name not in self._apart:
-                del self._checksums[name]
-                found[name] = b""
-        for name, data in found.items():
-            if len(data) > max(LARGE_ITEM_BYTES, self.large_items.get(name, 0)):
-                self.large_items[name] = len(data)
-        return found
+        changed_tensors = self._changed_tensors(thorough=thorough, fetch=fetch)
+        apart = self._apart
 
-    def changed_tensors(self, *, thorough: bool = True) -> dict[str, torch.Tensor]:
-        """Those of `tensors` that differ from what they were at the last call, on the CPU."""
-        found = {}
+        def all_found() -> dict[str, bytes]:
+            for name, tensor in changed_tensors().items():
+                found[name] = encode(tensor, name=name)
+            for name in [n for n in self._checksums if n.startswith(TENSOR_ITEM)]:
+                if name not in apart:
+                    del self._checksums[name]
+                    found[name] = b""
+            for name, data in found.items():
+                if len(data) > max(LARGE_ITEM_BYTES, self.large_items.get(name, 0)):
+                    self.large_items[name] = len(data)
+            return found
+
+        return all_found
+
+    def _changed_tensors(
+        self, *, thorough: bool = True, fetch: Fetch = fetch_now
+    ) -> Callable[[], dict[str, torch.Tensor]]:
+        """Read `tensors`; called once they are there: those that differ from the last call's."""
+        fetched: list[tuple[str, torch.Tensor]] = []
+        found: dict[str, torch.Tensor] = {}
+
+        def compare(name: str, host: torch.Tensor, *, is_known: bool) -> None:
+            host = host.contiguous()
+            checksum = crc32c(byte_view(host)) if host.numel() else 0
+            if self._checksums.get(name) != checksum:
+                if is_known:
+                    self._distrust_versions(name)
+                self._checksums[name] = checksum
+                found[name] = host
+
         for name, tensor in self.tensors.items():
             # Version counters are right for frozen parameters, which only in-place operations
             # write, but not for buffers: batch norm updates its statistics behind their back.
@@ -193,14 +221,17 @@ class ItemTracker:
             if is_known and self._trusts_versions and not thorough:
                 continue
             self._versions[name] = version
-            host = tensor.detach().cpu().contiguous()
-            checksum = crc32c(byte_view(host)) if host.numel() else 0
-            if self._checksums.get(name) != checksum:
-                if is_known:
-                    self._distrust_versions(name)
-                self._checksums[name] = checksum
-                found[name] = host
-        return found
+            if name.startswith(FROZEN_ITEM):  # may be large, so one at a time; seldom read
+                compare(name, fetch_now(tensor), is_known=is_known)
+            else:
+                fetched.append((name, fetch(tensor)))
+
+        def differing() -> dict[str, torch.Tensor]:
+            for name, host in fetched:
+                compare(name, host, is_known=False)
+            return found
+
+        return differing
 
     def _distrust_versions(self, name: str) -> None:
         """A frozen parameter was written through ``.data``, as momentum encoders are."""

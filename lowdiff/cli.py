@@ -16,10 +16,12 @@ from lowdiff.gc_command import gc
 from lowdiff.recover_command import recover
 from lowdiff.terminal import (
     AsJson,
+    Device,
     RunArgument,
     Staging,
     Workers,
     count,
+    device_named,
     print_json,
     progress,
     size,
@@ -184,6 +186,7 @@ def verify(
             min=0, metavar="N", help="With --against: which step; default: the one FILE names."
         ),
     ] = None,
+    device: Device = "cpu",
 ) -> None:
     """Check every checksum, replay from snapshot to snapshot, compare bit for bit.
 
@@ -199,7 +202,8 @@ def verify(
     if step is not None:
         raise ConfigError("--step belongs to --against; without it every step is checked")
     with progress("Replaying") as show:
-        report = check(run, staging, options=ReplayOptions(num_workers=workers), progress=show)
+        options = ReplayOptions(num_workers=workers, device=device_named(device))
+        report = check(run, staging, options=options, progress=show)
     if as_json:
         print_json(report.document())
     else:

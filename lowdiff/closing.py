@@ -26,6 +26,8 @@ def finish(opened: Opened, *, failed: bool) -> None:
     session = opened.session
     if not failed and session.has_finished_step and not session.is_taken_over:
         session.commit()
+    if not session.is_taken_over:
+        session.finish_copies()
     session.stager.stop()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
     session.stager.meter.end("failed" if failed else "closed")

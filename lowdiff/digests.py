@@ -94,11 +94,11 @@ class Digester:
         return total % _MODULUS
 
     def partial(self, values: torch.Tensor, offset: int, start: int, stop: int) -> int:
-        """What ``values`` (flat, CPU, first element at layout ``offset``) add to a digest."""
+        """What ``values`` (flat, first element at layout ``offset``) add to a digest."""
         first, last = max(start, offset), min(stop, offset + values.numel())
         if first >= last:
             return 0
-        pattern = bits(values[first - offset : last - offset]).astype(np.uint64)
+        pattern = bits(values[first - offset : last - offset].cpu()).astype(np.uint64)
         return int(np.dot(pattern, self._weights[first - start : last - start]))
 
     @staticmethod

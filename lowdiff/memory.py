@@ -14,7 +14,7 @@ import torch
 
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
-from lowdiff.compressors.feedback import NUM_SLOTS
+from lowdiff.compressors.feedback import NUM_COPIED_SLOTS, NUM_SLOTS
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.given import Given
 from lowdiff.layout import shard_owners
@@ -68,7 +68,9 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
         need, chunk_bytes = replica_need(given, ranks.world_size)
     else:
         kept = settings.compressor.residual_layout(given.attached.layout)
-        residual_bytes = NUM_SLOTS * sum(spec.nbytes for spec in kept.parameters)
+        on_host = given.attached.device.type == "cpu"
+        num_slots = NUM_SLOTS if on_host else NUM_COPIED_SLOTS
+        residual_bytes = num_slots * sum(spec.nbytes for spec in kept.parameters)
         need, chunk_bytes = _need(given, ranks.world_size, residual_bytes)
     root = settings.staging_root
     cap, error = _cap(root, need, ranks)
@@ -148,7 +150,7 @@ def _need(given: Given, world_size: int, residual_bytes: int) -> tuple[StagingNe
     averages = len(given.averages) * model_bytes
     items = sum(tensor.nbytes for tensor in given.tracker.tensors.values())
     need = StagingNeed(
-        residual_bytes=residual_bytes if attached.device.type == "cpu" else 0,
+        residual_bytes=residual_bytes,
         snapshot_bytes=(model_bytes + state_bytes + averages) // world_size + model_bytes + items,
         log_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
         least_log_bytes=_LEAST_CHUNKS * chunk_bytes,

@@ -22,6 +22,7 @@ from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, RunInUse
 from lowdiff.given import Given, watch
 from lowdiff.history import Story, story_of
+from lowdiff.host_copy import HostCopies
 from lowdiff.memory import Memory, agree_on_memory
 from lowdiff.meter import RecoveryClock
 from lowdiff.persistence.catalog import Catalog
@@ -38,14 +39,14 @@ from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.recovery.optimizers import settle_kernels
 from lowdiff.remote import fetch_from_store
 from lowdiff.replicating import begin_replicated
-from lowdiff.residuals import StagedResidual
+from lowdiff.residuals import CopiedResidual, StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.run_lock import RunLock
 from lowdiff.run_view import agreed_run, shared_catalog
 from lowdiff.scaling import Scaling
 from lowdiff.session import Session
 from lowdiff.settings import Settings
-from lowdiff.snapshot import constant_images
+from lowdiff.snapshot import Live, constant_images
 from lowdiff.stager import Stager
 from lowdiff.types import Fence
 
@@ -249,10 +250,14 @@ def _session(
     attached = given.attached
     kept = settings.compressor.residual_layout(attached.layout)
     scaling = Scaling(_hook_scaler(attached, given.stateful))
-    if attached.device.type == "cpu" and kept.parameters:
-        residual: RotatingResidual = StagedResidual(staging.residual, kept, scaling.loss_scale)
+    device = attached.device
+    residual: RotatingResidual
+    if not kept.parameters:
+        residual = RotatingResidual.zeros(kept, device, scaling.loss_scale)
+    elif device.type == "cpu":
+        residual = StagedResidual(staging.residual, kept, scaling.loss_scale)
     else:
-        residual = RotatingResidual.zeros(kept, attached.device, scaling.loss_scale)
+        residual = CopiedResidual(staging.residual, kept, device, scaling.loss_scale)
     if start.residual:
         residual.load(start.residual)
     log = StagingLog(
@@ -286,21 +291,24 @@ def _session(
     undo.callback(stager.stop)
     stager.begin(start.step, story, attached.layout)
     session = Session(
-        attached=attached,
+        live=Live(
+            attached=attached,
+            tracker=given.tracker,
+            residual=residual,
+            averages=Averages(given.averages, attached),
+            shares_constants=fence.constants != "",
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            copies=HostCopies(attached.device),
+        ),
         settings=settings,
         incarnation=staging.incarnation,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
         step=start.step,
         reducer=settings.compressor.bind(attached.layout, residual, ranks.training_group),
-        residual=residual,
-        tracker=given.tracker,
         items=start.items,
         stager=stager,
         lock=lock,
         scaling=scaling,
-        averages=Averages(given.averages, attached),
-        shares_constants=fence.constants != "",
     )
     undo.callback(session.detach)
     return session

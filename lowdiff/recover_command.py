@@ -15,10 +15,12 @@ import typer
 from lowdiff.errors import ConfigError
 from lowdiff.terminal import (
     AsJson,
+    Device,
     RunArgument,
     Staging,
     Workers,
     count,
+    device_named,
     print_json,
     progress,
     size,
@@ -78,6 +80,7 @@ def recover(
     staging: Staging = None,
     workers: Workers = None,
     block_elements: BlockElements = None,
+    device: Device = "cpu",
 ) -> None:
     """Rebuild the state after any committed step, without the training code.
 
@@ -87,7 +90,9 @@ def recover(
     """
     from lowdiff.recovery.replay import ReplayOptions
 
-    options = ReplayOptions(num_workers=workers, block_elements=block_elements)
+    options = ReplayOptions(
+        num_workers=workers, block_elements=block_elements, device=device_named(device)
+    )
     if plan:
         from lowdiff.recovery.forecast import forecast
 

@@ -11,6 +11,7 @@ from lowdiff.capture import Stateful
 from lowdiff.errors import RunMismatch
 from lowdiff.layout import shaped
 from lowdiff.persistence.values import same
+from lowdiff.recovery.optimizers import placed_scalar
 from lowdiff.recovery.state import STATEFUL_ITEM, RecoveredState, is_aligned
 from lowdiff.types import Fence, Layout
 
@@ -68,6 +69,7 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
             group.clear()
             group.update(hyper, params=kept)
         optimizer.state.clear()
+        group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         for i, parameter in enumerate(attached.parameters):
             spec = attached.layout.parameters[i]
             entries = recovered.state.get(spec.name)
@@ -75,7 +77,7 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
                 optimizer.state[parameter] = {
                     key: shaped(value.to(parameter.device, copy=True), spec)
                     if is_aligned(key, value, spec.numel)
-                    else value.clone()
+                    else placed_scalar(key, value, group_of[parameter], parameter)
                     if isinstance(value, torch.Tensor)
                     else value
                     for key, value in entries.items()

@@ -37,7 +37,7 @@ from lowdiff.restore import (
     load_parameters,
 )
 from lowdiff.settings import Settings
-from lowdiff.types import Fence, Layout
+from lowdiff.types import Fence, Layout, ResidualMark
 
 _logger = logging.getLogger(__name__)
 
@@ -152,7 +152,9 @@ def recover_together(
     with ranks.together():
         target = newest_step(catalog, step) if ranks.rank == 0 else -1
     target = ranks.gather(target)[0]
-    options = ReplayOptions(num_workers=_workers_per_rank(ranks), progress=clock.progress)
+    options = ReplayOptions(
+        num_workers=_workers_per_rank(ranks), progress=clock.progress, device=attached.device
+    )
     with ranks.together():
         newest_step(catalog, target)
         check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
@@ -191,16 +193,22 @@ def _residual_of(
     """
     newest = catalog.incarnations[max(catalog.incarnations)]
     for number in (newest.number, state.fence.incarnation):
-        stored = catalog.of(number, rank).get(state.step)
-        if stored is None:
+        kept = _kept(catalog.incarnations[number].fence)
+        step, mark = _newest_mark(catalog, number, rank, state) if kept.parameters else (0, None)
+        if mark is None:
             continue
-        fence = catalog.incarnations[number].fence
-        kept = _kept(fence)
-        codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
-        mark = read_differential(stored, codec).residual
         staging = StagingFolder.of(settings.staging_root, catalog.run_id, number, rank)
-        found = read_residual(staging.residual, kept, mark) if mark else None
+        found = read_residual(staging.residual, kept, mark)
         if found is not None:
+            if step < state.step:
+                _logger.warning(
+                    "rank %d: an accelerator's error-feedback residual is copied every few steps; "
+                    "step %d goes on with that of step %d: the state is exact, the continuation is "
+                    "not bit-identical",
+                    rank,
+                    state.step,
+                    step,
+                )
             return {s.name: r for s, r in zip(kept.parameters, found, strict=True)}
     is_exact = state.base_step == state.step and not state.has_mixed_residuals
     if not is_exact and state.residuals[rank]:
@@ -212,6 +220,25 @@ def _residual_of(
             state.base_step,
         )
     return state.residuals[rank]
+
+
+def _newest_mark(
+    catalog: Catalog, number: int, rank: int, state: RecoveredState
+) -> tuple[int, ResidualMark | None]:
+    """The residual that a record of the state's step names, and the step.
+
+    An accelerator's records do not all name one: then the newest before it that does, unless that
+    is older than the snapshot's.
+    """
+    records = catalog.of(number, rank)
+    fence = catalog.incarnations[number].fence
+    codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
+    step, oldest = state.step, min(state.step, state.base_step + 1)
+    mark = None
+    while mark is None and step >= oldest and step in records:
+        mark = read_differential(records[step], codec).residual
+        step -= 1
+    return step + 1, mark
 
 
 def _kept(fence: Fence) -> Layout:

@@ -15,9 +15,6 @@ from typing import Any
 import torch
 
 from lowdiff.attached import Attached
-from lowdiff.averages import Averages
-from lowdiff.capture import ItemTracker
-from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.layout import byte_view, shard_owners
 from lowdiff.persistence.cycles import (
     BLOCKS,
@@ -43,7 +40,7 @@ from lowdiff.recovery.images import image_tensor
 from lowdiff.recovery.optimizers import SCALAR_STATE, granularity
 from lowdiff.recovery.state import AVERAGE_ITEM
 from lowdiff.settings import Settings
-from lowdiff.snapshot import shard_tensors
+from lowdiff.snapshot import Live
 from lowdiff.stager import Stager
 from lowdiff.types import Payload
 
@@ -53,37 +50,6 @@ _ATOM = 64
 _SPARE_HEADER_BYTES, _SPARE_ENTRY_BYTES = 4096, 256
 _HEADER_ALIGNMENT = 64
 _TAIL_ALIGNMENT = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """What there is to copy.
-
-    Attributes:
-        shares_constants: Whether frozen parameters as they were at the start are stored apart.
-    """
-
-    attached: Attached
-    tracker: ItemTracker
-    residual: RotatingResidual
-    averages: Averages
-    shares_constants: bool
-    rank: int
-    world_size: int
-
-    def small(self, held: Sequence[int]) -> list[ImageTensor]:
-        """What is of a snapshot's step as a whole: items, buffers, hyper-parameters."""
-        nobody = -1  # owns no parameter
-        return shard_tensors(
-            self.attached,
-            self.tracker,
-            {},
-            {},
-            held=held,
-            shares_constants=self.shares_constants,
-            rank=nobody,
-            world_size=self.world_size,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +73,10 @@ class _Share:
         """What the image's header says of the lanes."""
         return [ImageEntry(n, _code(t.dtype), tuple(t.shape)) for n, t in self.lanes.items()]
 
-    def piece(self, name: str, start: int, stop: int) -> memoryview:
-        """Bytes of some elements of one lane, in the image's order."""
+    def piece(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Some elements of one lane, shared; all of them in its own shape."""
         tensor = self.lanes[name].detach()
-        if start == 0 and stop == tensor.numel():
-            return image_tensor(name, tensor).data
-        return byte_view(tensor.view(-1)[start:stop].cpu())
+        return tensor if (start, stop) == (0, tensor.numel()) else tensor.view(-1)[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +254,7 @@ class Rolling:
         planned = {entry.name: entry for entry in cycle.entries}
         blocks: list[list[int]] = []
         state: list[dict[str, dict[str, Any]]] = [{} for _ in self._live.attached.optimizers]
-        pieces: list[memoryview] = []
+        pieces: list[torch.Tensor] = []
         ranges: list[tuple[int, int]] = []
         now = _Now.of(self._live)
         for index, start, stop in cycle.slices[step - cycle.first]:
@@ -301,7 +265,7 @@ class Rolling:
             ):
                 return False
             for entry in share.entries:
-                pieces.append(share.piece(entry.name, start, stop))
+                pieces.append(self._live.copies.fetch(share.piece(entry.name, start, stop)))
                 offset = cycle.offsets[entry.name] + start * entry.item_bytes
                 ranges.append((offset, pieces[-1].nbytes))
             if isinstance(key, int):
@@ -309,7 +273,9 @@ class Rolling:
                 self._add_scalars(state, key)
         if blocks:
             cycle.blocks.append({"step": step, "blocks": blocks, "state": state})
-        self._stage(cycle, step, ranges, pieces)
+        self._live.copies.then(
+            lambda: self._stage(cycle, step, ranges, [_image_bytes(piece) for piece in pieces])
+        )
         return True
 
     def _add_scalars(self, state: list[dict[str, dict[str, Any]]], index: int) -> None:
@@ -317,7 +283,9 @@ class Rolling:
         attached = self._live.attached
         parameter, owner = attached.parameters[index], attached.owner[index]
         found = {
-            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            key: self._live.copies.fetch(value.detach().clone())
+            if isinstance(value, torch.Tensor)
+            else value
             for key, value in attached.optimizers[owner].state.get(parameter, {}).items()
             if not _is_full(key, value, parameter)
         }
@@ -325,11 +293,16 @@ class Rolling:
             state[owner][attached.layout.parameters[index].name] = found
 
     def _stage_last(self, cycle: _Cycle, held: Sequence[int]) -> bool:
-        """Stage the header and what is small; False if the header is longer than was foreseen."""
+        """Stage the header and what is small; False if the header is longer than was foreseen.
+
+        It holds the checksums of all slices, so an accelerator's last one is waited for.
+        """
         self._add_empty(cycle)
+        small_tensors = self._live.small(held)
+        self._live.copies.finish()
         extra = {BLOCKS: encode(cycle.blocks), SLICES: encode_slices(cycle.done)}
         small = [
-            *self._live.small(held),
+            *small_tensors(),
             *(ImageTensor(n, "U8", (len(data),), memoryview(data)) for n, data in extra.items()),
         ]
         # Widest items first, from a multiple of the widest: safetensors maps tensors as they lie.
@@ -380,6 +353,11 @@ class Rolling:
 def _code(dtype: torch.dtype) -> str:
     """The dtype as an image's header names it."""
     return image_tensor("", torch.empty(0, dtype=dtype)).dtype
+
+
+def _image_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor on the CPU in the image's order."""
+    return byte_view(tensor.contiguous()) if tensor.numel() else memoryview(b"")
 
 
 def _is_full(key: str, value: Any, parameter: torch.Tensor) -> bool:

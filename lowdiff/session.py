@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
-from lowdiff.attached import Attached
-from lowdiff.averages import Averages
-from lowdiff.capture import ItemTracker, restore_random_states
-from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.capture import restore_random_states
 from lowdiff.digests import Digester
 from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
+from lowdiff.persistence.snapshots import ImageTensor
 from lowdiff.protocols import Reducer
-from lowdiff.rolling import Live, Rolling
+from lowdiff.rolling import Rolling
 from lowdiff.run_lock import RunLock
 from lowdiff.scaling import Scaling
 from lowdiff.settings import Settings
-from lowdiff.snapshot import shard_tensors
+from lowdiff.snapshot import Live
 from lowdiff.stager import Stager
 from lowdiff.step_capture import StepCapture
 from lowdiff.types import Differential, Digest, Payload
@@ -42,43 +41,36 @@ class Session:
     def __init__(
         self,
         *,
-        attached: Attached,
+        live: Live,
         settings: Settings,
         incarnation: int,
-        rank: int,
-        world_size: int,
         step: int,
         reducer: Reducer,
-        residual: RotatingResidual,
-        tracker: ItemTracker,
         items: Mapping[str, bytes],
         stager: Stager,
         lock: RunLock,
         scaling: Scaling,
-        averages: Averages,
-        shares_constants: bool,
     ) -> None:
         self.step = step
         self.committed_step = step
         self.stager = stager
         self._lock = lock
         self.reducer = reducer
-        self._attached = attached
+        self._live, self._copies = live, live.copies
+        self._attached = attached = live.attached
         self._settings = settings
         self._incarnation = incarnation
-        self._rank, self._world_size = rank, world_size
-        self._residual = residual
-        self._tracker = tracker
-        self._averages = averages
-        self._shares_constants = shares_constants
+        self._rank, self._world_size = live.rank, live.world_size
+        self._residual = live.residual
+        self._tracker = live.tracker
+        self._averages = live.averages
         self._rolling: Rolling | None = None
         if settings.snapshot == "rolling":
-            live = Live(attached, tracker, residual, averages, shares_constants, rank, world_size)
             self._rolling = Rolling(live, stager, settings)
         self._digester = Digester(attached.layout)
         self.scaling = scaling
-        self._capture = StepCapture(attached, reducer, residual, scaling, averages)
-        self._pieces = self._digester.pieces_of(rank, world_size)
+        self._capture = StepCapture(attached, reducer, live.residual, scaling, live.averages)
+        self._pieces = self._digester.pieces_of(live.rank, live.world_size)
         self._base_step = step
         self._unstaged: Differential | None = None
         self._is_signalled = False
@@ -88,14 +80,12 @@ class Session:
         self._tried_snapshot_step = -1
         self._warned: set[str] = set()
         self._committed_held = attached.held()
-        tracker.start(items)
+        live.tracker.start(items)
         self._stage_base()
         self.stager.show(step, step)
         self._begin()
         self._capture.install(
-            lambda: self.stager.timed("differential_seconds"),
-            self._note_exchange,
-            lambda: self.stager.stage_ahead(self.step + 1, self.reducer),
+            lambda: self.stager.timed("differential_seconds"), self._before_step, self._stage_ahead
         )
 
     def forward_begins(self) -> None:
@@ -107,25 +97,38 @@ class Session:
         """Whether every optimizer stepped since the last commit."""
         return self._capture.has_finished
 
-    def _note_exchange(self) -> None:
-        """Gradients of this step have come: on CUDA only once the host has read them."""
-        if self._attached.device.type == "cpu":
+    def _before_step(self) -> None:
+        """An optimizer is about to overwrite what may still be copied.
+
+        Gradients of this step have come: on an accelerator only once the host has read them.
+        """
+        self._copies.hold()
+        if not self._copies.lag:
             self._note_commit()
 
+    def _stage_ahead(self) -> None:
+        """An optimizer's gradients were read, and are still what it will use."""
+        if not self._copies.lag:  # else the record of the step before comes first
+            self.stager.stage_ahead(self.step + 1, self.reducer)
+
     def _note_commit(self) -> None:
-        """Every rank sent its gradients of this step, so every rank had staged the one before."""
+        """Every rank sent its gradients of this step, so every rank had committed the one before."""
+        # A single process knows what it has staged; others may have theirs still under way.
+        lag = self._copies.lag and self._world_size > 1
+        self.committed_step = max(self.committed_step, self.step - lag)
         if self._world_size > 1 and self._settings.has_replica:
-            self.stager.show(self.step, self.step)  # a replica applies what is committed
-        self.committed_step = self.step
+            # A replica applies what is committed.
+            self.stager.show(self.step, self.committed_step)
 
     def commit(self) -> None:
-        """Stage the step that just ended.
+        """Stage the step that just ended; where an accelerator made it, at the next call.
 
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
             StorageError: If staging memory is exhausted.
             RunInUse: If another machine took over the run; on all ranks.
         """
+        self.finish_copies()
         with self.stager.timed("differential_seconds"):
             notes = self.reducer.heard()
             if notes or self._world_size == 1:
@@ -137,20 +140,13 @@ class Session:
             self.stager.cadence.heed(self.step, notes)
             self._capture.look_outside()
             # Making it consumes what changed: a commit that failed to stage it must find it again.
-            differential = self._unstaged = self._unstaged or self._differential()
+            if self._unstaged is None:
+                self._make_differential()
             rebases = self._capture.changed_outside
         if self._rolling is not None:
-            self._rolling.copy(differential.step, self._committed_held)
+            self._rolling.copy(self.step + 1, self._committed_held)
+        self._copies.then(partial(self._stage, rebases=rebases))
         with self.stager.timed("differential_seconds"):
-            self._warn_about_large_items()
-            self.stager.stage(
-                RecordKind.DIFFERENTIAL,
-                differential.step,
-                encode_scalars(differential),
-                differential.payload,
-                rebases=rebases,
-            )
-            self._unstaged = None
             self.step += 1
             self._all_preempted |= any(note & _PREEMPTED for note in notes)
             self._begin()
@@ -163,6 +159,27 @@ class Session:
             self.stager.cadence.snapshot_taken(self.step)
             self.snapshot()
         self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
+
+    def finish_copies(self) -> None:
+        """Stage what an accelerator had still to hand over of the last commit, once it is there."""
+        if self._copies.lag:
+            with self.stager.timed("differential_seconds"):
+                self._copies.wait()
+            self._copies.finish()
+
+    def _stage(self, *, rebases: bool) -> None:
+        differential = self._unstaged
+        assert differential is not None
+        with self.stager.timed("differential_seconds"):
+            self._warn_about_large_items()
+            self.stager.stage(
+                RecordKind.DIFFERENTIAL,
+                differential.step,
+                encode_scalars(differential),
+                differential.payload,
+                rebases=rebases,
+            )
+        self._unstaged = None
 
     @property
     def is_preempted(self) -> bool:
@@ -196,6 +213,7 @@ class Session:
             "snapshot"
         )
         self.snapshot()
+        self._copies.finish()
         if self._settings.backpressure == "block":
             self.stager.wait_for_snapshot()
 
@@ -231,29 +249,40 @@ class Session:
             self._warned.add(kind)
             _logger.warning("rank %d: %s. This is said once", self._rank, text)
 
-    def _differential(self) -> Differential:
+    def _make_differential(self) -> None:
+        """Read the step that just ended; it is whole, in `_unstaged`, once the copies are."""
         steps = self._capture.optimizer_steps()
-        self._committed_held = self._attached.held()
+        held = self._committed_held = self._attached.held()
         self._residual.advance(carried=self._kept_gradients())
         self.scaling.end_step()
         step = self.step + 1
         digest = self._digest(step)
         averages, replayable = self._averages.commit(self._digester, digest)
         self._capture.changed_outside |= not replayable
-        return Differential(
-            step=step,
-            incarnation=self._incarnation,
-            rank=self._rank,
-            world_size=self._world_size,
-            optimizers=steps,
-            absent=tuple(sorted(self._capture.absent)),
-            held=tuple(self._committed_held),
-            payload=self.reducer.payload(),
-            items=self._tracker.changed(thorough=self._is_thorough(step)),
-            residual=self._residual.mark(),
-            digest=digest,
-            averages=averages,
+        absent = tuple(sorted(self._capture.absent))
+        payload = self.reducer.payload(self._copies.fetch)
+        items = self._tracker.changed(
+            thorough=self._is_thorough(step), fetch=self._copies.fetch_copy
         )
+        self._residual.copy(step, self._copies)
+
+        def whole() -> None:
+            self._unstaged = Differential(
+                step=step,
+                incarnation=self._incarnation,
+                rank=self._rank,
+                world_size=self._world_size,
+                optimizers=steps,
+                absent=absent,
+                held=tuple(held),
+                payload=payload,
+                items=items(),
+                residual=self._residual.mark(),
+                digest=digest,
+                averages=averages,
+            )
+
+        self._copies.then(whole)
 
     def _is_thorough(self, step: int) -> bool:
         """Whether to read frozen parameters that nothing says were written."""
@@ -261,7 +290,7 @@ class Session:
 
     def _digest(self, step: int) -> Digest | None:
         if self._attached.device.type != "cpu":
-            return None  # reading parameters back would stop the GPU at every step
+            return None  # it is computed on the host
         if self._settings.has_replica:
             return self._digester.digest_of(self._attached.parameters, self._pieces, step)
         return self._digester.digest(self._attached.parameters, step, self._rank, self._world_size)
@@ -286,6 +315,8 @@ class Session:
 
     def _stage_base(self) -> None:
         """Name the residual this incarnation starts from, should it die in its first step."""
+        self._residual.copy(self.step, self._copies, is_first=True)
+        self._copies.finish()
         base = Differential(
             step=self.step,
             incarnation=self._incarnation,
@@ -325,26 +356,28 @@ class Session:
     def snapshot(self, *, required: bool = False) -> None:
         """Stage an atomic snapshot of the current step, unless that was the last one staged.
 
+        An accelerator copies it while training goes on, up to the next optimizer step; unless it
+        is required, it is staged at the next commit.
+
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
         if self._rolling is not None:
             self._rolling.restart()
         if self.stager.atomic_step != self.step:
-            self.stager.stage_snapshot(
-                self.step,
-                lambda: shard_tensors(
-                    self._attached,
-                    self._tracker,
-                    self._residual.named(),
-                    self._averages.named_tensors(),
-                    held=self._committed_held,
-                    shares_constants=self._shares_constants,
-                    rank=self._rank,
-                    world_size=self._world_size,
-                ),
-                required=required,
-            )
+            tensors = self._live.shard(self._committed_held)
+            self._copies.then(partial(self._stage_snapshot, self.step, tensors, required=required))
+        if required:
+            self._copies.finish()
+
+    def _stage_snapshot(
+        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
+    ) -> None:
+        # Who changes parameters between two steps may have done so while they were copied. Such a
+        # step takes a snapshot of its own when it is committed.
+        if step == self.step and self._capture.changed_outside:
+            return
+        self.stager.stage_snapshot(step, tensors, required=required)
 
     def is_as_committed(self) -> bool:
         """Whether the live state is still that of the last commit."""

@@ -1,14 +1,18 @@
-"""Which tensors a rank's shard of a full snapshot holds."""
+"""Which tensors a rank's shard of a full snapshot holds, and reading them from the live run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lowdiff.attached import Attached, hyper_parameters
+from lowdiff.averages import Averages
 from lowdiff.capture import ItemTracker
+from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.host_copy import HostCopies
 from lowdiff.layout import shard_owners
 from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER, RESIDUAL, ImageTensor
 from lowdiff.recovery.images import image_tensor, scalars_image
@@ -16,60 +20,99 @@ from lowdiff.recovery.optimizers import SCALAR_STATE
 from lowdiff.recovery.state import AVERAGE_ITEM
 
 
-def shard_tensors(
-    attached: Attached,
-    tracker: ItemTracker,
-    residual: Mapping[str, torch.Tensor],
-    averages: Mapping[str, Mapping[int, torch.Tensor]],
-    *,
-    held: Sequence[int],
-    shares_constants: bool,
-    rank: int,
-    world_size: int,
-) -> list[ImageTensor]:
-    """Everything this rank stores of the current state.
+@dataclass(frozen=True, slots=True, eq=False)
+class Live:
+    """What there is to copy.
 
-    Args:
+    Attributes:
         attached: Model and optimizers.
         tracker: Their items.
-        residual: By name; every rank stores its own whole.
-        averages: Name of each replayed average -> layout index -> tensor.
-        held: Layout indices of parameters that held a gradient at the last commit.
+        residual: Every rank stores its own whole.
+        averages: Replayed averages of the parameters.
         shares_constants: Whether frozen parameters as they were at the start are stored apart.
         rank: This rank.
         world_size: Number of ranks.
+        copies: Bring it to the host.
     """
-    tensors: list[ImageTensor] = []
-    state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
-    owners = shard_owners(attached.layout, world_size)
-    for i, spec in enumerate(attached.layout.parameters):
-        if owners[i] != rank:
-            continue
-        parameter = attached.parameters[i]
-        tensors.append(image_tensor(PARAMETER + spec.name, parameter))
-        entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
-        for key, value in entries.items():
-            full = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if full and key not in SCALAR_STATE:
-                name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
-                tensors.append(image_tensor(name, value))
-            else:
-                state[attached.owner[i]].setdefault(spec.name, {})[key] = value
+
+    attached: Attached
+    tracker: ItemTracker
+    residual: RotatingResidual
+    averages: Averages
+    shares_constants: bool
+    rank: int
+    world_size: int
+    copies: HostCopies
+
+    def shard(self, held: Sequence[int]) -> Callable[[], list[ImageTensor]]:
+        """Read everything that this rank stores of the current state.
+
+        Args:
+            held: Layout indices of parameters that held a gradient at the last commit.
+
+        Returns:
+            Called once all that was fetched is there: the image's tensors.
+        """
+        return self._read(held, self.rank, self.residual.named(), self.averages.named_tensors())
+
+    def small(self, held: Sequence[int]) -> Callable[[], list[ImageTensor]]:
+        """`shard`, but only what is of a step as a whole: items, buffers, hyper-parameters."""
+        nobody = -1  # owns no parameter
+        return self._read(held, nobody, {}, {})
+
+    def _read(
+        self,
+        held: Sequence[int],
+        rank: int,
+        residual: Mapping[str, torch.Tensor],
+        averages: Mapping[str, Mapping[int, torch.Tensor]],
+    ) -> Callable[[], list[ImageTensor]]:
+        attached, tracker, copies = self.attached, self.tracker, self.copies
+        tensors: list[tuple[str, torch.Tensor]] = []
+        state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
+        owners = shard_owners(attached.layout, self.world_size)
+        for i, spec in enumerate(attached.layout.parameters):
+            if owners[i] != rank:
+                continue
+            parameter = attached.parameters[i]
+            tensors.append((PARAMETER + spec.name, copies.fetch(parameter)))
+            entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
+            for key, value in entries.items():
+                full = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                if full and key not in SCALAR_STATE:
+                    name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
+                    tensors.append((name, copies.fetch(value)))
+                else:
+                    own = copies.fetch(value) if isinstance(value, torch.Tensor) else value
+                    state[attached.owner[i]].setdefault(spec.name, {})[key] = own
+            tensors += [
+                (f"{AVERAGE_ITEM}{name}/{spec.name}", copies.fetch(values[i]))
+                for name, values in averages.items()
+                if i in values
+            ]
+        # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
         tensors += [
-            image_tensor(f"{AVERAGE_ITEM}{name}/{spec.name}", values[i])
-            for name, values in averages.items()
-            if i in values
+            (name, copies.fetch_copy(value))
+            for name, value in tracker.tensors.items()
+            if not (self.shares_constants and tracker.is_as_started(name))
         ]
-    # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
-    tensors += [
-        image_tensor(name, value)
-        for name, value in tracker.tensors.items()
-        if not (shares_constants and tracker.is_as_started(name))
-    ]
-    tensors += [image_tensor(RESIDUAL + name, values) for name, values in residual.items()]
-    groups = [list(hyper_parameters(o)) for o in attached.optimizers]
-    tensors.append(scalars_image(groups, state, list(held), dict(tracker.committed)))
-    return tensors
+        tensors += [(RESIDUAL + name, copies.fetch(values)) for name, values in residual.items()]
+        groups = [
+            [
+                {k: copies.fetch(v) if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+                for group in hyper_parameters(optimizer)
+            ]
+            for optimizer in attached.optimizers
+        ]
+        items = dict(tracker.committed)
+
+        def image() -> list[ImageTensor]:
+            return [
+                *(image_tensor(name, tensor) for name, tensor in tensors),
+                scalars_image(groups, state, list(held), items),
+            ]
+
+        return image
 
 
 def constant_images(attached: Attached) -> list[ImageTensor]:

@@ -6,9 +6,14 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from lowdiff.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 RunArgument = Annotated[
@@ -29,6 +34,13 @@ Staging = Annotated[
 Workers = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Replay threads; default: all cores.")
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="DEVICE",
+        help="Where to replay, e.g. cuda: a run comes back bit for bit where it was trained.",
+    ),
+]
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -39,6 +51,21 @@ def print_json(document: dict[str, Any]) -> None:
 def count(number: int, noun: str) -> str:
     """A number of things, in the right number."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def device_named(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ConfigError: If there is none here.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    return torch.device(name)
 
 
 def size(num_bytes: int) -> str:

@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from lowdiff.errors import ConfigError, DamagedFile
-from lowdiff.layout import INT_OF_BYTES, canonical_name
+from lowdiff.layout import canonical_name
+from lowdiff.recovery.compare import distance
 from lowdiff.recovery.engine import Progress, recover
 from lowdiff.recovery.replay import ReplayOptions
 
@@ -165,33 +166,3 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
             if count:
                 far = "" if ulps is None else f", at most {ulps} units in the last place apart"
                 yield Difference(name, count, ulps, f"{count} of {left.numel()} elements{far}")
-
-
-def distance(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int | None]:
-    """Number of elements with other bits, and the largest distance in units in the last place.
-
-    None for the distance where a value is not finite, or not a floating-point number at all.
-
-    Args:
-        left: Any shape, dtype and device.
-        right: The same shape and dtype.
-    """
-    ours, others = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
-    if not ours.is_floating_point():
-        return int((ours != others).sum()), None
-    integers = INT_OF_BYTES[ours.element_size()]
-    a, b = ours.view(integers), others.view(integers)
-    unequal = a != b
-    count = int(unequal.sum())
-    if not count:
-        return 0, 0
-    if not bool(ours[unequal].isfinite().all() and others[unequal].isfinite().all()):
-        return count, None
-    ordered = [_ordered(values[unequal]) for values in (a, b)]
-    return count, max(abs(x - y) for x, y in zip(*ordered, strict=True))
-
-
-def _ordered(patterns: torch.Tensor) -> list[int]:
-    """Bit patterns as integers in the order of the numbers; Python's do not overflow."""
-    lowest = -(1 << (8 * patterns.element_size() - 1))
-    return [p if p >= 0 else lowest - p for p in patterns.tolist()]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lowdiff.layout import INT_OF_BYTES
 from lowdiff.persistence.values import same
 from lowdiff.recovery.state import RecoveredState
 
@@ -49,4 +50,36 @@ def _first_difference(left: Any, right: Any) -> str:
         return " (differs in the bits of NaN or of a zero's sign)"
     at = int(unequal[0])
     mine, theirs = left.reshape(-1)[at].item(), right.reshape(-1)[at].item()
-    return f" ({len(unequal)} elements; the first, {at}: {mine!r} against {theirs!r})"
+    ulps = distance(left, right)[1]
+    far = "" if ulps is None else f"; at most {ulps} units in the last place apart"
+    return f" ({len(unequal)} elements; the first, {at}: {mine!r} against {theirs!r}{far})"
+
+
+def distance(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int | None]:
+    """Number of elements with other bits, and the largest distance in units in the last place.
+
+    None for the distance where a value is not finite, or not a floating-point number at all.
+
+    Args:
+        left: Any shape, dtype and device.
+        right: The same shape and dtype.
+    """
+    ours, others = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
+    if not ours.is_floating_point():
+        return int((ours != others).sum()), None
+    integers = INT_OF_BYTES[ours.element_size()]
+    a, b = ours.view(integers), others.view(integers)
+    unequal = a != b
+    count = int(unequal.sum())
+    if not count:
+        return 0, 0
+    if not bool(ours[unequal].isfinite().all() and others[unequal].isfinite().all()):
+        return count, None
+    ordered = [_ordered(values[unequal]) for values in (a, b)]
+    return count, max(abs(x - y) for x, y in zip(*ordered, strict=True))
+
+
+def _ordered(patterns: torch.Tensor) -> list[int]:
+    """Bit patterns as integers in the order of the numbers; Python's do not overflow."""
+    lowest = -(1 << (8 * patterns.element_size() - 1))
+    return [p if p >= 0 else lowest - p for p in patterns.tolist()]

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch, StepNotFound
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_history, temporary_folder
@@ -41,6 +43,7 @@ def recover(
     staging: str | Path | None = None,
     options: ReplayOptions | None = None,
     progress: Progress | None = None,
+    device: str | torch.device | None = None,
 ) -> RecoveredState:
     """Rebuild the state of a run at any committed step; the training code is not needed.
 
@@ -51,6 +54,8 @@ def recover(
         staging: Where the run's staging memory lives, if it was set by hand.
         options: Workers and block size.
         progress: Told about each window of steps.
+        device: Where to replay, e.g. ``"cuda"`` for a run that was trained there; the result is on
+            the CPU. Instead of the options'.
 
     Raises:
         NotARun: If the folder or store holds no run.
@@ -60,6 +65,8 @@ def recover(
         ReplayMismatch: If replay does not reproduce what the live run recorded.
     """
     root = default_staging_root(Path(run)) if staging is None else Path(staging)
+    if device is not None:
+        options = replace(options or ReplayOptions(), device=torch.device(device))
     if not is_url(run):
         return _recover(RunFolder(Path(run)), step, root, options, progress)
     with temporary_folder() as folder:
@@ -200,7 +207,9 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
     check_memory(plan.loaded_bytes)
     try:
         state = load_base(plan.base, fence_of(plan.base.incarnation), plan.cycle, options)
-        return replay(state, plan.steps, fence_of, options)
+        state = replay(state, plan.steps, fence_of, options)
+        state.move(torch.device("cpu"))
+        return state
     except ReplayMismatch as error:
         if options.whole:
             raise

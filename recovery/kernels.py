@@ -64,6 +64,8 @@ def _fastest(optimizer: torch.optim.Optimizer) -> _Step:
     bare: _Step = inspect.unwrap(type(optimizer).step)
     if any(group.get("fused") or group.get("foreach") for group in optimizer.param_groups):
         return bare
+    if not all(p.is_cpu for group in optimizer.param_groups for p in group["params"]):
+        return bare  # kernels are only queued
     kind: Any = type(optimizer)
     compiled = _compiled(kind)
     return compiled if compiled is not None and _agree(optimizer, bare, compiled) else bare

@@ -8,7 +8,7 @@ alone, so blocks replay independently. ``"tensor"``: it couples the elements of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -36,6 +36,9 @@ GRANULARITY: dict[str, Granularity] = {
 
 #: State entries that hold one number for the whole parameter, whatever the parameter's shape.
 SCALAR_STATE = {"step", "eta", "mu", "mu_product"}
+
+#: Those of them that torch keeps on the host.
+_COUNTERS = frozenset({"step", "mu_product"})
 
 _registered: dict[str, type[torch.optim.Optimizer]] = {}
 
@@ -143,6 +146,19 @@ def build(
         [{**hyper, "params": parameters} for hyper, parameters in groups], **first
     )
     return optimizer
+
+
+def placed_scalar(
+    key: str, value: torch.Tensor, hyper: Mapping[str, Any], parameter: torch.Tensor
+) -> torch.Tensor:
+    """A copy of a state entry that is one number, on the device where its optimizer wants it.
+
+    torch keeps counters on the host, where reading them costs nothing, unless the kernel itself
+    reads them.
+    """
+    in_kernel = hyper.get("fused") or hyper.get("capturable")
+    on_host = key in _COUNTERS and not in_kernel
+    return value.detach().to("cpu" if on_host else parameter.device, copy=True)
 
 
 def _class_of(class_name: str) -> Any:

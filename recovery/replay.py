@@ -39,11 +39,16 @@ _WINDOW_BYTES, _FIRST_WINDOW_BYTES = 96 << 20, 6 << 20
 #: glibc hands memory above its mmap threshold back to the kernel at every free; freeing one piece of
 #: this size raises the threshold to it, so a unit's temporaries keep their pages.
 _KEPT_BYTES = 32 << 20
+#: On an accelerator kernels are queued one by one, which small blocks would not be worth; with the
+#: state of an Adam this is 1 GiB. Not measured yet.
+_DEVICE_BLOCK_ELEMENTS = 1 << 26
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """How to replay; never changes the resulting bits.
+    """How to replay; never changes the resulting bits, unless on another kind of device.
 
     Attributes:
         num_workers: Threads; None takes as many as this process may use cores.
@@ -55,6 +60,8 @@ class ReplayOptions:
             Of a group, each rank finds what its own units did.
         group: Ranks that replay together, each some units of its own, and end with the whole state
             each. All must ask for the same step of the same files.
+        device: Where the optimizer runs; the result is on the CPU. A run comes back bit for bit
+            where it was trained, elsewhere last places may differ.
     """
 
     num_workers: int | None = None
@@ -63,6 +70,7 @@ class ReplayOptions:
     progress: Callable[[int], None] | None = None
     movements: dict[int, Movement] | None = None
     group: dist.ProcessGroup | None = None
+    device: torch.device = _CPU
 
     def __post_init__(self) -> None:
         if self.block_elements is not None and (
@@ -75,7 +83,7 @@ class ReplayOptions:
     @property
     def workers(self) -> int:
         """Number of worker threads."""
-        if self.whole:
+        if self.whole or self.device.type != "cpu":
             return 1
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.group is not None else 1
         return self.num_workers or max(1, usable_cores() // here)
@@ -103,6 +111,8 @@ def replay(
     ranks = options.group
     if ranks is not None:
         agree((state.step, steps[-1].step if steps else state.step), ranks)
+    elif options.device.type != "cpu":
+        options = replace(options, block_elements=options.block_elements or _DEVICE_BLOCK_ELEMENTS)
     elif options.block_elements is None and not options.whole and steps:
         with _one_thread_each():
             torch.set_num_threads(1)
@@ -301,7 +311,7 @@ def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> l
     cut = element_units(
         fence.layout,
         owners,
-        num_threads=fence.environment.num_threads,
+        num_threads=fence.environment.num_threads if options.device.type == "cpu" else 1,
         block_elements=options.block_elements or BLOCK_ELEMENTS,
     )
     units = {

@@ -75,6 +75,7 @@ def load_base(
         ReplayMismatch: If the parameters differ from what the live run recorded at the step.
     """
     state = load_snapshot(snapshot, fence)
+    state.move(options.device)
     if not snapshot.is_rolling:
         return state
     settle_kernels()

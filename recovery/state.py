@@ -67,6 +67,19 @@ class RecoveredState:
     averages: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     has_mixed_residuals: bool = False
 
+    def move(self, device: torch.device) -> None:
+        """Put parameters, averages and what optimizers keep of every element on a device."""
+        for tensors in (self.parameters, *self.averages.values()):
+            for name, values in tensors.items():
+                tensors[name] = values.to(device)
+        for optimizer in self.optimizers:
+            for entries in optimizer.state.values():
+                for key, value in entries.items():
+                    if isinstance(value, torch.Tensor) and (
+                        value.numel() > 1 or device.type == "cpu"
+                    ):
+                        entries[key] = value.to(device)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameter name -> tensor of its logical shape, sharing memory."""
         return {

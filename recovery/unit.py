@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.digests import Digester
 from lowdiff.layout import flat, shaped
 from lowdiff.protocols import Decoder
 from lowdiff.recovery.averages import BlockAverage
 from lowdiff.recovery.blocks import Unit, aligned
 from lowdiff.recovery.kernels import StepChooser
-from lowdiff.recovery.optimizers import build, granularity
+from lowdiff.recovery.optimizers import build, granularity, placed_scalar
 from lowdiff.recovery.state import RecoveredState, is_aligned
 from lowdiff.types import Block, Differential, Fence, OptimizerStep
 
@@ -67,11 +68,17 @@ class Scratch:
     elements: int
     _by_dtype: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
-    def zeros(self, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
-        """``count`` zeros, the same memory as in the last call with this ``start``."""
-        if dtype not in self._by_dtype:
-            self._by_dtype[dtype] = torch.empty(self.elements, dtype=dtype)
-        return self._by_dtype[dtype][start : start + count].zero_()
+    def zeros(self, like: torch.Tensor, start: int, count: int) -> torch.Tensor:
+        """``count`` zeros, the same memory as in the last call with this ``start``.
+
+        Args:
+            like: Gives dtype and device; all calls name one device.
+            start: First element.
+            count: Number of elements.
+        """
+        if like.dtype not in self._by_dtype:
+            self._by_dtype[like.dtype] = like.new_empty(self.elements)
+        return self._by_dtype[like.dtype][start : start + count].zero_()
 
 
 class UnitState:
@@ -141,17 +148,25 @@ class UnitState:
             if block.parameter in step.absent:
                 parameter.grad = None
                 continue
-            gradient = scratch.zeros(parameter.dtype, position, count)
-            step.decode(block, gradient)
+            gradient = scratch.zeros(parameter, position, count)
+            if gradient.is_cpu or isinstance(step.decode, IndexedDecoder):
+                step.decode(block, gradient)
+            else:
+                host = torch.zeros(count, dtype=gradient.dtype)
+                step.decode(block, host)
+                gradient.copy_(host)
             parameter.grad = self._reshaped(block, gradient)
             position += aligned(count)
         for group, index in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(done.consumed[index])
         if done.found_inf is not None:
             # After an explicit unscale_ the scaler hands over found_inf without a scale (R2).
-            scale = None if done.grad_scale is None else torch.tensor(done.grad_scale)
+            device = self._parameters[0].device
+            known = done.grad_scale is not None
+            scale = torch.tensor(done.grad_scale, device=device) if known else None
+            found_inf = torch.tensor(done.found_inf, device=device)
             optimizer.grad_scale = scale  # type: ignore[attr-defined]
-            optimizer.found_inf = torch.tensor(done.found_inf)  # type: ignore[attr-defined]
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         elif hasattr(optimizer, "found_inf"):
             del optimizer.found_inf
         self._chooser.choose(optimizer)(optimizer)
@@ -195,7 +210,7 @@ class UnitState:
                     full[key] = value
                     continue
                 if key not in full or not isinstance(full[key], torch.Tensor):
-                    full[key] = torch.empty(self._numel(block.parameter), dtype=value.dtype)
+                    full[key] = value.new_empty(self._numel(block.parameter))
                 destination = full[key][block.start : block.stop]
                 if destination.data_ptr() != value.data_ptr():
                     destination.copy_(flat(value))
@@ -216,17 +231,28 @@ class UnitState:
         for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
             entries = self._restored.state.get(self._name(block), {})
             if entries:
+                hyper = consumed[self._group(block.parameter)]
                 optimizer.state[parameter] = {
-                    key: self._own(block, key, value) for key, value in entries.items()
+                    key: self._own(block, key, value, hyper, parameter)
+                    for key, value in entries.items()
                 }
         self._optimizer = optimizer
         return optimizer
 
-    def _own(self, block: Block, key: str, value: Any) -> Any:
+    def _own(
+        self,
+        block: Block,
+        key: str,
+        value: Any,
+        hyper: Mapping[str, Any],
+        parameter: torch.Tensor,
+    ) -> Any:
         """A state entry for one block: a view where it has an element per element."""
         if is_aligned(key, value, self._numel(block.parameter)):
             return self._piece(block, value)
-        return value.clone() if isinstance(value, torch.Tensor) else value
+        if isinstance(value, torch.Tensor):
+            return placed_scalar(key, value, hyper, parameter)
+        return value
 
     def _piece(self, block: Block, values: torch.Tensor) -> torch.Tensor:
         return self._reshaped(block, values[block.start : block.stop])

@@ -112,6 +112,19 @@ class _Leg:
     last: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of a leg.
+
+    Attributes:
+        failure: What is wrong; None if nothing is.
+        note: What differs because another kind of device trained it.
+    """
+
+    failure: Finding | None = None
+    note: Finding | None = None
+
+
 def verify(
     run: str | Path,
     staging: str | Path | None = None,
@@ -176,13 +189,15 @@ def _verify(
     done = 0
     for leg in legs:
         own = reporting(options, progress, done, total)
-        failure = _carry_out(folder, root, catalog, leg, own)
+        outcome = _carry_out(folder, root, catalog, leg, own)
         if any(snapshot and _is_gone(snapshot) for snapshot in (leg.base, leg.target)):
             notes.append(_removed(leg))  # whatever came of it
-        elif failure is None:
-            replays.append(Replayed(leg.base.step, leg.last, leg.target is not None))
+        elif outcome.failure is None:
+            compared = leg.target is not None and outcome.note is None
+            replays.append(Replayed(leg.base.step, leg.last, compared))
+            notes += [outcome.note] if outcome.note else []
         else:
-            failures.append(failure)
+            failures.append(outcome.failure)
         done += leg.last - leg.base.step
     failures += [found for found in spoilt_cycles(catalog) if found not in failures]
     failures += lost_after(catalog, _newest(catalog)) if legs else _nothing_recoverable(catalog)
@@ -194,7 +209,7 @@ def _verify(
         replays=tuple(replays),
         recoverable=tuple(recoverable(catalog)),
         failures=tuple(failures),
-        notes=(*notes, *_elsewhere(catalog)),
+        notes=(*notes, *_elsewhere(catalog, options or ReplayOptions())),
     )
 
 
@@ -219,17 +234,21 @@ def _newest(catalog: Catalog) -> int:
 
 def _carry_out(
     folder: RunFolder, root: Path, catalog: Catalog, leg: _Leg, options: ReplayOptions
-) -> Finding | None:
-    """Replay one leg; None if all bits agree."""
+) -> _Outcome:
+    """Replay one leg, and compare."""
     gap = first_gap(catalog, leg.base.step, leg.last)
     if gap is not None:
-        return gap
+        return _Outcome(gap)
     try:
-        return look_again(folder, root, catalog, lambda seen: _compare(seen, leg, options))
+        found = look_again(folder, root, catalog, lambda seen: _compare(seen, leg, options))
     except DamagedFile as error:
-        return Finding.of(error)
+        return _Outcome(Finding.of(error))
     except LowDiffError as error:
-        return Finding(str(error))
+        return _Outcome(Finding(str(error)))
+    trained_on = catalog.incarnations[leg.base.incarnation].fence.environment.device
+    if (trained_on == "cpu") != (options.device.type == "cpu"):
+        return _Outcome(note=found)  # another kind of processor rounds differently
+    return _Outcome(found)
 
 
 def _is_gone(snapshot: SnapshotSet) -> bool:
@@ -285,13 +304,15 @@ def _nothing_recoverable(catalog: Catalog) -> list[Finding]:
     return []
 
 
-def _elsewhere(catalog: Catalog) -> list[Finding]:
+def _elsewhere(catalog: Catalog, options: ReplayOptions) -> list[Finding]:
     """What of this machine may round differently."""
     recorded = {
         f"torch {life.fence.environment.torch_version} on {life.fence.environment.device}"
         for life in catalog.incarnations.values()
     }
-    here = f"torch {torch.__version__} on cpu"
+    device = options.device
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    here = f"torch {torch.__version__} on {kind}"
     return [
         Finding(f"trained with {other}, replayed with {here}: last bits may differ")
         for other in sorted(recorded - {here})

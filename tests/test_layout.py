@@ -22,6 +22,7 @@ GROUND = (
     "lowdiff.digests",
     "lowdiff.errors",
     "lowdiff.events",
+    "lowdiff.host_copy",
     "lowdiff.layout",
     "lowdiff.protocols",
     "lowdiff.types",

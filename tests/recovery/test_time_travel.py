@@ -16,8 +16,9 @@ from lowdiff.cli import app
 from lowdiff.errors import ConfigError, NotEnoughMemory, StepNotFound
 from lowdiff.persistence.values import same
 from lowdiff.recovery import sizing
-from lowdiff.recovery.against import compare_with, distance
+from lowdiff.recovery.against import compare_with
 from lowdiff.recovery.branch import start_run
+from lowdiff.recovery.compare import distance
 from lowdiff.recovery.export import export
 from lowdiff.recovery.forecast import forecast
 from lowdiff.recovery.replay import ReplayOptions

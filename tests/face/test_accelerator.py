@@ -1,0 +1,194 @@
+"""Training on an accelerator: copies run beside it, and records are staged a step later.
+
+`LateCopies` stands for the accelerator here: a copy that reads its source too late, or is read too
+early, shows in the recovered bits. The tests marked ``gpu`` have never run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowdiff
+import lowdiff.opening
+from lowdiff.host_copy import HostCopies
+from lowdiff.recovery.verify import verify
+from lowdiff.residuals import COPIED_EVERY, CopiedResidual, read_residual
+from lowdiff.types import Layout, ParameterSpec
+from tests.face.late_copies import LateCopies
+from tests.face.loops import Loop, small_model
+
+LATE = pytest.param("late", id="late copies")
+CUDA = pytest.param(
+    "cuda",
+    id="cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+STEPS = 12
+
+
+@pytest.fixture(params=[LATE, CUDA])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "cuda":
+        yield "cuda"
+        return
+    monkeypatch.setattr(lowdiff.opening, "HostCopies", LateCopies)
+    yield "cpu"
+
+
+class DeviceLoop(Loop):
+    """A loop whose model and batches are on a device."""
+
+    device = "cpu"
+
+    def step(self, number: int) -> torch.Tensor:
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
+        loss: torch.Tensor = self.model(inputs.to(self.device)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def loop_on(device: str, folder: Path, **settings: Any) -> DeviceLoop:
+    loop = DeviceLoop(folder, model=small_model().to(device), settings=settings)
+    loop.device = device
+    return loop
+
+
+def recovered(folder: Path, step: int | None = None, device: str = "cpu") -> lowdiff.RecoveredState:
+    return lowdiff.recover(folder / "run", step, staging=folder / "staging", device=device)
+
+
+@pytest.mark.parametrize("snapshot", ["atomic", "rolling"])
+def test_every_step_comes_back_bit_for_bit(tmp_path: Path, device: str, snapshot: str) -> None:
+    loop = loop_on(device, tmp_path, snapshot=snapshot)
+    loop.attach()
+    expected, looked_at = {}, (1, 5, 6, 12)
+    for number in loop.checkpointer.steps(STEPS):
+        loop.step(number)
+        if number + 1 in looked_at:
+            expected[number + 1] = {n: value.cpu() for n, value in loop.weights().items()}
+    loop.checkpointer.close()
+    report = verify(tmp_path / "run", tmp_path / "staging")
+    assert report.ok, report.failures
+    for step, state in expected.items():
+        found = recovered(tmp_path, step, device).model_state_dict()
+        assert all(torch.equal(found[name], value) for name, value in state.items()), step
+
+
+def test_a_kill_costs_the_step_whose_copies_were_under_way(tmp_path: Path, device: str) -> None:
+    loop = loop_on(device, tmp_path)
+    loop.attach()
+    for number in range(5):
+        loop.step(number)
+        loop.checkpointer.commit()
+    loop.die()
+    assert recovered(tmp_path).step == 4
+
+
+def test_a_snapshot_is_given_up_if_parameters_change_while_it_is_copied(
+    tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = loop_on(device, tmp_path)
+    loop.attach()
+    caplog.set_level(logging.WARNING)
+    for number in loop.checkpointer.steps(8):
+        if number == 5:  # the snapshot of step 5 is under way
+            with torch.no_grad():
+                for parameter in loop.model.parameters():
+                    parameter.mul_(0.5)
+        loop.step(number)
+    loop.checkpointer.close()
+    assert "changed outside optimizer.step()" in caplog.text
+    report = verify(tmp_path / "run", tmp_path / "staging")
+    assert report.snapshots == (0, 6, 8)
+    assert report.ok, report.failures
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernel", [{}, {"foreach": False}, {"fused": True}], ids=str)
+def test_a_run_killed_on_cuda_goes_on_bit_for_bit_from_a_copy_of_the_residual(
+    tmp_path: Path, kernel: dict[str, Any]
+) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2, **kernel)
+
+    def loop(folder: str) -> DeviceLoop:
+        made = DeviceLoop(tmp_path / folder, model=small_model().cuda(), make=make)
+        made.device = "cuda"
+        return made
+
+    last = 2 * COPIED_EVERY
+    whole, killed, resumed = loop("whole"), loop("killed"), loop("killed")
+    whole.run(last + 5)
+    killed.attach()
+    for number in range(last + 1):  # the record of the last one is under way
+        killed.step(number)
+        killed.checkpointer.commit()
+    killed.die()
+    assert resumed.run(last + 5) == last
+    ours, theirs = resumed.weights(), whole.weights()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_a_residual_is_copied_every_few_steps_into_the_next_of_four_slots(tmp_path: Path) -> None:
+    spec = ParameterSpec("a", (3,), (1,), "float32", 0)
+    layout = Layout((spec,))
+    copies = LateCopies(torch.device("cpu"))
+    residual = CopiedResidual(tmp_path / "slots", layout, torch.device("cpu"), lambda: 1.0)
+    marks = {}
+    for step in range(1, 3 * COPIED_EVERY + 1):
+        residual.pair(0)[1].fill_(step)
+        residual.written(0)
+        residual.settle()
+        residual.advance()
+        residual.copy(step, copies)
+        copies.finish()
+        marks[step] = residual.mark()
+    named = {step: mark for step, mark in marks.items() if mark is not None}
+    assert list(named) == [COPIED_EVERY, 2 * COPIED_EVERY, 3 * COPIED_EVERY]
+    for step, mark in named.items():
+        found = read_residual(tmp_path / "slots", layout, mark)
+        assert found is not None
+        assert found[0].tolist() == [step] * 3
+
+
+def test_a_failing_action_is_run_again_and_before_what_came_after_it() -> None:
+    copies = LateCopies(torch.device("cpu"))
+    done: list[str] = []
+    fails = [True]
+
+    def first() -> None:
+        if fails.pop():
+            fails.append(False)
+            raise OSError("full")
+        done.append("first")
+
+    copies.then(first)
+    copies.then(lambda: done.append("second"))
+    with pytest.raises(OSError, match="full"):
+        copies.finish()
+    assert done == []
+    copies.finish()
+    assert done == ["first", "second"]
+
+
+def test_on_a_cpu_nothing_is_copied_and_nothing_waits() -> None:
+    copies = HostCopies(torch.device("cpu"))
+    tensor = torch.ones(3)
+    done: list[bool] = []
+    copies.then(lambda: done.append(True))
+    assert done
+    assert copies.fetch(tensor).data_ptr() == tensor.data_ptr()
+    assert copies.fetch_copy(tensor).data_ptr() == tensor.data_ptr()
+    assert not copies.lag
