@@ -117,14 +117,15 @@ class Line:
         slope: Seconds per differential or element; of workers and ranks, what one of them would take.
         fitted: Points that it was fitted on.
         seconds: At every point.
-        worst_residual: Of the points not fitted, the largest difference, relative to what was measured.
+        worst_residual: Of the points not fitted, the largest difference, relative to what was measured;
+            None if there is none.
     """
 
     constant: float
     slope: float
     fitted: tuple[int, ...]
     seconds: tuple[float, ...]
-    worst_residual: float
+    worst_residual: float | None
 
 
 def model_line(axis: str, xs: Sequence[int], measured: Sequence[float]) -> Line:
@@ -141,7 +142,7 @@ def model_line(axis: str, xs: Sequence[int], measured: Sequence[float]) -> Line:
     seconds = tuple(constant + slope * term for term in terms)
     others = [i for i in range(len(xs)) if i not in fitted]
     residuals = [abs(measured[i] - seconds[i]) / measured[i] for i in others]
-    worst = max(residuals, default=0.0)
+    worst = max(residuals, default=None)
     return Line(constant, slope, tuple(xs[i] for i in fitted), seconds, worst)
 
 
@@ -205,9 +206,11 @@ def draw_seconds(axis: str) -> Callable[[Axes, Result], None]:
         high = [max(v) - m for m, v in zip(medians, seconds, strict=True)]
         axes.plot(xs, line.seconds, color=PALE, linewidth=2.5, label="model")
         axes.errorbar(xs, medians, [low, high], fmt="o", color=BLUE, capsize=3, label="measured")
+        title = f"fitted on {', '.join(f'{x / scale:.3g}' for x in line.fitted)}"
+        if line.worst_residual is not None:
+            title += f"; the others at most {100 * line.worst_residual:.0f} % off"
         axes.set_title(
-            f"fitted on {', '.join(f'{x / scale:g}' for x in line.fitted)}; the others at most "
-            f"{100 * line.worst_residual:.0f} % off",
+            title,
             loc="left", color=INK, fontsize=9.5,
         )  # fmt: skip
         axes.set_ylim(bottom=0)
