@@ -201,6 +201,31 @@ def update_seconds(trainee: Trainee) -> float:
     return statistics.median(timed(trainee.optimizer.step) for _ in range(_REPEATS))
 
 
+def wait_for_replica(bench: Bench) -> None:
+    """Until it has applied every step."""
+    while bench.checkpointer.stats()["replica_lag_steps"]:
+        time.sleep(0.01)
+
+
+def after_a_crash(bench: Bench, where: Places) -> tuple[float, float]:
+    """End all processes but this one, and see what `restart` finds; checkpointing changed nothing."""
+    wait_for_replica(bench)
+    opened = bench.checkpointer._opened
+    assert opened is not None
+    bench.stager.stop()
+    bench.stager.writer.stop()
+    opened.staging_lock.release()  # as if the trainer had died as well
+    seconds = restart(bench.checked, where)
+    for twin, checked in zip(
+        bench.twin.model.parameters(), bench.checked.model.parameters(), strict=True
+    ):
+        assert same(twin.detach(), checked.detach()), "checkpointing changed training"
+    opened.session.detach()
+    for trainee in (bench.plain, bench.twin, bench.checked):
+        trainee.assert_sane()
+    return seconds
+
+
 def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Result:
     """Take all turns, check the outcome, and work out the figures."""
     facts = machine()
@@ -212,8 +237,7 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
         pin(cores[1:] or cores, process)
     for _ in range(args.warm_up_pairs // 2):
         bench.turns()
-    while bench.checkpointer.stats()["replica_lag_steps"]:
-        time.sleep(0.01)  # until it has come up
+    wait_for_replica(bench)
     before = bench.checkpointer.stats()
     pairs: list[Pair] = []
     null_pairs: list[Pair] = []
@@ -230,24 +254,8 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
     assert after["replica_restarts"] == 0, "the replica died and was started again"
     with tempfile.TemporaryDirectory(dir=args.out) as folder:
         others = bench.others(Path(folder), args.others)
-    while bench.checkpointer.stats()["replica_lag_steps"]:
-        time.sleep(0.01)
-
-    opened = bench.checkpointer._opened
-    assert opened is not None
-    stager.stop()
-    stager.writer.stop()
-    opened.staging_lock.release()  # as if the trainer had died as well
-    reading, copying = restart(bench.checked, where)
-    for twin, checked in zip(
-        bench.twin.model.parameters(), bench.checked.model.parameters(), strict=True
-    ):
-        assert same(twin.detach(), checked.detach()), "checkpointing changed training"
-    opened.session.detach()
+    reading, copying = after_a_crash(bench, where)
     update = update_seconds(bench.plain)
-    for trainee in (bench.plain, bench.twin, bench.checked):
-        trainee.assert_sane()
-
     estimate = overhead(pairs, null_pairs, seed=args.seed)
     model_bytes = sum(p.nbytes for p in bench.checked.model.parameters())
     step = statistics.median(plain for _, plain in pairs)
