@@ -128,7 +128,7 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             "with the list of their optimizers"
         )
     if not optimizers:
-        raise ConfigError("attach got no optimizer; pass those that train the model, in a list")
+        raise ConfigError("attach needs the optimizer that trains the model, or a list of several")
     module = _wrappers(model)[-1]
     named = {canonical_name(n): p for n, p in module.named_parameters()}
     name_of = {id(p): n for n, p in named.items()}

@@ -185,5 +185,5 @@ class WriterProcess:
         self._process.stdin.close()  # should it come up after all, it ends at once
         log = self._settings.staging.writer_log.read_text(errors="replace")[-2000:]
         raise WriterFailed(
-            "the writer process did not start; mend what its log says, then attach again:\n" + log
+            f"the writer process did not start; its log says:\n{log}\nMend that, and attach again"
         )

@@ -8,13 +8,13 @@ RUNNABLE = ("bash", "python")
 
 #: Documents whose blocks others read or run.
 ELSEWHERE = {
+    "README.md": "tests/face/test_readme.py runs it; `make test` runs these tests, and so the demo",
     "docs/api.md": "made from the docstrings, whose page is compared below",
     "docs/benchmarks.md": "tests/benches runs every bench with --smoke",
     "docs/format.md": "tests/persistence/test_format_doc.py reads it",
 }
 #: Document and how a block begins -> why it is not run here.
 NOT_RUN = {
-    ("README.md", "make demo"): "`make test` runs the tests, among them those of the demo",
     ("docs/architecture.md", "backward ─►"): "a drawing",
     ("docs/contributing.md", "make check"): "it runs the tests",
     ("docs/operations.md", "pip install '.[object-store]'"): "it would change this environment",

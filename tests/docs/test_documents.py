@@ -18,7 +18,7 @@ from tests.docs.listed import ELSEWHERE, NOT_RUN, RUNNABLE, begins, is_listed
 #: Documents that are followed on several machines at once, here by as many processes.
 NODES = {"examples/torchrun_multinode.md": 2}
 #: Documents that begin at zero; the others take names as given.
-FROM_ZERO = ("README.md", "docs/getting_started.md", "examples/README.md")
+FROM_ZERO = ("docs/getting_started.md", "examples/README.md")
 
 
 def runnable() -> list[str]:
@@ -37,7 +37,7 @@ def test_every_block_is_run_or_listed_with_a_reason() -> None:
     assert {d for d in ELSEWHERE if not blocks_of(d)} <= {"docs/benchmarks.md"}
     for known in NOT_RUN:
         assert any(begins(block, *known) for block in blocks), f"{known} is gone"
-    assert {"README.md", "docs/getting_started.md", "docs/operations.md"} <= set(runnable())
+    assert {"docs/getting_started.md", "docs/operations.md"} <= set(runnable())
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def test_an_example_that_was_killed_ends_as_if_it_were_not(tmp_path: Path, name:
     whole = output_of(tmp_path, name, "whole")
     killed = output_of(tmp_path, name, "run", kill_after="step 30:")
     killed += output_of(tmp_path, name, "run")
-    assert max(losses_in(killed)) == 60
+    assert max(losses_in(killed)) >= 60
     assert losses_in(killed) == losses_in(whole)
     again = output_of(tmp_path, name, "run")
     assert "starting at step 60\n" in again
