@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benches import tables
+from benches import scale_tables, tables
 from benches.peers import tables as peers
 
 ROOT = Path(__file__).parents[1]
@@ -117,6 +117,29 @@ REPORTED: dict[str, Reported] = {
             "what compressors do to learning",
             lambda found: f"text, dense: {found['text/dense_loss']:.3f}",
             _of_summary(tables.of_convergence),
+        ),
+        (
+            "recovery_growth",
+            "bench_recovery_growth",
+            "how recovery grows",
+            lambda found: f"peak memory {found['peak_over_bound']:.2f} of its bound",
+            _of_summary(scale_tables.of_growth),
+        ),
+        (
+            "scaling",
+            "bench_scaling",
+            "how checkpointing grows with ranks",
+            lambda found: (
+                f"top-k, 8 ranks: {1e3 * found['topk_8_ranks_thread_seconds']:.1f} ms a step and rank"
+            ),
+            _of_summary(scale_tables.of_scaling),
+        ),
+        (
+            "catalog",
+            "bench_catalog",
+            "a million differentials",
+            lambda found: f"`inspect` in {found['worst_inspect_seconds']:.1f} s",
+            _of_summary(scale_tables.of_catalog),
         ),
         (
             "tuner",
