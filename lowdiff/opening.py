@@ -19,7 +19,7 @@ from lowdiff.averages import Averages, followed_names
 from lowdiff.capture import Stateful, name_large_items
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
-from lowdiff.errors import ConfigError, RunInUse
+from lowdiff.errors import ConfigError, RunInUse, StorageError
 from lowdiff.given import Given, watch
 from lowdiff.history import Story, story_of
 from lowdiff.host_copy import HostCopies
@@ -113,7 +113,25 @@ def open_session(
         RunInUse: If a live trainer holds the run.
         RunMismatch: If its history belongs to another model or optimizer.
         StepNotFound: If ``step`` cannot be recovered.
+        StorageError: If the run folder or staging memory cannot be read or written.
     """
+    try:
+        return _opened(settings, attached, stateful, restore=restore, step=step)
+    except OSError as error:
+        raise StorageError(
+            f"{settings.run} cannot be opened: {error}. Free space there or correct its "
+            "permissions, and attach again; what is in it stays as it is"
+        ) from error
+
+
+def _opened(
+    settings: Settings,
+    attached: Attached,
+    stateful: Mapping[str, Stateful],
+    *,
+    restore: str,
+    step: int | None,
+) -> Opened:
     settle_kernels()
     ranks = Ranks(training_group(attached))
     with ExitStack() as undo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.errors import RunInUse, WriterFailed
+from lowdiff.errors import RunInUse, StorageError, WriterFailed
 from lowdiff.persistence.catalog import last_segment
 from lowdiff.persistence.lease import Lease
 from lowdiff.persistence.paths import RunFolder
@@ -221,3 +221,21 @@ def test_a_single_process_raises_at_the_next_commit_and_may_go_on(tmp_path: Path
     assert loop.checkpointer.stats()["retries"] > 0
     loop.checkpointer.close()
     assert lowdiff.recover(run).step == 2
+
+
+def test_a_full_disk_at_attach_has_a_name_and_takes_nothing(tmp_path: Path) -> None:
+    with tmpfs_or_skip(tmp_path / "disk", 1) as disk:
+        filler = disk / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        checkpointer = lowdiff.Checkpointer(
+            disk / "run", staging=tmp_path / "staging", compressor=TopK(0.1)
+        )
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(StorageError, match=r"No space left on device.*attach again"):
+            checkpointer.attach(model, optimizer)
+        filler.unlink()
+        assert checkpointer.attach(model, optimizer) == 0
+        checkpointer.close()
