@@ -129,6 +129,7 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         )
     if not optimizers:
         raise ConfigError("attach needs the optimizer that trains the model, or a list of several")
+    _refuse_sharded(model)
     module = _wrappers(model)[-1]
     named = {canonical_name(n): p for n, p in module.named_parameters()}
     name_of = {id(p): n for n, p in named.items()}
@@ -170,6 +171,15 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         frozen=frozen,
         names=_state_dict_names(module, trained, {**buffers, **frozen}),
     )
+
+
+def _refuse_sharded(model: torch.nn.Module) -> None:
+    for part in model.modules():
+        if "FullyShardedDataParallel" in type(part).__name__ or "FSDP" in type(part).__name__:
+            raise UnsupportedModel(
+                f"{type(part).__name__} shards its parameters; lowdiff checkpoints replicated "
+                "models: wrap the model in DistributedDataParallel instead"
+            )
 
 
 def _refuse_complex(module: torch.nn.Module) -> None:
@@ -218,7 +228,10 @@ def number_or_none(value: Any) -> float | None:
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
     while type(optimizer).__module__.partition(".")[0] in _TRANSPARENT:
-        optimizer = optimizer.optimizer
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:  # an optimizer that such a package defines
+            break
+        optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"attach takes a torch optimizer or a list of them, got a {type(optimizer).__name__}; "
@@ -229,12 +242,6 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
 
 def _wrappers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The model as given, what DDP and torch.compile wrapped, and last the user's own module."""
-    for part in model.modules():
-        if "FullyShardedDataParallel" in type(part).__name__ or "FSDP" in type(part).__name__:
-            raise UnsupportedModel(
-                f"{type(part).__name__} shards its parameters; lowdiff checkpoints replicated "
-                "models: wrap the model in DistributedDataParallel instead"
-            )
     found = [model]
     while True:
         if isinstance(found[-1], DistributedDataParallel):
