@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import tempfile
@@ -51,6 +52,9 @@ from lowdiff.stager import Stager
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
+
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,11 +117,13 @@ def open_session(
         RunInUse: If a live trainer holds the run.
         RunMismatch: If its history belongs to another model or optimizer.
         StepNotFound: If ``step`` cannot be recovered.
-        StorageError: If the run folder or staging memory cannot be read or written.
+        StorageError: If the run folder or staging memory is full, read-only or broken.
     """
     try:
         return _opened(settings, attached, stateful, restore=restore, step=step)
     except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise  # of the user's own objects, perhaps
         raise StorageError(
             f"{settings.run} cannot be opened: {error}. Free space there or correct its "
             "permissions, and attach again; what is in it stays as it is"

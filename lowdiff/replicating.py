@@ -73,10 +73,10 @@ class ReplicatedStager(Stager):
         """
         if kind is RecordKind.DIFFERENTIAL:
             self._forget_image()
+            self._bound_risk(step - 2 * self._settings.snapshot_every)
             if (self._owes_snapshot or self._given_up == step) and not rebases:
                 self._drop(step)
                 return self._log.body_checksum
-            self._bound_risk(step - 2 * self._settings.snapshot_every)
 
         size: list[int] = []
 
@@ -102,6 +102,13 @@ class ReplicatedStager(Stager):
         self._step = step
         self.counters.staged_bytes += size[0]
         return self._log.body_checksum
+
+    def _wait_for_step(self, limit: int) -> None:
+        """See ``Stager._wait_for_step``; a replica that begins anew makes no image until then."""
+        self._wait_until(
+            lambda status: status.durable_step >= limit or self.owes_snapshot,
+            f"an image of step {limit} to be durable",
+        )
 
     def _forget_image(self) -> None:
         """Give an image's memory back once the replica has its own copy and the disk has it."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,30 @@ def test_a_lost_node_is_replaced_from_the_store(tmp_path: Path) -> None:
         after.checkpointer.close()
         assert after.checkpointer.stats()["remote_step"] == 6
         server.stop()
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_replica_that_lost_the_way_does_not_keep_training_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path, snapshot_every=1)
+    life.run(3)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        for name in ("sgd", "adam", "adamw"):  # the kernel of whichever optimizer it is
+            patch.setattr(import_module(f"torch.optim.{name}"), name, interrupted)
+        with pytest.raises(Interrupted):
+            life.training.step(3)
+    life.checkpointer.commit()  # of a step that the optimizer was kept from
+    life.wait(lambda stats: bool(stats["replica_error"]))
+    life.stager._wait_for_step(99)  # returns: no image comes before training goes on
+    life.step = 4
+    life.run(12)
+    life.kill()
+    life.assert_recovered()
