@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from lowdiff.compressors.exchange import Notes
 from lowdiff.compressors.futures import completed
 from lowdiff.compressors.reproducible import reproducible_mean
-from lowdiff.errors import UsageError
+from lowdiff.errors import ReplayMismatch, UsageError
 from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits, shard_owners
 from lowdiff.protocols import Decoder, Fetch, ResidualStore
-from lowdiff.types import Block, Layout, Payload, Section
+from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,32 @@ class Dense:
         return DenseReducer(self, layout, group, rank=rank, world_size=world_size)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Copies from what the rank that owns the block's parameter logged."""
-        gradients = {
-            section.name: section.data for payload in payloads for section in payload.sections
-        }
+        """Copies from what the rank that owns the block's parameter logged.
+
+        Raises:
+            ReplayMismatch: If a section is not a parameter's whole gradient.
+        """
+        gradients = dict(_read(payloads, layout))
 
         def decode(block: Block, out: torch.Tensor) -> None:
-            np.copyto(bits(out), gradients[str(block.parameter)][block.start : block.stop])
+            if block.parameter not in gradients:
+                raise ReplayMismatch("a rank's payload lacks a gradient that was used")
+            np.copyto(bits(out), gradients[block.parameter][block.start : block.stop])
 
         return decode
+
+
+def _read(payloads: Sequence[Payload], layout: Layout) -> Iterator[tuple[int, Bits]]:
+    """Layout index and bit patterns of every gradient that was logged."""
+    indices = {str(i): i for i in range(len(layout.parameters))}
+    for section in (section for payload in payloads for section in payload.sections):
+        spec = None if section.name not in indices else layout.parameters[indices[section.name]]
+        if spec is None or (section.data.size, section.data.nbytes) != (spec.numel, spec.nbytes):
+            raise ReplayMismatch(
+                f"a dense payload holds {section.data.nbytes} bytes as {section.name!r}, which is "
+                "no gradient of this model; a log of another version of lowdiff?"
+            )
+        yield indices[section.name], section.data
 
 
 class DenseReducer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lowdiff.events import log_event
@@ -17,7 +18,7 @@ from lowdiff.protocols import Reducer
 from lowdiff.recovery.replica_process import ReplicaProcess
 from lowdiff.settings import Settings
 from lowdiff.stager import Stager
-from lowdiff.types import Payload
+from lowdiff.types import Payload, Section
 
 _logger = logging.getLogger(__name__)
 
@@ -38,22 +39,40 @@ class ReplicatedStager(Stager):
         self._marks = MarkPage(log.folder.snapshot_mark)
         self._step = self._given_up = -1
         self._holds_image = False
+        #: Gradients of the step under way that found no room yet.
+        self._pending: Sequence[Section] = ()
         self._error_of_replica = ""
         self.replica = ReplicaProcess(replica)
 
     def stage_ahead(self, step: int, reducer: Reducer) -> None:
         """Queue gradients before their step's record, straight from where the optimizer has them."""
-        payload = reducer.payload()
+        self._pending = [*self._pending, *reducer.payload().sections]
         if self._owes_snapshot or self._given_up == step:
-            return
+            self._pending = ()
+        elif self._degrades:
+            self._given_up = self._given_up if self._has_put() else step
+            self._pending = ()
+        else:
+            try:
+                # What is wrong is raised by the commit, not in the middle of the step.
+                self._wait_until(
+                    lambda status: (
+                        self._has_put()
+                        or self.owes_snapshot
+                        or (self._raises and status.error != "")
+                    ),
+                    "the replica to make room",
+                )
+            finally:
+                self._pending = [replace(s, data=s.data.copy()) for s in self._pending]
 
-        def fits(_: object) -> bool:
-            return self._log.append_ahead(payload.sections, durable_step=self._consumed_step())
-
-        if not self._degrades:
-            self._wait_until(fits, "the replica to make room")
-        elif not fits(None):
-            self._given_up = step
+    def _has_put(self) -> bool:
+        """Put what is pending into the queue, if there is room."""
+        if self._pending:
+            if not self._log.append_ahead(self._pending, durable_step=self._consumed_step()):
+                return False
+            self._pending = ()
+        return True
 
     def stage(
         self,
@@ -81,6 +100,8 @@ class ReplicatedStager(Stager):
         size: list[int] = []
 
         def fits(_: object) -> bool:
+            if kind is RecordKind.DIFFERENTIAL and not self._has_put():
+                return False
             written = self._log.append(
                 kind,
                 step,
@@ -93,12 +114,17 @@ class ReplicatedStager(Stager):
             size.extend([] if written is None else [written])
             return written is not None
 
-        if self._degrades and kind is RecordKind.DIFFERENTIAL:
-            if not fits(None):
-                self._drop(step)
-                return self._log.body_checksum
+        is_step = kind is RecordKind.DIFFERENTIAL
+        if self._degrades and is_step:
+            fits(None)
         else:
-            self._wait_until(fits, "the replica to make room")
+            self._wait_until(
+                lambda _: fits(None) or (is_step and not rebases and self.owes_snapshot),
+                "the replica to make room",
+            )
+        if not size:
+            self._drop(step)
+            return self._log.body_checksum
         self._step = step
         self.counters.staged_bytes += size[0]
         return self._log.body_checksum
@@ -118,6 +144,7 @@ class ReplicatedStager(Stager):
 
     def _drop(self, step: int) -> None:
         self._log.drop_ahead()
+        self._pending = ()
         if not self._owes_snapshot:
             log_event(
                 _logger,

@@ -124,8 +124,8 @@ class StepCapture:
             self._residual.forget(parameter)
 
     def look_outside(self) -> None:
-        """Notice what was changed since the optimizers stepped."""
-        self.changed_outside |= self._guard.at_commit()
+        """Notice what was changed since the optimizers stepped, also by one that was broken off."""
+        self.changed_outside |= self._guard.at_commit() or self._stepped.keys() > self._finished
 
     def optimizer_steps(self) -> tuple[OptimizerStep, ...]:
         """What each optimizer did, with its groups as they are now; ends the step."""
@@ -145,6 +145,7 @@ class StepCapture:
         """Whether nothing of the optimizers moved since the last `optimizer_steps`."""
         return (
             not self._stepped
+            and not self.changed_outside
             and not self._guard.at_commit()
             and same(self._hyper_parameters(), self._committed_groups)
         )

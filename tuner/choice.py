@@ -209,10 +209,6 @@ def _intervals(costs: Costs, limits: Limits, b: int) -> _Range:
         lows.append((math.inf, "the writer cannot keep up"))
     else:
         lows.append((need / spare, "the writer must keep up with snapshots"))
-    store = _least_interval(costs, limits.writer_share * costs.store_bytes_per_second)
-    if costs.store_bytes_per_second and not math.isinf(store):
-        # Else it falls behind whatever the interval; training does not wait, and the report says so.
-        lows.append((store, "the store must keep up with snapshots"))
     if limits.bytes_per_hour is not None:
         low = _least_interval(costs, limits.bytes_per_hour / costs.world_size / 3600)
         lows.append((low, f"{readable_bytes(limits.bytes_per_hour)} may be written in an hour"))
@@ -224,6 +220,9 @@ def _intervals(costs: Costs, limits: Limits, b: int) -> _Range:
             highs.append((high, f"the run may hold {readable_bytes(limits.total_bytes)}"))
     low, low_because = max(lows, key=lambda limit: limit[0])
     high, high_because = min(highs, key=lambda limit: limit[0])
+    store = min(_interval_of_store(costs, limits), high)
+    if store > low:
+        low, low_because = store, "the store must keep up with snapshots"
     low = low if math.isinf(low) else math.ceil(low - 1e-9)
     return _Range(max(1.0, low), math.floor(high + 1e-9), low_because, high_because)
 
@@ -235,6 +234,19 @@ def _least_interval(costs: Costs, bytes_per_second: float) -> float:
     # A longer step, by C/f, has more time.
     extra = costs.snapshot_bytes - bytes_per_second * costs.snapshot_seconds
     return extra / spare if spare > 0 else math.inf
+
+
+def _interval_of_store(costs: Costs, limits: Limits) -> float:
+    """The shortest interval at which a store keeps up.
+
+    Training never waits for a store, so where differentials alone take half of it, rarer snapshots
+    would cost more than they help: then it bounds nothing, and the report says that it falls behind.
+    """
+    allowed = limits.writer_share * costs.store_bytes_per_second
+    own = costs.step_seconds + costs.differential_seconds
+    if allowed * own < 2 * costs.differential_bytes:
+        return 1.0
+    return _least_interval(costs, allowed)
 
 
 def _whole(costs: Costs, rates: FailureRates, f: float, b: int, allowed: _Range) -> int:

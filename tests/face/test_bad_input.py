@@ -72,7 +72,7 @@ def bad_optimizer(make: Callable[[nn.Module], Any]) -> Any:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda m: [], ConfigError, "attach got no optimizer"),
+        (lambda m: [], ConfigError, "attach needs the optimizer"),
         (
             lambda m: torch.optim.LBFGS(m.parameters()),
             UnsupportedOptimizer,

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 import lowdiff
 from lowdiff.compressors import TopK
+from lowdiff.errors import WriterFailed
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.replica_status import read_replica_status
@@ -259,24 +261,58 @@ class Interrupted(Exception):
     pass
 
 
-def test_a_replica_that_lost_the_way_does_not_keep_training_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def interrupted(*_: object, **__: object) -> None:
+    raise Interrupted
+
+
+@pytest.mark.parametrize("compressor", [None, TopK(0.5)], ids=["LowDiff+", "top-k"])
+def test_a_step_that_its_optimizer_broke_off_is_recovered_as_it_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressor: TopK | None
 ) -> None:
-    life = Life(tmp_path, snapshot_every=1)
+    life = Life(tmp_path, snapshot_every=50, compressor=compressor)
     life.run(3)
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise Interrupted
-
     with monkeypatch.context() as patch:
         for name in ("sgd", "adam", "adamw"):  # the kernel of whichever optimizer it is
             patch.setattr(import_module(f"torch.optim.{name}"), name, interrupted)
         with pytest.raises(Interrupted):
             life.training.step(3)
-    life.checkpointer.commit()  # of a step that the optimizer was kept from
+    life.checkpointer.commit()
+    life.step = 4
+    life.run(7)
+    life.kill()
+    life.assert_recovered()
+
+
+def test_a_replica_that_lost_the_way_does_not_keep_training_waiting(tmp_path: Path) -> None:
+    life = Life(tmp_path, snapshot_every=1)
+    life.run(3)
+    for parameter in life.training.model.parameters():
+        parameter.data.add_(0.5)  # which nothing shows but the digest
+    life.run(4)
     life.wait(lambda stats: bool(stats["replica_error"]))
     life.stager._wait_for_step(99)  # returns: no image comes before training goes on
-    life.step = 4
     life.run(12)
+    life.kill()
+    life.assert_recovered()
+
+
+def test_a_writers_trouble_is_raised_by_commit_which_can_be_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path, on_error="raise", snapshot_every=1000)
+    life.run(3)
+    log, real = life.stager._log, life.stager._status
+    with monkeypatch.context() as patch:  # a full queue and a writer in trouble
+        patch.setattr(log, "append_ahead", lambda *_, **__: False)
+        patch.setattr(life.stager, "_status", lambda: replace(real(), error="no disk"))
+        life.training.step(3)
+        with pytest.raises(WriterFailed):
+            life.checkpointer.commit()
+        life.training.model.zero_grad(set_to_none=False)
+    life.checkpointer.commit()
+    life.step = 4
+    life.run(6)
+    life.wait(lambda stats: stats["replica_step"] == 6)
+    assert not life.checkpointer.stats()["replica_error"]
     life.kill()
     life.assert_recovered()

@@ -56,7 +56,7 @@ JOBS = {
     "cluster": (CLUSTER, FailureRates.known(54 * 86400.0 / 466, node_share=0.8)),
     "slow disk": (SLOW_DISK, FailureRates.known(3600.0)),
     "slow store": (
-        replace(LAPTOP, store_bytes_per_second=6e6, store_latency_seconds=0.2),
+        replace(LAPTOP, store_bytes_per_second=8e6, store_latency_seconds=0.2),
         FailureRates.known(3600.0),
     ),
 }

@@ -78,18 +78,27 @@ def test_storage_limits_bind_and_are_kept() -> None:
 
 
 def test_a_store_must_keep_up_where_it_can() -> None:
-    rates = JOBS["laptop"][1]
+    rates = FailureRates.known(600.0)
     free = recommend(LAPTOP, rates, Limits()).setting
     needs = LAPTOP.store_bytes_per_second
     assert needs == store_share(LAPTOP, *astuple(free)) == 0
     rate = LAPTOP.differential_bytes / LAPTOP.step_seconds
-    slow = replace(LAPTOP, store_bytes_per_second=2 * rate)
+    slow = replace(LAPTOP, store_bytes_per_second=2.8 * rate)
     rarer = recommend(slow, rates, Limits())
     assert store_share(slow, *astuple(free)) > 0.8
     assert 0.79 < store_share(slow, *astuple(rarer.setting)) <= 0.8
     assert any("the store must keep up" in reason for reason in rarer.reasons)
-    hopeless = replace(LAPTOP, store_bytes_per_second=rate / 2)
-    assert recommend(hopeless, rates, Limits()).setting == free
+    for share in (0.5, 1.0, 1.26, 2.0):  # of what differentials take: snapshots matter less
+        hopeless = replace(LAPTOP, store_bytes_per_second=share * rate)
+        assert recommend(hopeless, rates, Limits()).setting == free
+
+
+def test_a_store_gives_way_to_what_the_user_allows() -> None:
+    rates = JOBS["laptop"][1]
+    total = stored_bytes(LAPTOP, Limits(), 60)
+    slow = replace(LAPTOP, store_bytes_per_second=8e6)
+    choice = recommend(slow, rates, Limits(total_bytes=total))
+    assert (choice.broken, choice.setting.snapshot_every) == ((), 60)
 
 
 def test_a_smaller_loss_means_smaller_batches() -> None:

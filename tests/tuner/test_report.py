@@ -81,12 +81,12 @@ def test_the_document_is_json_for_every_job() -> None:
 
 @pytest.mark.parametrize(
     ("rate", "fact", "warning"),
-    [(1e12, "0.", ""), (2.0, "later; busy for", "fill"), (0.5, "ever later", "falls")],
+    [(1e12, "0.", ""), (3.0, "later; busy for", "fill"), (0.5, "ever later", "falls")],
 )
 def test_a_store_is_reported_on(rate: float, fact: str, warning: str) -> None:
     needed = LAPTOP.differential_bytes / LAPTOP.step_seconds
     store = replace(LAPTOP, store_bytes_per_second=rate * needed, store_latency_seconds=0.1)
-    report = make_report(replace(question(), costs=store))
+    report = make_report(replace(question(), costs=store, rates=FailureRates.known(600.0)))
     assert fact in dict(facts(report))["in the store"]
     about = [text for text in report.warnings if "the store takes" in text]
     assert bool(about) == bool(warning)
