@@ -190,7 +190,7 @@ def recover_from_disk(catalog: Catalog, step: int | None, options: ReplayOptions
             if removed or not others or plan.base.folder not in error.path.parents:
                 raise
             _logger.warning("%s; going back to an older snapshot", error)
-            catalog = replace(catalog, snapshots=others, damage=(*catalog.damage, error))
+            catalog = replace(catalog, snapshots=others, damage=[*catalog.damage, error])
 
 
 def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
