@@ -208,7 +208,10 @@ class RankRecords(Mapping[int, StoredRecord]):
         """
         for stretch in list(self._overlapping(first, last)):
             stop = min(last, stretch.last)
-            if stretch.claim is not None and self._confirmed.get((stretch.name, stretch.first), -1) < stop:
+            if (
+                stretch.claim is not None
+                and self._confirmed.get((stretch.name, stretch.first), -1) < stop
+            ):
                 if not self._is_true(stretch, stretch.claim, stop):
                     stretch.home.read_all()
                     return False

@@ -103,8 +103,12 @@ def read_index(
 
 
 def write_index(folder: Path, run_id: str, rank: int, segments: Iterable[Sealed]) -> None:
-    """Replace the index, as far as that is possible: the folder may be read-only, or the disk full."""
-    data = _encoded(sorted(segments, key=lambda sealed: sealed.key), run_id, rank)
+    """Replace the index, as far as that is possible: the folder may be read-only, or the disk full.
+
+    It has no room for files from before 1970.
+    """
+    fitting = (sealed for sealed in segments if sealed.mtime_ns >= 0)
+    data = _encoded(sorted(fitting, key=lambda sealed: sealed.key), run_id, rank)
     if len(data) > _MAX_BYTES:
         return
     try:

@@ -165,8 +165,7 @@ def _sealed(
     file: SegmentFile, incarnation: int, first: int, stretches: list[Stretch]
 ) -> Iterator[Sealed]:
     """The file as an entry of the index, if it is whole and at rest, and one sequence of steps."""
-    # An index has no room for times before 1970.
-    is_settled = file.mtime_ns >= 0 and time.time_ns() - file.mtime_ns > _SETTLED_NS
+    is_settled = time.time_ns() - file.mtime_ns > _SETTLED_NS
     if is_settled and file.end == file.size and len(stretches) == 1:
         (found,) = stretches
         if found.first == first and found.bytes == file.size - HEADER_BYTES:

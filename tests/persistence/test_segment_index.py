@@ -28,6 +28,7 @@ from lowdiff.persistence.segment_index import (
     write_index,
 )
 from lowdiff.persistence.segments import Batch, SegmentWriter
+from lowdiff.recovery.engine import look_again
 from lowdiff.recovery.inspection import inspect
 from lowdiff.recovery.plan import plan_recovery, recoverable
 from tests.persistence.indexed_runs import (
@@ -189,7 +190,63 @@ def test_a_run_that_is_read_in_no_time_gets_no_index(tmp_path: Path) -> None:
     assert not index_file(run).exists()
 
 
+def test_a_file_from_before_1970_is_read_and_not_remembered(folder: RunFolder) -> None:
+    os.utime(folder.segment(0, 0, 5), ns=(-5, -5))
+    index_file(folder).unlink()
+    assert recoverable(scan(folder)) == [(0, 7)]
+    assert set(index_of(folder)) == {(0, 1), (0, 3), (0, 7)}
+
+
+@pytest.mark.parametrize("check_all", [False, True])
+def test_whoever_believes_no_index_believes_none_on_the_second_look(
+    folder: RunFolder, check_all: bool
+) -> None:
+    index_file(folder).unlink()
+    staging = folder.root.parent / "none"
+    seen = []
+
+    def act(catalog: Catalog) -> None:
+        seen.append(catalog)
+        if len(seen) == 1:
+            raise DamagedFile(staging / "log-00000000.chunk", "overwritten")
+
+    look_again(folder, staging, scan(folder, check_all=True), act, check_all=check_all)
+    assert len(seen) == 2
+    assert index_file(folder).exists() != check_all
+
+
 # Who else is there
+
+
+def test_an_index_of_far_more_segments_than_there_are_is_none(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_index, "_SPARE_ENTRIES", 0)
+    many = [Sealed(1, step, step, 128, 7, ()) for step in range(1, 18)]
+    write_index(folder.segments_of(0), RUN_ID, 0, many)
+    assert len(read_index(folder.segments_of(0), RUN_ID, 0, 5)) == 17
+    assert read_index(folder.segments_of(0), RUN_ID, 0, 4) == {}
+    assert recoverable(scan(folder)) == [(0, 7)]
+
+
+def test_what_killed_writers_left_is_swept(folder: RunFolder) -> None:
+    old, new = (folder.segments_of(0) / f"{INDEX_NAME}.{n}.partial" for n in ("0a", "0b"))
+    old.touch()
+    age(old, seconds=4000)
+    new.touch()
+    write_index(folder.segments_of(0), RUN_ID, 0, [])
+    assert not old.exists()
+    assert new.exists(), "its writer may be alive"
+
+
+def test_names_that_are_no_folders_of_segments_are_passed_over(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.segments_of(1).write_bytes(b"")
+    assert recoverable(scan(folder)) == [(0, 7)]
+    gone = [(0, folder.segments_of(0)), (2, folder.segments_of(2))]
+    monkeypatch.setattr(RunFolder, "segment_folders", lambda self: iter(gone))
+    assert recoverable(scan(folder)) == [(0, 7)]
 
 
 def test_a_folder_that_cannot_be_written_is_read(
