@@ -190,7 +190,7 @@ def verify(
 ) -> None:
     """Check every checksum, replay from snapshot to snapshot, compare bit for bit.
 
-    Changes nothing. Exit code 1 if anything is damaged, lost or different; the first difference is
+    Changes nothing, and believes no index of segments. Exit code 1 if anything is damaged, lost or different; the first difference is
     named. A record that was torn when its writer died is a note, not a failure, as long as no
     step depends on it.
     """

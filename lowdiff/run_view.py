@@ -21,6 +21,8 @@ from lowdiff.settings import Settings
 
 _logger = logging.getLogger(__name__)
 
+_SHARED = ("incarnations", "snapshots", "segments", "constants")
+
 
 def agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolder], bool]:
     """The run's identity, what this machine has of it in staging, and if the store holds it.
@@ -83,7 +85,8 @@ def _share(
         for path in [*(path for _, path in s.chunks()), *s.replica_files()]
     ]
     ranks.share_files(chunks, imported / run_id)
-    visible = sorted(_visible(settings.run))
+    with ranks.together():
+        visible = sorted(visible_files(settings.run))
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
         files = [(name, settings.run / name) for name in visible if fnmatch(name, f"*/{pattern}")]
         ranks.share_files(files, settings.run, grow=pattern == "*.seg")
@@ -111,11 +114,21 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     return stages
 
 
-def _visible(folder: Path, within: str = "") -> Iterator[str]:
-    """Names of all files below a folder, without those that links lead to."""
-    with os.scandir(folder / within) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _visible(folder, f"{within}{entry.name}/")
-            elif entry.is_file(follow_symlinks=False):
-                yield within + entry.name
+def visible_files(run: Path) -> Iterator[str]:
+    """Names of the files of a run that ranks share, without those that links lead to.
+
+    The rest of the folder is passed over, and so is what goes while it is listed: the folder may
+    be a disk's root, and a life before this one still collects.
+    """
+    pending = [f"{name}/" for name in _SHARED]
+    while pending:
+        within = pending.pop()
+        try:
+            with os.scandir(run / within) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(f"{within}{entry.name}/")
+                    elif entry.is_file(follow_symlinks=False):
+                        yield within + entry.name
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            _logger.debug("%s is passed over: %s", run / within, error)

@@ -89,7 +89,8 @@ class Catalog:
         snapshots: Complete ones, by step, then incarnation.
         records: ``(incarnation, rank)`` -> step -> record.
         staging: Staging folders seen.
-        damage: What failed a check; none of it is listed above.
+        damage: What failed a check; none of it is listed above. More comes to light when claims of an
+            index are confirmed.
         collected: What retention has removed.
         pins: What it spares, by label.
     """
@@ -100,7 +101,7 @@ class Catalog:
     snapshots: tuple[SnapshotSet, ...]
     records: Mapping[tuple[int, int], RankRecords]
     staging: tuple[StagingFolder, ...]
-    damage: tuple[DamagedFile, ...]
+    damage: Sequence[DamagedFile]
     num_incarnations: int
     collected: Collected = field(default_factory=Collected)
     pins: tuple[Pin, ...] = ()
@@ -134,22 +135,17 @@ def scan(
     damage: list[DamagedFile] = []
     records: dict[tuple[int, int], RankRecords] = {}
 
-    def records_of(incarnation: int, rank: int) -> RankRecords:
-        key = incarnation, rank
-        if key not in records:
-            records[key] = RankRecords()
-        return records[key]
-
     staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
     for stage in staging:
         for path, record in staged_records(stage):
             # A BASE record is of its incarnation's base step, where no differential of it can be.
             if record.header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):
-                own = records_of(record.header.incarnation, record.header.rank)
+                key = record.header.incarnation, record.header.rank
+                own = records.setdefault(key, RankRecords())
                 own.stage(StoredRecord(record, path, staged=True))
     fences, numbers = _fences(folder, run_id, damage)
     collected, pins = _retention(folder, run_id, damage)
-    add_segments(folder, run_id, records_of, damage, use_index=not check_all)
+    add_segments(folder, run_id, records, damage, use_index=not check_all)
     return Catalog(
         run_id=run_id,
         root=folder.root,
@@ -157,7 +153,7 @@ def scan(
         snapshots=tuple(_snapshots(folder, run_id, damage, check_all)),
         records=records,
         staging=tuple(staging),
-        damage=tuple(damage),
+        damage=damage,
         num_incarnations=_num_incarnations(numbers, run_id, staging_roots),
         collected=collected,
         pins=pins,
@@ -213,6 +209,18 @@ def has_cycle(catalog: Catalog, snapshot: SnapshotSet) -> bool:
     return reach(shards, snapshot.first_base, snapshot.step) == snapshot.step
 
 
+def confirm_cycle(catalog: Catalog, snapshot: SnapshotSet) -> bool:
+    """Read what an index claims of the differentials that a snapshot needs; whether it is true."""
+    ranks = range(len(snapshot.manifests))
+    shards = [catalog.of(snapshot.incarnation, rank) for rank in ranks]
+    return all(s.confirm(snapshot.first_base + 1, snapshot.step) for s in shards)
+
+
+def confirm_all(catalog: Catalog) -> bool:
+    """Read whatever an index claims; whether it is true."""
+    return all(records.confirm(0, 1 << 63) for records in list(catalog.records.values()))
+
+
 def complete_snapshots(folder: RunFolder, run_id: str) -> tuple[SnapshotSet, ...]:
     """Snapshots whose manifests are all there, by step, then incarnation."""
     return tuple(_snapshots(folder, run_id, [], check=False))
@@ -240,7 +248,7 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
 def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, int] | None:
     """One rank's newest segment of an incarnation that holds a record, and its last step."""
     home = folder.segments_of(rank)
-    found = folder.segment_files(home) if home.is_dir() else ()
+    found = folder.segment_files(home)
     for path in reversed([home / name for number, _, name, _ in found if number == incarnation]):
         view = read_view(path)
         try:

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
-from lowdiff.persistence.catalog import complete_fences, has_cycle, scan
+from lowdiff.persistence.catalog import complete_fences, confirm_cycle, has_cycle, scan
 from lowdiff.persistence.durable import fsync_directory, make_directory
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import HEADER_BYTES
@@ -264,7 +264,12 @@ def _fetch_segments(
     ]
     # A longer segment of the same name holds more than its beginning, which the store has.
     _download(store, folder, [n for n in wanted if listing.sizes[n] > here.get(n, 0)], listing)
-    return found is None or not found.is_rolling or has_cycle(scan(folder, staging_roots), found)
+    if found is None or not found.is_rolling:
+        return True
+    catalog = scan(folder, staging_roots)
+    while not confirm_cycle(catalog, found):
+        pass  # one rank's segments were read instead; the others' claims are still to be confirmed
+    return has_cycle(catalog, found)
 
 
 def _spans(fences: Mapping[int, Fence], snapshots: set[tuple[int, int]]) -> tuple[Span, ...]:
@@ -323,6 +328,8 @@ def _extents(
 def _holds(records: RankRecords, extent: _Extent, size: int) -> bool:
     """Whether the records of a segment object are here already."""
     first = extent.file.step
+    # What an index only claims might be damaged, and the store's the only copy.
+    records.confirm(first, records.newest if extent.last is None else extent.last)
     if extent.last is not None:
         return records.unbroken(first - 1) >= extent.last
     # Of the newest one only the length is known; encoded records have the same everywhere.

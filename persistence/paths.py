@@ -95,6 +95,13 @@ def segment_name(incarnation: int, first: int) -> str:
     return f"i{incarnation:06d}-s{first:010d}.seg"
 
 
+def segment_numbers(name: str) -> tuple[int, int]:
+    """Incarnation and first step of a segment, by its name."""
+    match = _SEGMENT_NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
 @dataclass(frozen=True, slots=True)
 class RunFile:
     """What the name of a file of a run, relative to the run, says about it.
@@ -178,9 +185,15 @@ class RunFolder:
 
     @staticmethod
     def segment_files(folder: Path) -> Iterator[tuple[int, int, str, os.stat_result]]:
-        """``(incarnation, first step, name, status)`` of every segment in one rank's folder."""
-        with os.scandir(folder) as entries:  # without a Path for each: there may be many
-            found = sorted((e for e in entries if e.is_file(follow_symlinks=False)), key=_name)
+        """``(incarnation, first step, name, status)`` of every segment in one rank's folder.
+
+        None if it is no folder, or is gone.
+        """
+        try:
+            with os.scandir(folder) as entries:  # without a Path for each: there may be many
+                found = sorted((e for e in entries if e.is_file(follow_symlinks=False)), key=_name)
+        except (FileNotFoundError, NotADirectoryError):
+            return
         for entry in found:
             match = _SEGMENT_NAME.fullmatch(entry.name)
             if match is not None:

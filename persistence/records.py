@@ -2,24 +2,21 @@
 
 Of segments only the stretches of steps are kept, so that what is in memory does not grow with the
 number of differentials. A stretch that an index claims is read, and its checksums compared, before
-anything is made of it; what turns out to be wrong is forgotten, and what is there takes its place.
+anything is made of it; if a claim is wrong, all segments of that rank are read in its place.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.framing import HEADER_BYTES, RecordKind, RecordRef, padded
 from lowdiff.persistence.segment_file import SegmentFile
-from lowdiff.persistence.segment_index import forget_index
-
-_logger = logging.getLogger(__name__)
+from lowdiff.persistence.segment_index import Sealed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +33,20 @@ class StoredRecord:
         return HEADER_BYTES + padded(self.record.header.body_bytes)
 
 
+class SegmentHome(Protocol):
+    """Where one rank's segments lie."""
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+
+    def open(self, name: str) -> SegmentFile:
+        """One of them; raises `DamagedFile` if it is not this rank's, or its header is damaged."""
+
+    def read_all(self) -> None:
+        """Forget what the index says, and list again what all of them hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """Consecutive steps in one segment.
@@ -45,21 +56,21 @@ class Stretch:
         last: Last step, inclusive.
         bytes: Of these records, framing included; None if nobody has counted.
         rebases: Those that cannot be replayed, ascending.
-        is_claimed: Whether only an index says so: nothing of it was read.
+        claim: The entry of the index that says so, if nobody has read it.
     """
 
     first: int
     last: int
-    folder: Path
+    home: SegmentHome
     name: str
     bytes: int | None
     rebases: tuple[int, ...]
-    is_claimed: bool
+    claim: Sealed | None = None
 
     @property
     def path(self) -> Path:
         """The segment."""
-        return self.folder / self.name
+        return self.home.path / self.name
 
     def part(self, first: int, last: int) -> Stretch:
         """Some of its steps."""
@@ -75,17 +86,17 @@ class RankRecords(Mapping[int, StoredRecord]):
     The BASE record of an incarnation stands under its base step.
     """
 
-    def __init__(self, staged: Mapping[int, StoredRecord] | None = None) -> None:
-        """Begin with what lies in staging, which comes before segments."""
-        self._staged = dict(staged or {})
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._staged: dict[int, StoredRecord] = {}
         self._stretches: list[Stretch] = []
         self._ranges: list[tuple[int, int]] | None = None
         self._rebases: list[int] | None = None
         self._open: SegmentFile | None = None
-        self._confirmed: dict[Path, int] = {}
+        self._confirmed: dict[tuple[str, int], int] = {}
 
     def stage(self, found: StoredRecord) -> None:
-        """Add a record from staging, unless its step is there."""
+        """Add a record from staging, which comes before segments, unless its step is there."""
         self._staged.setdefault(found.record.header.step, found)
         self._ranges = self._rebases = None
 
@@ -102,6 +113,11 @@ class RankRecords(Mapping[int, StoredRecord]):
             start = max(start, other.last + 1)
         if start <= stretch.last:
             self._insert(stretch.part(start, stretch.last))
+        self._ranges = self._rebases = None
+
+    def forget_segments(self) -> None:
+        """Leave only what is in staging."""
+        self._stretches, self._confirmed, self._open = [], {}, None
         self._ranges = self._rebases = None
 
     def __contains__(self, step: object) -> bool:
@@ -187,48 +203,43 @@ class RankRecords(Mapping[int, StoredRecord]):
         """Read what is only claimed of the steps from ``first`` to ``last``.
 
         Returns:
-            Whether it was all true. If not, the steps there are have changed.
+            Whether it was all true. If not, every segment of the rank was read, and nothing is
+            only claimed any more.
         """
         for stretch in list(self._overlapping(first, last)):
             stop = min(last, stretch.last)
-            if stretch.is_claimed and self._confirmed.get(stretch.path, -1) < stop:
-                if not self._is_true(stretch, stop):
-                    self._read(stretch.path)
+            if (
+                stretch.claim is not None
+                and self._confirmed.get((stretch.name, stretch.first), -1) < stop
+            ):
+                if not self._is_true(stretch, stretch.claim, stop):
+                    stretch.home.read_all()
                     return False
-                self._confirmed[stretch.path] = stop
+                self._confirmed[stretch.name, stretch.first] = stop
         return True
 
-    def _is_true(self, stretch: Stretch, last: int) -> bool:
+    def _is_true(self, stretch: Stretch, claim: Sealed, last: int) -> bool:
+        """Whether a segment holds what is claimed up to a step, and nothing else."""
         rebases = set(stretch.rebases)
         for step in range(stretch.first, last + 1):
-            if step not in self._staged:
-                record = self._record(stretch, step)
-                if record is None or record.header.rebases != (step in rebases):
-                    return False
+            record = self._record(stretch, step)
+            if record is None or record.header.rebases != (step in rebases):
+                return False
+            if step == claim.first and record.offset != HEADER_BYTES:
+                return False
+            if step == claim.last and record.end != claim.bytes:
+                return False
         return True
 
     def _record(self, stretch: Stretch, step: int) -> RecordRef | None:
         """A step of a stretch as its segment has it now; None if it has not, or is gone."""
         try:
             if self._open is None or self._open.path != stretch.path:
-                self._open = SegmentFile(stretch.path)
+                self._open = stretch.home.open(stretch.name)
             found = self._open.record(step)
         except (DamagedFile, FileNotFoundError):
             return None
         return found if found and found.header.kind is RecordKind.DIFFERENTIAL else None
-
-    def _read(self, path: Path) -> None:
-        """Put what a segment holds in the place of what an index claims of it."""
-        self._open = None
-        self._stretches = [stretch for stretch in self._stretches if stretch.name != path.name]
-        self._ranges = self._rebases = None
-        with contextlib.suppress(FileNotFoundError):  # a live run's retention was faster
-            what = "%s does not hold what its index says: the index is removed, the file read"
-            _logger.warning(what, path)
-            forget_index(path.parent)
-            file = SegmentFile(path)
-            for stretch in stretches_of(file):
-                self.add(stretch)
 
     def _overlapping(self, first: int, last: int) -> Iterator[Stretch]:
         index = bisect_left(self._stretches, first, key=lambda stretch: stretch.last)
@@ -254,30 +265,3 @@ def reach(shards: Sequence[RankRecords], step: int, limit: int | None = None) ->
     last = last if limit is None else min(last, limit)
     ends = [set(records.rebases(step + 1, last)) for records in shards]
     return min(set.intersection(*ends), default=last + 1) - 1
-
-
-def stretches_of(file: SegmentFile) -> list[Stretch]:
-    """Everything that a segment holds; reads it to its end."""
-    found: list[Stretch] = []
-    size = 0
-    rebases: list[int] = []
-    first = last = -1
-
-    def finish() -> None:
-        if first >= 0:
-            place = file.path.parent, file.path.name
-            found.append(Stretch(first, last, *place, size, tuple(rebases), is_claimed=False))
-
-    while (record := file.next()) is not None:
-        header = record.header
-        if header.kind is not RecordKind.DIFFERENTIAL:
-            continue
-        if first < 0 or header.step != last + 1:
-            finish()
-            first, size, rebases = header.step, 0, []
-        last = header.step
-        size += record.end - record.offset
-        if header.rebases:
-            rebases.append(last)
-    finish()
-    return found

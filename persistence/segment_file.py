@@ -23,6 +23,10 @@ from lowdiff.persistence.framing import (
 
 #: Recovery of a run with many ranks holds one of each.
 _PIECE_BYTES = 256 << 10
+#: A longer body is checked a piece at a time before it is loaded: its length may be a stranger's.
+_WHOLE_BYTES = 16 << 20
+#: More than a machine stages; a file with holes may claim any length.
+_MAX_BODY_BYTES = 1 << 38
 
 
 class SegmentFile:
@@ -53,7 +57,11 @@ class SegmentFile:
         self.end = HEADER_BYTES
 
     def next(self) -> RecordRef | None:
-        """The first record that was not read yet, or None at the end of the file."""
+        """The first record that was not read yet, or None at the end of the file.
+
+        Raises:
+            DamagedFile: If the file cannot be read, or the record does not fit in memory.
+        """
         record = None if self._is_read else self._read(self.end)
         if record is None or (self._steps and record.header.step <= self._steps[-1]):
             self._is_read = True
@@ -79,10 +87,27 @@ class SegmentFile:
         header = None if head is None else RecordHeader.unpack(head)
         if header is None or header.step >= 1 << 63 or not self.header.owns(header):
             return None
-        body = self._bytes(offset + HEADER_BYTES, header.body_bytes)
+        start, size = offset + HEADER_BYTES, header.body_bytes
+        if size > _MAX_BODY_BYTES:
+            return None
+        if size > _WHOLE_BYTES and self._checksum(start, size) != header.body_checksum:
+            return None
+        body = self._bytes(start, size)
         if body is None or crc32c(body) != header.body_checksum:
             return None
         return RecordRef(header, offset, body)
+
+    def _checksum(self, offset: int, size: int) -> int | None:
+        """Of a part of the file, which is not kept; None if the file ends before."""
+        if offset + size > self.size:
+            return None
+        checksum = 0
+        with _reading(self.path) as file:
+            file.seek(offset)
+            while size and (piece := file.read(min(size, _PIECE_BYTES))):
+                checksum = crc32c(piece, checksum)
+                size -= len(piece)
+        return None if size else checksum
 
     def _bytes(self, offset: int, size: int) -> memoryview | None:
         """A part of the file; None if it ends before."""
@@ -108,3 +133,5 @@ def _reading(path: Path) -> Iterator[IO[bytes]]:
         raise
     except OSError as error:
         raise DamagedFile(path, f"it cannot be read ({error})") from error
+    except (MemoryError, OverflowError) as error:
+        raise DamagedFile(path, "one of its records does not fit in memory") from error

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import struct
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,10 @@ _ENTRY = np.dtype(
     ]
 )
 _MAX_BYTES = 256 << 20
+#: Retention removes files, and leaves their entries until the writer adds some.
+_SPARE_ENTRIES = 4096
+#: By then whoever wrote a partial file is dead.
+_PARTIAL_SECONDS = 3600.0
 #: Below this, reading the segments takes no time that anybody notices.
 _WORTH_RECORDS, _WORTH_BYTES = 4096, 64 << 20
 assert _HEADER.size == 64
@@ -76,13 +81,20 @@ def is_worth_remembering(segments: Iterable[Sealed]) -> bool:
     return records >= _WORTH_RECORDS or sum(sealed.bytes for sealed in found) >= _WORTH_BYTES
 
 
-def read_index(folder: Path, run_id: str, rank: int) -> Mapping[tuple[int, int], Sealed]:
-    """What the index in a rank's folder of segments claims; nothing if there is none to rely on."""
+def read_index(
+    folder: Path, run_id: str, rank: int, num_segments: int
+) -> Mapping[tuple[int, int], Sealed]:
+    """What the index in a rank's folder of segments claims; nothing if there is none to rely on.
+
+    ``num_segments`` is how many the folder holds: one with far more entries is a stranger's, or is
+    of files that are gone, and reading it takes longer than it saves.
+    """
     try:
         with (folder / INDEX_NAME).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             data = file.read(size) if size <= _MAX_BYTES else b""
-        return {sealed.key: sealed for sealed in _decoded(data, run_id, rank)}
+        most = _SPARE_ENTRIES + 4 * num_segments
+        return {sealed.key: sealed for sealed in _decoded(data, run_id, rank, most)}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, struct.error) as error:
@@ -91,22 +103,35 @@ def read_index(folder: Path, run_id: str, rank: int) -> Mapping[tuple[int, int],
 
 
 def write_index(folder: Path, run_id: str, rank: int, segments: Iterable[Sealed]) -> None:
-    """Replace the index, as far as that is possible: the folder may be read-only, or the disk full."""
-    data = _encoded(sorted(segments, key=lambda sealed: sealed.key), run_id, rank)
+    """Replace the index, as far as that is possible: the folder may be read-only, or the disk full.
+
+    It has no room for files from before 1970.
+    """
+    fitting = (sealed for sealed in segments if sealed.mtime_ns >= 0)
+    data = _encoded(sorted(fitting, key=lambda sealed: sealed.key), run_id, rank)
     if len(data) > _MAX_BYTES:
         return
     try:
+        _sweep(folder)
         with replaced(folder / INDEX_NAME) as file:
             file.write(data)
     except OSError as error:
         _logger.info("no index is kept in %s: %s", folder, error)
 
 
+def _sweep(folder: Path) -> None:
+    """Remove what writers left that were killed while they wrote."""
+    for partial in folder.glob(f"{INDEX_NAME}.*.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - partial.stat().st_mtime > _PARTIAL_SECONDS:
+                partial.unlink()
+
+
 def add_to_index(folder: Path, run_id: str, rank: int, sealed: Iterable[Sealed]) -> None:
     """Add entries, as far as that is possible; those whose files retention has removed go."""
     with contextlib.suppress(OSError):
         names = set(os.listdir(folder))
-        known = {**read_index(folder, run_id, rank), **{s.key: s for s in sealed}}
+        known = {**read_index(folder, run_id, rank, len(names)), **{s.key: s for s in sealed}}
         there = (s for s in known.values() if segment_name(s.incarnation, s.first) in names)
         write_index(folder, run_id, rank, there)
 
@@ -129,7 +154,7 @@ def _encoded(segments: Sequence[Sealed], run_id: str, rank: int) -> bytes:
     return head[:-4] + struct.pack("<I", crc32c(head[:-4])) + body
 
 
-def _decoded(data: bytes, run_id: str, rank: int) -> list[Sealed]:
+def _decoded(data: bytes, run_id: str, rank: int, most: int) -> list[Sealed]:
     """Parse and check.
 
     Raises:
@@ -144,6 +169,8 @@ def _decoded(data: bytes, run_id: str, rank: int) -> list[Sealed]:
         raise ValueError("its header fails its checksum")
     if (version, owner, run.hex()) != (FORMAT_VERSION, rank, run_id):
         raise ValueError("it belongs to another version, run or rank")
+    if num_entries > most:
+        raise ValueError(f"it has {num_entries} entries, more than this folder gives reason for")
     size = _ENTRY.itemsize * num_entries
     if len(body) != size + 8 * num_rebases or crc32c(body) != body_crc:
         raise ValueError("it fails its checksum")

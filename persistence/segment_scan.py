@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.framing import HEADER_BYTES
-from lowdiff.persistence.paths import RunFolder
-from lowdiff.persistence.records import RankRecords, Stretch, stretches_of
+from lowdiff.persistence.framing import HEADER_BYTES, RecordKind
+from lowdiff.persistence.paths import RunFolder, segment_numbers
+from lowdiff.persistence.records import RankRecords, SegmentHome, Stretch
 from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.segment_index import (
     Sealed,
+    forget_index,
     is_worth_remembering,
     read_index,
     write_index,
 )
+
+_logger = logging.getLogger(__name__)
 
 #: A file that was changed so recently might be changed again without a later time to show for it.
 _SETTLED_NS = 2_000_000_000
@@ -26,7 +31,7 @@ _SETTLED_NS = 2_000_000_000
 def add_segments(
     folder: RunFolder,
     run_id: str,
-    records_of: Callable[[int, int], RankRecords],
+    records: MutableMapping[tuple[int, int], RankRecords],
     damage: list[DamagedFile],
     *,
     use_index: bool,
@@ -36,50 +41,124 @@ def add_segments(
     Args:
         folder: The run.
         run_id: Its identity.
-        records_of: ``(incarnation, rank)`` -> where to add what is found.
-        damage: Gets what fails a check.
+        records: ``(incarnation, rank)`` -> where to add what is found, now and whenever the index
+            turns out to be wrong.
+        damage: Gets what fails a check, likewise.
         use_index: Whether to believe the index of what it fits, and to write one; otherwise every
             byte is read, and none written.
     """
     for rank, path in folder.segment_folders():
-        known = read_index(path, run_id, rank) if use_index else {}
+        _RankSegments(path, run_id, rank, records, damage).add(use_index=use_index)
+
+
+@dataclass(frozen=True, slots=True)
+class _RankSegments:
+    """One rank's segments, and where what they hold is listed."""
+
+    path: Path
+    run_id: str
+    rank: int
+    records: MutableMapping[tuple[int, int], RankRecords]
+    damage: list[DamagedFile]
+
+    def open(self, name: str) -> SegmentFile:
+        """One of them, by its name.
+
+        Raises:
+            FileNotFoundError: If it is not there.
+            DamagedFile: If its header is damaged, or is another's.
+        """
+        file = SegmentFile(self.path / name)
+        header, (incarnation, _) = file.header, segment_numbers(name)
+        owner = self.run_id, incarnation, self.rank
+        if (header.run_id, header.incarnation, header.rank) != owner:
+            raise DamagedFile(file.path, "it belongs to another run, incarnation or rank")
+        return file
+
+    def add(self, *, use_index: bool) -> None:
+        """List what they hold."""
+        there = list(RunFolder.segment_files(self.path))
+        known = read_index(self.path, self.run_id, self.rank, len(there)) if use_index else {}
         fits: list[Sealed] = []
         fresh: list[Sealed] = []
-        for incarnation, first, name, status in folder.segment_files(path):
+        for incarnation, first, name, status in there:
             sealed = known.get((incarnation, first))
             if sealed is not None and _fits(sealed, status):
                 fits.append(sealed)
-                records_of(incarnation, rank).add(_claimed(sealed, path, name))
+                self._add(incarnation, self._claimed(sealed, name))
                 continue
-            segment = path / name
             try:
-                file = SegmentFile(segment)
-                header = file.header
-                if (header.run_id, header.incarnation, header.rank) != (run_id, incarnation, rank):
-                    raise DamagedFile(segment, "it belongs to another run, incarnation or rank")
-                stretches = stretches_of(file)
+                file = self.open(name)
+                stretches = _stretches_of(file, self)
             except FileNotFoundError:
                 continue  # a live run's retention was faster
             except DamagedFile as error:
-                damage.append(error)
+                self.damage.append(error)
                 continue
             for stretch in stretches:
-                records_of(incarnation, rank).add(stretch)
+                self._add(incarnation, stretch)
             if file.end < file.size:
                 what = f"{file.size - file.end} bytes are no record"
-                damage.append(DamagedFile(segment, what, offset=file.end))
+                self.damage.append(DamagedFile(file.path, what, offset=file.end))
             fresh += _sealed(file, incarnation, first, stretches)
         if use_index and is_worth_remembering(fresh):
-            write_index(path, run_id, rank, [*fits, *fresh])
+            write_index(self.path, self.run_id, self.rank, [*fits, *fresh])
+
+    def read_all(self) -> None:
+        """List what they hold without the index, which is wrong, and goes."""
+        what = (
+            "the segments in %s do not hold what their index says: it is removed, and all are read"
+        )
+        _logger.warning(what, self.path)
+        forget_index(self.path)
+        for (_, rank), own in self.records.items():
+            if rank == self.rank:
+                own.forget_segments()
+        known = [error for error in self.damage if error.path.parent == self.path]
+        self.damage[:] = [error for error in self.damage if error.path.parent != self.path]
+        start = len(self.damage)
+        self.add(use_index=False)
+        said = {(error.path, error.offset) for error in known}
+        for error in self.damage[start:]:
+            if (error.path, error.offset) not in said:
+                _logger.warning("%s", error)
+
+    def _add(self, incarnation: int, stretch: Stretch) -> None:
+        self.records.setdefault((incarnation, self.rank), RankRecords()).add(stretch)
+
+    def _claimed(self, sealed: Sealed, name: str) -> Stretch:
+        size = sealed.bytes - HEADER_BYTES
+        return Stretch(sealed.first, sealed.last, self, name, size, sealed.rebases, sealed)
 
 
 def _fits(sealed: Sealed, status: os.stat_result) -> bool:
     return (sealed.bytes, sealed.mtime_ns) == (status.st_size, status.st_mtime_ns)
 
 
-def _claimed(sealed: Sealed, folder: Path, name: str) -> Stretch:
-    size = sealed.bytes - HEADER_BYTES
-    return Stretch(sealed.first, sealed.last, folder, name, size, sealed.rebases, is_claimed=True)
+def _stretches_of(file: SegmentFile, home: SegmentHome) -> list[Stretch]:
+    """Everything that a segment holds; reads it to its end."""
+    found: list[Stretch] = []
+    size = 0
+    rebases: list[int] = []
+    first = last = -1
+
+    def finish() -> None:
+        if first >= 0:
+            found.append(Stretch(first, last, home, file.path.name, size, tuple(rebases)))
+
+    while (record := file.next()) is not None:
+        header = record.header
+        if header.kind is not RecordKind.DIFFERENTIAL:
+            continue
+        if first < 0 or header.step != last + 1:
+            finish()
+            first, size, rebases = header.step, 0, []
+        last = header.step
+        size += record.end - record.offset
+        if header.rebases:
+            rebases.append(last)
+    finish()
+    return found
 
 
 def _sealed(

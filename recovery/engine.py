@@ -18,7 +18,7 @@ from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import was_removed
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.in_memory import MemoryPlan, carry_out_in_memory, plan_in_memory
-from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
+from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
 from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.sizing import check_memory
@@ -114,7 +114,12 @@ def reporting(
 
 
 def look_again(
-    folder: RunFolder, staging: Path, catalog: Catalog, act: Callable[[Catalog], _Result]
+    folder: RunFolder,
+    staging: Path,
+    catalog: Catalog,
+    act: Callable[[Catalog], _Result],
+    *,
+    check_all: bool = False,
 ) -> _Result:
     """Act on a run that may be alive.
 
@@ -125,6 +130,7 @@ def look_again(
         staging: Root of its staging folders.
         catalog: What was seen of it.
         act: Called with the catalog, and again with a newer one if what it lists is gone.
+        check_all: Whether the newer one, too, reads everything, and believes and writes no index.
     """
     for _ in range(_LOOKS):
         try:
@@ -132,17 +138,24 @@ def look_again(
         except DamagedFile as error:
             if staging not in error.path.parents and not was_removed(error.path):
                 raise
-            catalog = scan(folder, [staging])
+            catalog = scan(folder, [staging], check_all=check_all)
     return act(catalog)
 
 
 def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | None:
     """The way from what replicas left in memory, where it leads further than the disk, or as far."""
     memory = plan_in_memory(catalog, step)
-    ranges = recoverable(catalog)
-    if memory is None or (ranges and memory.step < ranges[-1][1] and step is None):
+    if memory is None:
         return None
-    return memory
+    return None if step is None and memory.step < _newest_on_disk(catalog) else memory
+
+
+def _newest_on_disk(catalog: Catalog) -> int:
+    """Planned, not only listed: what an index claims of the disk might not be there."""
+    try:
+        return plan_recovery(catalog).step
+    except StepNotFound:
+        return -1
 
 
 def newest_step(catalog: Catalog, step: int | None) -> int:
@@ -190,7 +203,7 @@ def recover_from_disk(catalog: Catalog, step: int | None, options: ReplayOptions
             if removed or not others or plan.base.folder not in error.path.parents:
                 raise
             _logger.warning("%s; going back to an older snapshot", error)
-            catalog = replace(catalog, snapshots=others, damage=(*catalog.damage, error))
+            catalog = replace(catalog, snapshots=others, damage=[*catalog.damage, error])
 
 
 def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:

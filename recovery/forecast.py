@@ -102,13 +102,15 @@ def forecast(
 
 def _forecast(folder: RunFolder, root: Path, step: int | None, options: ReplayOptions) -> Forecast:
     catalog = scan(folder, [root])
-    failures = [finding.message for finding in judge(folder, catalog)[0]]
     plan, passed_over = _sound_plan(catalog, step)
+    failures = [finding.message for finding in judge(folder, catalog)[0]]
     fence = catalog.incarnations[plan.incarnation].fence
-    shards = Counter(
-        "staging" if shard.staged else "local" for planned in plan.reads for shard in planned.shards
-    )
-    stored = sum(planned.bytes for planned in plan.reads)
+    shards: Counter[str] = Counter()
+    stored = 0
+    for planned in plan.reads:
+        for shard in planned.shards:
+            shards["staging" if shard.staged else "local"] += 1
+            stored += shard.record.header.body_bytes
     seconds = (
         plan.base.bytes / _SNAPSHOT_BYTES_PER_SECOND
         + stored / _STORED_BYTES_PER_SECOND / options.workers
@@ -123,7 +125,7 @@ def _forecast(folder: RunFolder, root: Path, step: int | None, options: ReplayOp
         differentials=len(plan.reads),
         differential_bytes=stored,
         shards=dict(shards),
-        ranks=tuple(dict.fromkeys(len(planned.shards) for planned in plan.reads)),
+        ranks=tuple(dict.fromkeys(len(planned.sources) for planned in plan.reads)),
         incarnations=tuple(dict.fromkeys(lives)),
         elements=fence.layout.elements,
         workers=options.workers,

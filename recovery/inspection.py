@@ -74,7 +74,9 @@ class Inspection:
         optimizer: Class name, or a tuple of them if the run has several optimizers.
         incarnations: How often the run began or resumed.
         snapshot_bytes: Bytes of all complete snapshots.
-        damaged: Number of files with bytes that fail a check; `verify` names them.
+        damaged: Number of files with bytes that fail a check; `verify` names them. Tensors of
+            snapshots are not read here, nor segments that an index describes, so that damage in
+            them is not counted.
         pins: Steps that retention spares, by label.
     """
 

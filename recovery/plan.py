@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowdiff.errors import StepNotFound
-from lowdiff.persistence.catalog import Catalog, SnapshotSet, has_cycle
+from lowdiff.persistence.catalog import (
+    Catalog,
+    SnapshotSet,
+    confirm_all,
+    confirm_cycle,
+    has_cycle,
+)
 from lowdiff.persistence.lineage import Span, lineage
 from lowdiff.persistence.records import RankRecords, StoredRecord, reach
 
@@ -110,9 +116,14 @@ def plan_recovery(catalog: Catalog, step: int | None = None) -> RecoveryPlan:
     """
     spans = spans_of(catalog)
     while True:
-        target, base = _way(catalog, spans, step)
-        if _confirmed(catalog, spans, base, target):
-            break
+        try:
+            target, base = _way(catalog, spans, step)
+        except StepNotFound:
+            if confirm_all(catalog):
+                raise
+        else:
+            if _confirmed(catalog, spans, base, target, is_newest=step is None):
+                break
     planned = steps_after(catalog, base.step, target)
     assert len(planned) == target - base.step
     incarnation = planned[-1].incarnation if planned else base.incarnation
@@ -131,15 +142,21 @@ def _way(catalog: Catalog, spans: Sequence[Span], step: int | None) -> tuple[int
     return target, bases[-1]
 
 
-def _confirmed(catalog: Catalog, spans: Sequence[Span], base: SnapshotSet, target: int) -> bool:
-    """Whether what the catalog lists of the way from a base, and of its cycle, is really there."""
-    ways = [(s, max(base.step, s.base) + 1, target) for s in spans]
-    ways += [
-        (s, base.first_base + 1, base.step) for s in spans if s.incarnation == base.incarnation
-    ]
-    return all(
-        catalog.of(span.incarnation, rank).confirm(first, _least(last, span.last))
-        for span, first, last in ways
+def _confirmed(
+    catalog: Catalog, spans: Sequence[Span], base: SnapshotSet, target: int, *, is_newest: bool
+) -> bool:
+    """Whether what the catalog lists of the way from a base, and of its cycle, is really there.
+
+    What ends the way to the newest step counts too: that no step follows, or one that cannot be
+    replayed, and that no newer snapshot has its cycle.
+    """
+    last = target + is_newest
+    newer = [s for s in catalog.snapshots if is_newest and s.step > base.step]
+    return all(confirm_cycle(catalog, snapshot) for snapshot in (base, *newer)) and all(
+        catalog.of(span.incarnation, rank).confirm(
+            max(base.step, span.base) + 1, _least(last, span.last)
+        )
+        for span in spans
         for rank in range(span.world_size)
     )
 

@@ -240,7 +240,9 @@ def _carry_out(
     if gap is not None:
         return _Outcome(gap)
     try:
-        found = look_again(folder, root, catalog, lambda seen: _compare(seen, leg, options))
+        found = look_again(
+            folder, root, catalog, lambda seen: _compare(seen, leg, options), check_all=True
+        )
     except DamagedFile as error:
         return _Outcome(Finding.of(error))
     except LowDiffError as error:

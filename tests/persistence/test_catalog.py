@@ -70,7 +70,7 @@ def test_an_empty_run_lists_nothing_and_no_damage(folder: RunFolder, staging: Pa
     found = scan(folder, [staging])
     assert (found.run_id, found.root) == (RUN_ID, folder.root)
     assert (dict(found.incarnations), found.snapshots, dict(found.records)) == ({}, (), {})
-    assert (found.staging, found.damage, found.num_incarnations) == ((), (), 0)
+    assert (found.staging, found.damage, found.num_incarnations) == ((), [], 0)
 
 
 # Incarnations
@@ -225,7 +225,7 @@ def test_a_torn_tail_is_reported_and_what_is_before_it_counts(
     assert error.offset is not None
     assert path.stat().st_size > error.offset > 64
     path.write_bytes(data)
-    assert scan(folder).damage == ()
+    assert not scan(folder).damage
 
 
 def test_a_segment_under_the_name_of_another_is_damage(folder: RunFolder, staging: Path) -> None:
@@ -288,7 +288,7 @@ def test_strange_names_are_passed_over_and_links_refused(folder: RunFolder, stag
     (folder.root / "snapshots").write_text("a file where a folder belongs")
     found = scan(folder)
     assert listed(found) == {1: False}
-    assert found.damage == ()
+    assert not found.damage
     folder.segment(0, 0, 2).symlink_to(path)
     with pytest.raises(DamagedFile, match="it is a link"):
         scan(folder)
@@ -321,7 +321,7 @@ def test_files_that_retention_removes_during_the_scan_are_no_damage(
     found = scan(folder)
     assert listed(found) == {2: False}
     assert [s.step for s in found.snapshots] == [2]
-    assert found.damage == ()
+    assert not found.damage
 
 
 # Where a restarted writer goes on

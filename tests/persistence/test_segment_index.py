@@ -9,17 +9,15 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
 from lowdiff.errors import DamagedFile, StepNotFound
 from lowdiff.persistence import segment_index
 from lowdiff.persistence.catalog import Catalog, scan
-from lowdiff.persistence.fences import create_run, write_fence
+from lowdiff.persistence.fences import write_fence
 from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.segment_index import (
@@ -30,58 +28,26 @@ from lowdiff.persistence.segment_index import (
     write_index,
 )
 from lowdiff.persistence.segments import Batch, SegmentWriter
-from lowdiff.persistence.snapshots import shard_file
+from lowdiff.recovery.engine import look_again
 from lowdiff.recovery.inspection import inspect
 from lowdiff.recovery.plan import plan_recovery, recoverable
-from tests.persistence.made_runs import RUN_ID, began, fence, segment, stage
-
-BATCHES = [[1, 2], [3, 4], [5, 6], [7]]
+from tests.persistence.indexed_runs import (
+    BATCHES,
+    age,
+    index_file,
+    index_of,
+    indexed,
+    made,
+    tampered,
+)
+from tests.persistence.made_runs import RUN_ID, fence
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run of four segments, with an index of all of them; small runs are worth one here."""
     monkeypatch.setattr(segment_index, "_WORTH_RECORDS", 1)
-    run = made(tmp_path / "run", BATCHES)
-    scan(run)
-    assert set(index_of(run)) == {(0, 1), (0, 3), (0, 5), (0, 7)}
-    return run
-
-
-def made(root: Path, batches: Sequence[Sequence[int]], incarnation: int = 0) -> RunFolder:
-    run = RunFolder(root)
-    create_run(run, RUN_ID)
-    if incarnation == 0:
-        began(run)
-        shard_file(run.snapshot(0, 0), 0).touch()
-    staging = root.parent / f"staging-{incarnation}"
-    log = stage(staging, [step for batch in batches for step in batch], incarnation)
-    for batch in batches:
-        age(segment(run, log, batch))
-    shutil.rmtree(staging)
-    return run
-
-
-def age(path: Path, seconds: float = 60.0) -> None:
-    """Let a file have been changed some time ago."""
-    then = time.time() - seconds
-    os.utime(path, (then, then))
-
-
-def index_of(run: RunFolder) -> dict[tuple[int, int], Sealed]:
-    return dict(read_index(run.segments_of(0), RUN_ID, 0))
-
-
-def index_file(run: RunFolder) -> Path:
-    return run.segments_of(0) / INDEX_NAME
-
-
-def tampered(path: Path, data: bytes) -> None:
-    """Change a file as a bad disk does: neither its length nor its time tells."""
-    found = path.stat()
-    assert len(data) == found.st_size
-    path.write_bytes(data)
-    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    return indexed(tmp_path / "run")
 
 
 def what_it_holds(catalog: Catalog) -> tuple[object, ...]:
@@ -101,7 +67,6 @@ def test_what_the_index_knows_is_not_read_until_it_is_needed(
     expected = what_it_holds(scan(folder, check_all=True))
     with monkeypatch.context() as patched:
         patched.setattr("lowdiff.persistence.segment_scan.SegmentFile", refuse_to_open)
-        patched.setattr("lowdiff.persistence.records.SegmentFile", refuse_to_open)
         found = scan(folder)
         assert recoverable(found) == [(0, 7)]
         with pytest.raises(AssertionError, match="was read"):
@@ -124,9 +89,9 @@ def test_a_plan_reads_only_the_segments_it_uses(
 def test_an_index_comes_back_as_it_was_written(tmp_path: Path) -> None:
     entries = [Sealed(0, 1, 2, 300, 7, ()), Sealed(3, 5, 5, 200, 1 << 61, (5,))]
     write_index(tmp_path, RUN_ID, 4, reversed(entries))
-    assert list(read_index(tmp_path, RUN_ID, 4).values()) == entries
-    assert read_index(tmp_path, "ff" * 16, 4) == {}, "another run's"
-    assert read_index(tmp_path, RUN_ID, 3) == {}, "another rank's"
+    assert list(read_index(tmp_path, RUN_ID, 4, 0).values()) == entries
+    assert read_index(tmp_path, "ff" * 16, 4, 0) == {}, "another run's"
+    assert read_index(tmp_path, RUN_ID, 3, 0) == {}, "another rank's"
 
 
 def test_every_damage_of_an_index_makes_it_none(folder: RunFolder) -> None:
@@ -157,7 +122,7 @@ def test_every_damage_of_an_index_makes_it_none(folder: RunFolder) -> None:
 def test_impossible_entries_are_refused(tmp_path: Path, entry: Sealed) -> None:
     write_index(tmp_path, RUN_ID, 0, [entry])
     assert (tmp_path / INDEX_NAME).exists()
-    assert read_index(tmp_path, RUN_ID, 0) == {}
+    assert read_index(tmp_path, RUN_ID, 0, 0) == {}
 
 
 def test_an_index_too_large_to_be_one_is_neither_read_nor_written(
@@ -225,66 +190,63 @@ def test_a_run_that_is_read_in_no_time_gets_no_index(tmp_path: Path) -> None:
     assert not index_file(run).exists()
 
 
-# An index that is wrong about files it fits
-
-
-@pytest.mark.parametrize("step", [None, 4])
-def test_bits_that_flip_behind_the_index_are_found_before_they_are_used(
-    folder: RunFolder, step: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = folder.segment(0, 0, 3)
-    data = bytearray(path.read_bytes())
-    data[-10] ^= 1  # in the record of step 4
-    tampered(path, bytes(data))
-    assert recoverable(scan(folder)) == [(0, 7)], "as the index has it"
-
-    found = scan(folder)
-    if step is None:
-        assert plan_recovery(found).step == 3, "the last good one"
-    else:
-        with pytest.raises(StepNotFound, match="step 4 is missing"):
-            plan_recovery(found, step)
-    assert f"{path} does not hold what its index says" in caplog.text
-    assert not index_file(folder).exists()
-    checked = scan(folder, check_all=True)
-    assert [error.path for error in checked.damage] == [path]
-    assert recoverable(scan(folder)) == recoverable(checked) == [(0, 3)]
-
-
-@pytest.mark.parametrize(
-    ("first", "changes"),
-    [(7, {"last": 8}), (7, {"rebases": (7,)}), (5, {"last": 5, "bytes": 0}), (2, {"first": 2})],
-    ids=["a step more", "a step that cannot be replayed", "another length", "no such file"],
-)
-def test_an_index_that_lies_leads_to_no_wrong_plan(
-    folder: RunFolder, first: int, changes: dict[str, Any]
-) -> None:
-    entries = index_of(folder)
-    lie = replace(entries.get((0, first), entries[0, 1]), **changes)
-    if not lie.bytes:
-        lie = replace(lie, bytes=folder.segment(0, 0, 7).stat().st_size)
-    write_index(folder.segments_of(0), RUN_ID, 0, {**entries, lie.key: lie}.values())
-    plan = plan_recovery(scan(folder), 7 if "rebases" not in changes else 6)
-    shards = [shard for planned in plan.steps for shard in planned.shards]
-    assert [shard.record.header.step for shard in shards] == list(range(1, plan.step + 1))
-    if first == 7 and "last" in changes:
-        assert plan_recovery(scan(folder)).step == 7
-
-
-def test_nothing_is_believed_when_everything_is_checked(folder: RunFolder) -> None:
-    path = folder.segment(0, 0, 3)
-    tampered(path, bytes(path.stat().st_size))
-    before = index_file(folder).read_bytes()
-    found = scan(folder, check_all=True)
-    assert recoverable(found) == [(0, 2)]
-    assert [error.path for error in found.damage] == [path]
-    assert index_file(folder).read_bytes() == before
+def test_a_file_from_before_1970_is_read_and_not_remembered(folder: RunFolder) -> None:
+    os.utime(folder.segment(0, 0, 5), ns=(-5, -5))
     index_file(folder).unlink()
-    scan(folder, check_all=True)
-    assert not index_file(folder).exists(), "verify writes nothing"
+    assert recoverable(scan(folder)) == [(0, 7)]
+    assert set(index_of(folder)) == {(0, 1), (0, 3), (0, 7)}
+
+
+@pytest.mark.parametrize("check_all", [False, True])
+def test_whoever_believes_no_index_believes_none_on_the_second_look(
+    folder: RunFolder, check_all: bool
+) -> None:
+    index_file(folder).unlink()
+    staging = folder.root.parent / "none"
+    seen = []
+
+    def act(catalog: Catalog) -> None:
+        seen.append(catalog)
+        if len(seen) == 1:
+            raise DamagedFile(staging / "log-00000000.chunk", "overwritten")
+
+    look_again(folder, staging, scan(folder, check_all=True), act, check_all=check_all)
+    assert len(seen) == 2
+    assert index_file(folder).exists() != check_all
 
 
 # Who else is there
+
+
+def test_an_index_of_far_more_segments_than_there_are_is_none(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_index, "_SPARE_ENTRIES", 0)
+    many = [Sealed(1, step, step, 128, 7, ()) for step in range(1, 18)]
+    write_index(folder.segments_of(0), RUN_ID, 0, many)
+    assert len(read_index(folder.segments_of(0), RUN_ID, 0, 5)) == 17
+    assert read_index(folder.segments_of(0), RUN_ID, 0, 4) == {}
+    assert recoverable(scan(folder)) == [(0, 7)]
+
+
+def test_what_killed_writers_left_is_swept(folder: RunFolder) -> None:
+    old, new = (folder.segments_of(0) / f"{INDEX_NAME}.{n}.partial" for n in ("0a", "0b"))
+    old.touch()
+    age(old, seconds=4000)
+    new.touch()
+    write_index(folder.segments_of(0), RUN_ID, 0, [])
+    assert not old.exists()
+    assert new.exists(), "its writer may be alive"
+
+
+def test_names_that_are_no_folders_of_segments_are_passed_over(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.segments_of(1).write_bytes(b"")
+    assert recoverable(scan(folder)) == [(0, 7)]
+    gone = [(0, folder.segments_of(0)), (2, folder.segments_of(2))]
+    monkeypatch.setattr(RunFolder, "segment_folders", lambda self: iter(gone))
+    assert recoverable(scan(folder)) == [(0, 7)]
 
 
 def test_a_folder_that_cannot_be_written_is_read(
@@ -357,7 +319,7 @@ def test_writers_that_are_killed_or_in_each_others_way_leave_a_whole_index(tmp_p
     seen: set[int] = set()
     deadline = time.monotonic() + 20
     while len(seen) < 2 and time.monotonic() < deadline:
-        entries = list(read_index(tmp_path, RUN_ID, 0).values())
+        entries = list(read_index(tmp_path, RUN_ID, 0, 0).values())
         assert entries in many
         seen.add(entries[0].incarnation)
     for writer in writers:
@@ -365,7 +327,7 @@ def test_writers_that_are_killed_or_in_each_others_way_leave_a_whole_index(tmp_p
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
     assert seen == {0, 1}, "both have written"
-    assert list(read_index(tmp_path, RUN_ID, 0).values()) in many
+    assert list(read_index(tmp_path, RUN_ID, 0, 0).values()) in many
 
 
 # The writer process's part

@@ -85,8 +85,9 @@ class Files:
         if len(death.fenced) == WORLD_SIZE:
             for rank, count in enumerate(death.staged):
                 steps = range(base + 1, base + count + 1)
-                staged = {t: record(number, rank, t) for t in steps}
-                self.records[number, rank] = RankRecords(staged)
+                self.records[number, rank] = RankRecords()
+                for step in steps:
+                    self.records[number, rank].stage(record(number, rank, step))
 
 
 @pytest.mark.parametrize("back", [0, 1])

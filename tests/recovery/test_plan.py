@@ -35,6 +35,13 @@ def life(number: int, *, base: int = 0, parent: int | None = None, ranks: int = 
     )
 
 
+def staged(found: Iterable[StoredRecord]) -> RankRecords:
+    records = RankRecords()
+    for one in found:
+        records.stage(one)
+    return records
+
+
 def record(incarnation: int, rank: int, step: int) -> StoredRecord:
     header = RecordHeader(RecordKind.DIFFERENTIAL, False, 0, 8, 0, step, incarnation, rank, 1, 0)
     return StoredRecord(RecordRef(header, 0, memoryview(bytes(8))), Path("x.seg"), staged=False)
@@ -61,8 +68,7 @@ def catalog(
             for step, incarnation in sorted((step, number) for number, step in snapshots)
         ),
         records={
-            key: RankRecords({step: record(*key, step) for step in steps})
-            for key, steps in records.items()
+            key: staged([record(*key, step) for step in steps]) for key, steps in records.items()
         },
         staging=(),
         damage=(),
