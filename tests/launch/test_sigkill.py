@@ -129,6 +129,7 @@ def run_example(folder: Path, kill_after: str | None = None) -> list[str]:
     return output.read_text().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_example_with_a_worker_killed_under_torchrun_ends_as_if_it_were_not(
     tmp_path: Path,

@@ -14,7 +14,7 @@ from tests.scenarios.trainings import TRAININGS
 
 STEPS = 11
 #: The others run with the slow tests.
-FAST = {("powersgd", 2), ("8 bits", 1)}
+FAST = {("8 bits", 1)}
 CASES = [
     pytest.param(
         name, size, marks=[] if (name, size) in FAST else pytest.mark.slow, id=f"{name}, {size}"

@@ -15,6 +15,25 @@ STEPS = 16
 MODULES = {more_trainings.__name__, averaged_trainings.__name__}
 NAMES = sorted(n for n, b in TRAININGS.items() if b.__module__ in MODULES)
 
+#: Near relatives of others here: they run with the slow tests.
+RARER = {
+    "average_of_its_own_kind",
+    "bucket_view",
+    "centered_rmsprop",
+    "ema_of_a_generator",
+    "ema_updated_before_the_step",
+    "evaluation_between_steps",
+    "float64_parameters",
+    "many_buckets",
+    "nesterov",
+    "one_cycle",
+    "scaler_fused",
+    "swa_of_every_third_step",
+    "unused_parameters_bucket_view",
+    "unused_parameters_bucket_view_zeroed",
+}
+assert set(NAMES) >= RARER
+
 
 def world_sizes(name: str) -> list[int]:
     """A plain module is a world of its own; the rest alternate between 2 and 3 ranks."""
@@ -24,7 +43,12 @@ def world_sizes(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"), [(name, size) for name in NAMES for size in world_sizes(name)]
+    ("name", "world_size"),
+    [
+        pytest.param(name, size, marks=pytest.mark.slow if name in RARER else ())
+        for name in NAMES
+        for size in world_sizes(name)
+    ],
 )
 def test_this_training_resumes_bit_for_bit(
     pool: Pool, tmp_path: Path, name: str, world_size: int
