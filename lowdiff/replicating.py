@@ -50,7 +50,8 @@ class ReplicatedStager(Stager):
         if self._owes_snapshot or self._given_up == step:
             self._pending = ()
         elif self._degrades:
-            self._given_up = self._given_up if self._has_put() else step
+            if not self._has_put():
+                self._given_up = step
             self._pending = ()
         else:
             try:

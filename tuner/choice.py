@@ -15,6 +15,7 @@ from lowdiff.tuner.costs import (
     loop_seconds,
     recovery_seconds,
     waste,
+    written_bytes_per_step,
 )  # fmt: skip
 from lowdiff.tuner.failures import FailureRates
 from lowdiff.tuner.units import readable_bytes, readable_seconds
@@ -178,7 +179,7 @@ def stored_bytes(costs: Costs, limits: Limits, f: float) -> float:
 
 def written_bytes_per_hour(costs: Costs, f: float, b: float) -> float:
     """Written by all ranks in an hour of training."""
-    per_step = costs.differential_bytes + costs.snapshot_bytes / f
+    per_step = written_bytes_per_step(costs, f)
     return 3600 / loop_seconds(costs, f, b) * per_step * costs.world_size
 
 

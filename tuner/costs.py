@@ -98,10 +98,15 @@ class Waste:
         return 3600 * self.total
 
 
+def written_bytes_per_step(costs: Costs, f: float) -> float:
+    """What one rank writes, and uploads if there is a store: ``s + S/f``."""
+    return costs.differential_bytes + costs.snapshot_bytes / f
+
+
 def disk_seconds_per_step(costs: Costs, f: float, b: float) -> float:
     """Time of the disk for one step: ``L/b + s/W + S/(f W)``."""
-    transfer = costs.differential_bytes + costs.snapshot_bytes / f
-    return costs.write_latency_seconds / b + transfer / costs.write_bytes_per_second
+    transfer = written_bytes_per_step(costs, f) / costs.write_bytes_per_second
+    return costs.write_latency_seconds / b + transfer
 
 
 def loop_seconds(costs: Costs, f: float, b: float) -> float:
@@ -124,8 +129,8 @@ def store_share(costs: Costs, f: float, b: float) -> float:
     """
     if not costs.store_bytes_per_second:
         return 0.0
-    per_step = costs.differential_bytes + costs.snapshot_bytes / f
-    return per_step / costs.store_bytes_per_second / loop_seconds(costs, f, b)
+    sent = written_bytes_per_step(costs, f) / costs.store_bytes_per_second
+    return sent / loop_seconds(costs, f, b)
 
 
 def store_lag_steps(costs: Costs, f: float, b: float) -> float:

@@ -117,7 +117,7 @@ def _writing(samples: Mapping[str, Sequence[float]], facts: Facts) -> dict[str, 
             strict=False,
         )
     )
-    latency = [max(0.0, seconds - size / bandwidth.median) for seconds, size, _ in batches]
+    latency = _latencies([(seconds, size) for seconds, size, _ in batches], bandwidth)
     each = [size / steps for _, size, steps in batches if steps]
     staged = Estimate.of(samples.get("step_bytes", ()))
     return {
@@ -138,11 +138,16 @@ def _storing(samples: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
     bandwidth = Estimate.of([size / seconds for seconds, size in snapshots or batches])
     if bandwidth is None:
         return {}
-    latency = [max(0.0, seconds - size / bandwidth.median) for seconds, size in batches]
+    latency = _latencies(batches, bandwidth)
     return {
         "store_bytes_per_second": _positive(bandwidth),
         "store_latency_seconds": Estimate.of(latency) or Estimate.assumed(0.0),
     }
+
+
+def _latencies(sent: Sequence[tuple[float, float]], bandwidth: Estimate) -> list[float]:
+    """Of seconds and bytes: what the bytes do not explain."""
+    return [max(0.0, seconds - size / bandwidth.median) for seconds, size in sent]
 
 
 def _uploads(
