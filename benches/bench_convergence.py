@@ -12,20 +12,23 @@ DDP's plain all-reduce, for the same number of steps from the same weights with 
 
 Measured is the loss on what is held out after the last step. A compressor is within target if its mean
 over the seeds is at most two standard deviations of dense training's seeds above dense training's mean.
-Both ranks must end with the same bits.
+Both ranks must end with the same bits. Every training that has ended is in ``convergence.jsonl``; the next
+call with the same ``--out`` goes on behind it.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
+import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from matplotlib.axes import Axes
 from sklearn.datasets import load_digits
 from torch import nn
@@ -129,17 +132,34 @@ def text() -> Task:
 TASKS = {"digits": digits, "text": text}
 
 
-def train(task: Task, compressor: Compressor | None, steps: int, seed: int, rank: int) -> Any:
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One training of the comparison.
+
+    Attributes:
+        task: Key of ``TASKS``.
+        arm: Key of ``ARMS``.
+        steps: Optimizer steps.
+    """
+
+    task: str
+    arm: str
+    seed: int
+    steps: int
+
+
+def train(cell: Cell, task: Task, rank: int) -> tuple[float, str]:
     """One training: held-out loss, and a digest of the parameters."""
-    torch.manual_seed(seed)
+    torch.manual_seed(cell.seed)
     model = task.model()
+    compressor = ARMS[cell.arm]
     hooked = None if compressor is None else Hooked(model, compressor)
     ddp = DistributedDataParallel(model) if hooked is None else hooked.ddp
     optimizer = task.optimizer(ddp.parameters())
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for step in range(1, steps + 1):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, cell.steps)
+    for step in range(1, cell.steps + 1):
         optimizer.zero_grad()
-        task.loss(ddp, seed, step, rank).backward()
+        task.loss(ddp, cell.seed, step, rank).backward()
         if task.max_norm:
             nn.utils.clip_grad_norm_(ddp.parameters(), task.max_norm)
         optimizer.step()
@@ -154,16 +174,26 @@ def train(task: Task, compressor: Compressor | None, steps: int, seed: int, rank
         return float(task.held_out(model)), digest.hexdigest()
 
 
-def job(rank: int, world_size: int, args: argparse.Namespace) -> Any:
-    """Every task, arm and seed on one of the ranks."""
+def job(rank: int, world_size: int, cells: Sequence[Cell], ended: Path) -> None:
+    """Trainings on one of the ranks; rank 0 adds a line to the file for each."""
     assert world_size == _WORLD_SIZE
     tasks = {name: make() for name, make in TASKS.items()}
-    return {
-        (name, arm, seed): train(task, compressor, args.steps[name], seed, rank)
-        for name, task in tasks.items()
-        for arm, compressor in ARMS.items()
-        for seed in range(args.seed, args.seed + args.seeds)
-    }
+    for cell in cells:
+        found: list[Any] = [None] * world_size
+        dist.all_gather_object(found, train(cell, tasks[cell.task], rank))
+        assert len(set(found)) == 1, f"the ranks ended with different weights: {cell}, {found}"
+        if rank == 0:
+            with ended.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(asdict(cell) | {"loss": found[0][0]}) + "\n")
+
+
+def read(ended: Path) -> Iterator[tuple[Cell, float]]:
+    """Trainings that have ended, and their losses."""
+    if ended.exists():
+        for line in ended.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            loss = row.pop("loss")
+            yield Cell(**row), loss
 
 
 def compared(losses: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
@@ -220,15 +250,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.smoke:
         args.seeds, args.steps = 1, {"digits": 3, "text": 2}
     before = machine()
-    ranks = in_ranks(_WORLD_SIZE, job, args)
-    identical = all(ranks[0][key] == ranks[1][key] for key in ranks[0])
-    assert identical, "the ranks ended with different weights"
     seeds = range(args.seed, args.seed + args.seeds)
+    cells = [
+        Cell(task, arm, seed, args.steps[task]) for seed in seeds for task in TASKS for arm in ARMS
+    ]
+    args.out.mkdir(parents=True, exist_ok=True)
+    ended = args.out / "convergence.jsonl"
+    known = dict(read(ended))
+    in_ranks(_WORLD_SIZE, job, [cell for cell in cells if cell not in known], ended)
+    known = dict(read(ended))
     losses = {
-        task: {arm: [ranks[0][task, arm, seed][0] for seed in seeds] for arm in ARMS}
+        task: {
+            arm: [known[Cell(task, arm, seed, args.steps[task])] for seed in seeds] for arm in ARMS
+        }
         for task in TASKS
     }
-    summary = {"bit_identical": identical, **compared(losses)}
+    summary = {"bit_identical": True, **compared(losses)}
     settings = {"seeds": args.seeds, "steps": args.steps, "smoke": args.smoke}
     result = Result("convergence", settings, args.seed, before, {"losses": losses}, summary)
     write(result, args.out, draw)

@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("lowdiff").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # of libraries that are fed with junk
     path = args.out / "soak.json"
-    done = read(json.loads(path.read_text())) if args.resume else {}
+    done = read(json.loads(path.read_text())) if args.resume and path.exists() else {}
 
     def save() -> None:
         document = report(done, scale=scale, seed=args.seed)
