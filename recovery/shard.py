@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,7 +72,7 @@ class Shard:
             self._take_last_step()
             if (unit := file.unfinished()) is not None:
                 file.put_back(self._written(file.units[unit]))
-            self._take_numbers()
+            self._take_numbers(base["numbers"])
         except (KeyError, ValueError, IndexError, TypeError) as error:
             raise DamagedFile(file.path, f"it does not fit its run ({error!r})") from error
         self._units = self._built()
@@ -185,9 +185,8 @@ class Shard:
         self._overrides = values["items"]
         _override(self.state.items[0], self._overrides)
 
-    def _take_numbers(self) -> None:
+    def _take_numbers(self, begun: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
         """A parameter some of whose units are a step ahead keeps the numbers of those behind."""
-        begun = self.file.base()["numbers"]
         order = sorted(range(len(self.file.units)), key=lambda u: -int(self.file.unit_steps[u]))
         for index in order:
             unit = self.file.units[index]
@@ -285,7 +284,7 @@ def _state(file: ReplicaFile, fence: Fence, base: dict[str, Any]) -> RecoveredSt
     state.residual_marks = [None]
     state.residuals = [{}]
     state.optimizers = [
-        OptimizerState(list(groups), numbers)
+        OptimizerState(list(groups), {name: dict(entries) for name, entries in numbers.items()})
         for groups, numbers in zip(base["groups"], base["numbers"], strict=True)
     ]
     state.held = tuple(base["held"])
