@@ -1,9 +1,9 @@
-"""Writes the figures of docs/benchmarks.md from the JSON that the benches left.
+"""Writes the figures of the documents from what benches and fault campaigns left.
 
-    python -m benches.report [--results docs/results] [--document docs/benchmarks.md]
+    python -m benches.report [--docs docs]
 
 Text is kept by hand. Between ``<!-- figures: NAME -->`` and ``<!-- end -->`` stands what this
-module makes of ``NAME.json``, so that text and figures never disagree.
+module makes of ``results/NAME.json``, so that text and figures never disagree.
 """
 
 from __future__ import annotations
@@ -160,13 +160,9 @@ REPORTED: dict[str, Reported] = {
 
 
 def records_in(folder: Path) -> dict[str, Record]:
-    """Results of benches by name; other JSON in the folder is left out."""
-    found: dict[str, Record] = {}
-    for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record, dict) and "summary" in record:
-            found[path.stem] = record
-    return found
+    """Results by name."""
+    paths = sorted(folder.glob("*.json"))
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def overview(records: Mapping[str, Record]) -> str:
@@ -190,16 +186,33 @@ def origin(name: str, record: Record) -> str:
     )
 
 
+def soak(record: Record) -> str:
+    """What the last ``make soak`` tried and lost, in a sentence."""
+    return (
+        f"{record['rounds']:,} rounds at {record['scale']:.2g} of the full size, "
+        f"**{record['lost']} lost**, {record['seconds'] / 60:.0f} minutes on "
+        f"{record['machine']['cores']} cores of {record['machine']['processor']}, torch "
+        f"{record['versions']['torch']}, commit {record['versions']['commit']}: "
+        "[every row](results/soak.md)."
+    )
+
+
+#: Sections that show something else than one bench.
+_OTHERS: dict[str, Callable[[Mapping[str, Record]], str]] = {
+    "overview": overview,
+    "peers_systems": lambda _: peers.of_systems(),
+    "soak": lambda records: soak(records["soak"]),
+}
+
+
 def section(name: str, records: Mapping[str, Record]) -> str:
     """What stands between the marks of a name.
 
     Raises:
         KeyError: If no figures have that name.
     """
-    if name == "overview":
-        return overview(records)
-    if name == "peers_systems":
-        return peers.of_systems()
+    if name in _OTHERS:
+        return _OTHERS[name](records)
     reported = REPORTED[name]
     if name not in records:
         return f"Not measured yet: `{reported.command} --out docs/results`."
@@ -219,14 +232,16 @@ def sections_of(document: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the document."""
+    """Write every document that has such marks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
     args = parser.parse_args(argv)
-    document = args.document.read_text(encoding="utf-8")
-    args.document.write_text(rendered(document, records_in(args.results)), encoding="utf-8")
-    print(args.document)
+    records = records_in(args.docs / "results")
+    for path in sorted(args.docs.glob("*.md")):
+        document = path.read_text(encoding="utf-8")
+        if sections_of(document):
+            path.write_text(rendered(document, records), encoding="utf-8")
+            print(path)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables for docs/benchmarks.md, one per bench, from what its JSON says and nothing else."""
+"""Tables for the documents, one per bench, from what its JSON says and nothing else."""
 
 from __future__ import annotations
 
@@ -224,10 +224,29 @@ def of_codec(found: Summary) -> str:
     )
 
 
+#: What stands in figures for a compressor, and what users write.
+_WRITTEN = {
+    "topk_1": "`TopK(0.01)`",
+    "topk_1_bfloat16": "`TopK(0.01, value_dtype=torch.bfloat16)`",
+    "topk_1_warm-up": "`TopK(0.01, warmup=100)`",
+    "cyclic_topk_1": "`CyclicTopK(0.01)`",
+    "randomk_1": "`RandomK(0.01)`",
+    "powersgd_4": "`PowerSGD(4)`",
+    "8_bits": "`Quantize(8)`",
+    "4_bits": "`Quantize(4)`",
+    "cast_bfloat16": "`Cast(torch.bfloat16)`",
+    "cast_float16": "`Cast(torch.float16)`",
+    "torch_allreduce": "DDP's all-reduce",
+    "torch_powerSGD_4": "PyTorch's `powerSGD_hook`, rank 4",
+    "torch_bf16": "PyTorch's `bf16_compress_hook`",
+    "torch_fp16": "PyTorch's `fp16_compress_hook`",
+}
+
+
 def of_compress(found: Summary) -> str:
-    """Table of ``bench_compress``: the selection; the rest is in docs/compressors.md."""
+    """Tables of ``bench_compress``: the selection, and what every compressor costs."""
     speedup, least = found["topk_speedup_vs_torch"], found["topk_speedup_least"]
-    return table(
+    selection = table(
         ["top-k 1 % against `torch.topk` per parameter", "", "target"],
         [
             [
@@ -237,18 +256,46 @@ def of_compress(found: Summary) -> str:
             ]
         ],
     )
+    columns = [
+        ("hook, ms", "hook_seconds_per_million", lambda v: f"{1e3 * v:.1f}"),
+        ("step, ms", "consume_seconds_per_million", lambda v: f"{1e3 * v:.1f}"),
+        ("recovery, ms", "decode_seconds_per_million", lambda v: f"{1e3 * v:.1f}"),
+        ("sent, B", "wire_bytes_per_element", lambda v: f"{v:.3f}"),
+        ("stored, B", "stored_bytes_per_element", lambda v: f"{v:.3f}"),
+        ("scratch, buckets", "scratch_buckets", lambda v: f"{v:.1f}"),
+    ]
+    costs = table(
+        ["", *(head for head, _, _ in columns)],
+        (
+            [text, *(f(found[f"{k}/{c}"]) if f"{k}/{c}" in found else "" for _, c, f in columns)]
+            for k, text in _WRITTEN.items()
+            if f"{k}/hook_seconds_per_million" in found
+        ),
+    )
+    return f"{selection}\n\n{costs}"
 
 
 def of_convergence(found: Summary) -> str:
-    """Table of ``bench_convergence``."""
-    rows = []
-    for data in ("digits", "text"):
-        names = [k.split("/")[1] for k in found if k.startswith(f"{data}/")]
-        for name in (n.removesuffix("_deviations") for n in names if n.endswith("_deviations")):
-            loss = found.get(f"{data}/{name}_loss")
-            shown = "" if loss is None else f"{loss:.4f}"
-            rows.append([data, name, shown, f"{found[f'{data}/{name}_deviations']:.1f}"])
-    return table(["data", "compressor", "held-out loss", "deviations above dense"], rows)
+    """Table of ``bench_convergence``: losses, and deviations of dense training's seeds above it."""
+    tasks = ("digits", "text")
+
+    def cell(task: str, name: str) -> str:
+        return f"{found[f'{task}/{name}_loss']:.4f} ({found[f'{task}/{name}_deviations']:+.1f})"
+
+    dense = (
+        f"{found[f'{t}/dense_loss']:.4f} (deviation {found[f'{t}/dense_deviation']:.4f})"
+        for t in tasks
+    )
+    rows = [["dense", *dense]]
+    for name, text in _WRITTEN.items():
+        if f"text/{name}_loss" in found:
+            rows.append([text, *(cell(task, name) for task in tasks)])
+    missed = {task: found[f"{task}/targets_missed"] for task in tasks}
+    verdicts = "; ".join(f"{t}: {', '.join(names) or 'none'}" for t, names in missed.items())
+    return (
+        table(["", "digits, small CNN, SGD with momentum", "text, small GPT, AdamW"], rows)
+        + f"\n\nTarget (at most 2 deviations) missed by, {verdicts}."
+    )
 
 
 def of_tuner(found: Summary) -> str:
