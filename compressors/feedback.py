@@ -208,7 +208,12 @@ class ErrorFeedback:
         self._finish(parameter, target.sub_(what))
 
     def sent_at(
-        self, parameter: int, positions: torch.Tensor | None, values: torch.Tensor | None = None
+        self,
+        parameter: int,
+        positions: torch.Tensor | None,
+        values: torch.Tensor | None = None,
+        *,
+        is_finite: bool = False,
     ) -> None:
         """Owe the total but for the entries at ``positions``; None if nothing was sent.
 
@@ -216,24 +221,26 @@ class ErrorFeedback:
             parameter: Layout index.
             positions: int64, flat.
             values: What was sent there, if it was rounded to another dtype than the total's.
+            is_finite: Whether the total is known to have no NaN and no infinity.
         """
         _, target = self._store.pair(parameter)
         if positions is not None and values is not None:
             target.index_add_(0, positions, values.to(target.dtype), alpha=-1)
         elif positions is not None:
             target.index_fill_(0, positions, 0.0)
-        self._finish(parameter, target)
+        self._finish(parameter, target, is_finite=is_finite)
 
     def left(self, parameter: int) -> None:
         """Owe the total as it is now: what was sent has been taken off it in place."""
         _, target = self._store.pair(parameter)
         self._finish(parameter, target)
 
-    def _finish(self, parameter: int, residual: torch.Tensor) -> None:
+    def _finish(self, parameter: int, residual: torch.Tensor, *, is_finite: bool = False) -> None:
         scale = self._store.loss_scale()
         if scale != 1.0:
             residual.div_(scale)
-        if not residual.is_cpu or not bool(residual.sum().isfinite()):
+        is_finite = is_finite and scale >= 1.0  # by less than 1 it may have overflowed just now
+        if not residual.is_cpu or not (is_finite or bool(residual.sum().isfinite())):
             # One overflow that no scaler skips would otherwise come back in every later step.
             residual.nan_to_num_(0.0, 0.0, 0.0)
         self._store.written(parameter)

@@ -173,15 +173,31 @@ class SparseReducer:
         return selected
 
     def send(
-        self, parameter: int, gradient: torch.Tensor, total: torch.Tensor, chosen: torch.Tensor
+        self,
+        parameter: int,
+        gradient: torch.Tensor,
+        total: torch.Tensor,
+        chosen: torch.Tensor,
+        *,
+        are_largest: bool = False,
     ) -> torch.Tensor:
-        """The total's values at the chosen positions, which are no longer owed."""
+        """The total's values at the chosen positions, which are no longer owed.
+
+        Args:
+            parameter: Layout index.
+            gradient: Flat; gives the values their dtype.
+            total: Gradient plus residual; what is left of it becomes the residual.
+            chosen: int64, ascending.
+            are_largest: Whether no other entry has a greater magnitude, where NaN is above all. If
+                these are finite, so are all, which spares a pass over the total.
+        """
         kept = total.index_select(0, chosen).to(gradient.dtype)
+        is_finite = are_largest and kept.is_cpu and bool(kept.isfinite().all())
         used = is_used(gradient)
         if not used:
             kept.zero_()
         rounded = kept if kept.dtype != total.dtype else None
-        self.feedback.sent_at(parameter, chosen if used else None, rounded)
+        self.feedback.sent_at(parameter, chosen if used else None, rounded, is_finite=is_finite)
         return kept
 
 

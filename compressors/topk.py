@@ -186,4 +186,4 @@ class TopKReducer(SparseReducer):
             return torch.arange(k, device=gradient.device), gradient
         total = self.feedback.total(parameter, gradient)
         chosen = self._selector.select(total, k)
-        return chosen, self.send(parameter, gradient, total, chosen)
+        return chosen, self.send(parameter, gradient, total, chosen, are_largest=True)

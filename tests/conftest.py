@@ -3,8 +3,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.scenarios.pool import Pool
+
+# How long an example takes says how busy the machine is, and nothing about lowdiff.
+settings.register_profile(
+    "whatever the machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("whatever the machine")
 
 
 @pytest.fixture(scope="session")

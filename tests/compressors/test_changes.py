@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lowdiff.compressors.changes import equal_bits, find_factors, multiply
@@ -17,7 +17,6 @@ def values(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     numel=st.integers(0, 3000),

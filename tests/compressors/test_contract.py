@@ -82,15 +82,13 @@ def on_a_rank(rank: int, world_size: int, some: list[Case]) -> list[list[dict[st
 
 
 @given(case=cases(), block_elements=st.integers(1, 2000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_alone_any_block_decodes_to_the_bits_consumed(case: Case, block_elements: int) -> None:
     assert_decodes(case, [run(case, 0, None)], block_elements)
 
 
 @given(case=cases(), world_size=st.integers(2, 3), block_elements=st.integers(1, 2000))
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(
     Case("8 bits", ((300,), (24, 40)), (torch.float32, torch.bfloat16), ("overflow",), 4), 3, 100
 )

@@ -185,7 +185,7 @@ def test_the_functional_form_is_compiled_where_torch_offers_one(name: str) -> No
     assert StepChooser().choose(optimizer) is not inspect.unwrap(kind.step)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     kind=st.sampled_from(["AdamW", "SGD", "RMSprop", "Adagrad", "NAdam"]),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
