@@ -55,7 +55,8 @@ def read_run_id(folder: RunFolder) -> str:
     folder.refuse_strange_entries()
     if not folder.run_file.is_file():
         runs = sorted(path.parent.name for path in folder.root.glob("*/run.json"))
-        inside = f"; runs in it: {', '.join(runs[:_RUNS_NAMED])}" if runs else ""
+        named = [*runs[:_RUNS_NAMED], *(["..."] if len(runs) > _RUNS_NAMED else [])]
+        inside = f"; runs in it: {', '.join(named)}" if runs else ""
         raise NotARun(folder.root, f"it has no run.json{inside}")
     run_id = str(read_json(folder.run_file).get("run_id", ""))
     if len(run_id) != 32 or not set(run_id) <= set("0123456789abcdef"):
