@@ -1,9 +1,9 @@
 """A run goes wrong at one step; the timeline shows which, and a new run goes on from before it.
 
-python examples/loss_spike.py --run runs/spike                  # a bad batch at step 8,000
+python examples/loss_spike.py runs/spike                        # a bad batch at step 8,000
 lowdiff timeline runs/spike --out spike.png                     # which step was it?
 lowdiff recover runs/spike --step 7999 --as-run runs/healed
-python examples/loss_spike.py --run runs/healed --skip 8000     # the same, without that batch
+python examples/loss_spike.py runs/healed --skip 8000           # the same, without that batch
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def batch_of(step: int, spike_step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def main(argv: Sequence[str] | None = None) -> list[float]:
     """Train, and return the loss of every step of this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--spike-step", type=int, default=8000)
     parser.add_argument("--until", type=int, default=8100)
     parser.add_argument("--skip", type=int, default=None, help="step to feed another batch")

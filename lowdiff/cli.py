@@ -25,6 +25,7 @@ from lowdiff.terminal import (
     print_json,
     progress,
     size,
+    span,
 )
 from lowdiff.timeline_command import timeline
 from lowdiff.tune_command import plan, tune
@@ -190,9 +191,9 @@ def verify(
 ) -> None:
     """Check every checksum, replay from snapshot to snapshot, compare bit for bit.
 
-    Changes nothing, and believes no index of segments. Exit code 1 if anything is damaged, lost or different; the first difference is
-    named. A record that was torn when its writer died is a note, not a failure, as long as no
-    step depends on it.
+    Changes nothing, and believes no index of segments. Exit code 1 if anything is damaged, lost or
+    different; the first difference is named. A record that was torn when its writer died is a note,
+    not a failure, as long as no step depends on it.
     """
     from lowdiff.recovery.replay import ReplayOptions
     from lowdiff.recovery.verify import verify as check
@@ -299,10 +300,10 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "differentials", "none"
     else:
         mean = size(round(stored.bytes / stored.count))
-        steps = f"{stored.count}, of steps {stored.first} to {stored.last}"
+        steps = f"{stored.count}, of steps {span(stored.first, stored.last)}"
         staged = f", {stored.staged} only in staging" if stored.staged else ""
         yield "differentials", f"{steps} ({size(stored.bytes)}, {mean} a step{staged})"
-    ranges = [f"{r.first} to {r.last}" for r in found.recoverable_ranges]
+    ranges = [span(r.first, r.last) for r in found.recoverable_ranges]
     yield "recoverable", f"steps {', '.join(ranges)}" if ranges else "no step"
     if found.pins:
         pins = (f"{p.label}: step {p.step}{' (void)' if p.is_void else ''}" for p in found.pins)
@@ -328,7 +329,7 @@ def _print_report(report: VerifyReport) -> None:
         typer.echo(f"Note: {note.message}")
     for failure in report.failures:
         typer.secho(f"FAILED: {failure.message}", fg="red")
-    ranges = ", ".join(f"{first} to {last}" for first, last in report.recoverable)
+    ranges = ", ".join(span(first, last) for first, last in report.recoverable)
     verdict = "The run is whole" if report.ok else f"{count(len(report.failures), 'failure')}"
     typer.echo(f"{verdict}; recoverable steps: {ranges or 'none'}")
 

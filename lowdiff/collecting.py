@@ -14,10 +14,10 @@ from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.paths import RunFolder, shared_staging_root
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention import carry_out, retention_locked, take_inventory
-from lowdiff.persistence.retention_notes import check_label, read_notes, read_pins, remove_pin
+from lowdiff.persistence.retention_notes import check_pinned, read_notes, read_pins, remove_pin
 from lowdiff.persistence.retention_plan import CollectionPlan, Pin, is_valid, plan_collection
 from lowdiff.persistence.staging_retention import StagingVerdict, clear_staging
-from lowdiff.terminal import count, print_json, size
+from lowdiff.terminal import count, print_json, size, span
 
 _LOCK_SECONDS = 30.0
 
@@ -50,9 +50,9 @@ def collect_run(
         # A limit of bytes alone says to keep as many snapshots as fit.
         default = Retention(snapshots=None) if set(changes) == {"total_bytes"} else Retention()
         policy = replace(recorded or default, **changes)
-    for label in unpin:
-        check_label(label)
     with retention_locked(folder, timeout_seconds=_LOCK_SECONDS, shared=dry_run):
+        for label in unpin:
+            check_pinned(folder, label)
         if not dry_run:
             for label in unpin:
                 remove_pin(folder, label)
@@ -103,9 +103,7 @@ def _print(
         name = removal.path.relative_to(folder.root)
         typer.echo(f"{_verb(dry_run)} {name} ({size(removal.bytes)}): {removal.reason}")
     for stretch in plan.kept:
-        steps = f"{stretch.first}" if stretch.last == stretch.first else f"{stretch.first} to "
-        if stretch.last != stretch.first:
-            steps += "the newest" if stretch.last is None else f"{stretch.last}"
+        steps = span(stretch.first, "the newest" if stretch.last is None else stretch.last)
         typer.echo(f"Kept step {steps}: {stretch.reason}")
     for pin in void:
         typer.echo(

@@ -34,8 +34,7 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
     check_label(label)
     run_id = read_run_id(folder)
     if step > session.step:
-        ranges = recoverable(scan(folder, [settings.staging_root]))
-        raise StepNotFound(folder.root, step, ranges, "it is not committed yet")
+        raise _not_found(settings, step, "it is not committed yet")
     with retention_locked(folder, timeout_seconds=settings.lock_seconds, shared=True):
         inventory = take_inventory(folder, run_id)
         whole = [s.step for s in inventory.snapshots if s.complete and is_on(inventory.spans, s)]
@@ -48,6 +47,11 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
         own = read_fence(folder.fence(opened.staging.incarnation, opened.ranks.rank))
         owner = owner_of(lineage({**fences, own.incarnation: own}), step)
         if owner is None:
-            raise StepNotFound(folder.root, step, (), "it is not part of the run's history")
+            raise _not_found(settings, step, "it is not part of the run's history")
         write_pin(folder, run_id, Pin(label, step, owner))
     return step
+
+
+def _not_found(settings: Settings, step: int, why: str) -> StepNotFound:
+    ranges = recoverable(scan(settings.folder, [settings.staging_root]))
+    return StepNotFound(settings.run, step, ranges, why)

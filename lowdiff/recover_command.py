@@ -105,7 +105,7 @@ def recover(
     if as_json:
         raise ConfigError("--json belongs to --plan; without it the output is a file")
     if (out is None) == (as_run is None):
-        raise typer.BadParameter("give one of --out FILE|DIR, --as-run NEW, or --plan")
+        raise ConfigError("give one of --out FILE|DIR, --as-run NEW, or --plan")
     from lowdiff.recovery import recover as rebuild
     from lowdiff.recovery.branch import start_run
     from lowdiff.recovery.export import check_output, export
@@ -147,11 +147,14 @@ def _ranks() -> Iterator[dist.ProcessGroup | None]:
 def _print_plan(run: str, found: Forecast) -> None:
     typer.echo(f"Step {found.step} of {run}")
     typer.echo(f"  base         snapshot {found.base}, {size(found.snapshot_bytes)}")
-    tiers = ", ".join(f"{count(n, 'shard')} in {tier}" for tier, n in found.shards.items())
-    steps = count(found.differentials, "differential")
-    typer.echo(f"  replay       {steps}, {size(found.differential_bytes)} ({tiers or 'none'})")
-    lives = ", ".join(map(str, found.incarnations))
-    typer.echo(f"  ranks        {', '.join(map(str, found.ranks)) or '-'}; incarnations {lives}")
+    if found.differentials:
+        tiers = ", ".join(f"{count(n, 'shard')} in {tier}" for tier, n in found.shards.items())
+        steps = count(found.differentials, "differential")
+        typer.echo(f"  replay       {steps}, {size(found.differential_bytes)} ({tiers})")
+        lives = ", ".join(map(str, found.incarnations))
+        typer.echo(f"  ranks        {', '.join(map(str, found.ranks))}; incarnations {lives}")
+    else:
+        typer.echo("  replay       nothing: the snapshot is of that step")
     typer.echo(
         f"  memory       up to {size(found.memory_bytes)}, {size(found.free_bytes)} are free"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,17 @@ class Settings:
     lock_seconds: float = 30.0
 
     def __post_init__(self) -> None:
+        if isinstance(self.compressor, type) or not hasattr(self.compressor, "bind"):
+            raise ConfigError(
+                f"compressor is an object, e.g. TopK(density=0.01), got {self.compressor!r}"
+            )
+        if not isinstance(self.retention, Retention | None):
+            raise ConfigError(
+                "retention is a number of snapshots, a lowdiff.Retention, or None to keep every "
+                f"step, got {self.retention!r}"
+            )
+        if not isinstance(self.tuning, Tuning):
+            raise ConfigError(f"tuning is a lowdiff.Tuning or None, got {self.tuning!r}")
         if self.snapshot not in SNAPSHOT:
             raise ConfigError(f"snapshot is one of {SNAPSHOT}, got {self.snapshot!r}")
         if self.snapshot == "rolling" and self.has_replica:
@@ -120,10 +132,10 @@ def cadence(
     """Settings from numbers of steps, or from ``"auto"`` in their place.
 
     Raises:
-        ConfigError: If one is another text.
+        ConfigError: If one is neither.
     """
     for name, value in (("snapshot_every", snapshot_every), ("batch_size", batch_size)):
-        if isinstance(value, str) and value != "auto":
+        if value != "auto" and not isinstance(value, Integral):
             raise ConfigError(f'{name} is a number of steps or "auto", got {value!r}')
     return {
         "snapshot_every": _FIRST_INTERVAL if snapshot_every == "auto" else snapshot_every,

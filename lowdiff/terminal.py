@@ -15,6 +15,14 @@ from lowdiff.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+
+def _staging_there(folder: Path | None) -> Path | None:
+    # No error: a restarted machine has none any more, and what is on disk can still be read.
+    if folder is not None and not folder.is_dir():
+        typer.echo(f"lowdiff: --staging {folder} is no folder, so only disk is looked at", err=True)
+    return folder
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 RunArgument = Annotated[
     str,
@@ -26,6 +34,7 @@ RunArgument = Annotated[
 Staging = Annotated[
     Path | None,
     typer.Option(
+        callback=_staging_there,
         metavar="DIR",
         help="Folder given to Checkpointer(staging=...), if one was. Steps that a crashed "
         "trainer had not yet on disk are there.",
@@ -51,6 +60,11 @@ def print_json(document: dict[str, Any]) -> None:
 def count(number: int, noun: str) -> str:
     """A number of things, in the right number."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def span(first: int, last: int | str) -> str:
+    """Steps from one to another, both included."""
+    return f"{first}" if first == last else f"{first} to {last}"
 
 
 def device_named(name: str) -> torch.device:

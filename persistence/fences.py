@@ -14,6 +14,7 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
 _CONTENT_HASH = re.compile("[0-9a-f]{64}")
+_RUNS_NAMED = 5
 
 
 def new_run_id() -> str:
@@ -50,10 +51,13 @@ def read_run_id(folder: RunFolder) -> str:
         NotARun: If the folder holds no run.
     """
     if not folder.root.is_dir():
-        raise NotARun(folder.root, "no such folder")
+        raise NotARun(folder.root, "it is a file" if folder.root.exists() else "no such folder")
     folder.refuse_strange_entries()
     if not folder.run_file.is_file():
-        raise NotARun(folder.root, "it has no run.json")
+        runs = sorted(path.parent.name for path in folder.root.glob("*/run.json"))
+        named = [*runs[:_RUNS_NAMED], *(["..."] if len(runs) > _RUNS_NAMED else [])]
+        inside = f"; runs in it: {', '.join(named)}" if runs else ""
+        raise NotARun(folder.root, f"it has no run.json{inside}")
     run_id = str(read_json(folder.run_file).get("run_id", ""))
     if len(run_id) != 32 or not set(run_id) <= set("0123456789abcdef"):
         raise DamagedFile(folder.run_file, f"run_id {run_id[:40]!r} is not 32 hexadecimal digits")

@@ -130,18 +130,26 @@ def write_pin(folder: RunFolder, run_id: str, pin: Pin) -> None:
     write_json(path, {"run_id": run_id, **asdict(pin)})
 
 
+def check_pinned(folder: RunFolder, label: str) -> None:
+    """Refuse a label that pins nothing.
+
+    Raises:
+        ConfigError: If there is no such pin.
+    """
+    check_label(label)
+    if not folder.pin(label).is_file():
+        there = ", ".join(name for name, _ in folder.pins()) or "none"
+        raise ConfigError(f"{folder.root} has no pin {label!r}; there are: {there}")
+
+
 def remove_pin(folder: RunFolder, label: str) -> None:
     """Unpin.
 
     Raises:
         ConfigError: If there is no such pin.
     """
-    check_label(label)
-    try:
-        folder.pin(label).unlink()
-    except FileNotFoundError as error:
-        there = ", ".join(name for name, _ in folder.pins()) or "none"
-        raise ConfigError(f"{folder.root} has no pin {label!r}; there are: {there}") from error
+    check_pinned(folder, label)
+    folder.pin(label).unlink(missing_ok=True)
     fsync_directory(folder.pin(label).parent)
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lowdiff.errors import StepNotFound
+from lowdiff.errors import ConfigError, StepNotFound
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
@@ -110,8 +110,11 @@ def timeline(
         progress: Told about each window of steps.
 
     Raises:
+        ConfigError: If ``first`` lies after ``last``.
         StepNotFound: If these steps cannot be rebuilt; says which can.
     """
+    if first is not None and last is not None and first > last:
+        raise ConfigError(f"no step lies between first={first} and last={last}; swap them?")
     root = default_staging_root(Path(run)) if staging is None else Path(staging)
 
     def look(folder: RunFolder) -> Timeline:
@@ -140,10 +143,13 @@ def _measured(
     end = plan_recovery(catalog, last).step
     begins = next((a for a, b in recoverable(catalog) if a <= end <= b), end)
     start = begins if first is None else max(first - 1, 0)
+    if first is not None and first > end:
+        why = f"the newest step is {end}"
+        raise StepNotFound(catalog.root, first, recoverable(catalog), why)
     bases = [s for s in usable_snapshots(catalog) if begins <= s.step <= start]
     if not bases:
-        ranges = recoverable(catalog)
-        raise StepNotFound(catalog.root, start, ranges, "no snapshot lies at or before it")
+        why = f"no snapshot lies at or before it, and step {start + 1} is measured from there"
+        raise StepNotFound(catalog.root, start, recoverable(catalog), why)
     seen = replace(catalog, snapshots=(bases[-1],))
     plan = plan_recovery(seen, end)
     moved: dict[int, Movement] = {}

@@ -128,7 +128,7 @@ def test_help_loads_nothing_that_takes_long() -> None:
 def test_bad_usage_exits_with_2(command: Command, arguments: list[str]) -> None:
     result = command(*arguments)
     assert result.code == 2
-    assert "Usage: lowdiff" in result.out + result.err or "give one of --out" in result.err
+    assert "Usage: lowdiff" in result.out + result.err or "give one of --out" in result.error
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "recover"])
@@ -182,6 +182,17 @@ def test_inspect_says_what_is_damaged_and_what_is_left(command: Command, copy: T
     ]
     assert "recoverable steps 0 to 5, 10 to 12" in rows
     assert "damaged 1 file; `lowdiff verify` names it" in rows
+
+
+def test_a_staging_folder_that_is_not_there_is_named(command: Command, trained: Trained) -> None:
+    result = command("inspect", trained.run, "--staging", "shm-of-before")
+    assert result.code == 0
+    assert (
+        result.error == "lowdiff: --staging shm-of-before is no folder, so only disk is looked at"
+    )
+    # What is asked of a step with a snapshot of its own is nothing but that snapshot.
+    planned = command("recover", trained.run, "--staging", trained.staging, "--plan")
+    assert "replay       nothing: the snapshot is of that step" in planned.out
 
 
 # verify

@@ -44,7 +44,12 @@ def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> No
         ({"snapshot": "rolling", "snapshot_every": "auto"}, "needs a number of steps"),
         ({"snapshot_every": 0}, "snapshot_every counts steps, at least 1, got 0"),
         ({"batch_size": -2}, "batch_size counts steps, at least 1, got -2"),
+        ({"snapshot_every": 2.5}, 'snapshot_every is a number of steps or "auto", got 2.5'),
         ({"retention": 0}, "retention keeps at least 1 snapshot"),
+        ({"retention": "2"}, "retention is a number of snapshots, a lowdiff.Retention, or None"),
+        ({"tuning": "auto"}, "tuning is a lowdiff.Tuning or None, got 'auto'"),
+        ({"compressor": "topk"}, r"compressor is an object, e.g. TopK\(density=0.01\), got 'topk'"),
+        ({"compressor": TopK}, "compressor is an object, .* got <class .*TopK'>"),
         ({"on_error": "ignore"}, "on_error is one of"),
     ],
 )
@@ -183,7 +188,12 @@ def test_folders_and_steps_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotARun, match=r"it has no run\.json"):
         lowdiff.recover(tmp_path / "empty")
+    (tmp_path / "file.pt").touch()
+    with pytest.raises(NotARun, match="it is a file"):
+        lowdiff.recover(tmp_path / "file.pt")
     Loop(tmp_path).run(3)
+    with pytest.raises(NotARun, match=r"it has no run\.json; runs in it: run;"):
+        lowdiff.recover(tmp_path)
     with pytest.raises(StepNotFound, match=r"step 9 of .* recoverable steps: 0 to 3"):
         lowdiff.recover(tmp_path / "run", 9)
 

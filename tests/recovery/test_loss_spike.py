@@ -26,7 +26,7 @@ def command(*arguments: Any) -> str:
 def train(tmp_path: Path, run: str, *more: str) -> list[float]:
     return loss_spike.main(
         [
-            *("--run", str(tmp_path / run), "--staging", str(tmp_path / "staging")),
+            *(str(tmp_path / run), "--staging", str(tmp_path / "staging")),
             *("--spike-step", str(SPIKE), "--until", str(SPIKE + 30), *more),
         ]
     )

@@ -108,6 +108,10 @@ def test_the_timeline_is_what_the_live_run_did(trained: Trained, tmp_path: Path)
         assert step.stored_bytes > 0
     part = timeline(trained.run, first=7, last=9, staging=trained.staging)
     assert part.steps == found.steps[6:9]
+    with pytest.raises(ConfigError, match="no step lies between first=9 and last=7"):
+        timeline(trained.run, first=9, last=7, staging=trained.staging)
+    with pytest.raises(StepNotFound, match=rf"step 99 of .*: the newest step is {STEPS};"):
+        timeline(trained.run, first=99, staging=trained.staging)
 
     drawn = command(
         "timeline", trained.run, "--json", "--out", tmp_path / "t.png",
