@@ -94,11 +94,11 @@ def _recover(
         _logger.warning("%s", finding.message)
 
     def act(seen: Catalog) -> RecoveredState:
-        if plan_best(seen, step) is not None:
-            return recover_from(seen, step, options or ReplayOptions())
+        state = recover_from_memory(seen, step, options or ReplayOptions())
+        if state is not None:
+            return state
         plan = plan_recovery(seen, step)
-        how = reporting(options, progress, 0, len(plan.steps))
-        return recover_from(seen, plan.step, how)
+        return recover_from_disk(seen, plan.step, reporting(options, progress, 0, len(plan.steps)))
 
     return look_again(folder, root, catalog, act)
 
@@ -203,7 +203,7 @@ def recover_from_disk(catalog: Catalog, step: int | None, options: ReplayOptions
             if removed or not others or plan.base.folder not in error.path.parents:
                 raise
             _logger.warning("%s; going back to an older snapshot", error)
-            catalog = replace(catalog, snapshots=others, damage=[*catalog.damage, error])
+            catalog = replace(catalog, snapshots=others)
 
 
 def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
@@ -212,7 +212,20 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
     Replay is checked against the digests the live run recorded. Where blocks do not reproduce
     them (an unusual kernel or thread count), parameters are replayed whole once more.
     """
+    try:
+        return _carry_out(catalog, plan, options)
+    except ReplayMismatch as error:
+        if options.whole:
+            raise
+        why = str(error)
+    # Not in the clause above, and not with the error itself, which holds on to the first state.
+    _logger.warning("%s; replaying whole tensors instead of blocks", why)
+    if options.movements is not None:
+        options.movements.clear()
+    return _carry_out(catalog, plan, replace(options, whole=True))
 
+
+def _carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
     def fence_of(incarnation: int) -> Fence:
         return catalog.incarnations[incarnation].fence
 
@@ -223,13 +236,6 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
         state = replay(state, plan.steps, fence_of, options)
         state.move(torch.device("cpu"))
         return state
-    except ReplayMismatch as error:
-        if options.whole:
-            raise
-        _logger.warning("%s; replaying whole tensors instead of blocks", error)
-        if options.movements is not None:
-            options.movements.clear()
-        return carry_out(catalog, plan, replace(options, whole=True))
     except LowDiffError:
         raise
     except _UNFIT as error:

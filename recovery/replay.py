@@ -7,9 +7,9 @@ is read and decoded meanwhile, so memory is bounded whatever the number of diffe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -127,8 +127,7 @@ def replay(
         state.fence = fence
         state.averages = _continued_averages(state, fence)
         own = list(life)
-        with Replayer(state, fence, options) as running:
-            read = windows(own, fence)
+        with Replayer(state, fence, options) as running, closing(windows(own, fence)) as read:
             for window in read if ranks is None else together(read, ranks):
                 running.run(window)
                 done += len(window)
@@ -147,10 +146,11 @@ def _continued_averages(state: RecoveredState, fence: Fence) -> dict[str, dict[s
     return {name: state.averages[name] for name in fence.averages}
 
 
-def windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]:
+def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step], None, None]:
     """Decoded steps in windows of bounded size; the next is decoded while one is in use.
 
     What counts is the decoded size: a gradient of zeros or NaN takes next to nothing when stored.
+    Must be closed: reading ahead would go on beside another attempt that reads the same records.
     """
     codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
     compressor = from_settings(fence.compressor["name"], fence.compressor["settings"])
