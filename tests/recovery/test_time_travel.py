@@ -24,7 +24,7 @@ from lowdiff.recovery.forecast import forecast
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.timeline import timeline
 from lowdiff.recovery.verify import verify
-from tests.recovery.training import Model, Trained, adamw, flip, train
+from tests.recovery.training import Model, Trained, adamw, flip, train, two_optimizers
 
 STEPS = 12
 
@@ -193,6 +193,17 @@ def test_verify_against_a_file(trained: Trained, tmp_path: Path, ending: str) ->
     said = command("verify", trained.run, "--against", file, "--staging", trained.staging)
     assert said.exit_code == 0, said.output
     assert "every bit agrees" in said.output
+
+
+def test_verify_against_a_file_compares_every_optimizer(tmp_path: Path) -> None:
+    trained = train(tmp_path, 3, build=two_optimizers)
+    file = export(lowdiff.recover(trained.run, 2, staging=trained.staging), tmp_path / "x.pt")
+    assert compare_with(trained.run, file, staging=trained.staging).ok
+    content = torch.load(file, weights_only=True)
+    content["optimizer"][1]["state"][1]["exp_avg"][0] += 1
+    torch.save(content, file)
+    (found,) = compare_with(trained.run, file, staging=trained.staging).differences
+    assert (found.name, found.elements) == ("optimizer 1 state 1 exp_avg", 1)
 
 
 def test_a_plain_state_dict_of_another_model_is_different(trained: Trained, tmp_path: Path) -> None:
