@@ -114,10 +114,7 @@ def replay(
     elif options.device.type != "cpu":
         options = replace(options, block_elements=options.block_elements or _DEVICE_BLOCK_ELEMENTS)
     elif options.block_elements is None and not options.whole and steps:
-        with _one_thread_each():
-            torch.set_num_threads(1)
-            target = fences(steps[-1].incarnation)
-            best = measured_block_elements(state, target, len(steps))
+        best = measured_block_elements(state, fences(steps[-1].incarnation), len(steps))
         options = replace(options, block_elements=best)
     done = 0
     for incarnation, life in groupby(steps, key=lambda s: s.incarnation):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lowdiff.recovery.compare import distance
 from lowdiff.recovery.export import export
 from lowdiff.recovery.forecast import forecast
 from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.sizing import SECONDS_PER_UNIT
 from lowdiff.recovery.timeline import timeline
 from lowdiff.recovery.verify import verify
 from tests.recovery.training import Model, Trained, adamw, flip, train, two_optimizers
@@ -123,7 +125,7 @@ def test_a_plan_says_what_would_be_read(trained: Trained) -> None:
     assert (found.step, found.base, found.differentials) == (9, 5, 4)
     assert sum(found.shards.values()) == 4
     assert found.memory_bytes > found.snapshot_bytes > 0
-    assert 0 < found.predicted_seconds < 60
+    assert 4 * SECONDS_PER_UNIT < found.predicted_seconds < 60
     assert not found.findings
     printed = command(
         "recover", trained.run, "--step", 9, "--plan", "--json", "--staging", trained.staging
@@ -131,6 +133,22 @@ def test_a_plan_says_what_would_be_read(trained: Trained) -> None:
     assert json.loads(printed.output)["base"] == 5
     told = command("recover", trained.run, "--step", 9, "--plan", "--staging", trained.staging)
     assert "4 differentials" in told.output
+
+
+def adafactor(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
+@pytest.mark.parametrize("build", [adamw, adafactor])
+def test_a_plan_counts_every_step_of_every_parameter(
+    build: Callable[[torch.nn.Module], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = train(tmp_path, 3, build=build)
+    monkeypatch.setattr("lowdiff.recovery.forecast.step_seconds", lambda *_: 1.0)
+    how = ReplayOptions(num_workers=1)
+    found = forecast(trained.run, 2, staging=trained.staging, options=how)
+    parameters = len(list(Model().parameters()))
+    assert found.predicted_seconds == pytest.approx(2 * parameters, rel=0.2)
 
 
 def test_a_plan_names_what_is_damaged(trained: Trained, tmp_path: Path) -> None:
