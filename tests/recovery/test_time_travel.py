@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 import lowdiff
 from lowdiff.cli import app
+from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.errors import ConfigError, NotEnoughMemory, StepNotFound
 from lowdiff.persistence.values import same
+from lowdiff.protocols import Compressor
 from lowdiff.recovery import sizing
 from lowdiff.recovery.against import compare_with
 from lowdiff.recovery.branch import start_run
@@ -88,12 +90,14 @@ def test_a_new_run_starts_where_the_old_one_was_and_shares_nothing(
     assert {p: p.read_bytes() for p in before} == before, "the old run is as it was"
 
 
+@pytest.mark.parametrize("compressor", [TopK(0.1, dense_below=64), PowerSGD(matrix_rank=1)], ids=repr)
 def test_a_new_run_from_a_snapshot_keeps_the_residual_and_so_the_bits(
-    trained: Trained, tmp_path: Path
+    compressor: Compressor, tmp_path: Path
 ) -> None:
-    start_run(lowdiff.recover(trained.run, 5, staging=trained.staging), tmp_path / "run")
-    gone_on = train(tmp_path, STEPS, end="crash")
-    assert same(dict(gone_on.models[STEPS]), dict(trained.models[STEPS]))
+    old = train(tmp_path / "old", 8, end="crash", compressor=compressor)
+    start_run(lowdiff.recover(old.run, 5, staging=old.staging), tmp_path / "run")
+    gone_on = train(tmp_path, 8, end="crash", compressor=compressor)
+    assert same(dict(gone_on.models[8]), dict(old.models[8]))
 
 
 def test_the_timeline_is_what_the_live_run_did(trained: Trained, tmp_path: Path) -> None:
