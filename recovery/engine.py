@@ -23,6 +23,7 @@ from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.sizing import check_memory
 from lowdiff.recovery.state import RecoveredState
+from lowdiff.recovery.unit import UNREPLAYABLE
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
@@ -31,8 +32,6 @@ _logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 _LOOKS = 3
-#: What torch and Python say of values of the wrong type, shape or number.
-_UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 _Result = TypeVar("_Result")
 
 
@@ -186,7 +185,7 @@ def recover_from_memory(
         return None
     try:
         return carry_out_in_memory(catalog, memory, options)
-    except (LowDiffError, *_UNFIT, OSError) as error:
+    except (LowDiffError, *UNREPLAYABLE, OSError) as error:
         _logger.warning("%s; going back to what is on disk", error)
         return None
 
@@ -238,7 +237,7 @@ def _carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> 
         return state
     except LowDiffError:
         raise
-    except _UNFIT as error:
+    except UNREPLAYABLE as error:
         # Checksums hold for whatever a stranger has written, also if it fits no optimizer.
         what = f"what is stored up to step {plan.step} cannot be replayed ({error!r:.200})"
         raise DamagedFile(catalog.root, what) from error

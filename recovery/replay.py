@@ -30,7 +30,7 @@ from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.sharing import agree, gather, owners_of, share_results, together
 from lowdiff.recovery.sizing import BLOCK_ELEMENTS, measured_block_elements, usable_cores
 from lowdiff.recovery.state import RecoveredState, inherit
-from lowdiff.recovery.unit import Movement, Scratch, Step, Sums, UnitState
+from lowdiff.recovery.unit import Movement, Scratch, Step, Sums, UnitState, first_difference
 from lowdiff.types import Differential, Fence
 
 #: Decoded bytes of a window; two are in memory, one in use and one being read. The first is small,
@@ -264,19 +264,15 @@ class Replayer:
         return sums, movements
 
     def _check(self, shard: Differential, sums: Sums) -> None:
-        if shard.digest is None:
-            return
-        recorded = {"": shard.digest.value} | {
-            name: average.digest for name, average in shard.averages.items()
-        }
-        for name, value in recorded.items():
-            if value is not None and value != sums.get((shard.step, shard.rank, name), 0):
-                raise ReplayMismatch(
-                    f"after step {shard.step}, elements {shard.digest.start} to "
-                    f"{shard.digest.stop} of the parameters{name and f' as {name!r} averages them'} "
-                    f"differ from what rank {shard.rank} recorded: a parameter was changed outside "
-                    "the optimizer, or this machine rounds differently"
-                )
+        name = first_difference(shard, sums)
+        if name is not None:
+            assert shard.digest is not None
+            raise ReplayMismatch(
+                f"after step {shard.step}, elements {shard.digest.start} to "
+                f"{shard.digest.stop} of the parameters{name and f' as {name!r} averages them'} "
+                f"differ from what rank {shard.rank} recorded: a parameter was changed outside "
+                "the optimizer, or this machine rounds differently"
+            )
 
     def _take_scalars(self, shards: Sequence[Differential]) -> None:
         state = self._state

@@ -90,7 +90,9 @@ def test_a_new_run_starts_where_the_old_one_was_and_shares_nothing(
     assert {p: p.read_bytes() for p in before} == before, "the old run is as it was"
 
 
-@pytest.mark.parametrize("compressor", [TopK(0.1, dense_below=64), PowerSGD(matrix_rank=1)], ids=repr)
+@pytest.mark.parametrize(
+    "compressor", [TopK(0.1, dense_below=64), PowerSGD(matrix_rank=1)], ids=repr
+)
 def test_a_new_run_from_a_snapshot_keeps_the_residual_and_so_the_bits(
     compressor: Compressor, tmp_path: Path
 ) -> None:
