@@ -31,7 +31,7 @@ from benches.runs import Places, places
 from benches.tuner_life import LifePlan, live
 from lowdiff.demo.launch import child_processes
 from lowdiff.demo.model import GPTConfig
-from lowdiff.history import life_of, read_lives
+from lowdiff.lives import life_of, read_lives
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.recovery.verify import verify

@@ -37,7 +37,7 @@ from benches.replay_arms import digest
 from benches.runs import Places, places
 from benches.tuner_life import LifePlan, live
 from lowdiff.demo.model import GPTConfig
-from lowdiff.history import life_of, read_lives
+from lowdiff.lives import life_of, read_lives
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.paths import RunFolder, StagingFolder

@@ -14,11 +14,11 @@ import torch
 from lowdiff.agreement import Ranks
 from lowdiff.environment import environment_of
 from lowdiff.errors import LowDiffError
+from lowdiff.lives import life_of, read_lives
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.measurements import (
     Measurements,
     gather_measurements,
-    read_measurements,
     write_measurements,
 )
 from lowdiff.persistence.paths import RunFolder, StagingFolder
@@ -53,25 +53,6 @@ class Story:
             **self.facts,
             "gap_seconds": gap + since - number(self.facts, "recovery_seconds"),
         }
-
-
-def read_lives(folder: RunFolder, run_id: str, rank: int) -> list[Measurements]:
-    """One rank's measurements of all lives, oldest first; damaged ones are passed over."""
-    found = []
-    for path in folder.all_measurements():
-        try:
-            measured = read_measurements(path)
-        except (LowDiffError, OSError) as error:
-            _logger.warning("measurements are passed over: %s", error)
-            continue
-        if measured.run_id == run_id and measured.rank == rank:
-            found.append(measured)
-    return found
-
-
-def life_of(measured: Measurements) -> Life:
-    """As the tuner wants it."""
-    return Life(measured.incarnation, measured.samples, measured.facts)
 
 
 def story_of(

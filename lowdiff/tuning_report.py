@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from lowdiff.errors import ConfigError
-from lowdiff.history import life_of, read_lives
+from lowdiff.lives import life_of, read_lives
 from lowdiff.persistence.durable import write_file
 from lowdiff.persistence.fences import read_fence, read_run_id
 from lowdiff.persistence.measurements import Measurements, gather_measurements
@@ -16,11 +16,12 @@ from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.terminal import print_json
 from lowdiff.tuner import units
 from lowdiff.tuner.choice import Limits, Setting
+from lowdiff.tuner.facts import basis, facts
 from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
 from lowdiff.tuner.measured import failures_of, measure, number
 from lowdiff.tuner.plan import Job, planned
-from lowdiff.tuner.report import Question, Report, cost_text, facts, make_report
+from lowdiff.tuner.report import Question, Report, make_report
 
 
 def limits_of(
@@ -182,15 +183,8 @@ def _print(report: Report, html: Path | None) -> None:
     costs = Table(title="Based on, per rank", title_justify="left", box=box.SIMPLE)
     for head in ("", "median", "middle 80 %", "source"):
         costs.add_column(head)
-    for name, found in report.question.estimates.items():
-        spread = f"{cost_text(name, found.low)} to {cost_text(name, found.high)}"
-        source = f"measured {found.count} times" if found.count > 1 else found.source
-        costs.add_row(
-            name.replace("_", " "),
-            cost_text(name, found.median),
-            spread if found.count > 1 else "",
-            source,
-        )
+    for row in basis(report):
+        costs.add_row(*row)
     console.print(costs)
     if report.simulated:
         others = Table(title="Simulated", title_justify="left", box=box.SIMPLE)

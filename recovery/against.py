@@ -79,7 +79,8 @@ def compare_with(
     Args:
         run: The run folder, or the URL of its store.
         file: Weights by name, or a dict that holds them under ``model``, ``state_dict`` or
-            ``model_state_dict``, and maybe the optimizer's ``state_dict`` under ``optimizer``.
+            ``model_state_dict``, and maybe the optimizer's ``state_dict``, or a list of several
+            optimizers', under ``optimizer``.
             Wrapper prefixes of names (``module.``) do not count.
         step: Which step; None for the one that the file names, else the newest.
         staging: Where the run's staging memory lives, if it was set by hand.
@@ -91,16 +92,18 @@ def compare_with(
         DamagedFile: If it cannot be read.
     """
     path = Path(file)
-    weights, optimizer, named_step = _read(path)
+    weights, optimizers, named_step = _read(path)
     state = recover(
         run, named_step if step is None else step, staging=staging, options=options,
         progress=progress,
     )  # fmt: skip
     mine: dict[str, Any] = dict(state.model_state_dict())
     theirs: dict[str, Any] = {canonical_name(name): value for name, value in weights.items()}
-    if optimizer is not None:
-        mine |= _entries(state.optimizer_state_dict())
-        theirs |= _entries(optimizer)
+    for index, optimizer in enumerate(optimizers):
+        which = "optimizer" if len(optimizers) == 1 else f"optimizer {index}"
+        theirs |= _entries(which, optimizer)
+        if index < len(state.optimizers):
+            mine |= _entries(which, state.optimizer_state_dict(index))
     return Comparison(
         file=str(path),
         step=state.step,
@@ -109,8 +112,8 @@ def compare_with(
     )
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None, int | None]:
-    """Weights, one optimizer's state if there is one, and the step if it is told."""
+def _read(path: Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]], int | None]:
+    """Weights, the state of each optimizer that the file has, and the step if it is told."""
     if path.suffix not in (".pt", ".pth", ".safetensors"):
         raise ConfigError(
             f"{path} ends in none of .pt, .pth and .safetensors; convert it to one of these"
@@ -121,7 +124,7 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None, int 
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as opened:
                 told = (opened.metadata() or {}).get("lowdiff_step")
-            return load_file(path), None, None if told is None else int(told)
+            return load_file(path), [], None if told is None else int(told)
         content = torch.load(path, weights_only=True, map_location="cpu")
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise DamagedFile(path, f"it cannot be read ({error!r:.300})") from error
@@ -132,17 +135,18 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None, int 
         )
     weights = next((content[key] for key in _WEIGHTS if isinstance(content.get(key), dict)), None)
     optimizer = content.get("optimizer") if weights is not None else None
+    listed = optimizer if isinstance(optimizer, list) else [optimizer]
     told = content.get("step")
     return (
         content if weights is None else weights,
-        optimizer if isinstance(optimizer, dict) else None,
+        [found for found in listed if isinstance(found, dict)],
         told if isinstance(told, int) else None,
     )
 
 
-def _entries(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def _entries(which: str, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        f"optimizer state {number} {key}": value
+        f"{which} state {number} {key}": value
         for number, entry in optimizer.get("state", {}).items()
         for key, value in entry.items()
     }

@@ -125,11 +125,13 @@ def _shard(state: RecoveredState, rank: int) -> dict[str, torch.Tensor]:
                     tensors[f"{AVERAGE_ITEM}{name}/{spec.name}"] = _logical(
                         average[spec.name], spec
                     )
-        is_exact = state.step == state.base_step and not state.has_mixed_residuals
-        if is_exact and rank < len(state.residuals):
-            residual = state.residuals[rank].get(spec.name)
-            if residual is not None:
-                tensors[RESIDUAL + spec.name] = _logical(residual, spec)
+    is_exact = state.step == state.base_step and not state.has_mixed_residuals
+    if is_exact and rank < len(state.residuals):
+        specs = {spec.name: spec for spec in state.fence.layout.parameters}
+        for name, residual in state.residuals[rank].items():
+            # A compressor may keep state of its own beside the parameters' residuals.
+            own = _logical(residual, specs[name]) if name in specs else residual
+            tensors[RESIDUAL + name] = own
     items = dict(state.items[rank])
     for name in [n for n in items if n.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM))]:
         tensors[name] = state.resolved(name, {name: items.pop(name)}).contiguous().clone()

@@ -23,6 +23,7 @@ from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.sizing import check_memory
 from lowdiff.recovery.state import RecoveredState
+from lowdiff.recovery.unit import UNREPLAYABLE
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
@@ -31,8 +32,6 @@ _logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 _LOOKS = 3
-#: What torch and Python say of values of the wrong type, shape or number.
-_UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 _Result = TypeVar("_Result")
 
 
@@ -94,11 +93,11 @@ def _recover(
         _logger.warning("%s", finding.message)
 
     def act(seen: Catalog) -> RecoveredState:
-        if plan_best(seen, step) is not None:
-            return recover_from(seen, step, options or ReplayOptions())
+        state = recover_from_memory(seen, step, options or ReplayOptions())
+        if state is not None:
+            return state
         plan = plan_recovery(seen, step)
-        how = reporting(options, progress, 0, len(plan.steps))
-        return recover_from(seen, plan.step, how)
+        return recover_from_disk(seen, plan.step, reporting(options, progress, 0, len(plan.steps)))
 
     return look_again(folder, root, catalog, act)
 
@@ -186,7 +185,7 @@ def recover_from_memory(
         return None
     try:
         return carry_out_in_memory(catalog, memory, options)
-    except (LowDiffError, *_UNFIT, OSError) as error:
+    except (LowDiffError, *UNREPLAYABLE, OSError) as error:
         _logger.warning("%s; going back to what is on disk", error)
         return None
 
@@ -203,7 +202,7 @@ def recover_from_disk(catalog: Catalog, step: int | None, options: ReplayOptions
             if removed or not others or plan.base.folder not in error.path.parents:
                 raise
             _logger.warning("%s; going back to an older snapshot", error)
-            catalog = replace(catalog, snapshots=others, damage=[*catalog.damage, error])
+            catalog = replace(catalog, snapshots=others)
 
 
 def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
@@ -212,7 +211,20 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
     Replay is checked against the digests the live run recorded. Where blocks do not reproduce
     them (an unusual kernel or thread count), parameters are replayed whole once more.
     """
+    try:
+        return _carry_out(catalog, plan, options)
+    except ReplayMismatch as error:
+        if options.whole:
+            raise
+        why = str(error)
+    # Not in the clause above, and not with the error itself, which holds on to the first state.
+    _logger.warning("%s; replaying whole tensors instead of blocks", why)
+    if options.movements is not None:
+        options.movements.clear()
+    return _carry_out(catalog, plan, replace(options, whole=True))
 
+
+def _carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
     def fence_of(incarnation: int) -> Fence:
         return catalog.incarnations[incarnation].fence
 
@@ -223,16 +235,9 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
         state = replay(state, plan.steps, fence_of, options)
         state.move(torch.device("cpu"))
         return state
-    except ReplayMismatch as error:
-        if options.whole:
-            raise
-        _logger.warning("%s; replaying whole tensors instead of blocks", error)
-        if options.movements is not None:
-            options.movements.clear()
-        return carry_out(catalog, plan, replace(options, whole=True))
     except LowDiffError:
         raise
-    except _UNFIT as error:
+    except UNREPLAYABLE as error:
         # Checksums hold for whatever a stranger has written, also if it fits no optimizer.
         what = f"what is stored up to step {plan.step} cannot be replayed ({error!r:.200})"
         raise DamagedFile(catalog.root, what) from error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lowdiff.errors import DamagedFile, StepNotFound
 from lowdiff.layout import torch_dtype
@@ -17,16 +19,30 @@ from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.fetching import fetch_history, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.records import StoredRecord
+from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.persistence.snapshots import check_shard
 from lowdiff.recovery.damage import Finding, first_gap, judge
+from lowdiff.recovery.load import empty_state
 from lowdiff.recovery.optimizers import granularity, settle_kernels
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, usable_snapshots
-from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.sizing import BLOCK_ELEMENTS, free_bytes, needed_bytes, seconds_per_element
-from lowdiff.types import Fence
+from lowdiff.recovery.replay import ReplayOptions, plan_units
+from lowdiff.recovery.sizing import (
+    BLOCK_ELEMENTS,
+    SECONDS_PER_UNIT,
+    free_bytes,
+    needed_bytes,
+    step_seconds,
+)
+from lowdiff.recovery.state import OptimizerState
+from lowdiff.types import Block, Fence
 
-#: Measured on one core: checksum and copy of a snapshot; decoding of stored differentials.
-_SNAPSHOT_BYTES_PER_SECOND, _STORED_BYTES_PER_SECOND = 1.0e9, 0.35e9
+#: Measured on one core: checksum and copy of a snapshot.
+_SNAPSHOT_BYTES_PER_SECOND = 1.0e9
+#: Differentials that are decoded to see how long that takes.
+_DECODED = 3
+#: Of a parameter that its optimizer cannot step by blocks, as many rows are tried.
+_TRIED_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +88,21 @@ class Forecast:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What reading the differentials came to.
+
+    Attributes:
+        shards: As in `Forecast`.
+        stored_bytes: Over all ranks' shards.
+        seconds: Processor time of the one thread that reads and decodes all of them.
+    """
+
+    shards: dict[str, int]
+    stored_bytes: int
+    seconds: float
+
+
 def forecast(
     run: str | Path,
     step: int | None = None,
@@ -105,16 +136,11 @@ def _forecast(folder: RunFolder, root: Path, step: int | None, options: ReplayOp
     plan, passed_over = _sound_plan(catalog, step)
     failures = [finding.message for finding in judge(folder, catalog)[0]]
     fence = catalog.incarnations[plan.incarnation].fence
-    shards: Counter[str] = Counter()
-    stored = 0
-    for planned in plan.reads:
-        for shard in planned.shards:
-            shards["staging" if shard.staged else "local"] += 1
-            stored += shard.record.header.body_bytes
+    read = _read(plan, fence)
     seconds = (
         plan.base.bytes / _SNAPSHOT_BYTES_PER_SECOND
-        + stored / _STORED_BYTES_PER_SECOND / options.workers
-        + _step_seconds(plan, fence, options) * len(plan.reads) / options.workers
+        + read.seconds
+        + _stepping_seconds(plan, fence, options) * len(plan.reads)
     )
     lives = [plan.base.incarnation, *(planned.incarnation for planned in plan.steps)]
     return Forecast(
@@ -123,8 +149,8 @@ def _forecast(folder: RunFolder, root: Path, step: int | None, options: ReplayOp
         base_path=str(plan.base.folder),
         snapshot_bytes=plan.base.bytes,
         differentials=len(plan.reads),
-        differential_bytes=stored,
-        shards=dict(shards),
+        differential_bytes=read.stored_bytes,
+        shards=read.shards,
         ranks=tuple(dict.fromkeys(len(planned.sources) for planned in plan.reads)),
         incarnations=tuple(dict.fromkeys(lives)),
         elements=fence.layout.elements,
@@ -164,22 +190,74 @@ def _explained(catalog: Catalog, error: StepNotFound) -> StepNotFound:
     return StepNotFound(catalog.root, error.step, error.recoverable, f"{error.why} ({gap.message})")
 
 
-def _step_seconds(plan: RecoveryPlan, fence: Fence, options: ReplayOptions) -> float:
-    """Processor time of one step of all optimizers, each tried on a block of its own."""
+def _read(plan: RecoveryPlan, fence: Fence) -> _Reading:
+    """Read what a replay reads, and decode some of it."""
+    codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
+    shards: Counter[str] = Counter()
+    stored = 0
+    decoded: list[float] = []
+    sampled = range(0, len(plan.reads), max(1, len(plan.reads) // _DECODED))
+    started = time.thread_time()
+    for number, planned in enumerate(plan.reads):
+        found = planned.shards
+        for shard in found:
+            shards["staging" if shard.staged else "local"] += 1
+            stored += shard.record.header.body_bytes
+        if number in sampled:
+            decoded.append(min(_decode_seconds(found, codec) for _ in range(2)))
+    # What the samples took is in it, too, but they are few, or nothing takes long.
+    reading = time.thread_time() - started
+    mean = sum(decoded) / max(1, len(decoded))
+    return _Reading(dict(shards), stored, reading + mean * len(plan.reads))
+
+
+def _decode_seconds(shards: Sequence[StoredRecord], codec: Codec) -> float:
+    started = time.thread_time()
+    for shard in shards:
+        read_differential(shard, codec)
+    return time.thread_time() - started
+
+
+def _stepping_seconds(plan: RecoveryPlan, fence: Fence, options: ReplayOptions) -> float:
+    """What the workers take for one step, if as many as there are units can share it."""
     if not plan.reads:
         return 0.0
     settle_kernels()
-    first = read_differential(plan.reads[0].shards[0], Codec())
-    specs = {spec.name: spec for spec in fence.layout.parameters}
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    total = 0.0
-    for spec, done in zip(fence.optimizers, first.optimizers, strict=True):
-        for names, hyper in zip(spec.groups, done.consumed, strict=True):
-            numel = sum(specs[name].numel for name in names)
-            if numel and granularity(spec) == "element":
-                size = options.block_elements or BLOCK_ELEMENTS
-                dtype = torch_dtype(specs[names[0]].dtype)
-                total += numel * seconds_per_element(spec, hyper, dtype, size)
-    torch.set_num_threads(before)
-    return total
+    codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
+    last = read_differential(plan.reads[-1].shards[0], codec)
+    state = empty_state(plan.step, fence)
+    state.optimizers = [OptimizerState(list(done.consumed), {}) for done in last.optimizers]
+    units = plan_units(state, fence, options)
+    group_of = {
+        name: g
+        for spec in fence.optimizers
+        for g, names in enumerate(spec.groups)
+        for name in names
+    }
+
+    @cache
+    def tried(optimizer: int, group: int, dtype: str, shape: tuple[int, ...]) -> float:
+        hyper = last.optimizers[optimizer].consumed[group]
+        return step_seconds(fence.optimizers[optimizer], hyper, torch_dtype(dtype), shape)
+
+    def seconds(optimizer: int, block: Block) -> float:
+        spec = fence.layout.parameters[block.parameter]
+        of = optimizer, group_of[spec.name], spec.dtype
+        if granularity(fence.optimizers[optimizer]) == "element":
+            # A line through two sizes: models have parameters of many.
+            size, least = options.block_elements or BLOCK_ELEMENTS, tried(*of, (64,))
+            return least + max(0.0, tried(*of, (size,)) - least) / size * (block.stop - block.start)
+        shape = _at_most(spec.shape)
+        return tried(*of, shape) * spec.numel / max(1, math.prod(shape))
+
+    total = sum(
+        SECONDS_PER_UNIT + sum(seconds(unit.optimizer, block) for block in unit.blocks)
+        for unit in units
+    )
+    return total / max(1, min(options.workers, len(units)))
+
+
+def _at_most(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with fewer rows, if it is too large to be tried."""
+    row = math.prod(shape[1:])
+    return (max(1, min(shape[0], _TRIED_ELEMENTS // max(1, row))), *shape[1:]) if shape else shape

@@ -7,9 +7,9 @@ is read and decoded meanwhile, so memory is bounded whatever the number of diffe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -30,7 +30,7 @@ from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.sharing import agree, gather, owners_of, share_results, together
 from lowdiff.recovery.sizing import BLOCK_ELEMENTS, measured_block_elements, usable_cores
 from lowdiff.recovery.state import RecoveredState, inherit
-from lowdiff.recovery.unit import Movement, Scratch, Step, Sums, UnitState
+from lowdiff.recovery.unit import Movement, Scratch, Step, Sums, UnitState, first_difference
 from lowdiff.types import Differential, Fence
 
 #: Decoded bytes of a window; two are in memory, one in use and one being read. The first is small,
@@ -114,10 +114,7 @@ def replay(
     elif options.device.type != "cpu":
         options = replace(options, block_elements=options.block_elements or _DEVICE_BLOCK_ELEMENTS)
     elif options.block_elements is None and not options.whole and steps:
-        with _one_thread_each():
-            torch.set_num_threads(1)
-            target = fences(steps[-1].incarnation)
-            best = measured_block_elements(state, target, len(steps))
+        best = measured_block_elements(state, fences(steps[-1].incarnation), len(steps))
         options = replace(options, block_elements=best)
     done = 0
     for incarnation, life in groupby(steps, key=lambda s: s.incarnation):
@@ -127,8 +124,7 @@ def replay(
         state.fence = fence
         state.averages = _continued_averages(state, fence)
         own = list(life)
-        with Replayer(state, fence, options) as running:
-            read = windows(own, fence)
+        with Replayer(state, fence, options) as running, closing(windows(own, fence)) as read:
             for window in read if ranks is None else together(read, ranks):
                 running.run(window)
                 done += len(window)
@@ -147,10 +143,11 @@ def _continued_averages(state: RecoveredState, fence: Fence) -> dict[str, dict[s
     return {name: state.averages[name] for name in fence.averages}
 
 
-def windows(steps: Sequence[PlannedStep], fence: Fence) -> Iterator[list[Step]]:
+def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step], None, None]:
     """Decoded steps in windows of bounded size; the next is decoded while one is in use.
 
     What counts is the decoded size: a gradient of zeros or NaN takes next to nothing when stored.
+    Must be closed: reading ahead would go on beside another attempt that reads the same records.
     """
     codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
     compressor = from_settings(fence.compressor["name"], fence.compressor["settings"])
@@ -267,19 +264,15 @@ class Replayer:
         return sums, movements
 
     def _check(self, shard: Differential, sums: Sums) -> None:
-        if shard.digest is None:
-            return
-        recorded = {"": shard.digest.value} | {
-            name: average.digest for name, average in shard.averages.items()
-        }
-        for name, value in recorded.items():
-            if value is not None and value != sums.get((shard.step, shard.rank, name), 0):
-                raise ReplayMismatch(
-                    f"after step {shard.step}, elements {shard.digest.start} to "
-                    f"{shard.digest.stop} of the parameters{name and f' as {name!r} averages them'} "
-                    f"differ from what rank {shard.rank} recorded: a parameter was changed outside "
-                    "the optimizer, or this machine rounds differently"
-                )
+        name = first_difference(shard, sums)
+        if name is not None:
+            assert shard.digest is not None
+            raise ReplayMismatch(
+                f"after step {shard.step}, elements {shard.digest.start} to "
+                f"{shard.digest.stop} of the parameters{name and f' as {name!r} averages them'} "
+                f"differ from what rank {shard.rank} recorded: a parameter was changed outside "
+                "the optimizer, or this machine rounds differently"
+            )
 
     def _take_scalars(self, shards: Sequence[Differential]) -> None:
         state = self._state

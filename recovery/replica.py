@@ -43,14 +43,12 @@ from lowdiff.recovery.optimizers import settle_kernels
 from lowdiff.recovery.replica_file import ReplicaFile, SlotTooSmall
 from lowdiff.recovery.shard import Shard, contents_of, share_step
 from lowdiff.recovery.state import RecoveredState
-from lowdiff.recovery.unit import Step
+from lowdiff.recovery.unit import UNREPLAYABLE, Step
 
 _logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.002
 _RETRY_SECONDS = 1.0
-#: What torch and Python say of values of the wrong type, shape or number.
-_UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
 class Replica:
@@ -170,7 +168,7 @@ class Replica:
             stored = StoredRecord(record, self._staging.root, staged=False)
             step = share_step(stored, self._fence)
             self._step(shard, step)
-        except (ReplayMismatch, DamagedFile, *_UNFIT) as error:
+        except (ReplayMismatch, DamagedFile, *UNREPLAYABLE) as error:
             # Next time in whole tensors: this kernel may not round alike in blocks.
             self._whole = isinstance(error, ReplayMismatch)
             if self._whole:

@@ -9,6 +9,7 @@ element keeps its place in the tensor that the kernels walk. So a cycle may cut 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,8 +91,9 @@ def load_base(
                 key: value for found in stored.get(name, ()) for key, value in found.scalars.items()
             }
             optimizer.state[name] = {**scalars, **entries}
-    with _Completion(state, fence, stored, alone) as running:
-        for window in windows(cycle, fence):
+    completion = _Completion(state, fence, stored, alone)
+    with completion as running, closing(windows(cycle, fence)) as read:
+        for window in read:
             running.run(window)
     return state
 

@@ -22,7 +22,7 @@ from lowdiff.recovery.replay import ReplayOptions, plan_units
 from lowdiff.recovery.replica_file import Contents, ReplicaFile, SlotTooSmall
 from lowdiff.recovery.sizing import BLOCK_ELEMENTS
 from lowdiff.recovery.state import AVERAGE_ITEM, OptimizerState, RecoveredState, is_aligned
-from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState
+from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState, first_difference
 from lowdiff.types import Differential, Fence
 
 _SLACK_BYTES = 256
@@ -313,13 +313,11 @@ def _override(items: dict[str, bytes], changed: Any) -> None:
 
 def _check(shard: Differential, sums: Sums) -> None:
     """Compare the share with what the trainer recorded of it."""
-    if shard.digest is None:
-        return
-    recorded = {"": shard.digest.value} | {n: a.digest for n, a in shard.averages.items()}
-    for name, value in recorded.items():
-        if value is not None and value != sums.get((shard.step, shard.rank, name), 0):
-            raise ReplayMismatch(
-                f"after step {shard.step}, elements {shard.digest.start} to {shard.digest.stop} of "
-                f"the replica's parameters{name and f' as {name!r} averages them'} differ from "
-                "those of the trainer"
-            )
+    name = first_difference(shard, sums)
+    if name is not None:
+        assert shard.digest is not None
+        raise ReplayMismatch(
+            f"after step {shard.step}, elements {shard.digest.start} to {shard.digest.stop} of "
+            f"the replica's parameters{name and f' as {name!r} averages them'} differ from "
+            "those of the trainer"
+        )

@@ -20,9 +20,9 @@ from lowdiff.types import Fence, OptimizerSpec
 #: Where nothing is measured.
 BLOCK_ELEMENTS = 1 << 18
 _CANDIDATES = tuple(1 << power for power in range(15, 21))
-#: What a block costs at each step besides its kernels: Python, and the decoder's search. Measured
-#: from replays with blocks of 2^16 to 2^18 elements: 50 to 120 microseconds.
-_SECONDS_PER_BLOCK = 90e-6
+#: What a unit costs at each step besides its kernels: Python, and the decoder's search. Measured
+#: from replays with one block of 2^16 to 2^18 elements each: 50 to 120 microseconds.
+SECONDS_PER_UNIT = 90e-6
 _TRIALS = 3
 #: Element updates below which measuring takes longer than it can save.
 _WORTH_MEASURING = 1 << 28
@@ -106,15 +106,34 @@ def seconds_per_element(
         dtype: Of its parameters.
         size: Elements.
     """
-    parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
-    parameter.grad = torch.full((size,), 1e-3, dtype=dtype)
+    return (step_seconds(spec, hyper, dtype, (size,)) + SECONDS_PER_UNIT) / size
+
+
+def step_seconds(
+    spec: OptimizerSpec, hyper: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+) -> float:
+    """Processor time of one step of a made-up parameter, on one thread.
+
+    Args:
+        spec: The optimizer's class.
+        hyper: Hyper-parameters of a group.
+        dtype: Of its parameters.
+        shape: Of this one.
+    """
+    parameter = torch.nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=False)
+    parameter.grad = torch.full(shape, 1e-3, dtype=dtype)
     optimizer = build(spec, [(dict(hyper), [parameter])])
     step = StepChooser().choose(optimizer)
     times = []
-    with torch.no_grad():
-        step(optimizer)
-        for _ in range(_TRIALS):
-            started = time.thread_time()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
             step(optimizer)
-            times.append(time.thread_time() - started)
-    return (min(times) + _SECONDS_PER_BLOCK) / size
+            for _ in range(_TRIALS):
+                started = time.thread_time()
+                step(optimizer)
+                times.append(time.thread_time() - started)
+    finally:
+        torch.set_num_threads(before)
+    return min(times)

@@ -39,6 +39,21 @@ class Step:
 Sums = dict[tuple[int, int, str], int]
 
 
+#: What torch and Python say of values of the wrong type, shape or number when they are stepped.
+UNREPLAYABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+
+
+def first_difference(shard: Differential, sums: Sums) -> str | None:
+    """What the live run's digests of a step find different, as in `Sums`; None if nothing."""
+    if shard.digest is None:
+        return None
+    recorded = {"": shard.digest.value} | {n: a.digest for n, a in shard.averages.items()}
+    for name, value in recorded.items():
+        if value is not None and value != sums.get((shard.step, shard.rank, name), 0):
+            return name
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Movement:
     """How far some elements went in one step.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tests.test_cli import Command, command
 
 __all__ = ["command"]
 
+ROOT = Path(__file__).parents[1]
 PLAN = ("plan", "--params", "350M", "--gpus", "8", "--mtbf", "6h", "--disk", "500MB/s")
 
 
@@ -166,6 +169,14 @@ def test_a_plan_needs_no_run(command: Command, tmp_path: Path) -> None:
     assert "3.5e+08 parameters, adamw, on 8 GPUs" in result.out
     assert "a step is assumed to take 5 s" in result.out
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_neither_report_loads_torch() -> None:
+    code = "import sys, lowdiff.tuning_report; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "False\n"
 
 
 def test_a_plan_keeps_limits(command: Command) -> None:

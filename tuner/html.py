@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from html import escape
 
 from lowdiff.tuner import charts
-from lowdiff.tuner.report import Report, cost_text, facts
+from lowdiff.tuner.facts import basis, facts
+from lowdiff.tuner.report import Report
 
 _STYLE = """
 :root { --page: #fdfdfc; --ink: #1c2733; --muted: #5d6b79; --line: #d9dfe5; --box: #f2f5f7;
@@ -133,18 +134,7 @@ def _strategies(report: Report) -> str:
 
 
 def _costs(report: Report) -> str:
-    rows = [
-        (
-            name.replace("_", " "),
-            cost_text(name, found.median),
-            f"{cost_text(name, found.low)} to {cost_text(name, found.high)}"
-            if found.count > 1
-            else "",
-            found.source if found.count < 2 else f"measured {found.count} times",
-        )
-        for name, found in report.question.estimates.items()
-    ]
-    table = _table(("per rank", "median", "middle 80 %", "source"), rows)
+    table = _table(("per rank", "median", "middle 80 %", "source"), basis(report))
     return _section("What it is based on", f'<div class="wide">{table}</div>')
 
 

@@ -21,9 +21,7 @@ from lowdiff.tuner.costs import (
     Costs,
     Waste,
     effective_share,
-    lost_steps,
     recovery_seconds,
-    store_lag_steps,
     store_share,
     waste,
     writer_share,
@@ -192,9 +190,9 @@ def make_report(question: Question, *, seed: int = 0) -> Report:
         question=question,
         choice=choice,
         effective=effective_share(costs, rates, f, b),
-        current_waste=None if now is None else waste(costs, rates, *numbers(now)),
+        current_waste=None if now is None else waste(costs, rates, *_numbers(now)),
         published=published,
-        published_waste=waste(costs, rates, *numbers(published)),
+        published_waste=waste(costs, rates, *_numbers(published)),
         heat_map=_heat_map(question, [choice.setting, published, *([now] if now else [])]),
         sensitivities=_sensitivities(question, choice.setting),
         simulated=_compare(question, choice.setting, seed),
@@ -204,7 +202,7 @@ def make_report(question: Question, *, seed: int = 0) -> Report:
     )
 
 
-def numbers(setting: Setting) -> tuple[int, int]:
+def _numbers(setting: Setting) -> tuple[int, int]:
     """``f`` and ``b``."""
     return setting.snapshot_every, setting.batch_size
 
@@ -350,67 +348,3 @@ def _warnings(question: Question, choice: Choice) -> list[str]:
             f"training it ({readable_seconds(costs.step_seconds)})"
         )
     return found
-
-
-def facts(report: Report) -> list[tuple[str, str]]:
-    """The figures that a reader wants first, as text."""
-    question, setting = report.question, report.choice.setting
-    costs, rates = question.costs, question.rates
-    f, b = setting.snapshot_every, setting.batch_size
-    mtbf = rates.total
-    process, node = lost_steps(costs, f, b)
-    rows = [
-        ("recommended", f"snapshot_every = {f:,}, batch_size = {b}"),
-    ]
-    if question.current is not None and report.current_waste is not None:
-        now = question.current
-        rows.append(
-            (
-                "current",
-                (
-                    f"snapshot_every = {now.snapshot_every:,}, batch_size = {now.batch_size}: "
-                    f"{report.current_waste.seconds_per_hour:.1f} s wasted per hour"
-                ),
-            )
-        )
-    rows += [
-        ("wasted", f"{report.choice.waste.seconds_per_hour:.1f} s per hour of training"),
-        ("effective training time", f"{report.effective:.2%}"),
-        (
-            "a failure every",
-            (
-                f"{readable_seconds(mtbf.mtbf_seconds)} (90 %: {readable_seconds(mtbf.low_seconds)} to "
-                f"{readable_seconds(mtbf.high_seconds)}; {mtbf.failures} seen)"
-            ),
-        ),
-        ("a failure takes", f"{readable_seconds(recovery_seconds(costs, f, b))} to recover from"),
-        ("steps lost", f"process crash {process:.1f}, loss of a node {node:.1f}"),
-        *_store_facts(costs, f, b),
-        ("written", f"{readable_bytes(report.bytes_per_day)} a day, all ranks"),
-        ("stored", f"up to {readable_bytes(report.stored_bytes)}, all ranks"),
-        (
-            "LowDiff's published model",
-            (
-                f"snapshot_every = {report.published.snapshot_every:,}, batch_size = "
-                f"{report.published.batch_size}: {report.published_waste.seconds_per_hour:.1f} s"
-            ),
-        ),
-    ]
-    return rows
-
-
-def _store_facts(costs: Costs, f: float, b: float) -> list[tuple[str, str]]:
-    if not costs.store_bytes_per_second:
-        return []
-    share = store_share(costs, f, b)
-    if share >= 1:
-        return [("in the store", "ever later: it takes less than the run writes")]
-    lag = store_lag_steps(costs, f, b)
-    return [("in the store", f"{lag:.1f} steps later; busy for {share:.0%} of the time")]
-
-
-def cost_text(name: str, value: float) -> str:
-    """A cost or its spread with its unit, which its name carries."""
-    if name.endswith("bytes_per_second"):
-        return f"{readable_bytes(value)}/s"
-    return readable_bytes(value) if name.endswith("bytes") else readable_seconds(value)

@@ -15,7 +15,8 @@ import lowdiff
 from lowdiff.cadence import Cadence
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
-from lowdiff.history import Story, read_lives
+from lowdiff.history import Story
+from lowdiff.lives import read_lives
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.measurements import Measurements, Recorder, read_decisions
 from lowdiff.persistence.paths import RunFolder, StagingFolder

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import struct
+import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
 from crc32c import crc32c
 
 import lowdiff
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, ReplayMismatch
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.framing import FileHeader, read_records
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
-from lowdiff.recovery import replay
+from lowdiff.recovery import engine, replay
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
+from lowdiff.recovery.rolling import load_base
+from lowdiff.recovery.state import RecoveredState
 from tests.recovery.training import Trained, train
 
 STEPS = 7
@@ -37,7 +42,7 @@ def planned(trained: Trained) -> tuple[Catalog, RecoveryPlan]:
 @pytest.mark.parametrize(
     ("steps_in_memory", "windows"), [(1, [1] * STEPS), (3, [3, 3, 1]), (100, [STEPS])]
 )
-def testwindows_are_as_large_as_what_they_decode_to(
+def test_windows_are_as_large_as_what_they_decode_to(
     trained: Trained, steps_in_memory: int, windows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog, plan = planned(trained)
@@ -49,6 +54,33 @@ def testwindows_are_as_large_as_what_they_decode_to(
     found = list(replay.windows(plan.steps, fence))
     assert [len(window) for window in found] == windows
     assert [s.shards[0].step for window in found for s in window] == list(range(1, STEPS + 1))
+
+
+def test_where_blocks_fail_the_second_attempt_finds_nothing_of_the_first(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors: list[weakref.ref[Any]] = []
+    left: list[tuple[int, list[str]]] = []
+
+    def load(*args: Any) -> RecoveredState:
+        readers = [t.name for t in threading.enumerate() if t.name.startswith("lowdiff-decode")]
+        left.append((sum(tensor() is not None for tensor in tensors), readers))
+        state = load_base(*args)
+        tensors.extend(map(weakref.ref, state.parameters.values()))
+        return state
+
+    check = replay.Replayer._check
+
+    def refuse_blocks(self: Any, *args: Any) -> None:
+        if not self._options.whole:
+            raise ReplayMismatch("blocks differ")
+        check(self, *args)
+
+    monkeypatch.setattr(replay, "_FIRST_WINDOW_BYTES", 1)
+    monkeypatch.setattr(replay.Replayer, "_check", refuse_blocks)
+    monkeypatch.setattr(engine, "load_base", load)
+    assert lowdiff.recover(trained.run, STEPS).step == STEPS
+    assert left == [(0, [])] * 2
 
 
 def bomb(num_bytes: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from typer.testing import CliRunner
 
 import lowdiff
 from lowdiff.cli import app
+from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.errors import ConfigError, NotEnoughMemory, StepNotFound
 from lowdiff.persistence.values import same
+from lowdiff.protocols import Compressor
 from lowdiff.recovery import sizing
 from lowdiff.recovery.against import compare_with
 from lowdiff.recovery.branch import start_run
@@ -22,9 +25,10 @@ from lowdiff.recovery.compare import distance
 from lowdiff.recovery.export import export
 from lowdiff.recovery.forecast import forecast
 from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.sizing import SECONDS_PER_UNIT
 from lowdiff.recovery.timeline import timeline
 from lowdiff.recovery.verify import verify
-from tests.recovery.training import Model, Trained, adamw, flip, train
+from tests.recovery.training import Model, Trained, adamw, flip, train, two_optimizers
 
 STEPS = 12
 
@@ -86,12 +90,16 @@ def test_a_new_run_starts_where_the_old_one_was_and_shares_nothing(
     assert {p: p.read_bytes() for p in before} == before, "the old run is as it was"
 
 
+@pytest.mark.parametrize(
+    "compressor", [TopK(0.1, dense_below=64), PowerSGD(matrix_rank=1)], ids=repr
+)
 def test_a_new_run_from_a_snapshot_keeps_the_residual_and_so_the_bits(
-    trained: Trained, tmp_path: Path
+    compressor: Compressor, tmp_path: Path
 ) -> None:
-    start_run(lowdiff.recover(trained.run, 5, staging=trained.staging), tmp_path / "run")
-    gone_on = train(tmp_path, STEPS, end="crash")
-    assert same(dict(gone_on.models[STEPS]), dict(trained.models[STEPS]))
+    old = train(tmp_path / "old", 8, end="crash", compressor=compressor)
+    start_run(lowdiff.recover(old.run, 5, staging=old.staging), tmp_path / "run")
+    gone_on = train(tmp_path, 8, end="crash", compressor=compressor)
+    assert same(dict(gone_on.models[8]), dict(old.models[8]))
 
 
 def test_the_timeline_is_what_the_live_run_did(trained: Trained, tmp_path: Path) -> None:
@@ -127,7 +135,7 @@ def test_a_plan_says_what_would_be_read(trained: Trained) -> None:
     assert (found.step, found.base, found.differentials) == (9, 5, 4)
     assert sum(found.shards.values()) == 4
     assert found.memory_bytes > found.snapshot_bytes > 0
-    assert 0 < found.predicted_seconds < 60
+    assert 4 * SECONDS_PER_UNIT < found.predicted_seconds < 60
     assert not found.findings
     printed = command(
         "recover", trained.run, "--step", 9, "--plan", "--json", "--staging", trained.staging
@@ -135,6 +143,22 @@ def test_a_plan_says_what_would_be_read(trained: Trained) -> None:
     assert json.loads(printed.output)["base"] == 5
     told = command("recover", trained.run, "--step", 9, "--plan", "--staging", trained.staging)
     assert "4 differentials" in told.output
+
+
+def adafactor(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
+@pytest.mark.parametrize("build", [adamw, adafactor])
+def test_a_plan_counts_every_step_of_every_parameter(
+    build: Callable[[torch.nn.Module], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = train(tmp_path, 3, build=build)
+    monkeypatch.setattr("lowdiff.recovery.forecast.step_seconds", lambda *_: 1.0)
+    how = ReplayOptions(num_workers=1)
+    found = forecast(trained.run, 2, staging=trained.staging, options=how)
+    parameters = len(list(Model().parameters()))
+    assert found.predicted_seconds == pytest.approx(2 * parameters, rel=0.2)
 
 
 def test_a_plan_names_what_is_damaged(trained: Trained, tmp_path: Path) -> None:
@@ -197,6 +221,17 @@ def test_verify_against_a_file(trained: Trained, tmp_path: Path, ending: str) ->
     said = command("verify", trained.run, "--against", file, "--staging", trained.staging)
     assert said.exit_code == 0, said.output
     assert "every bit agrees" in said.output
+
+
+def test_verify_against_a_file_compares_every_optimizer(tmp_path: Path) -> None:
+    trained = train(tmp_path, 3, build=two_optimizers)
+    file = export(lowdiff.recover(trained.run, 2, staging=trained.staging), tmp_path / "x.pt")
+    assert compare_with(trained.run, file, staging=trained.staging).ok
+    content = torch.load(file, weights_only=True)
+    content["optimizer"][1]["state"][1]["exp_avg"][0] += 1
+    torch.save(content, file)
+    (found,) = compare_with(trained.run, file, staging=trained.staging).differences
+    assert (found.name, found.elements) == ("optimizer 1 state 1 exp_avg", 1)
 
 
 def test_a_plain_state_dict_of_another_model_is_different(trained: Trained, tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.choice import Limits, Setting
 from lowdiff.tuner.estimates import Estimate
+from lowdiff.tuner.facts import facts
 from lowdiff.tuner.failures import FailureRates
 from lowdiff.tuner.html import html_page
 from lowdiff.tuner.plan import Job, planned
-from lowdiff.tuner.report import Question, facts, make_report
+from lowdiff.tuner.report import Question, make_report
 from tests.tuner.jobs import JOBS, LAPTOP
 
 
