@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile
@@ -106,7 +107,11 @@ def carry_out_in_memory(
         _merge(state, share)
         state.items[rank] = {**constants, **state.items[rank]}
     state.averages = {name: state.averages.get(name, {}) for name in fence.averages}
-    return replay(state, plan.steps, lambda n: catalog.incarnations[n].fence, options)
+    host = torch.device("cpu")
+    state.move(options.device if plan.steps else host)
+    state = replay(state, plan.steps, lambda n: catalog.incarnations[n].fence, options)
+    state.move(host)
+    return state
 
 
 def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lowdiff.errors import LowDiffError, RecoveryError, RunMismatch
 from lowdiff.recovery.blocks import Unit
 from lowdiff.recovery.state import RecoveredState, is_aligned
+from lowdiff.recovery.unit import UNREPLAYABLE
 
 _Item = TypeVar("_Item")
 
@@ -54,16 +55,16 @@ def together(items: Iterator[_Item], group: dist.ProcessGroup) -> Iterator[_Item
     """``items``, read by every rank for itself; an error of one is an error of all.
 
     Raises:
-        LowDiffError: The rank's own, or a `RecoveryError` that quotes another's.
+        RecoveryError: Quoting another rank's error; its own is raised as it is.
     """
     while True:
-        error: LowDiffError | None = None
+        error: Exception | None = None
         item: _Item | None = None
         try:
             item = next(items, None)
-        except LowDiffError as caught:
+        except (LowDiffError, OSError, MemoryError, *UNREPLAYABLE) as caught:
             error = caught
-        told = gather(None if error is None else str(error), group)
+        told = gather(None if error is None else str(error) or repr(error), group)
         if error is not None:
             raise error
         for rank, text in enumerate(told):

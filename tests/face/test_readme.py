@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.launch
+@pytest.mark.timeout(300)
 def test_the_first_example_runs_and_its_commands_work_on_the_result(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
