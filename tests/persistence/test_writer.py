@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import aiofiles
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -749,6 +751,57 @@ def test_a_batch_whose_write_failed_is_given_again_and_stands_there_once(
     assert data == replace(HEADER, sequence=1).pack() + batch(1, 6).data
     assert written == len(data)
     assert not failures
+
+
+@pytest.mark.parametrize("call", ["fsync", "fdatasync"])
+def test_what_others_have_seen_of_a_batch_stays_while_it_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A later incarnation, on another machine, may have gone on from what never became durable."""
+    folder = RunFolder(tmp_path)
+    create_run(folder, RUN_ID)
+    segments = SegmentWriter(folder, HEADER)
+    open_file = aiofiles.open
+
+    def failing(descriptor: int) -> None:
+        if ".seg" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(5, "Input/output error")
+
+    @asynccontextmanager
+    async def full(path: Path, mode: str, **options: Any) -> AsyncIterator[Any]:
+        async def refused(data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        async with open_file(path, mode, **options) as file:
+            monkeypatch.setattr(file, "write", refused)
+            yield file
+
+    if call == "fdatasync":
+        asyncio.run(segments.append(batch(1, 2)))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, failing)
+        with pytest.raises(OSError, match="Input/output"):
+            asyncio.run(segments.append(batch(3, 4)))
+    (path,) = (path for *_, path in folder.segments())
+    seen = path.read_bytes()
+    assert seen.endswith(batch(3, 4).data)
+    with monkeypatch.context() as broken:
+        broken.setattr(aiofiles, "open", full)
+        with pytest.raises(OSError, match="No space"):
+            asyncio.run(segments.append(batch(3, 4)))
+    assert path.read_bytes() == seen
+    asyncio.run(segments.append(batch(3, 4)))
+    assert path.read_bytes() == seen
+
+
+def test_nothing_of_a_dead_writers_torn_record_stays(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    create_run(folder, RUN_ID)
+    torn = folder.segment(0, 0, 1)
+    torn.parent.mkdir(parents=True)
+    torn.write_bytes(replace(HEADER, sequence=1).pack() + batch(1, 9).data)
+    asyncio.run(SegmentWriter(folder, HEADER).append(batch(1, 2)))
+    assert torn.read_bytes() == replace(HEADER, sequence=1).pack() + batch(1, 2).data
 
 
 def test_a_long_segment_is_followed_by_another(
