@@ -247,14 +247,13 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
 
 def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, int] | None:
     """One rank's newest segment of an incarnation that holds a record, and its last step."""
-    home = folder.segments_of(rank)
-    found = folder.segment_files(home)
-    for path in reversed([home / name for number, _, name, _ in found if number == incarnation]):
-        view = read_view(path)
+    found = folder.segments(lambda owner: owner == rank)
+    for path in reversed([path for number, *_, path in found if number == incarnation]):
         try:
+            view = read_view(path)
             header = FileHeader.unpack(view, path)
-        except DamagedFile:
-            continue  # a dead writer's first, torn record
+        except (DamagedFile, FileNotFoundError):
+            continue  # a dead writer's first, torn record; or a live run's retention was faster
         steps = [record.header.step for record in read_records(view, header)]
         if steps:
             return path, steps[-1]
