@@ -106,10 +106,6 @@ class Catalog:
     collected: Collected = field(default_factory=Collected)
     pins: tuple[Pin, ...] = ()
 
-    def last_staged(self, incarnation: int, rank: int, base_step: int) -> int:
-        """Last step of an unbroken sequence of one rank's records after ``base_step``."""
-        return self.of(incarnation, rank).unbroken(base_step)
-
     def of(self, incarnation: int, rank: int) -> RankRecords:
         """One rank's records of one incarnation, of which there may be none."""
         found = self.records.get((incarnation, rank))
