@@ -35,6 +35,7 @@ from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.retention import retention_locked
 from lowdiff.persistence.retention_notes import note_policy
 from lowdiff.persistence.staging import StagingLog
+from lowdiff.persistence.strange_entries import refuse_strange_entries
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.recovery.optimizers import settle_kernels
@@ -95,7 +96,7 @@ def _locked(settings: Settings, ranks: Ranks) -> RunLock:
     lock = RunLock(settings, ranks.rank)
     try:
         with ranks.together():
-            settings.folder.refuse_strange_entries()
+            refuse_strange_entries(settings.folder)
             lock.acquire()
     except BaseException:
         lock.release()

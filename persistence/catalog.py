@@ -107,10 +107,6 @@ class Catalog:
     collected: Collected = field(default_factory=Collected)
     pins: tuple[Pin, ...] = ()
 
-    def last_staged(self, incarnation: int, rank: int, base_step: int) -> int:
-        """Last step of an unbroken sequence of one rank's records after ``base_step``."""
-        return self.of(incarnation, rank).unbroken(base_step)
-
     def of(self, incarnation: int, rank: int) -> RankRecords:
         """One rank's records of one incarnation, of which there may be none."""
         found = self.records.get((incarnation, rank))
@@ -250,14 +246,13 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
 
 def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, int] | None:
     """One rank's newest segment of an incarnation that holds a record, and its last step."""
-    home = folder.segments_of(rank)
-    found = folder.segment_files(home)
-    for path in reversed([home / name for number, _, name, _ in found if number == incarnation]):
-        view = read_view(path)
+    found = folder.segments(lambda owner: owner == rank)
+    for path in reversed([path for number, *_, path in found if number == incarnation]):
         try:
+            view = read_view(path)
             header = FileHeader.unpack(view, path)
-        except DamagedFile:
-            continue  # a dead writer's first, torn record
+        except (DamagedFile, FileNotFoundError):
+            continue  # a dead writer's first, torn record; or a live run's retention was faster
         steps = [record.header.step for record in read_records(view, header)]
         if steps:
             return path, steps[-1]

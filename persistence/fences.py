@@ -11,6 +11,7 @@ from typing import Any
 from lowdiff.errors import DamagedFile, NotARun, RunInUse
 from lowdiff.persistence.durable import check_types, make_directory, read_json, write_json
 from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.strange_entries import refuse_strange_entries
 from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
 _CONTENT_HASH = re.compile("[0-9a-f]{64}")
@@ -52,7 +53,7 @@ def read_run_id(folder: RunFolder) -> str:
     """
     if not folder.root.is_dir():
         raise NotARun(folder.root, "it is a file" if folder.root.exists() else "no such folder")
-    folder.refuse_strange_entries()
+    refuse_strange_entries(folder)
     if not folder.run_file.is_file():
         runs = sorted(path.parent.name for path in folder.root.glob("*/run.json"))
         named = [*runs[:_RUNS_NAMED], *(["..."] if len(runs) > _RUNS_NAMED else [])]

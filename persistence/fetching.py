@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,8 +58,14 @@ class Listing:
     @classmethod
     def of_folder(cls, folder: RunFolder) -> Listing:
         """What a run folder holds."""
-        files = (p for p in folder.root.rglob("*") if p.is_file() and not p.is_symlink())
-        return cls({folder.name(path): path.stat().st_size for path in files})
+        sizes = {}
+        for parent, _, names in os.walk(folder.root, onerror=_refuse_unreadable):
+            for path in (Path(parent, name) for name in names):
+                with suppress(FileNotFoundError):  # it was only partial, or retention was faster
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode):
+                        sizes[folder.name(path)] = status.st_size
+        return cls(sizes)
 
     def files(self, *kinds: str) -> list[RunFile]:
         """Files of some kinds, by name; anything with another name is no part of a run."""
@@ -86,6 +93,12 @@ class Listing:
             for (step, number), found in ranks.items()
             if number in fences and found >= set(range(fences[number].world_size))
         )
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    """A listing that lacks a folder which is there must not pass for the whole run."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 @dataclass(frozen=True, slots=True)

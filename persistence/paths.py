@@ -35,12 +35,10 @@ import contextlib
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-
-from lowdiff.errors import DamagedFile, NotARun
 
 RUN_FILE = "run.json"
 _CONSTANTS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
@@ -48,25 +46,15 @@ _PIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
 NOTES_NAME = re.compile(rf"retention\.json|pins/{_PIN_NAME.pattern}")
 CONSTANTS_NAME = re.compile(rf"constants/{_CONSTANTS_NAME.pattern}")
 
-_FILE_NAMES = (
-    ("fence", re.compile(r"incarnations/i(?P<incarnation>\d{6})/rank-(?P<rank>\d{4})\.json")),
-    (
-        "manifest",
-        re.compile(
-            r"snapshots/i(?P<incarnation>\d{6})-s(?P<step>\d{10})/rank-(?P<rank>\d{4})\.json"
-        ),
+_IN_SNAPSHOT = r"snapshots/i(?P<incarnation>\d{6})-s(?P<step>\d{10})/rank-(?P<rank>\d{4})"
+_FILE_NAMES = {
+    "fence": re.compile(r"incarnations/i(?P<incarnation>\d{6})/rank-(?P<rank>\d{4})\.json"),
+    "manifest": re.compile(rf"{_IN_SNAPSHOT}\.json"),
+    "shard": re.compile(rf"{_IN_SNAPSHOT}\.safetensors"),
+    "segment": re.compile(
+        r"segments/rank-(?P<rank>\d{4})/i(?P<incarnation>\d{6})-s(?P<step>\d{10})\.seg"
     ),
-    (
-        "shard",
-        re.compile(
-            r"snapshots/i(?P<incarnation>\d{6})-s(?P<step>\d{10})/rank-(?P<rank>\d{4})\.safetensors"
-        ),
-    ),
-    (
-        "segment",
-        re.compile(r"segments/rank-(?P<rank>\d{4})/i(?P<incarnation>\d{6})-s(?P<step>\d{10})\.seg"),
-    ),
-)
+}
 _STAGING_NAME = re.compile(r"i(\d{6})-r(\d{4})")
 _SNAPSHOT_NAME = re.compile(r"i(\d{6})-s(\d{10})")
 _SEGMENT_NAME = re.compile(r"i(\d{6})-s(\d{10})\.seg")
@@ -88,6 +76,13 @@ def default_staging_root(run: Path) -> Path:
 def shared_staging_root() -> Path:
     """Where staging of all runs lies unless told otherwise."""
     return Path("/dev/shm") / f"lowdiff-{os.getuid()}"
+
+
+def file_bytes(path: Path) -> int:
+    """Length of a file; 0 if it is gone, as a live run's may be at any moment."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 def segment_name(incarnation: int, first: int) -> str:
@@ -120,7 +115,7 @@ class RunFile:
     @classmethod
     def parse(cls, name: str) -> RunFile | None:
         """The file of this name, or None for any other name."""
-        for kind, pattern in _FILE_NAMES:
+        for kind, pattern in _FILE_NAMES.items():
             match = pattern.fullmatch(name)
             if match:
                 numbers = {key: int(value) for key, value in match.groupdict().items()}
@@ -173,10 +168,9 @@ class RunFolder:
     ) -> Iterator[tuple[int, int, int, Path]]:
         """``(incarnation, rank, first step, path)`` of every segment of the wanted ranks."""
         for rank, folder in self.segment_folders():
-            if not is_wanted(rank):
-                continue
-            for path, (incarnation, first) in _matching(folder, _SEGMENT_NAME):
-                yield incarnation, rank, first, path
+            if is_wanted(rank):
+                for incarnation, first, entry in self.segment_files(folder):
+                    yield incarnation, rank, first, folder / entry.name
 
     def segment_folders(self) -> Iterator[tuple[int, Path]]:
         """``(rank, folder)`` of every rank's segments."""
@@ -184,22 +178,20 @@ class RunFolder:
             yield rank, folder
 
     @staticmethod
-    def segment_files(folder: Path) -> Iterator[tuple[int, int, str, os.stat_result]]:
-        """``(incarnation, first step, name, status)`` of every segment in one rank's folder.
+    def segment_files(folder: Path) -> Iterator[tuple[int, int, os.DirEntry[str]]]:
+        """``(incarnation, first step, entry)`` of every segment in one rank's folder, sorted.
 
         None if it is no folder, or is gone.
         """
         try:
             with os.scandir(folder) as entries:  # without a Path for each: there may be many
-                found = sorted((e for e in entries if e.is_file(follow_symlinks=False)), key=_name)
+                files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
             return
-        for entry in found:
+        for entry in sorted(files, key=attrgetter("name")):
             match = _SEGMENT_NAME.fullmatch(entry.name)
             if match is not None:
-                with contextlib.suppress(FileNotFoundError):  # a live run's retention was faster
-                    status = entry.stat(follow_symlinks=False)
-                    yield int(match[1]), int(match[2]), entry.name, status
+                yield int(match[1]), int(match[2]), entry
 
     def segment(self, incarnation: int, rank: int, first: int) -> Path:
         """One segment, by the step of its first record."""
@@ -249,39 +241,6 @@ class RunFolder:
     def all_measurements(self) -> Iterator[Path]:
         """Every document of measurements, oldest life first."""
         yield from (path for path, _ in _matching(self.root / "measurements", _MEASUREMENTS_NAME))
-
-    def refuse_strange_entries(self) -> None:
-        """Look for links, pipes and devices among the run's files; there are none of ours.
-
-        A link would lead a reader, and worse a writer, out of the folder; opening a pipe waits for
-        ever. So whoever opens a run that may be a stranger's looks first, before it takes a lock.
-
-        Raises:
-            DamagedFile: Naming the first one found.
-        """
-        pending = [
-            self.root / name
-            for name in (
-                *("run.json", "incarnations", "snapshots", "segments", "constants"),
-                *("locks", "pins", "retention.json", "staging", "measurements"),
-            )
-        ]
-        while pending:
-            path = pending.pop()
-            try:
-                mode = path.lstat().st_mode
-                if stat.S_ISDIR(mode):
-                    # What most entries are is known from the listing; the rest is looked at above.
-                    with os.scandir(path) as entries:
-                        others = [e.path for e in entries if not e.is_file(follow_symlinks=False)]
-                    pending += map(Path, others)
-            except FileNotFoundError:
-                continue  # a live run's retention was faster
-            except NotADirectoryError as error:
-                raise NotARun(self.root, "a part of its path is a file") from error
-            if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-                what = "it is a link, a pipe or a device, and lowdiff makes none; remove it"
-                raise DamagedFile(path, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,10 +384,6 @@ class StagingFolder:
     def writer_log(self) -> Path:
         """The writer's output."""
         return self.root / "writer.log"
-
-
-def _name(entry: os.DirEntry[str]) -> str:
-    return entry.name
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, tuple[int, ...]]]:

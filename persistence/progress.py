@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowdiff.errors import DamagedFile
 from lowdiff.persistence.fences import read_fence, read_run_id
-from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, read_record
-from lowdiff.persistence.memory import read_view
-from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.framing import HEADER_BYTES
+from lowdiff.persistence.paths import RunFolder, StagingFolder, file_bytes
+from lowdiff.persistence.segments import read_batch
 from lowdiff.persistence.snapshots import manifest_file, shard_file
 from lowdiff.persistence.status import StatusReader, WriterStatus, read_trainer_status
 
@@ -159,7 +158,7 @@ class RunWatch:
             staged_step=staged,
             durable_step=durable,
             durable_snapshot=max(snapshots, default=-1),
-            disk_bytes=sum(map(_size, files)),
+            disk_bytes=sum(map(file_bytes, files)),
             commit_age_seconds=None
             if trainer is None
             else max(0.0, now - trainer.committed_at_unix_seconds),
@@ -193,13 +192,11 @@ class _SegmentTail:
 
     def last_step(self) -> int:
         """Step of its last whole record, or the one before its first."""
-        # Retention may be faster, or its header half written: then at the next look.
-        with contextlib.suppress(FileNotFoundError, DamagedFile):
-            if _size(self.path) > self._offset:
-                view = read_view(self.path)
-                header = FileHeader.unpack(view, self.path)
-                while (record := read_record(view, self._offset, header)) is not None:
-                    self._offset, self._step = record.end, record.header.step
+        # Retention may be faster. Read, not mapped: its writer may cut it back at any moment.
+        with contextlib.suppress(OSError):
+            while (batch := read_batch(self.path, self._offset)) is not None:
+                self._offset += len(batch.data) - HEADER_BYTES
+                self._step = batch.last
         return self._step
 
 
@@ -217,13 +214,6 @@ def _is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"  # killed, but not yet waited for
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def _least(steps: list[int | None]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
@@ -103,5 +104,7 @@ def _lowest_base(complete: Collection[tuple[int, int]], fence: Fence, step: int)
 
 def _written_seconds(snapshot: Path) -> float:
     """When this rank's node wrote a snapshot; long ago if retention has removed it there."""
-    times = [path.stat().st_mtime for path in snapshot.glob("rank-*.json")]
-    return max(times, default=0.0)
+    with suppress(FileNotFoundError):  # or is just removing it
+        times = [path.stat().st_mtime for path in snapshot.glob("rank-*.json")]
+        return max(times, default=0.0)
+    return 0.0

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.catalog import SnapshotSet, begun_fences, complete_snapshots
@@ -19,7 +18,7 @@ from lowdiff.persistence.durable import fsync_directory
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.lineage import lineage
 from lowdiff.persistence.locks import FileLock
-from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.paths import RunFolder, file_bytes
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention_notes import note_collected, read_pins
 from lowdiff.persistence.retention_plan import (
@@ -101,7 +100,7 @@ def take_inventory(folder: RunFolder, run_id: str, *, check: bool = False) -> In
                 incarnation,
                 step,
                 path,
-                bytes=sum(_file_bytes(file) for file in path.glob("*")),
+                bytes=sum(file_bytes(file) for file in path.glob("*")),
                 complete=path in whole,
                 written_seconds=_written_seconds(whole[path]) if path in whole else 0.0,
                 first_base=_first_base(whole[path]) if path in whole else None,
@@ -109,7 +108,7 @@ def take_inventory(folder: RunFolder, run_id: str, *, check: bool = False) -> In
             for incarnation, step, path in folder.snapshots()
         ),
         segments=tuple(
-            StoredSegment(incarnation, rank, first, path, _file_bytes(path))
+            StoredSegment(incarnation, rank, first, path, file_bytes(path))
             for incarnation, rank, first, path in folder.segments()
         ),
         bases=tuple(fence.base_step for fence in beginning if fence.parent is not None),
@@ -156,7 +155,7 @@ def _remove_snapshot(removal: Removal) -> None:
 
 def _is_whole(snapshot: SnapshotSet, check: bool) -> bool:
     for manifest in snapshot.manifests:
-        if _file_bytes(shard_file(snapshot.folder, manifest.rank)) != manifest.bytes:
+        if file_bytes(shard_file(snapshot.folder, manifest.rank)) != manifest.bytes:
             return False
         if check:
             try:
@@ -176,9 +175,3 @@ def _written_seconds(snapshot: SnapshotSet) -> float:
     with contextlib.suppress(FileNotFoundError):
         return max(file.stat().st_mtime for file in files)
     return 0.0
-
-
-def _file_bytes(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_size
-    return 0

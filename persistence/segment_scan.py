@@ -81,14 +81,14 @@ class _RankSegments:
         known = read_index(self.path, self.run_id, self.rank, len(there)) if use_index else {}
         fits: list[Sealed] = []
         fresh: list[Sealed] = []
-        for incarnation, first, name, status in there:
+        for incarnation, first, entry in there:
             sealed = known.get((incarnation, first))
-            if sealed is not None and _fits(sealed, status):
-                fits.append(sealed)
-                self._add(incarnation, self._claimed(sealed, name))
-                continue
             try:
-                file = self.open(name)
+                if sealed is not None and _fits(sealed, entry.stat(follow_symlinks=False)):
+                    fits.append(sealed)
+                    self._add(incarnation, self._claimed(sealed, entry.name))
+                    continue
+                file = self.open(entry.name)
                 stretches = _stretches_of(file, self)
             except FileNotFoundError:
                 continue  # a live run's retention was faster

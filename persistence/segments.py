@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiofiles
+from aiofiles.threadpool.binary import AsyncBufferedReader
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, StorageError
@@ -84,22 +85,18 @@ class SegmentWriter:
             self.roll()  # the run went back before this incarnation, and retention took its steps
         if self._path is None:
             path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
-            header = replace(self._header, sequence=batch.first).pack()
+            data = replace(self._header, sequence=batch.first).pack() + batch.data
             await asyncio.to_thread(make_run_directory, self._folder, path.parent)
             # A file of that name can only hold a torn first record of a dead writer.
-            async with aiofiles.open(path, "wb") as file:
-                await file.write(header + batch.data)
-                await file.flush()
+            async with aiofiles.open(path, "r+b", opener=_created) as file:
+                await _put_at_end(file, 0, data)
                 await asyncio.to_thread(os.fsync, file.fileno())
             await asyncio.to_thread(fsync_directory, path.parent)
-            self._path, self._size = path, len(header) + len(batch.data)
+            self._path, self._size = path, len(data)
             self._first, self._last, self._rebases = batch.first, batch.last, [*batch.rebases]
             return self._size
         async with aiofiles.open(self._path, "r+b") as file:
-            await file.truncate(self._size)  # what an earlier, failed attempt may have left
-            await file.seek(self._size)
-            await file.write(batch.data)
-            await file.flush()
+            await _put_at_end(file, self._size, batch.data)
             await asyncio.to_thread(os.fdatasync, file.fileno())
         self._size += len(batch.data)
         self._last = batch.last
@@ -127,6 +124,23 @@ class SegmentWriter:
             rank, sealed, self._sealed = self._header.rank, self._sealed, []
             folder = self._folder.segments_of(rank)
             await asyncio.to_thread(add_to_index, folder, self._header.run_id, rank, sealed)
+
+
+def _created(path: str, flags: int) -> int:
+    """Open a file as it is, or make an empty one."""
+    return os.open(path, flags | os.O_CREAT, 0o666)
+
+
+async def _put_at_end(file: AsyncBufferedReader, offset: int, data: bytes) -> None:
+    """Make data what a file holds from an offset on.
+
+    An earlier, failed attempt left the beginning of the same data, or all of it. That is written
+    over, not cut off first: on another machine a later incarnation may have gone on from there.
+    """
+    await file.seek(offset)
+    await file.write(data)
+    await file.truncate()
+    await file.flush()
 
 
 def coded_record(record: RecordRef, codec: Codec) -> bytes:

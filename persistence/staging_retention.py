@@ -15,7 +15,7 @@ from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import Owner
-from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.paths import RunFolder, StagingFolder, file_bytes
 from lowdiff.persistence.replica_status import read_replica_status
 from lowdiff.persistence.staging import staged_records
 
@@ -51,7 +51,12 @@ def clear_staging(
     """
     for stage in StagingFolder.all(staging_root):
         with ExitStack() as held:
-            verdict = _judge(stage, held)
+            try:
+                verdict = _judge(stage, held)
+            except FileNotFoundError:
+                if stage.root.exists():
+                    raise
+                continue  # the run's next life has adopted it
             if force and not verdict.goes and not verdict.is_in_use:
                 verdict = _verdict(stage, f"forced, although {verdict.reason}", goes=True)
             if verdict.goes and not dry_run:
@@ -118,7 +123,7 @@ def _verdict(
     stage: StagingFolder, reason: str, *, goes: bool = False, is_in_use: bool = False
 ) -> StagingVerdict:
     owner = Owner.read(stage)
-    size = sum(path.stat().st_size for path in stage.root.iterdir())
+    size = sum(map(file_bytes, stage.root.iterdir()))
     return StagingVerdict(
         stage.root, None if owner is None else owner.run, size, goes, is_in_use, reason
     )

@@ -89,6 +89,22 @@ class StatusPage:
         self._page.publish(content)
 
 
+class Complaints:
+    """What several tasks of the writer complain of, together in one field of its page."""
+
+    def __init__(self, page: StatusPage, field: str) -> None:
+        self._page = page
+        self._field = field
+        self._errors: dict[str, str] = {}
+
+    def report(self, task: str, error: str) -> None:
+        """Publish the errors of all tasks: the success of one says nothing about another."""
+        self._errors[task] = error
+        text = "; ".join(filter(None, self._errors.values()))
+        if text != getattr(self._page.status, self._field):
+            self._page.update(**{self._field: text})
+
+
 class StatusReader:
     """The trainer's end; keeps the page mapped."""
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.fetching import Listing
@@ -24,6 +21,7 @@ from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.measurements import Recorder
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFile, RunFolder
+from lowdiff.persistence.patience import Patience
 from lowdiff.persistence.remote_retention import spent
 from lowdiff.persistence.segments import Uploaded, read_batch, uploaded_records
 from lowdiff.persistence.snapshots import manifest_file, shard_file
@@ -32,12 +30,8 @@ from lowdiff.persistence.writer_settings import WriterSettings
 
 _logger = logging.getLogger(__name__)
 
-_FIRST_DELAY_SECONDS = 0.25
-_LONGEST_DELAY_SECONDS = 30.0
-_REFUSED_DELAY_SECONDS = 60.0
-_LAST_DELAY_SECONDS = 2.0
-
-_Result = TypeVar("_Result")
+#: How often a run folder that gives trouble is tried once the trainer is gone, and how far apart.
+_LAST_ATTEMPTS, _ATTEMPT_SECONDS = 3, 2.0
 
 
 class Uploader:
@@ -50,13 +44,14 @@ class Uploader:
         assert settings.store is not None
         self._settings = settings
         self._page = page
-        self._recorder = recorder
+        self._patience = Patience(settings, page, recorder)
         self._store = ObjectStore(settings.store, make=True)
         self._listing = Listing({})
         self._cursors: dict[Path, int] = {}
         self._done: set[Path] = set()
         self._old: frozenset[Path] = frozenset()
         self._notes: dict[str, bytes] = {}
+        self._me = settings.incarnation, settings.rank
         self._last = settings.base_step
         # With a replica all that counts is one snapshot of this life.
         self._is_base_there = settings.has_replica
@@ -64,50 +59,51 @@ class Uploader:
         self._adopted = asyncio.Event()
         self._snapshots_passed = asyncio.Event()
         self._new_segments, self._new_snapshots = asyncio.Event(), asyncio.Event()
-        self._ending = asyncio.Event()
-        self._ending_since = 0.0
-        self._errors: dict[str, str] = {}
 
-    def wake(self) -> None:
+    def wake(self, *, batch: bool = False, snapshot: bool = False) -> None:
         """Something new is durable."""
-        self._new_segments.set()
-        self._new_snapshots.set()
+        if batch:
+            self._new_segments.set()
+        if snapshot:
+            self._new_snapshots.set()
 
     def adopted(self) -> None:
         """Everything of earlier incarnations is durable."""
         self._adopted.set()
-        self.wake()
+        self.wake(batch=True, snapshot=True)
 
     def end(self) -> None:
         """Nothing more comes: stop when all is uploaded, or when the store stays away."""
-        self._ending_since = time.monotonic()
-        self._ending.set()
-        self.wake()
+        self._patience.end()
+        self.wake(batch=True, snapshot=True)
 
     async def run(self) -> None:
         """Upload until told to end; never raises, because what is local matters more."""
+        last_attempts = _LAST_ATTEMPTS
         while True:
             try:
                 return await self._upload()
             except RunMismatch as error:
                 _logger.error("rank %d: %s", self._settings.rank, error)
-                return self._report("history", str(error))
+                return self._patience.report("history", str(error))
             except StoreError as error:
                 return _logger.error("rank %d: given up: %s", self._settings.rank, error)
             except (OSError, StorageError) as error:
                 _logger.warning("rank %d: %s", self._settings.rank, error)
-                self._report("run folder", f"{type(error).__name__}: {error}")
-                if self._ending.is_set():
+                self._patience.report("run folder", f"{type(error).__name__}: {error}")
+                # Once is no reason to give up: retention and users remove files meanwhile.
+                last_attempts -= self._patience.is_ending
+                if not last_attempts:
                     return None
-                await self._sleep(_LAST_DELAY_SECONDS)
+                await self._patience.sleep(_ATTEMPT_SECONDS)
             except Exception as error:
                 # A bug must cost the copy in the store only, and be seen.
                 _logger.exception("rank %d: uploads ended", self._settings.rank)
-                return self._report("uploads", f"ended by {error!r}; see the writer's log")
+                return self._patience.report("uploads", f"ended by {error!r}; see the writer's log")
 
     async def _upload(self) -> None:
         await self._begin()
-        self._report("run folder", "")
+        self._patience.report("run folder", "")
         tasks = [
             asyncio.create_task(self._follow(self._new_segments, self._upload_segments)),
             asyncio.create_task(self._follow(self._new_snapshots, self._upload_snapshots)),
@@ -120,7 +116,7 @@ class Uploader:
 
     async def _follow(self, new: asyncio.Event, one_pass: Callable[[], Awaitable[None]]) -> None:
         while True:
-            is_last = self._ending.is_set()
+            is_last = self._patience.is_ending
             new.clear()
             await one_pass()
             if is_last:
@@ -139,10 +135,10 @@ class Uploader:
             await self._create(
                 "fences", folder.name(path), await asyncio.to_thread(path.read_bytes)
             )
-        self._listing = await self._retrying("fences", self._my_listing)
-        self._old = await asyncio.to_thread(self._spent, Listing.of_folder(folder))
+        self._listing = await self._patience.ask("fences", self._my_listing)
+        self._old = await self._spent_here()
         newest = {(f.incarnation, f.rank): f for f in self._listing.files("segment")}
-        segments = list(folder.segments(self._settings.serves))
+        segments = await self._segments()
         for (incarnation, rank, _, path), after in zip_longest(segments, segments[1:]):
             found = newest.get((incarnation, rank))
             if found is None:
@@ -150,32 +146,43 @@ class Uploader:
             if after is not None and after[:2] == (incarnation, rank) and after[2] <= found.step:
                 self._done.add(path)
                 continue
-            size = self._listing.sizes[found.name]
-            uploaded = await asyncio.to_thread(uploaded_records, path, found.step, size)
-            self._cursors[path] = uploaded.end
-            if (incarnation, rank) == (self._settings.incarnation, self._settings.rank):
-                self._last = max(self._last, uploaded.last)
-                await self._compare(found, path, uploaded)
-        own = newest.get((self._settings.incarnation, self._settings.rank))
+            with suppress(FileNotFoundError):  # collected
+                await self._resume(found, path, is_own=(incarnation, rank) == self._me)
+        own = newest.get(self._me)
         if own is not None and own.step > self._page.status.durable_step:
             raise self._mismatch(own.name)
+
+    async def _resume(self, found: RunFile, path: Path, *, is_own: bool) -> None:
+        """Go on in the segment that holds the newest object's records."""
+        size = self._listing.sizes[found.name]
+        uploaded = await asyncio.to_thread(uploaded_records, path, found.step, size)
+        self._cursors[path] = uploaded.end
+        if is_own:
+            self._last = max(self._last, uploaded.last)
+            await self._compare(found, path, uploaded)
+
+    async def _segments(self) -> list[tuple[int, int, int, Path]]:
+        """As `RunFolder.segments`, of the ranks that this one serves."""
+        return await asyncio.to_thread(
+            lambda: list(self._settings.folder.segments(self._settings.serves))
+        )
 
     async def _upload_constants(self) -> None:
         """Frozen parameters that fences name, before those fences."""
         folder = self._settings.folder
-        there = await self._retrying("fences", lambda: self._store.sizes("constants"))
+        there = await self._patience.ask("fences", lambda: self._store.sizes("constants"))
         here = await asyncio.to_thread(Listing.of_folder, folder)
         for name in here.constants():
             if there.get(name) != here.sizes[name]:
                 upload = partial(self._store.upload, name, folder.root / name)
-                await self._retrying("fences", upload)
+                await self._patience.ask("fences", upload)
                 self._count(here.sizes[name])
 
     async def _compare(self, found: RunFile, path: Path, uploaded: Uploaded) -> None:
         """Fences of two lives that went on from one step may be equal; what followed is not."""
         if uploaded.start is None:
             return
-        there = await self._retrying("segments", lambda: self._store.read(found.name))
+        there = await self._patience.ask("segments", lambda: self._store.read(found.name))
         with path.open("rb") as file:
             file.seek(uploaded.start)
             here = await asyncio.to_thread(file.read, len(there) - HEADER_BYTES)
@@ -203,10 +210,10 @@ class Uploader:
             RunMismatch: If another history's object is there.
         """
         sent = len(data) if name.endswith(".seg") else 0
-        if await self._retrying(task, lambda: self._store.create(name, data), sent=sent):
+        if await self._patience.ask(task, lambda: self._store.create(name, data), sent=sent):
             return len(data)
         # A request that seemed lost, or an earlier writer's.
-        there = await self._retrying(task, lambda: self._store.read(name))
+        there = await self._patience.ask(task, lambda: self._store.read(name))
         common = min(len(there), len(data))
         whole = name.endswith(".seg") or len(there) == len(data)
         if there[:common] != data[:common] or not whole:
@@ -216,18 +223,18 @@ class Uploader:
     # Differentials
 
     async def _upload_segments(self) -> None:
-        settings, folder = self._settings, self._settings.folder
         # Looked at first: what is adopted or uploaded meanwhile is for the next pass.
-        base_will_be_there = self._adopted.is_set() and self._snapshots_passed.is_set()
-        segments = list(folder.segments(self._settings.serves))
-        own = [path for *key, _, path in segments if key == [settings.incarnation, settings.rank]]
-        for incarnation, rank, _, path in segments:
+        is_adopted = self._adopted.is_set()
+        base_will_be_there = is_adopted and self._snapshots_passed.is_set()
+        segments = await self._segments()
+        newest = max((first for *key, first, _ in segments if tuple(key) == self._me), default=-1)
+        for incarnation, rank, first, path in segments:
+            is_own = (incarnation, rank) == self._me
             # Until its log is adopted, an earlier incarnation's segments may have another writer.
-            late = path not in own and not self._adopted.is_set()
-            if late or path in self._done or path in self._old:
+            if path in self._done or path in self._old or not (is_own or is_adopted):
                 continue
-            await self._upload_segment(incarnation, rank, path, is_own=path in own)
-            if not late and path not in own[-1:]:
+            await self._upload_segment(incarnation, rank, path, is_own=is_own)
+            if not is_own or first < newest:
                 self._done.add(path)
         self._is_base_there |= base_will_be_there
         self._publish_step(self._last)
@@ -300,7 +307,7 @@ class Uploader:
         # FileNotFoundError, before the store says so.
         size = (await asyncio.to_thread(shard.stat)).st_size
         upload = partial(self._store.upload, folder.name(shard), shard)
-        await self._retrying("snapshots", upload, sent=size)
+        await self._patience.ask("snapshots", upload, sent=size)
         await self._create("snapshots", folder.name(manifest), content)
         sizes = {folder.name(shard): 0, folder.name(manifest): 0}
         self._listing = Listing({**self._listing.sizes, **sizes})
@@ -316,17 +323,17 @@ class Uploader:
             content = await asyncio.to_thread((folder.root / name).read_bytes)
             if self._notes.get(name) != content:
                 upload = partial(self._store.upload, name, folder.root / name)
-                await self._retrying("retention", upload)
+                await self._patience.ask("retention", upload)
                 self._notes[name] = content
-        there = await self._retrying("retention", lambda: self._store.sizes("pins"))
+        there = await self._patience.ask("retention", lambda: self._store.sizes("pins"))
         unpinned = [name for name in Listing(there).notes() if name not in here]
-        await self._retrying("retention", lambda: self._store.delete(unpinned))
+        await self._patience.ask("retention", lambda: self._store.delete(unpinned))
 
     async def _collect(self) -> None:
         """Remove from the store what retention no longer needs there, of this rank's."""
         if self._settings.serves(0):
             await self._upload_notes()
-        self._listing = await self._retrying("retention", self._my_listing)
+        self._listing = await self._patience.ask("retention", self._my_listing)
         gone = await asyncio.to_thread(self._spent, self._listing)
         folder = self._settings.folder
         names = [
@@ -335,11 +342,15 @@ class Uploader:
             for file in self._listing.files(kind)
             if self._settings.serves(file.rank) and not gone.isdisjoint(_places(folder, file))
         ]
-        await self._retrying("retention", lambda: self._store.delete(names))
+        await self._patience.ask("retention", lambda: self._store.delete(names))
         left = {n: size for n, size in self._listing.sizes.items() if n not in set(names)}
         self._listing = Listing(left)
-        here = await asyncio.to_thread(Listing.of_folder, folder)
-        self._old = await asyncio.to_thread(self._spent, here)
+        self._old = await self._spent_here()
+
+    async def _spent_here(self) -> frozenset[Path]:
+        """What of the run folder is not worth uploading any more."""
+        here = await asyncio.to_thread(Listing.of_folder, self._settings.folder)
+        return await asyncio.to_thread(self._spent, here)
 
     def _spent(self, listing: Listing) -> frozenset[Path]:
         mine = {f.name for f in listing.files("segment") if self._settings.serves(f.rank)}
@@ -348,57 +359,6 @@ class Uploader:
         except DamagedFile as error:
             _logger.warning("rank %d: old objects stay: %s", self._settings.rank, error)
             return frozenset()
-
-    # Trouble
-
-    async def _retrying(
-        self, task: str, request: Callable[[], _Result], *, sent: int = 0
-    ) -> _Result:
-        """Ask until the store does it; once the trainer is gone, for a while only.
-
-        The request that succeeds is a measurement if it sent something, the bytes of ``sent``.
-
-        Raises:
-            StoreError: If the store stayed away too long after the trainer's end.
-        """
-        delay, failing_since = _FIRST_DELAY_SECONDS, 0.0
-        while True:
-            began = time.monotonic()
-            try:
-                result = await asyncio.to_thread(request)
-            except StoreError as error:
-                self._report(task, str(error))
-                self._page.update(remote_retries=self._page.status.remote_retries + 1)
-                _logger.warning("rank %d: %s", self._settings.rank, error)
-                failing_since = failing_since or time.monotonic()
-                waited = time.monotonic() - max(failing_since, self._ending_since)
-                if self._ending.is_set() and waited > self._settings.store_patience_seconds:
-                    raise
-                longest = _REFUSED_DELAY_SECONDS if error.is_refused else delay
-                await self._sleep(longest * random.uniform(0.5, 1.0))
-                delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
-            else:
-                self._report(task, "")
-                if sent:
-                    self._recorder.observe(f"{task}_upload_seconds", time.monotonic() - began)
-                    self._recorder.observe(f"{task}_upload_bytes", sent)
-                    self._recorder.publish()
-                return result
-
-    async def _sleep(self, seconds: float) -> None:
-        """Wait before another attempt; not for long when the trainer is gone."""
-        if self._ending.is_set():
-            await asyncio.sleep(min(seconds, _LAST_DELAY_SECONDS))
-        else:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), seconds)
-
-    def _report(self, task: str, error: str) -> None:
-        """Publish the errors of all tasks: the success of one says nothing about another."""
-        self._errors[task] = error
-        text = "; ".join(filter(None, self._errors.values()))
-        if text != self._page.status.remote_error:
-            self._page.update(remote_error=text)
 
 
 def _places(folder: RunFolder, file: RunFile) -> set[Path]:

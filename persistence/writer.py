@@ -14,9 +14,9 @@ import asyncio
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -42,14 +42,9 @@ from lowdiff.persistence.segments import (
 from lowdiff.persistence.snapshot_writing import CycleLost, SnapshotWriter
 from lowdiff.persistence.snapshots import decode_mark
 from lowdiff.persistence.staging import LogTail
-from lowdiff.persistence.status import StatusPage, StatusReader, WriterStatus
+from lowdiff.persistence.status import Complaints, StatusPage, StatusReader, WriterStatus
 from lowdiff.persistence.uploading import Uploader
-from lowdiff.persistence.writer_settings import (
-    END,
-    WRITE_THROUGH,
-    WriterSettings,
-    told_batch_size,
-)
+from lowdiff.persistence.writer_settings import Orders, WriterSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -88,9 +83,7 @@ class Writer:
         self._batch_began = 0.0
         self._recorder = Recorder(settings.staging.measured_by_writer)
         self._is_durable = asyncio.Event()
-        self._write_through = False
         self._deleted_since: float | None = None
-        self._batch_size = settings.batch_size
         header = FileHeader(
             FileKind.SEGMENT,
             settings.run_id,
@@ -103,10 +96,9 @@ class Writer:
         self._uploader = (
             None if settings.store is None else Uploader(settings, self._status, self._recorder)
         )
-        self._errors: dict[str, str] = {}
-        self._trainer_gone = threading.Event()
-        self._has_begun = threading.Event()
-        os.set_blocking(sys.stdin.fileno(), False)
+        self._complaints = Complaints(self._status, "error")
+        self._has_begun = False
+        self._orders = Orders(settings)
 
     async def run(self, lock: FileLock) -> None:
         """Work until the trainer is gone and everything staged is durable, and in the store.
@@ -134,27 +126,27 @@ class Writer:
             source = self._follow_images() if self._settings.has_replica else self._encode()
             await asyncio.gather(source, self._persist())
         finally:
-            self._trainer_gone.set()  # or the process would wait for the adopting thread
+            self._orders.trainer_gone.set()  # or the process would wait for the adopting thread
         await adoption
 
     async def _adopt(self) -> None:
         """Take over what dead predecessors left, once this log names the residual it needs."""
-        while not self._may_adopt() and not self._trainer_gone.is_set():
+        while not self._may_adopt() and not self._orders.trainer_gone.is_set():
             await asyncio.sleep(_POLL_SECONDS)
         while self._may_adopt():
             try:
                 error = await asyncio.to_thread(
-                    adopt_predecessors, self._settings, self._trainer_gone
+                    adopt_predecessors, self._settings, self._orders.trainer_gone
                 )
             except Exception as failure:  # whatever it is, attach waits for it and must hear of it
                 _logger.exception("rank %d: adoption failed", self._settings.rank)
                 error = f"{type(failure).__name__}: {failure}"
-            self._report("adopt", error)
+            self._complaints.report("adopt", error)
             if not error:
                 self._status.update(adopted=True)
                 if self._uploader is not None:
                     self._uploader.adopted()
-            if not error or self._trainer_gone.is_set():
+            if not error or self._orders.trainer_gone.is_set():
                 return
             await asyncio.sleep(_RETRY_SECONDS)
 
@@ -184,7 +176,7 @@ class Writer:
         if self._status.status.durable_snapshot >= self._settings.base_step:
             return True
         # What a replica held is durable only as this life's first snapshot.
-        is_begun = self._has_begun.is_set() and not self._settings.has_replica
+        is_begun = self._has_begun and not self._settings.has_replica
         return is_begun and not has_replica_before(self._settings)
 
     async def _follow_images(self) -> None:
@@ -192,7 +184,7 @@ class Writer:
         staging = self._settings.staging
         marked = self._status.status.durable_snapshot
         while True:
-            gone = self._is_trainer_gone() and is_free(staging.replica_lock)
+            gone = self._orders.read() and is_free(staging.replica_lock)
             new = newer_images(staging, marked)
             for snapshot in new:
                 marked = snapshot.step
@@ -208,10 +200,10 @@ class Writer:
         pending: list[RecordRef] = []
         oldest = 0.0
         while True:
-            gone = self._is_trainer_gone()
+            gone = self._orders.read()
             record = self._tail.next()
             if record is not None:
-                self._has_begun.set()
+                self._has_begun = True
             kind = None if record is None else record.header.kind
             if record is not None and kind in (RecordKind.SNAPSHOT, RecordKind.CYCLE):
                 found = record.header.step, kind is RecordKind.SNAPSHOT
@@ -224,9 +216,9 @@ class Writer:
             elif record is not None and record.header.step > self._status.status.durable_step:
                 oldest = oldest if pending else time.monotonic()
                 pending.append(record)
-            full = len(pending) >= self._batch_size or self._are_slices_many()
+            full = len(pending) >= self._orders.batch_size or self._are_slices_many()
             late = bool(pending) and time.monotonic() - oldest > self._settings.flush_seconds
-            if full or late or (record is None and (gone or self._write_through)):
+            if full or late or (record is None and (gone or self._orders.write_through)):
                 await self._flush(pending)
             if record is None:
                 if gone:
@@ -239,21 +231,6 @@ class Writer:
             return CycleMark.of(record)
         image = self._settings.staging.snapshot
         return StagedImage(record.header.step, *decode_mark(bytes(record.meta)), image)
-
-    def _is_trainer_gone(self) -> bool:
-        """Whether nothing more will be staged: the trainer said so, or it died."""
-        if not self._trainer_gone.is_set():
-            try:
-                said = os.read(sys.stdin.fileno(), 64) or END
-            except BlockingIOError:
-                said = b""
-            if WRITE_THROUGH in said:
-                self._write_through = True
-            self._batch_size = told_batch_size(said) or self._batch_size
-            # Forked DataLoader workers may hold the pipe open after the trainer's death.
-            if END in said or os.getppid() != self._settings.trainer_pid:
-                self._trainer_gone.set()
-        return self._trainer_gone.is_set()
 
     def _are_slices_many(self) -> bool:
         return sum(record.header.body_bytes for record in self._slices) > PENDING_BYTES
@@ -297,13 +274,13 @@ class Writer:
                 await action(work)
             except (OSError, StorageError) as error:
                 self._status.update(retries=self._status.status.retries + 1)
-                self._report(action.__name__, f"{type(error).__name__}: {error}")
+                self._complaints.report(action.__name__, f"{type(error).__name__}: {error}")
                 text = f"rank {self._settings.rank}: {error}"
                 log_event(_logger, logging.WARNING, "write_failed", text, task=action.__name__)
                 self._give_up_if_deleted(error)
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
-                self._report(action.__name__, "")
+                self._complaints.report(action.__name__, "")
                 return
 
     def _give_up_if_deleted(self, error: Exception) -> None:
@@ -311,19 +288,17 @@ class Writer:
 
         What is staged stays there: an attach to the run, should it come back, adopts it.
         """
-        if not self._trainer_gone.is_set() or self._settings.folder.run_file.exists():
+        is_there = True
+        # Asked here as well: while nothing is written, whoever else listens waits for room.
+        if self._orders.read():
+            with suppress(OSError):  # a file system that does not answer has deleted nothing
+                is_there = self._settings.folder.run_file.exists()
+        if is_there:
             self._deleted_since = None
         elif self._deleted_since is None:
             self._deleted_since = time.monotonic()
         elif time.monotonic() - self._deleted_since > self._settings.folder_patience_seconds:
             raise WriterFailed(f"{self._settings.run} is gone, and so is its trainer") from error
-
-    def _report(self, task: str, error: str) -> None:
-        """Publish the errors of both tasks: the success of one says nothing about the other."""
-        self._errors[task] = error
-        text = "; ".join(filter(None, self._errors.values()))
-        if text != self._status.status.error:
-            self._status.update(error=text)
 
     async def _persist_batch(self, batch: Batch) -> None:
         written = await self._segments.append(batch)
@@ -341,7 +316,8 @@ class Writer:
             batches=status.batches + 1,
             batch_seconds=self._batch_seconds.value(),
         )
-        self._wake_uploader()
+        if self._uploader is not None:
+            self._uploader.wake(batch=True)
 
     async def _snapshot(self, mark: StagedImage | CycleMark) -> None:
         await self._retrying(self._persist_snapshot, mark)
@@ -387,11 +363,8 @@ class Writer:
         )
         text = f"rank {settings.rank}: the snapshot of step {mark.step} is durable"
         log_event(_logger, logging.INFO, "snapshot_durable", text, step=mark.step, bytes=size)
-        self._wake_uploader()
-
-    def _wake_uploader(self) -> None:
         if self._uploader is not None:
-            self._uploader.wake()
+            self._uploader.wake(snapshot=True)
 
 
 def _status_page(settings: WriterSettings, durable_step: int, durable_snapshot: int) -> StatusPage:

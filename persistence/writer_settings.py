@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
 from dataclasses import dataclass
 
 from lowdiff.persistence.detached import ProcessSettings
@@ -71,3 +74,35 @@ class WriterSettings(ProcessSettings):
         fields = json.loads(text)
         policy = fields.pop("retention")
         return cls(**fields, retention=None if policy is None else Retention(**policy))
+
+
+class Orders:
+    """What the trainer says through the pipe to stdin. One thread reads it.
+
+    Attributes:
+        batch_size: Differentials per durable write.
+        write_through: Whether a batch that is not full is written at once.
+        trainer_gone: Set when nothing more will be staged; for any thread.
+    """
+
+    def __init__(self, settings: WriterSettings) -> None:
+        self._trainer_pid = settings.trainer_pid
+        self.batch_size = settings.batch_size
+        self.write_through = False
+        self.trainer_gone = threading.Event()
+        os.set_blocking(sys.stdin.fileno(), False)
+
+    def read(self) -> bool:
+        """Take in what was said; whether the trainer said that nothing more comes, or died."""
+        if not self.trainer_gone.is_set():
+            try:
+                said = os.read(sys.stdin.fileno(), 64) or END
+            except BlockingIOError:
+                said = b""
+            if WRITE_THROUGH in said:
+                self.write_through = True
+            self.batch_size = told_batch_size(said) or self.batch_size
+            # Forked DataLoader workers may hold the pipe open after the trainer's death.
+            if END in said or os.getppid() != self._trainer_pid:
+                self.trainer_gone.set()
+        return self.trainer_gone.is_set()

@@ -210,10 +210,10 @@ def test_the_unbroken_sequence_after_a_base_ends_before_the_first_gap(
 ) -> None:
     stage(staging, [6, 7, 9], base=5)
     found = scan(folder, [staging])
-    assert found.last_staged(0, 0, base_step=5) == 7
-    assert found.last_staged(0, 0, base_step=7) == 7
-    assert found.last_staged(0, 0, base_step=8) == 9
-    assert found.last_staged(4, 0, base_step=3) == 3
+    assert found.of(0, 0).unbroken(5) == 7
+    assert found.of(0, 0).unbroken(7) == 7
+    assert found.of(0, 0).unbroken(8) == 9
+    assert found.of(4, 0).unbroken(3) == 3
 
 
 # Damage

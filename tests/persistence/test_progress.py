@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from lowdiff.errors import NotARun
-from lowdiff.persistence.framing import FileHeader, RecordRef, read_record
+from lowdiff.persistence.framing import RecordHeader
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.progress import RunWatch
+from lowdiff.persistence.segments import Batch, read_batch
 from lowdiff.persistence.status import TrainerPage, TrainerStatus
 from tests.face.loops import Loop
 
@@ -66,13 +67,13 @@ def test_each_look_reads_only_the_records_added_since(
     loop.attach()
     steps: list[int] = []
 
-    def counting(view: memoryview, offset: int, file: FileHeader) -> RecordRef | None:
-        record = read_record(view, offset, file)
-        if record is not None:
-            steps.append(record.header.step)
-        return record
+    def counting(path: Path, start: int) -> Batch | None:
+        batch = read_batch(path, start)
+        if batch is not None:
+            steps.extend(range(batch.first, batch.last + 1))
+        return batch
 
-    monkeypatch.setattr("lowdiff.persistence.progress.read_record", counting)
+    monkeypatch.setattr("lowdiff.persistence.progress.read_batch", counting)
     # As from a machine that shares the run folder only.
     watch = RunWatch(RunFolder(tmp_path / "run"), tmp_path / "elsewhere")
     for last in (3, 3, 8):
@@ -98,6 +99,24 @@ def test_a_torn_segment_says_what_is_before_it(tmp_path: Path) -> None:
     newest = list(RunFolder(tmp_path / "run").segments())[-1][3]
     newest.write_bytes(newest.read_bytes()[:100])
     assert RunWatch(RunFolder(tmp_path / "run"), tmp_path).look(0.0).durable_step == 4
+
+
+def test_a_segment_that_is_cut_back_while_it_is_read_kills_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a mapped file that is beyond its end is a SIGBUS."""
+    Loop(tmp_path, settings={"snapshot_every": 4}).run(6)
+    newest = list(RunFolder(tmp_path / "run").segments())[-1][3]
+
+    def cutting(data: memoryview) -> RecordHeader | None:
+        found = unpack(data)
+        os.truncate(newest, 0)
+        return found
+
+    unpack = RecordHeader.unpack
+    monkeypatch.setattr(RecordHeader, "unpack", cutting)
+    seen = RunWatch(RunFolder(tmp_path / "run"), tmp_path).look(0.0)
+    assert seen.durable_step in (4, 5, 6)
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:

@@ -156,3 +156,25 @@ def test_every_rank_is_judged_by_itself(run: RunFolder, tmp_path: Path) -> None:
     found: Iterator[StagingVerdict] = clear_staging(tmp_path / "staging")
     assert [verdict.goes for verdict in found] == [True, False]
     assert list(clear_staging(tmp_path / "nowhere")) == []
+
+
+def test_what_a_live_trainer_renames_and_what_is_adopted_meanwhile_is_no_trouble(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = staged(run, 3)
+    lock = FileLock(stage.trainer_lock)
+    assert lock.acquire("a trainer")
+    entries = Path.iterdir
+    with monkeypatch.context() as reusing:
+        gone = stage.chunk(7)
+        reusing.setattr(Path, "iterdir", lambda path: [*entries(path), gone])
+        assert cleared(stage).is_in_use
+    lock.release()
+    acquire = FileLock.acquire
+
+    def too_late(lock: FileLock, description: str) -> bool:
+        stage.remove()
+        return acquire(lock, description)
+
+    monkeypatch.setattr(FileLock, "acquire", too_late)
+    assert list(clear_staging(stage.root.parent.parent)) == []

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import aiofiles
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -36,6 +38,7 @@ from lowdiff.persistence.segments import Batch, SegmentWriter, durable_step
 from lowdiff.persistence.snapshots import ImageTensor, encode_mark, shard_file, stage_image
 from lowdiff.persistence.staging import StagingLog, staged_records
 from lowdiff.persistence.status import StatusReader, WriterStatus
+from lowdiff.persistence.writer import Writer
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.types import Section
@@ -370,6 +373,7 @@ TRAINER = """
 import os, signal, sys, time
 from test_writer import append, log_of, settings_in, stage_snapshot, wait_until, writing
 from pathlib import Path
+from lowdiff.persistence.writer import Writer
 from lowdiff.persistence.writer_process import WriterProcess
 
 settings = settings_in(Path(sys.argv[1]), batch_size=100)
@@ -444,19 +448,24 @@ def test_a_writer_killed_while_it_finishes_is_replaced(tmp_path: Path) -> None:
     assert stored(settings.folder) == [1]
 
 
+@pytest.mark.parametrize("num_steps", [1, 9])
 def test_a_writer_without_trainer_and_run_folder_ends_and_leaves_what_is_staged(
-    tmp_path: Path,
+    tmp_path: Path, num_steps: int
 ) -> None:
-    settings = settings_in(tmp_path, folder_patience_seconds=0.0)
+    """However many batches wait for the first one to be written."""
+    settings = settings_in(tmp_path, folder_patience_seconds=0.0, batch_size=1)
     log = log_of(settings)
     writer = WriterProcess(settings)
     shutil.rmtree(settings.folder.root)
-    append(log, 1)
+    steps = range(1, num_steps + 1)
+    for step in steps:
+        append(log, step)
+    wait_until(writer, lambda status: status.error)
     with pytest.raises(WriterFailed, match="died 3 times while it finished"):
         writer.finish(PATIENCE_SECONDS)
     assert not is_alive(writer.pid)
     assert "is gone, and so is its trainer" in settings.staging.writer_log.read_text()
-    assert [r.header.step for _, r in staged_records(settings.staging)] == [1]
+    assert [r.header.step for _, r in staged_records(settings.staging)] == list(steps)
 
 
 # Adoption
@@ -751,6 +760,57 @@ def test_a_batch_whose_write_failed_is_given_again_and_stands_there_once(
     assert not failures
 
 
+@pytest.mark.parametrize("call", ["fsync", "fdatasync"])
+def test_what_others_have_seen_of_a_batch_stays_while_it_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A later incarnation, on another machine, may have gone on from what never became durable."""
+    folder = RunFolder(tmp_path)
+    create_run(folder, RUN_ID)
+    segments = SegmentWriter(folder, HEADER)
+    open_file = aiofiles.open
+
+    def failing(descriptor: int) -> None:
+        if ".seg" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(5, "Input/output error")
+
+    @asynccontextmanager
+    async def full(path: Path, mode: str, **options: Any) -> AsyncIterator[Any]:
+        async def refused(data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        async with open_file(path, mode, **options) as file:
+            monkeypatch.setattr(file, "write", refused)
+            yield file
+
+    if call == "fdatasync":
+        asyncio.run(segments.append(batch(1, 2)))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, failing)
+        with pytest.raises(OSError, match="Input/output"):
+            asyncio.run(segments.append(batch(3, 4)))
+    (path,) = (path for *_, path in folder.segments())
+    seen = path.read_bytes()
+    assert seen.endswith(batch(3, 4).data)
+    with monkeypatch.context() as broken:
+        broken.setattr(aiofiles, "open", full)
+        with pytest.raises(OSError, match="No space"):
+            asyncio.run(segments.append(batch(3, 4)))
+    assert path.read_bytes() == seen
+    asyncio.run(segments.append(batch(3, 4)))
+    assert path.read_bytes() == seen
+
+
+def test_nothing_of_a_dead_writers_torn_record_stays(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    create_run(folder, RUN_ID)
+    torn = folder.segment(0, 0, 1)
+    torn.parent.mkdir(parents=True)
+    torn.write_bytes(replace(HEADER, sequence=1).pack() + batch(1, 9).data)
+    asyncio.run(SegmentWriter(folder, HEADER).append(batch(1, 2)))
+    assert torn.read_bytes() == replace(HEADER, sequence=1).pack() + batch(1, 2).data
+
+
 def test_a_long_segment_is_followed_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -768,3 +828,24 @@ def test_segments_are_written_nowhere_but_in_the_run(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="bring the run folder back, or mount it"):
         asyncio.run(segments.append(batch(1, 1)))
     assert not (tmp_path / "unmounted").exists()
+
+
+def test_a_run_folder_that_does_not_answer_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_in(tmp_path, folder_patience_seconds=0.0)
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        writer = Writer(settings)
+        assert writer._orders.read()  # END: nothing can be read from it
+
+    def stale(path: Path) -> bool:
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "exists", stale)
+        writer._give_up_if_deleted(OSError("the write failed"))
+    shutil.rmtree(settings.run)
+    writer._give_up_if_deleted(OSError("the write failed"))
+    with pytest.raises(WriterFailed, match="is gone, and so is its trainer"):
+        writer._give_up_if_deleted(OSError("the write failed"))

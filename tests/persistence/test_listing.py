@@ -1,0 +1,44 @@
+"""Listing a run folder that is in use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lowdiff.persistence.durable import make_directory
+from lowdiff.persistence.fetching import Listing
+from lowdiff.persistence.paths import RunFolder
+
+
+def test_what_vanishes_while_a_folder_is_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partial files come and go, and retention removes whole snapshots."""
+    folder = RunFolder(tmp_path)
+    for name in ("run.json", "pins/a.json", "pins/a.json.1234.partial"):
+        make_directory((tmp_path / name).parent)
+        (tmp_path / name).write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(tmp_path / "run.json")
+    lstat = Path.lstat
+
+    def looking(path: Path) -> os.stat_result:
+        if path.suffix == ".partial":
+            path.unlink()
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", looking)
+    assert Listing.of_folder(folder).sizes == {"run.json": 5, "pins/a.json": 5}
+    assert Listing.of_folder(RunFolder(tmp_path / "nowhere")).sizes == {}
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: object) -> object:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "scandir", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        Listing.of_folder(RunFolder(tmp_path))
