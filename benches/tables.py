@@ -256,7 +256,7 @@ def of_compress(found: Summary) -> str:
             ]
         ],
     )
-    columns = [
+    columns: list[tuple[str, str, Callable[[float], str]]] = [
         ("hook, ms", "hook_seconds_per_million", lambda v: f"{1e3 * v:.1f}"),
         ("step, ms", "consume_seconds_per_million", lambda v: f"{1e3 * v:.1f}"),
         ("recovery, ms", "decode_seconds_per_million", lambda v: f"{1e3 * v:.1f}"),
