@@ -133,7 +133,7 @@ def fuzz_guided(segment: Path, folder: Path, seconds: int) -> Outcome:
     corpus.mkdir()
     (corpus / "good").write_bytes(segment.read_bytes())
     with outcome.timed():
-        words = [sys.executable, "-m", "tests.faults.fuzz", str(corpus)]
+        words = [sys.executable, "-m", "tests.faults.guided", str(corpus)]
         done = subprocess.run(
             [*words, f"-max_total_time={seconds}", "-seed=1", "-print_final_stats=1"],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -148,14 +148,3 @@ def fuzz_guided(segment: Path, folder: Path, seconds: int) -> Outcome:
     if done.returncode:
         outcome.lose(done.stderr[-500:])
     return outcome
-
-
-def _atheris_main() -> None:
-    atheris = importlib.import_module("atheris")
-    atheris.instrument_all()
-    atheris.Setup(sys.argv, read_all)
-    atheris.Fuzz()
-
-
-if __name__ == "__main__":
-    _atheris_main()

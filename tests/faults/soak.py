@@ -2,8 +2,8 @@
 
 ``python -m tests.faults.soak --out docs/results`` writes soak.json and soak.md. It ends with status 1
 if anything was lost. ``--smoke`` runs every campaign at toy size; ``--minutes`` scales them all so
-that they take about so long. Both files are written after every campaign, and ``--resume`` goes on
-behind the last one that they hold.
+that they take about so long. Each has a process of its own, ``--jobs`` of them at a time. Both files
+are written after every campaign, and ``--resume`` leaves out those that they hold.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,8 +48,10 @@ Campaigns: TypeAlias = "dict[str, Callable[[], Outcome]]"
 
 def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
     """All of them by name, with everything they need but a call; ``scale`` 1 is the full size."""
-    victims = make_victims(folder)
-    segment = next(victims[0].run.rglob("*.seg"))
+    victims = cache(lambda: make_victims(folder))
+
+    def segment() -> Path:
+        return next(victims()[0].run.rglob("*.seg"))
 
     def size(full: int, least: int = 1) -> int:
         return max(least, round(full * scale))
@@ -67,29 +71,29 @@ def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
         "rolling of 2 ranks": lambda: kills(
             killed, size(10), world_size=2, snapshot="rolling", seed=seed
         ),
-        "cuts": lambda: cuts(victims, every=every, seed=seed),
-        "flips": lambda: flips(victims, size(10_000, 50), seed=seed),
-        "resumptions": lambda: resumptions(victims, size(400, 4), folder, seed=seed),
+        "cuts": lambda: cuts(victims(), every=every, seed=seed),
+        "flips": lambda: flips(victims(), size(10_000, 50), seed=seed),
+        "resumptions": lambda: resumptions(victims(), size(400, 4), folder, seed=seed),
         "power": lambda: power_failures(
             folder / "power", size(60, 10), every=min(every, 20), seed=seed
         ),
         "storage": lambda: storage_troubles(folder / "storage", size(10), seed=seed),
-        "strangers": lambda: strangers(victims[0], folder / "strangers", kinds=hostile),
-        "mutations": lambda: mutations(victims[0], size(20_000, 50), seed=seed),
-        "fuzz": lambda: fuzz(segment, size(20_000, 100), seconds=fuzzed_seconds, start=seed),
-        "guided fuzz": lambda: fuzz_guided(segment, folder, fuzzed_seconds),
+        "strangers": lambda: strangers(victims()[0], folder / "strangers", kinds=hostile),
+        "mutations": lambda: mutations(victims()[0], size(20_000, 50), seed=seed),
+        "fuzz": lambda: fuzz(segment(), size(20_000, 100), seconds=fuzzed_seconds, start=seed),
+        "guided fuzz": lambda: fuzz_guided(segment(), folder, fuzzed_seconds),
     }
 
 
-def run(scale: float, seed: int, done: dict[str, Outcome], save: Callable[[], None]) -> None:
-    """Run every campaign that is not done yet, one after the other; save after each."""
-    # In memory where there is room: the campaigns write and delete thousands of small files.
-    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with TemporaryDirectory(prefix="lowdiff-soak-", dir=place) as name:
-        for title, campaign in campaigns(Path(name), scale, seed).items():
-            if title in done:
-                continue
-            outcome = done[title] = campaign()
+def run(
+    scale: float, seed: int, jobs: int, done: dict[str, Outcome], save: Callable[[], None]
+) -> None:
+    """Run every campaign that is not done yet, some at a time; save after each."""
+    missing = [title for title in campaigns(Path(), scale, seed) if title not in done]
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(in_a_process, title, scale, seed): title for title in missing}
+        for future in as_completed(running):
+            outcome = done[running[future]] = future.result()
             sys.stderr.write(
                 f"{outcome.tried}: {outcome.rounds} rounds, {len(outcome.lost)} lost, "
                 f"{outcome.seconds:.0f} s {outcome.not_run}\n"
@@ -97,8 +101,20 @@ def run(scale: float, seed: int, done: dict[str, Outcome], save: Callable[[], No
             save()
 
 
+def in_a_process(title: str, scale: float, seed: int) -> Outcome:
+    """One campaign, run by this module in another process."""
+    # In memory where there is room: the campaigns write and delete thousands of small files.
+    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with TemporaryDirectory(prefix="lowdiff-soak-", dir=place) as folder:
+        words = ["--campaign", title, "--minutes", str(scale * FULL_MINUTES), "--seed", str(seed)]
+        command = [sys.executable, "-m", "tests.faults.soak", *words, "--out", folder]
+        subprocess.run(command, check=True)
+        return read(json.loads((Path(folder) / "soak.json").read_text()))[title]
+
+
 def report(done: Mapping[str, Outcome], *, scale: float, seed: int) -> dict[str, Any]:
     """The JSON document."""
+    done = {title: done[title] for title in campaigns(Path(), scale, seed) if title in done}
     outcomes = done.values()
     environment = environment_of(torch.device("cpu"))
     commit = subprocess.run(
@@ -161,6 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="about how long it may take")
     parser.add_argument("--smoke", action="store_true", help="toy size")
     parser.add_argument("--resume", action="store_true", help="go on with what is in the folder")
+    parser.add_argument("--jobs", type=int, default=2, help="campaigns at a time")
+    parser.add_argument("--campaign", help="only this one, in this process")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     scale = _SMOKE if args.smoke else 1.0
@@ -178,7 +196,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         path.write_text(json.dumps(document, indent=1) + "\n")
         path.with_suffix(".md").write_text(markdown(document))
 
-    run(scale, args.seed, done, save)
+    if args.campaign:
+        done[args.campaign] = campaigns(args.out, scale, args.seed)[args.campaign]()
+        save()
+    else:
+        run(scale, args.seed, args.jobs, done, save)
     return 1 if any(outcome.lost for outcome in done.values()) else 0
 
 
