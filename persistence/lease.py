@@ -62,7 +62,8 @@ class Lease:
         self._lost = False
         self._end = threading.Event()
         self._nudge = threading.Event()
-        self._looked_again = threading.Event()
+        self._asked = self._answered = 0
+        self._answer = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def acquire(self, description: str, *, timeout_seconds: float) -> bool:
@@ -108,9 +109,11 @@ class Lease:
                 old, because then this process was asleep.
         """
         if not self._lost and (look or _now() - self._looked > self.seconds):
-            self._looked_again.clear()
-            self._nudge.set()
-            self._looked_again.wait(_LOOK_SECONDS)
+            with self._answer:
+                self._asked = mine = self._asked + 1
+                self._nudge.set()
+                # Not by a look that had begun before.
+                self._answer.wait_for(lambda: self._answered >= mine, _LOOK_SECONDS)
             self._looked = _now()  # a file system that does not answer is not asked at each step
         return self._lost
 
@@ -155,9 +158,12 @@ class Lease:
             self._nudge.wait(self.seconds / 5)
             self._nudge.clear()
             if not self._end.is_set():
+                asked = self._asked
                 self._beat()
                 self._looked = _now()
-                self._looked_again.set()
+                with self._answer:
+                    self._answered = asked
+                    self._answer.notify_all()
         try:
             if not self._lost and self._is_ours():
                 self._write(self._descriptor, machine=_NOBODY)

@@ -97,6 +97,24 @@ def test_a_folder_that_is_away_for_a_while_costs_nothing(tmp_path: Path) -> None
     held.release()
 
 
+def test_a_look_is_not_answered_by_one_that_had_begun_before(tmp_path: Path) -> None:
+    held = lease(tmp_path, "a")
+    assert held.acquire("holder", timeout_seconds=0.0)
+    begun, go_on, beat = threading.Event(), threading.Event(), held._beat
+
+    def slow_beat() -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+
+    held._beat = slow_beat  # type: ignore[method-assign]
+    assert begun.wait(PATIENCE_SECONDS)
+    held.path.write_bytes(b"other\tb\t1\tanother\n")
+    held._beat = beat  # type: ignore[method-assign]
+    threading.Timer(0.1, go_on.set).start()
+    assert held.is_lost(look=True)
+    held.release()
+
+
 def test_a_file_system_that_does_not_answer_holds_nobody_up(tmp_path: Path) -> None:
     held = lease(tmp_path, "a")
     assert held.acquire("holder", timeout_seconds=0.0)
