@@ -55,6 +55,8 @@ class RotatingResidual:
         #: Where exchanges after the optimizer's step write, which leave no trace.
         self._scratch: dict[int, torch.Tensor] = {}
         self._used: set[int] = set()
+        #: Whether the next slot has been written to since its content was of use.
+        self._is_open = False
 
     @classmethod
     def zeros(
@@ -68,6 +70,9 @@ class RotatingResidual:
 
     def pair(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``ResidualStore.pair``."""
+        if not self._is_open:
+            self._reuse(self._next)
+            self._is_open = True
         target = self._slots[self._next][parameter]
         if parameter in self._settled:
             if parameter not in self._scratch:
@@ -116,11 +121,15 @@ class RotatingResidual:
         }
         if self._settled:
             before, current, following = self.slot, self._next, (self.slot + 2) % NUM_SLOTS
+            if ahead:
+                self._reuse(following)
             for i in ahead:
                 self._slots[following][i].copy_(self._slots[current][i])
             for i in self._used - self._settled:
                 self._slots[current][i].copy_(self._slots[before][i])
             self.slot = current
+            self._complete(current)
+            self._is_open = bool(ahead)
         self._written = ahead
         self._settled.clear()
         self._scratch.clear()
@@ -153,6 +162,12 @@ class RotatingResidual:
     def mark(self) -> ResidualMark | None:
         """Where the current residual survives the process; None if it does not."""
         return None
+
+    def _reuse(self, slot: int) -> None:
+        """Called before what a slot holds is written over."""
+
+    def _complete(self, slot: int) -> None:
+        """Called once a slot holds the current residual."""
 
     @property
     def _next(self) -> int:

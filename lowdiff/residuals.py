@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from crc32c import crc32c
 
 from lowdiff.compressors.feedback import (
     NUM_COPIED_SLOTS,
@@ -17,8 +15,8 @@ from lowdiff.compressors.feedback import (
     zero_slots,
 )
 from lowdiff.host_copy import HostCopies
-from lowdiff.layout import byte_view, torch_dtype
-from lowdiff.persistence.residual import create_slots, read_slot
+from lowdiff.layout import torch_dtype
+from lowdiff.persistence.residual import ResidualSlots, read_slot
 from lowdiff.types import Layout, ResidualMark
 
 #: Steps between two copies of an accelerator's residual; not measured yet.
@@ -26,35 +24,30 @@ COPIED_EVERY = 16
 
 
 class StagedResidual(RotatingResidual):
-    """A CPU residual whose slots lie in staging; records name the slot and its checksum."""
+    """A CPU residual whose slots lie in staging, where records name them."""
 
     def __init__(self, path: Path, layout: Layout, loss_scale: Callable[[], float]) -> None:
-        slots = create_slots(path, layout, NUM_SLOTS)
-        super().__init__([_tensors(views, layout) for views in slots], layout, loss_scale)
-        self._checksums = [_checksum(tensor) for tensor in self._slots[self.slot]]
-        self._fresh: dict[int, int] = {}
-
-    def written(self, parameter: int, *, of: int | None = None) -> None:
-        """See ``ResidualStore.written``; checksums the residual while it is in the cache."""
-        super().written(parameter, of=of)
-        if parameter not in self._settled:
-            self._fresh[parameter] = _checksum(self._slots[self._next][parameter])
-
-    def advance(self, *, carried: Collection[int] = ()) -> None:
-        """See ``RotatingResidual.advance``."""
-        for parameter in self._settled:
-            self._checksums[parameter] = self._fresh[parameter]
-        super().advance(carried=carried)
-        self._fresh = {parameter: self._fresh[parameter] for parameter in self._written}
+        self._file = ResidualSlots(path, layout, NUM_SLOTS)
+        super().__init__(
+            [_tensors(views, layout) for views in self._file.views], layout, loss_scale
+        )
+        self._mark = self._file.complete(self.slot)
 
     def load(self, residuals: Sequence[torch.Tensor | None]) -> None:
         """See ``RotatingResidual.load``."""
+        self._reuse(self.slot)
         super().load(residuals)
-        self._checksums = [_checksum(tensor) for tensor in self._slots[self.slot]]
+        self._complete(self.slot)
 
     def mark(self) -> ResidualMark:
-        """Names the current slot in a record."""
-        return ResidualMark(self.slot, combined(self._checksums))
+        """Names the current residual in a record."""
+        return self._mark
+
+    def _reuse(self, slot: int) -> None:
+        self._file.reuse(slot)
+
+    def _complete(self, slot: int) -> None:
+        self._mark = self._file.complete(slot)
 
 
 class CopiedResidual(RotatingResidual):
@@ -68,8 +61,8 @@ class CopiedResidual(RotatingResidual):
         self, path: Path, layout: Layout, device: torch.device, loss_scale: Callable[[], float]
     ) -> None:
         super().__init__(zero_slots(layout, device), layout, loss_scale)
-        slots = create_slots(path, layout, NUM_COPIED_SLOTS)
-        self._targets = [_tensors(views, layout) for views in slots]
+        self._file = ResidualSlots(path, layout, NUM_COPIED_SLOTS)
+        self._targets = [_tensors(views, layout) for views in self._file.views]
         self._target = 0
         self._mark: ResidualMark | None = None
 
@@ -82,10 +75,10 @@ class CopiedResidual(RotatingResidual):
 
         def write() -> None:
             self._target = (self._target + 1) % NUM_COPIED_SLOTS
+            self._file.reuse(self._target)
             for target, values in zip(self._targets[self._target], fetched, strict=True):
                 target.copy_(values)
-            checksums = [_checksum(target) for target in self._targets[self._target]]
-            self._mark = ResidualMark(self._target, combined(checksums))
+            self._mark = self._file.complete(self._target)
 
         copies.then(write)
 
@@ -95,22 +88,11 @@ class CopiedResidual(RotatingResidual):
 
 
 def read_residual(path: Path, layout: Layout, mark: ResidualMark) -> list[torch.Tensor] | None:
-    """The residual a record names, or None if its slot no longer holds it."""
-    views = read_slot(path, layout, NUM_SLOTS, mark.slot)
+    """The residual a record names, or None if it is not there any more."""
+    views = read_slot(path, layout, mark)
     if views is None:
-        views = read_slot(path, layout, NUM_COPIED_SLOTS, mark.slot)
-    if views is None or combined([crc32c(view) for view in views]) != mark.checksum:
         return None
     return _tensors([memoryview(bytearray(view)) for view in views], layout)
-
-
-def combined(checksums: Sequence[int]) -> int:
-    """CRC-32C over per-parameter CRC-32Cs."""
-    return int(crc32c(struct.pack(f"<{len(checksums)}I", *checksums)))
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return int(crc32c(byte_view(tensor))) if tensor.numel() else 0
 
 
 def _tensors(views: Sequence[memoryview], layout: Layout) -> list[torch.Tensor]:

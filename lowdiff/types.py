@@ -199,13 +199,11 @@ class ResidualMark:
 
     Attributes:
         slot: Index of the slot.
-        checksum: CRC-32C over the per-parameter CRC-32Cs, in layout order, each little-endian.
-        scale: Loss scale the residual is expressed in.
+        generation: Number of the residual, which the slot carries for as long as it holds that.
     """
 
     slot: int
-    checksum: int
-    scale: float = 1.0
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def encode_scalars(differential: Differential) -> bytes:
         "absent": _bitmap(differential.absent),
         "held": _bitmap(differential.held),
         "items": dict(differential.items),
-        "residual": residual and [residual.slot, residual.checksum, residual.scale],
+        "residual": residual and [residual.slot, residual.generation],
         "digest": digest and [digest.start, digest.stop, digest.value],
     }
     if differential.averages:

@@ -3,16 +3,31 @@
 The residual of step ``t`` is written straight into its slot while the step is computed, at no
 extra copy. Three slots suffice: staging ``t`` precedes this rank's first residual write of
 ``t + 1``, and a rank can only reach the writes of ``t + 2`` once every rank has staged ``t``.
+
+A slot carries the number of the residual that it holds, and 0 while it is written. What a process
+has stored in memory survives its death in that order, so no checksum is needed to tell a whole
+residual from a torn one. The writer takes one when the trainer is gone: from then on the slots are
+files like others, and a change of them is noticed.
 """
 
 from __future__ import annotations
 
+import mmap
+import struct
 from pathlib import Path
 
+from crc32c import crc32c
+
 from lowdiff.persistence.memory import MappedFile, read_view
-from lowdiff.types import Layout
+from lowdiff.types import Layout, ResidualMark
 
 _ALIGNMENT = 64
+_HEAD = struct.Struct("<QQ")
+_STAMP = struct.Struct("<QQ")
+_CHECKSUM = struct.Struct("<Q")
+_HEAD_BYTES = 128
+_MOST_SLOTS = (_HEAD_BYTES - _HEAD.size) // _STAMP.size
+_HAS_CHECKSUM = 1 << 32
 
 
 class ResidualLayout:
@@ -28,25 +43,100 @@ class ResidualLayout:
         self.slot_bytes = max(offset, _ALIGNMENT)
 
 
-def create_slots(path: Path, layout: Layout, num_slots: int) -> list[list[memoryview]]:
-    """Allocate all slots, zeroed; one view per slot and parameter, sharing the file's memory."""
-    ranges = ResidualLayout(layout)
-    file = MappedFile(path, num_slots * ranges.slot_bytes)
-    return [_views(file.view, ranges, slot) for slot in range(num_slots)]
+class ResidualSlots:
+    """The file of a live trainer.
+
+    Attributes:
+        views: Per slot one view per parameter, zeroed, sharing the file's memory.
+    """
+
+    def __init__(self, path: Path, layout: Layout, num_slots: int) -> None:
+        """Allocate all slots.
+
+        Raises:
+            StorageError: If there is no memory for them.
+        """
+        assert num_slots <= _MOST_SLOTS
+        ranges = ResidualLayout(layout)
+        self._view = MappedFile(path, _file_bytes(num_slots, ranges.slot_bytes)).view
+        _HEAD.pack_into(self._view, 0, num_slots, ranges.slot_bytes)
+        self.views = [_views(self._view, ranges, slot) for slot in range(num_slots)]
+        self._generation = 0
+
+    def reuse(self, slot: int) -> None:
+        """A slot is about to be written over."""
+        _STAMP.pack_into(self._view, _stamp_at(slot), 0, 0)
+
+    def complete(self, slot: int) -> ResidualMark:
+        """A slot is written; what names it until it is written over."""
+        self._generation += 1
+        _STAMP.pack_into(self._view, _stamp_at(slot), self._generation, 0)
+        return ResidualMark(slot, self._generation)
 
 
-def read_slot(path: Path, layout: Layout, num_slots: int, slot: int) -> list[memoryview] | None:
-    """Views of one slot left behind by a dead trainer, or None if the file does not fit."""
-    ranges = ResidualLayout(layout)
+def read_slot(path: Path, layout: Layout, mark: ResidualMark) -> list[memoryview] | None:
+    """Views of a residual that a dead trainer left.
+
+    None if the file does not fit, or the slot holds another one, or has been changed since.
+    """
     try:
         view = read_view(path)
     except FileNotFoundError:
         return None
-    if len(view) != num_slots * ranges.slot_bytes or not 0 <= slot < num_slots:
+    ranges = ResidualLayout(layout)
+    if ranges.slot_bytes != _slot_bytes(view) or not 0 <= mark.slot < _num_slots(view):
         return None
-    return _views(view, ranges, slot)
+    generation, checksum = _STAMP.unpack_from(view, _stamp_at(mark.slot))
+    if generation != mark.generation or generation == 0:
+        return None
+    if checksum and checksum != _HAS_CHECKSUM | crc32c(_slot(view, mark.slot)):
+        return None
+    return _views(view, ranges, mark.slot)
+
+
+def checksum_slots(path: Path) -> None:
+    """Checksum every whole slot of a trainer that is gone; nothing if it had none."""
+    try:
+        with path.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 0)
+    except (FileNotFoundError, ValueError):  # no residual, or an empty file
+        return
+    with mapped, memoryview(mapped) as view:
+        for slot in range(_num_slots(view)):
+            generation, _ = _STAMP.unpack_from(view, _stamp_at(slot))
+            if generation:
+                with _slot(view, slot) as content:
+                    checksum = _HAS_CHECKSUM | crc32c(content)
+                _CHECKSUM.pack_into(view, _stamp_at(slot) + _CHECKSUM.size, checksum)
+
+
+def _num_slots(view: memoryview) -> int:
+    """How many slots a file has; 0 if it is none of ours."""
+    if len(view) < _HEAD_BYTES:
+        return 0
+    num_slots, slot_bytes = _HEAD.unpack_from(view)
+    is_ours = num_slots <= _MOST_SLOTS and len(view) == _file_bytes(num_slots, slot_bytes)
+    return int(num_slots) if is_ours else 0
+
+
+def _slot_bytes(view: memoryview) -> int:
+    return int(_HEAD.unpack_from(view)[1]) if _num_slots(view) else -1
+
+
+def _file_bytes(num_slots: int, slot_bytes: int) -> int:
+    return _HEAD_BYTES + num_slots * slot_bytes
+
+
+def _stamp_at(slot: int) -> int:
+    return _HEAD.size + slot * _STAMP.size
+
+
+def _slot(view: memoryview, slot: int) -> memoryview:
+    size = _slot_bytes(view)
+    start = _HEAD_BYTES + slot * size
+    return view[start : start + size]
 
 
 def _views(view: memoryview, ranges: ResidualLayout, slot: int) -> list[memoryview]:
-    base = slot * ranges.slot_bytes
-    return [view[base + start : base + stop] for start, stop in ranges.ranges]
+    whole = _slot(view, slot)
+    return [whole[start:stop] for start, stop in ranges.ranges]

@@ -31,6 +31,7 @@ from lowdiff.persistence.histogram import Histogram
 from lowdiff.persistence.images import StagedImage, durable_image, is_free, newer_images
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.measurements import Recorder, gather_measurements, write_measurements
+from lowdiff.persistence.residual import checksum_slots
 from lowdiff.persistence.retention import collect
 from lowdiff.persistence.segments import (
     Batch,
@@ -113,6 +114,7 @@ class Writer:
         self._is_durable.set()
         await keeping
         await self._write_measurements(ended="died")
+        await asyncio.to_thread(checksum_slots, self._settings.staging.residual)
         self._status.update(closed=True)
         lock.release()
         if uploading is not None and self._uploader is not None:

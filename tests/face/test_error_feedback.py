@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lowdiff
 from lowdiff.compressors import CyclicTopK, PowerSGD, Quantize, RandomK, TopK
 from lowdiff.protocols import Compressor
+from lowdiff.residuals import StagedResidual, read_residual
+from lowdiff.types import Layout, ParameterSpec
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import batch, wrapped
 
@@ -214,3 +216,51 @@ def test_the_weights_have_the_same_bits_where(
     for rank in range(world_size):
         for step, (a, b) in enumerate(zip(*(run[rank] for run in runs), strict=True)):
             assert torch.equal(a, b), f"rank {rank}, step {step}: {(a - b).abs().max():.1e}"
+
+
+# Where the residual lies
+
+
+def test_a_record_finds_its_residual_until_the_third_step_after_it_writes(tmp_path: Path) -> None:
+    layout = Layout((ParameterSpec("a", (3,), (1,), "float32", 0),))
+    residual = StagedResidual(tmp_path / "residual", layout, lambda: 1.0)
+    marks = {0: residual.mark()}
+
+    def found(step: int) -> list[float] | None:
+        tensors = read_residual(tmp_path / "residual", layout, marks[step])
+        return None if tensors is None else tensors[0].tolist()
+
+    for step in range(1, 8):
+        residual.pair(0)[1].fill_(step)
+        residual.written(0)
+        assert found(step - 1) == [step - 1] * 3
+        assert step < 2 or found(step - 2) == [step - 2] * 3
+        assert step < 3 or found(step - 3) is None
+        residual.settle()
+        residual.advance()
+        marks[step] = residual.mark()
+        assert found(step) == [step] * 3
+
+
+def test_a_step_that_consumes_nothing_keeps_the_residual_and_its_name(tmp_path: Path) -> None:
+    layout = Layout((ParameterSpec("a", (3,), (1,), "float32", 0),))
+    residual = StagedResidual(tmp_path / "residual", layout, lambda: 1.0)
+    before = residual.mark()
+    residual.pair(0)[1].fill_(1)
+    residual.written(0)
+    residual.advance()
+    assert residual.mark() == before
+    tensors = read_residual(tmp_path / "residual", layout, before)
+    assert tensors is not None
+    assert not tensors[0].any()
+
+
+def test_what_is_loaded_has_a_name_of_its_own(tmp_path: Path) -> None:
+    layout = Layout((ParameterSpec("a", (3,), (1,), "float32", 0),))
+    residual = StagedResidual(tmp_path / "residual", layout, lambda: 1.0)
+    before = residual.mark()
+    residual.load([torch.ones(3)])
+    assert read_residual(tmp_path / "residual", layout, before) is None
+    tensors = read_residual(tmp_path / "residual", layout, residual.mark())
+    assert tensors is not None
+    assert tensors[0].tolist() == [1.0] * 3

@@ -24,12 +24,21 @@ from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.durable import read_json
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, read_records
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.residual import ResidualSlots, checksum_slots
 from lowdiff.persistence.segment_index import Sealed, write_index
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.staging import StagingLog, staged_records
 from lowdiff.persistence.values import decode, encode, same
-from lowdiff.residuals import combined
-from lowdiff.types import Differential, Digest, OptimizerStep, Payload, ResidualMark, Section
+from lowdiff.types import (
+    Differential,
+    Digest,
+    Layout,
+    OptimizerStep,
+    ParameterSpec,
+    Payload,
+    ResidualMark,
+    Section,
+)
 
 DOC = Path(__file__).parents[2].joinpath("docs", "format.md").read_text()
 RUN_ID = "00112233445566778899aabbccddeeff"
@@ -49,7 +58,7 @@ EXAMPLE = Differential(
         )
     ),
     items={"rng/torch": encode(1)},
-    residual=ResidualMark(slot=1, checksum=0x89ABCDEF, scale=1.0),
+    residual=ResidualMark(slot=1, generation=9),
     digest=Digest(start=0, stop=5, value=2**63 + 7),
 )
 
@@ -186,7 +195,7 @@ def test_a_reader_written_from_the_page_reads_the_worked_example() -> None:
         "absent": b"",
         "held": b"\x01",
         "items": {"rng/torch": b"\x01"},
-        "residual": [1, 0x89ABCDEF, 1.0],
+        "residual": [1, 9],
         "digest": [0, 5, 2**63 + 7],
     }
     gradient = np.zeros(300, np.uint32)
@@ -318,11 +327,25 @@ def test_the_digest_is_the_sum_on_the_page() -> None:
         assert found.value == total % 2**64
 
 
-def test_the_checksum_of_a_residual_is_the_one_on_the_page() -> None:
-    ranges = [b"some bytes", b"", bytes(64)]
-    of_ranges = [crc32c(data) for data in ranges]
-    assert of_ranges[1] == 0
-    assert combined(of_ranges) == crc32c(struct.pack("<3I", *of_ranges))
+def test_residual_slots_lie_as_the_page_says(tmp_path: Path) -> None:
+    parameter = ParameterSpec("a", (3,), (1,), "float32", 0)
+    other = ParameterSpec("b", (5,), (1,), "float64", 3)
+    path = tmp_path / "residual"
+    slots = ResidualSlots(path, Layout((parameter, other)), 3)
+    slots.views[2][0][:] = b"twelve bytes"
+    slots.views[2][1][:] = bytes(range(40))
+    slots.complete(0)
+    slots.complete(2)
+    checksum_slots(path)
+    data = path.read_bytes()
+    num_slots, size = struct.unpack_from("<QQ", data)
+    assert (num_slots, size, len(data)) == (3, 128, 128 + 3 * 128)
+    stamps = list(struct.iter_unpack("<QQ", data[16:64]))
+    contents = [data[128 + i * size :][:size] for i in range(num_slots)]
+    assert stamps == [(1, 2**32 + crc32c(contents[0])), (0, 0), (2, 2**32 + crc32c(contents[2]))]
+    assert data[64:128] == bytes(64)
+    assert contents[2][:12] == b"twelve bytes"
+    assert contents[2][64:104] == bytes(range(40))
 
 
 # The index of segments

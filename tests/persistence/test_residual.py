@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence.residual import ResidualLayout, create_slots, read_slot
-from lowdiff.types import ITEM_BYTES, Layout, ParameterSpec
+from lowdiff.persistence.residual import (
+    ResidualLayout,
+    ResidualSlots,
+    checksum_slots,
+    read_slot,
+)
+from lowdiff.types import ITEM_BYTES, Layout, ParameterSpec, ResidualMark
 
 
 def layout_of(*parameters: tuple[str, int]) -> Layout:
@@ -36,7 +41,7 @@ def test_a_slot_of_nothing_still_has_a_length() -> None:
 
 
 def test_slots_start_as_zeros_and_do_not_overlap(tmp_path: Path) -> None:
-    slots = create_slots(tmp_path / "residual", LAYOUT, 3)
+    slots = ResidualSlots(tmp_path / "residual", LAYOUT, 3).views
     views = [view for slot in slots for view in slot]
     assert not any(byte for view in views for byte in view)
     for i, view in enumerate(views):
@@ -45,17 +50,19 @@ def test_slots_start_as_zeros_and_do_not_overlap(tmp_path: Path) -> None:
         assert bytes(view) == bytes([i + 1]) * len(view)
     sizes = [spec.numel * ITEM_BYTES[spec.dtype] for spec in LAYOUT.parameters]
     assert [len(view) for view in slots[2]] == sizes
-    assert (tmp_path / "residual").stat().st_size == 3 * 320
+    assert (tmp_path / "residual").stat().st_size == 128 + 3 * 320
 
 
 WRITER = """
 import os, signal, sys
 from pathlib import Path
-from lowdiff.persistence.residual import create_slots
+from lowdiff.persistence.residual import ResidualSlots
 from lowdiff.types import Layout, ParameterSpec
 
 specs = ParameterSpec("a", (5,), (1,), "float32", 0), ParameterSpec("b", (9,), (1,), "float64", 5)
-create_slots(Path(sys.argv[1]), Layout(specs), 3)[1][0][:] = b"twenty bytes, exact!"
+slots = ResidualSlots(Path(sys.argv[1]), Layout(specs), 3)
+slots.views[1][0][:] = b"twenty bytes, exact!"
+assert slots.complete(1).generation == 1
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -65,7 +72,7 @@ def test_what_a_killed_trainer_wrote_is_read_from_its_slot(tmp_path: Path) -> No
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", WRITER, str(path)]
     assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
-    views = read_slot(path, layout_of(("float32", 5), ("float64", 9)), 3, 1)
+    views = read_slot(path, layout_of(("float32", 5), ("float64", 9)), ResidualMark(1, 1))
     assert views is not None
     assert bytes(views[0]) == b"twenty bytes, exact!"
     assert bytes(views[1]) == bytes(72)
@@ -75,12 +82,69 @@ def test_what_a_killed_trainer_wrote_is_read_from_its_slot(tmp_path: Path) -> No
 
 def test_a_file_that_does_not_fit_the_layout_has_no_slots(tmp_path: Path) -> None:
     path = tmp_path / "residual"
-    assert read_slot(path, LAYOUT, 3, 0) is None
+    assert read_slot(path, LAYOUT, ResidualMark(0, 1)) is None
     path.touch()
-    assert read_slot(path, LAYOUT, 3, 0) is None
-    create_slots(path, LAYOUT, 3)
-    assert read_slot(path, LAYOUT, 3, 2) is not None
-    assert read_slot(path, LAYOUT, 3, 3) is None
-    assert read_slot(path, LAYOUT, 3, -1) is None
-    assert read_slot(path, LAYOUT, 4, 0) is None
-    assert read_slot(path, layout_of(("float32", 500)), 3, 0) is None
+    assert read_slot(path, LAYOUT, ResidualMark(0, 1)) is None
+    slots = ResidualSlots(path, LAYOUT, 3)
+    for slot in range(3):
+        mark = slots.complete(slot)
+        assert read_slot(path, LAYOUT, mark) is not None
+        assert read_slot(path, layout_of(("float32", 500)), mark) is None
+    assert read_slot(path, LAYOUT, ResidualMark(3, 3)) is None
+    assert read_slot(path, LAYOUT, ResidualMark(-1, 3)) is None
+    with path.open("ab") as file:
+        file.write(b"x")
+    assert read_slot(path, LAYOUT, mark) is None
+
+
+def test_a_slot_is_found_only_while_it_holds_what_the_mark_names(tmp_path: Path) -> None:
+    path = tmp_path / "residual"
+    slots = ResidualSlots(path, LAYOUT, 3)
+    first = slots.complete(0)
+    assert read_slot(path, LAYOUT, first) is not None
+    assert read_slot(path, LAYOUT, ResidualMark(1, 0)) is None, "never completed"
+    slots.reuse(0)
+    assert read_slot(path, LAYOUT, first) is None
+    assert read_slot(path, LAYOUT, ResidualMark(0, 0)) is None
+    second = slots.complete(0)
+    assert read_slot(path, LAYOUT, first) is None
+    assert read_slot(path, LAYOUT, second) is not None
+
+
+def test_once_the_writer_has_checksummed_them_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "residual"
+    slots = ResidualSlots(path, LAYOUT, 3)
+    slots.views[1][3][:] = bytes(range(64))
+    mark = slots.complete(1)
+    checksum_slots(path)
+    assert read_slot(path, LAYOUT, mark) is not None
+    whole = path.read_bytes()
+    stamp, content = range(16 + 16, 16 + 32), range(128 + 320, 128 + 640)
+    for place in (*range(16), *stamp, *content):
+        for bit in range(8):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1 << bit
+            path.write_bytes(flipped)
+            assert read_slot(path, LAYOUT, mark) is None, (place, bit)
+    path.write_bytes(whole)
+    assert read_slot(path, LAYOUT, mark) is not None
+
+
+def test_a_live_trainer_that_is_taken_for_dead_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "residual"
+    slots = ResidualSlots(path, LAYOUT, 3)
+    slots.complete(1)
+    checksum_slots(path)
+    slots.reuse(1)
+    slots.views[1][0][:] = bytes(range(20))
+    assert read_slot(path, LAYOUT, slots.complete(1)) is not None
+
+
+def test_where_there_is_no_residual_nothing_is_checksummed(tmp_path: Path) -> None:
+    path = tmp_path / "residual"
+    checksum_slots(path)
+    assert not path.exists()
+    for content in (b"", b"short", bytes(200), b"\xff" * 200):
+        path.write_bytes(content)
+        checksum_slots(path)
+        assert path.read_bytes() == content
