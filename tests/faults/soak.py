@@ -114,7 +114,6 @@ def in_a_process(title: str, scale: float, seed: int) -> Outcome:
 
 def report(done: Mapping[str, Outcome], *, scale: float, seed: int) -> dict[str, Any]:
     """The JSON document."""
-    done = {title: done[title] for title in campaigns(Path(), scale, seed) if title in done}
     outcomes = done.values()
     environment = environment_of(torch.device("cpu"))
     commit = subprocess.run(
@@ -191,7 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = read(json.loads(path.read_text())) if args.resume and path.exists() else {}
 
     def save() -> None:
-        document = report(done, scale=scale, seed=args.seed)
+        titles = campaigns(Path(), scale, args.seed)
+        ordered = {title: done[title] for title in titles if title in done}
+        document = report(ordered, scale=scale, seed=args.seed)
         args.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n")
         path.with_suffix(".md").write_text(markdown(document))
