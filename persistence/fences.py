@@ -93,18 +93,7 @@ def read_fence(path: Path) -> Fence:
 
 
 def _fence(document: dict[str, Any]) -> Fence:
-    layout = Layout(
-        tuple(
-            ParameterSpec(
-                name=p["name"],
-                shape=tuple(p["shape"]),
-                strides=tuple(p["strides"]),
-                dtype=p["dtype"],
-                offset=p["offset"],
-            )
-            for p in document.pop("layout")["parameters"]
-        )
-    )
+    layout = Layout(tuple(map(_parameter, document.pop("layout")["parameters"])))
     optimizers = tuple(
         OptimizerSpec(o["class_name"], tuple(tuple(names) for names in o["groups"]))
         for o in document.pop("optimizers")
@@ -124,11 +113,21 @@ def _fence(document: dict[str, Any]) -> Fence:
     return fence
 
 
+def _parameter(document: dict[str, Any]) -> ParameterSpec:
+    check_types(ParameterSpec, document)
+    return ParameterSpec(
+        name=document["name"],
+        shape=tuple(document["shape"]),
+        strides=tuple(document["strides"]),
+        dtype=document["dtype"],
+        offset=document["offset"],
+    )
+
+
 def _check(fence: Fence) -> None:
     """Refuse what only a stranger would write, before anything relies on it."""
     end = 0
     for spec in fence.layout.parameters:
-        check_types(ParameterSpec, asdict(spec))
         if spec.offset != end or spec.dtype not in ITEM_BYTES:
             raise ValueError(f"parameter {spec.name!r} lies at {spec.offset} as {spec.dtype}")
         if len(spec.shape) != len(spec.strides) or not all(
