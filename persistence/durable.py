@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -112,13 +113,18 @@ def check_types(kind: type[DataclassInstance], content: Mapping[str, Any]) -> No
     Raises:
         TypeError: If one has another type, or is out of range.
     """
-    for field in fields(kind):
-        value = content.get(field.name)
-        types = _PLAIN.get(str(field.type), ())
+    for name, types in _types_of(kind):
+        value = content.get(name)
         if types and type(value) not in types:
-            raise TypeError(f"{field.name} is {value!r:.40}")
+            raise TypeError(f"{name} is {value!r:.40}")
         if type(value) is int and not 0 <= value < 1 << 63:
-            raise TypeError(f"{field.name} is {value!r:.40}")
+            raise TypeError(f"{name} is {value!r:.40}")
+
+
+@cache
+def _types_of(kind: type[DataclassInstance]) -> tuple[tuple[str, tuple[type, ...]], ...]:
+    """Of every field its name, and the types it may have where it is a plain one."""
+    return tuple((field.name, _PLAIN.get(str(field.type), ())) for field in fields(kind))
 
 
 _PLAIN: Mapping[str, tuple[type, ...]] = {

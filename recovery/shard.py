@@ -41,6 +41,15 @@ def share_step(stored: StoredRecord, fence: Fence) -> Step:
     return Step((differential,), frozenset(differential.absent), decode)
 
 
+class _Stepping:
+    """What applying steps takes beside the state."""
+
+    def __init__(self, file: ReplicaFile, fence: Fence, units: list[UnitState]) -> None:
+        self.units = units
+        self.scratch = Scratch(max((unit.scratch_elements for unit in file.units), default=0))
+        self.digester = Digester(fence.layout)
+
+
 class Shard:
     """The state in one file, which steps change in place."""
 
@@ -58,7 +67,6 @@ class Shard:
         self.file = file
         self._fence = fence
         self._journaled = journaled
-        self._digester = Digester(fence.layout)
         self._owner_of = {
             name: index
             for index, spec in enumerate(fence.optimizers)
@@ -75,8 +83,7 @@ class Shard:
             self._take_numbers(base["numbers"])
         except (KeyError, ValueError, IndexError, TypeError) as error:
             raise DamagedFile(file.path, f"it does not fit its run ({error!r})") from error
-        self._units = self._built()
-        self._scratch = Scratch(max((u.scratch_elements for u in file.units), default=0))
+        self._stepping: _Stepping | None = None
         self._settled = {
             name for optimizer in self.state.optimizers for name, e in optimizer.state.items() if e
         }
@@ -114,14 +121,16 @@ class Shard:
         assert number == self.step + 1
         sums: Sums = {}
         is_resumed = bool((self.file.unit_steps >= number).any())
+        # Whoever only reads the state never makes these.
+        stepping = self._stepping or _Stepping(self.file, self._fence, self._built())
         with torch.no_grad():
-            for index, unit in enumerate(self._units):
+            for index, unit in enumerate(stepping.units):
                 if self.file.unit_steps[index] < number:
-                    self._step_unit(index, unit, step)
-                unit.add_digests(step.shards, self._digester, sums)
+                    self._step_unit(index, unit, step, stepping.scratch)
+                unit.add_digests(step.shards, stepping.digester, sums)
         _check(differential, sums)
-        if is_resumed:
-            self._units = self._built()  # those that were ahead begin with their own numbers
+        # After a resume, units that were ahead begin with their own numbers.
+        self._stepping = None if is_resumed else stepping
         values = self._values_after(differential)
         if self._journaled:
             self.file.finish_step(number, values)
@@ -142,11 +151,11 @@ class Shard:
         )
         return [UnitState(unit, begun, self._fence) for unit in self.file.units]
 
-    def _step_unit(self, index: int, unit: UnitState, step: Step) -> None:
+    def _step_unit(self, index: int, unit: UnitState, step: Step, scratch: Scratch) -> None:
         before = list(self._written(unit.unit))
         if self._journaled:
             self.file.save(index, before)
-        unit.step(step, self._scratch)
+        unit.step(step, scratch)
         unit.collect(self.state)
         number = step.shards[0].step
         if self._journaled:

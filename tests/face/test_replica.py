@@ -26,6 +26,7 @@ from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.recovery import recover
 from lowdiff.recovery.replica_file import ReplicaFile
 from lowdiff.recovery.shard import Shard, share_step
+from lowdiff.recovery.unit import Scratch
 from lowdiff.recovery.verify import verify
 from lowdiff.replicating import ReplicatedStager
 from tests.faults.victim import ONE_WORKER, TinyTraining, digest_of
@@ -134,8 +135,9 @@ def test_killed_in_the_middle_of_a_step_memory_holds_each_step_once(
     file = ReplicaFile.open(stage.replica_state(generation), private=False)
     shard = Shard(file, fence, journaled=True)
     step = share_step(catalog.records[0, 0][5], fence)
-    for index, unit in list(enumerate(shard._units))[: 1 if parts == 1 else None]:
-        shard._step_unit(index, unit, step)
+    scratch = Scratch(max(unit.scratch_elements for unit in file.units))
+    for index, unit in list(enumerate(shard._built()))[: 1 if parts == 1 else None]:
+        shard._step_unit(index, unit, step, scratch)
     assert shard.step == 4
     life.assert_recovered()
 
