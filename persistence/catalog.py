@@ -17,7 +17,6 @@ from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.records import RankRecords, StoredRecord, reach
-from lowdiff.persistence.replica_status import consumed_step
 from lowdiff.persistence.retention_notes import Collected, read_notes, read_pins
 from lowdiff.persistence.retention_plan import Pin
 from lowdiff.persistence.segment_scan import add_segments
@@ -134,9 +133,7 @@ def scan(
 
     staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
     for stage in staging:
-        # The queue of a replica may be larger than the state; what it has applied need not be read.
-        consumed = consumed_step(stage.replica_status)
-        for path, record in staged_records(stage, after=consumed):
+        for path, record in staged_records(stage):
             # A BASE record is of its incarnation's base step, where no differential of it can be.
             if record.header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):
                 key = record.header.incarnation, record.header.rank

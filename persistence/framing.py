@@ -190,7 +190,7 @@ class RecordHeader:
 
 @dataclass(frozen=True, slots=True)
 class RecordRef:
-    """A record inside a mapped file, checked unless something else is said.
+    """A checked record inside a mapped file.
 
     Attributes:
         offset: Where its header starts in the file.
@@ -200,10 +200,6 @@ class RecordRef:
     header: RecordHeader
     offset: int
     body: memoryview
-
-    def is_whole(self) -> bool:
-        """Whether the body is the one that its checksum was taken of."""
-        return bool(crc32c(self.body) == self.header.body_checksum)
 
     @property
     def meta(self) -> memoryview:
@@ -232,33 +228,19 @@ def padded(size: int) -> int:
 
 def read_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef | None:
     """The record at ``offset``, or None where no valid record of this file starts."""
-    record = _framed_record(view, offset, file)
-    return record if record is not None and record.is_whole() else None
-
-
-def read_records(view: memoryview, file: FileHeader, *, after: int = -1) -> Iterator[RecordRef]:
-    """Every valid record from the start of a file up to the first place that holds none.
-
-    Args:
-        view: All of the file.
-        file: Its header.
-        after: Differentials up to this step are passed over, and their bodies not looked at.
-    """
-    offset = HEADER_BYTES
-    while (record := _framed_record(view, offset, file)) is not None:
-        header = record.header
-        if header.kind is not RecordKind.DIFFERENTIAL or header.step > after:
-            if not record.is_whole():
-                return
-            yield record
-        offset = record.end
-
-
-def _framed_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef | None:
-    """The record at ``offset`` by what its header says; its body is not checked."""
     header = RecordHeader.unpack(view[offset : offset + HEADER_BYTES])
     if header is None or not file.owns(header):
         return None
     start = offset + HEADER_BYTES
     body = view[start : start + header.body_bytes]
-    return RecordRef(header, offset, body) if len(body) == header.body_bytes else None
+    if len(body) < header.body_bytes or crc32c(body) != header.body_checksum:
+        return None
+    return RecordRef(header, offset, body)
+
+
+def read_records(view: memoryview, file: FileHeader) -> Iterator[RecordRef]:
+    """Every valid record from the start of a file up to the first place that holds none."""
+    offset = HEADER_BYTES
+    while (record := read_record(view, offset, file)) is not None:
+        yield record
+        offset = record.end

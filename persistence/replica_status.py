@@ -69,14 +69,6 @@ def read_replica_status(path: Path) -> ReplicaStatus:
     return ReplicaReader(path).read()
 
 
-def consumed_step(path: Path) -> int:
-    """Staged records up to here are not needed any more, by its replica's page; -1 without one."""
-    try:
-        return read_replica_status(path).consumed_step
-    except FileNotFoundError:
-        return -1
-
-
 @dataclass(frozen=True, slots=True)
 class ImageMark:
     """Says that an image is whole.

@@ -358,14 +358,11 @@ def open_chunk(folder: StagingFolder, sequence: int) -> tuple[memoryview, FileHe
     return view, header
 
 
-def staged_records(folder: StagingFolder, *, after: int = -1) -> Iterator[tuple[Path, RecordRef]]:
-    """Every record of a log that is no longer written to, with the chunk it lies in.
-
-    Differentials up to step ``after`` are left out.
-    """
+def staged_records(folder: StagingFolder) -> Iterator[tuple[Path, RecordRef]]:
+    """Every record of a log that is no longer written to, with the chunk it lies in."""
     for sequence, path in folder.chunks():
         opened = open_chunk(folder, sequence)
         if opened is not None:
             view, header = opened
-            for record in read_records(view, header, after=after):
+            for record in read_records(view, header):
                 yield path, record

@@ -19,7 +19,6 @@ from lowdiff.persistence.durable import make_directory, write_json
 from lowdiff.persistence.fences import create_run, read_fence, read_run_id, write_fence
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind
 from lowdiff.persistence.paths import RunFolder, StagingFolder
-from lowdiff.persistence.replica_status import ReplicaPage
 from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.snapshots import Manifest, manifest_file, shard_file
 from tests.persistence.made_runs import (
@@ -162,12 +161,6 @@ def test_what_is_both_staged_and_durable_is_taken_from_staging(
     assert listed(found) == {0: True, 1: False, 2: True, 3: True, 4: True}
     assert found.records[0, 0][1].path == path
     assert listed(scan(folder)) == dict.fromkeys([1, 2, 3, 4], False)
-
-
-def test_what_a_replica_has_applied_is_not_listed(folder: RunFolder, staging: Path) -> None:
-    place = stage(staging, [1, 2, 3])
-    ReplicaPage(place.replica_status).update(step=2, consumed_step=2)
-    assert list(scan(folder, [staging]).of(0, 0)) == [0, 3]
 
 
 def test_a_record_decodes_alike_from_staging_and_from_a_segment(

@@ -93,14 +93,6 @@ def contents(data: bytes) -> list[tuple[int, bytes, bytes]]:
     ]
 
 
-def test_differentials_that_are_passed_over_are_not_read() -> None:
-    data = bytearray(framed(CHUNK, *(record(CHUNK, step, b"meta") for step in (1, 2, 3))))
-    data[2 * HEADER_BYTES] ^= 1  # the body of step 1
-    found = read_records(memoryview(data), FileHeader.unpack(bytes(data), PATH), after=1)
-    assert [r.header.step for r in found] == [2, 3]
-    assert contents(bytes(data)) == []
-
-
 # Golden bytes
 
 
