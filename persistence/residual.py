@@ -6,28 +6,36 @@ extra copy. Three slots suffice: staging ``t`` precedes this rank's first residu
 
 A slot carries the number of the residual that it holds, and 0 while it is written. What a process
 has stored in memory survives its death in that order, so no checksum is needed to tell a whole
-residual from a torn one. The writer takes one when the trainer is gone: from then on the slots are
-files like others, and a change of them is noticed.
+residual from a torn one, as long as the same kernel runs. The writer takes one when the trainer is
+gone: from then on the slots are files like others, and a change of them is noticed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import mmap
+import secrets
 import struct
 from pathlib import Path
 
 from crc32c import crc32c
 
+from lowdiff.persistence.lease import this_machine
 from lowdiff.persistence.memory import MappedFile, read_view
 from lowdiff.types import Layout, ResidualMark
+
+_logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
 _HEAD = struct.Struct("<QQ")
 _STAMP = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<Q")
 _HEAD_BYTES = 128
-_MOST_SLOTS = (_HEAD_BYTES - _HEAD.size) // _STAMP.size
-_HAS_CHECKSUM = 1 << 32
+_BOOT_BYTES = 32
+_BOOT_AT = _HEAD_BYTES - _BOOT_BYTES
+_MOST_SLOTS = (_BOOT_AT - _HEAD.size) // _STAMP.size
+_HALF = 32
 
 
 class ResidualLayout:
@@ -60,8 +68,10 @@ class ResidualSlots:
         ranges = ResidualLayout(layout)
         self._view = MappedFile(path, _file_bytes(num_slots, ranges.slot_bytes)).view
         _HEAD.pack_into(self._view, 0, num_slots, ranges.slot_bytes)
+        self._view[_BOOT_AT:_HEAD_BYTES] = _boot()
         self.views = [_views(self._view, ranges, slot) for slot in range(num_slots)]
-        self._generation = 0
+        # No two lives share numbers: a record may be read beside the slots of another history.
+        self._generation = secrets.randbits(62)
 
     def reuse(self, slot: int) -> None:
         """A slot is about to be written over."""
@@ -89,25 +99,45 @@ def read_slot(path: Path, layout: Layout, mark: ResidualMark) -> list[memoryview
     generation, checksum = _STAMP.unpack_from(view, _stamp_at(mark.slot))
     if generation != mark.generation or generation == 0:
         return None
-    if checksum and checksum != _HAS_CHECKSUM | crc32c(_slot(view, mark.slot)):
-        return None
-    return _views(view, ranges, mark.slot)
+    if _is_of(checksum, generation):
+        is_whole = checksum == _checksum(view, mark.slot, generation)
+    else:
+        # Where staging is on a disk and power failed, the disk chose what it has.
+        is_whole = view[_BOOT_AT:_HEAD_BYTES] == _boot()
+    return _views(view, ranges, mark.slot) if is_whole else None
 
 
 def checksum_slots(path: Path) -> None:
-    """Checksum every whole slot of a trainer that is gone; nothing if it had none."""
+    """Checksum every whole slot of a trainer that is gone, unless it has one."""
     try:
         with path.open("r+b") as file:
             mapped = mmap.mmap(file.fileno(), 0)
     except (FileNotFoundError, ValueError):  # no residual, or an empty file
         return
+    except OSError as error:
+        _logger.warning("%s gets no checksum: %s", path, error)
+        return
     with mapped, memoryview(mapped) as view:
         for slot in range(_num_slots(view)):
-            generation, _ = _STAMP.unpack_from(view, _stamp_at(slot))
-            if generation:
-                with _slot(view, slot) as content:
-                    checksum = _HAS_CHECKSUM | crc32c(content)
+            generation, known = _STAMP.unpack_from(view, _stamp_at(slot))
+            if generation and not _is_of(known, generation):
+                checksum = _checksum(view, slot, generation)
                 _CHECKSUM.pack_into(view, _stamp_at(slot) + _CHECKSUM.size, checksum)
+
+
+def _checksum(view: memoryview, slot: int, generation: int) -> int:
+    """CRC-32C of a slot, and above it half of the number of the residual that it was taken of."""
+    with _slot(view, slot) as content:
+        return (generation & (1 << _HALF) - 1) << _HALF | int(crc32c(content))
+
+
+def _is_of(checksum: int, generation: int) -> bool:
+    return checksum != 0 and checksum >> _HALF == generation & (1 << _HALF) - 1
+
+
+def _boot() -> bytes:
+    """Names the running kernel."""
+    return hashlib.blake2b(this_machine().encode(), digest_size=_BOOT_BYTES).digest()
 
 
 def _num_slots(view: memoryview) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import re
 import struct
@@ -334,16 +335,20 @@ def test_residual_slots_lie_as_the_page_says(tmp_path: Path) -> None:
     slots = ResidualSlots(path, Layout((parameter, other)), 3)
     slots.views[2][0][:] = b"twelve bytes"
     slots.views[2][1][:] = bytes(range(40))
-    slots.complete(0)
-    slots.complete(2)
+    first = slots.complete(0).generation
+    assert slots.complete(2).generation == first + 1
     checksum_slots(path)
     data = path.read_bytes()
     num_slots, size = struct.unpack_from("<QQ", data)
     assert (num_slots, size, len(data)) == (3, 128, 128 + 3 * 128)
     stamps = list(struct.iter_unpack("<QQ", data[16:64]))
     contents = [data[128 + i * size :][:size] for i in range(num_slots)]
-    assert stamps == [(1, 2**32 + crc32c(contents[0])), (0, 0), (2, 2**32 + crc32c(contents[2]))]
-    assert data[64:128] == bytes(64)
+    assert stamps[1] == (0, 0)
+    for slot, number in ((0, first), (2, first + 1)):
+        assert stamps[slot] == (number, number % 2**32 << 32 | crc32c(contents[slot]))
+    assert data[64:96] == bytes(32)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert data[96:128] == hashlib.blake2b(boot.encode(), digest_size=32).digest()
     assert contents[2][:12] == b"twelve bytes"
     assert contents[2][64:104] == bytes(range(40))
 

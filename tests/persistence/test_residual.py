@@ -62,7 +62,7 @@ from lowdiff.types import Layout, ParameterSpec
 specs = ParameterSpec("a", (5,), (1,), "float32", 0), ParameterSpec("b", (9,), (1,), "float64", 5)
 slots = ResidualSlots(Path(sys.argv[1]), Layout(specs), 3)
 slots.views[1][0][:] = b"twenty bytes, exact!"
-assert slots.complete(1).generation == 1
+print(slots.complete(1).generation, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -71,8 +71,10 @@ def test_what_a_killed_trainer_wrote_is_read_from_its_slot(tmp_path: Path) -> No
     path = tmp_path / "residual"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", WRITER, str(path)]
-    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
-    views = read_slot(path, layout_of(("float32", 5), ("float64", 9)), ResidualMark(1, 1))
+    done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE)
+    assert done.returncode == -signal.SIGKILL
+    mark = ResidualMark(1, int(done.stdout))
+    views = read_slot(path, layout_of(("float32", 5), ("float64", 9)), mark)
     assert views is not None
     assert bytes(views[0]) == b"twenty bytes, exact!"
     assert bytes(views[1]) == bytes(72)
@@ -90,8 +92,8 @@ def test_a_file_that_does_not_fit_the_layout_has_no_slots(tmp_path: Path) -> Non
         mark = slots.complete(slot)
         assert read_slot(path, LAYOUT, mark) is not None
         assert read_slot(path, layout_of(("float32", 500)), mark) is None
-    assert read_slot(path, LAYOUT, ResidualMark(3, 3)) is None
-    assert read_slot(path, LAYOUT, ResidualMark(-1, 3)) is None
+    assert read_slot(path, LAYOUT, ResidualMark(3, mark.generation)) is None
+    assert read_slot(path, LAYOUT, ResidualMark(-1, mark.generation)) is None
     with path.open("ab") as file:
         file.write(b"x")
     assert read_slot(path, LAYOUT, mark) is None
@@ -119,8 +121,9 @@ def test_once_the_writer_has_checksummed_them_any_flipped_bit_is_noticed(tmp_pat
     checksum_slots(path)
     assert read_slot(path, LAYOUT, mark) is not None
     whole = path.read_bytes()
-    stamp, content = range(16 + 16, 16 + 32), range(128 + 320, 128 + 640)
-    for place in (*range(16), *stamp, *content):
+    generation, content = range(16 + 16, 16 + 24), range(128 + 320, 128 + 640)
+    checksum = range(16 + 24, 16 + 28)
+    for place in (*range(16), *generation, *checksum, *content):
         for bit in range(8):
             flipped = bytearray(whole)
             flipped[place] ^= 1 << bit
@@ -138,6 +141,30 @@ def test_a_live_trainer_that_is_taken_for_dead_goes_on(tmp_path: Path) -> None:
     slots.reuse(1)
     slots.views[1][0][:] = bytes(range(20))
     assert read_slot(path, LAYOUT, slots.complete(1)) is not None
+
+
+def test_a_checksum_is_taken_once(tmp_path: Path) -> None:
+    path = tmp_path / "residual"
+    slots = ResidualSlots(path, LAYOUT, 3)
+    mark = slots.complete(1)
+    checksum_slots(path)
+    slots.views[1][0][0] ^= 1
+    checksum_slots(path)
+    assert read_slot(path, LAYOUT, mark) is None
+
+
+def test_without_a_checksum_a_slot_counts_only_as_long_as_the_machine_runs(tmp_path: Path) -> None:
+    path = tmp_path / "residual"
+    mark = ResidualSlots(path, LAYOUT, 3).complete(0)
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1  # another boot's name
+    path.write_bytes(data)
+    assert read_slot(path, LAYOUT, mark) is None
+
+
+def test_no_two_lives_number_their_residuals_alike(tmp_path: Path) -> None:
+    marks = [ResidualSlots(tmp_path / str(i), LAYOUT, 3).complete(0) for i in range(20)]
+    assert len({mark.generation for mark in marks}) == 20
 
 
 def test_where_there_is_no_residual_nothing_is_checksummed(tmp_path: Path) -> None:
