@@ -26,6 +26,9 @@ _Step = Callable[[torch.optim.Optimizer], object]
 
 #: One vector body, several tails; and calls enough for the interpreter to have settled on a graph.
 _PROBE_ELEMENTS, _PROBE_STEPS = 203, 4
+#: Compiled code hands some numbers to kernels as tensors, and for float16 and bfloat16 these are rounded
+#: otherwise than plain numbers are: rarely, so that a probe may not see it.
+_LEAST_COMPILED_BYTES = 4
 
 
 class StepChooser:
@@ -64,8 +67,11 @@ def _fastest(optimizer: torch.optim.Optimizer) -> _Step:
     bare: _Step = inspect.unwrap(type(optimizer).step)
     if any(group.get("fused") or group.get("foreach") for group in optimizer.param_groups):
         return bare
-    if not all(p.is_cpu for group in optimizer.param_groups for p in group["params"]):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not all(p.is_cpu for p in parameters):
         return bare  # kernels are only queued
+    if any(p.element_size() < _LEAST_COMPILED_BYTES for p in parameters):
+        return bare
     kind: Any = type(optimizer)
     compiled = _compiled(kind)
     return compiled if compiled is not None and _agree(optimizer, bare, compiled) else bare

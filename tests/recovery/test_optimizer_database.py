@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import lowdiff
@@ -186,6 +186,7 @@ def test_the_functional_form_is_compiled_where_torch_offers_one(name: str) -> No
 
 
 @settings(max_examples=15)
+@example("AdamW", torch.bfloat16, [1], 1, [0.5, 0.5, 0.5, 0.25], 0.01)
 @given(
     kind=st.sampled_from(["AdamW", "SGD", "RMSprop", "Adagrad", "NAdam"]),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
