@@ -192,7 +192,7 @@ def _residual_of(
     the exact state with a slightly different error feedback, and says so.
     """
     newest = catalog.incarnations[max(catalog.incarnations)]
-    is_lost = bool(state.residuals[rank])
+    had_one = bool(state.residuals[rank])
     for number in (newest.number, state.fence.incarnation):
         kept = _kept(catalog.incarnations[number].fence)
         step, mark = _newest_mark(catalog, number, rank, state) if kept.parameters else (0, None)
@@ -211,9 +211,9 @@ def _residual_of(
                     step,
                 )
             return {s.name: r for s, r in zip(kept.parameters, found, strict=True)}
-        is_lost = True
+        had_one = True
     is_exact = state.base_step == state.step and not state.has_mixed_residuals
-    if not is_exact and is_lost:
+    if not is_exact and had_one:
         _logger.warning(
             "rank %d: the error-feedback residual of step %d is lost with its staging memory; "
             "using that of snapshot %d: the state is exact, the continuation is not bit-identical",

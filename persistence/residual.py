@@ -69,7 +69,7 @@ class ResidualSlots:
         self._view = MappedFile(path, _file_bytes(num_slots, ranges.slot_bytes)).view
         _HEAD.pack_into(self._view, 0, num_slots, ranges.slot_bytes)
         self._view[_BOOT_AT:_HEAD_BYTES] = _boot()
-        self.views = [_views(self._view, ranges, slot) for slot in range(num_slots)]
+        self.views = [_of_parameters(slot, ranges) for slot in _slots_of(self._view)]
         # No two lives share numbers: a record may be read beside the slots of another history.
         self._generation = secrets.randbits(62)
 
@@ -93,42 +93,41 @@ def read_slot(path: Path, layout: Layout, mark: ResidualMark) -> list[memoryview
         view = read_view(path)
     except FileNotFoundError:
         return None
-    ranges = ResidualLayout(layout)
-    if ranges.slot_bytes != _slot_bytes(view) or not 0 <= mark.slot < _num_slots(view):
+    ranges, slots = ResidualLayout(layout), _slots_of(view)
+    if not 0 <= mark.slot < len(slots) or len(slots[mark.slot]) != ranges.slot_bytes:
         return None
+    slot = slots[mark.slot]
     generation, checksum = _STAMP.unpack_from(view, _stamp_at(mark.slot))
     if generation != mark.generation or generation == 0:
         return None
     if _is_of(checksum, generation):
-        is_whole = checksum == _checksum(view, mark.slot, generation)
+        is_whole = checksum == _checksum(slot, generation)
     else:
         # Where staging is on a disk and power failed, the disk chose what it has.
         is_whole = view[_BOOT_AT:_HEAD_BYTES] == _boot()
-    return _views(view, ranges, mark.slot) if is_whole else None
+    return _of_parameters(slot, ranges) if is_whole else None
 
 
 def checksum_slots(path: Path) -> None:
     """Checksum every whole slot of a trainer that is gone, unless it has one."""
     try:
         with path.open("r+b") as file:
-            mapped = mmap.mmap(file.fileno(), 0)
+            view = memoryview(mmap.mmap(file.fileno(), 0))
     except (FileNotFoundError, ValueError):  # no residual, or an empty file
         return
     except OSError as error:
         _logger.warning("%s gets no checksum: %s", path, error)
         return
-    with mapped, memoryview(mapped) as view:
-        for slot in range(_num_slots(view)):
-            generation, known = _STAMP.unpack_from(view, _stamp_at(slot))
-            if generation and not _is_of(known, generation):
-                checksum = _checksum(view, slot, generation)
-                _CHECKSUM.pack_into(view, _stamp_at(slot) + _CHECKSUM.size, checksum)
+    for number, slot in enumerate(_slots_of(view)):
+        generation, known = _STAMP.unpack_from(view, _stamp_at(number))
+        if generation and not _is_of(known, generation):
+            checksum = _checksum(slot, generation)
+            _CHECKSUM.pack_into(view, _stamp_at(number) + _CHECKSUM.size, checksum)
 
 
-def _checksum(view: memoryview, slot: int, generation: int) -> int:
+def _checksum(slot: memoryview, generation: int) -> int:
     """CRC-32C of a slot, and above it half of the number of the residual that it was taken of."""
-    with _slot(view, slot) as content:
-        return (generation & (1 << _HALF) - 1) << _HALF | int(crc32c(content))
+    return (generation & (1 << _HALF) - 1) << _HALF | int(crc32c(slot))
 
 
 def _is_of(checksum: int, generation: int) -> bool:
@@ -140,17 +139,14 @@ def _boot() -> bytes:
     return hashlib.blake2b(this_machine().encode(), digest_size=_BOOT_BYTES).digest()
 
 
-def _num_slots(view: memoryview) -> int:
-    """How many slots a file has; 0 if it is none of ours."""
+def _slots_of(view: memoryview) -> list[memoryview]:
+    """Every slot of a file; none if it is none of ours."""
     if len(view) < _HEAD_BYTES:
-        return 0
-    num_slots, slot_bytes = _HEAD.unpack_from(view)
-    is_ours = num_slots <= _MOST_SLOTS and len(view) == _file_bytes(num_slots, slot_bytes)
-    return int(num_slots) if is_ours else 0
-
-
-def _slot_bytes(view: memoryview) -> int:
-    return int(_HEAD.unpack_from(view)[1]) if _num_slots(view) else -1
+        return []
+    num_slots, size = _HEAD.unpack_from(view)
+    if num_slots > _MOST_SLOTS or len(view) != _file_bytes(num_slots, size):
+        return []
+    return [view[_file_bytes(i, size) : _file_bytes(i + 1, size)] for i in range(num_slots)]
 
 
 def _file_bytes(num_slots: int, slot_bytes: int) -> int:
@@ -161,12 +157,5 @@ def _stamp_at(slot: int) -> int:
     return _HEAD.size + slot * _STAMP.size
 
 
-def _slot(view: memoryview, slot: int) -> memoryview:
-    size = _slot_bytes(view)
-    start = _HEAD_BYTES + slot * size
-    return view[start : start + size]
-
-
-def _views(view: memoryview, ranges: ResidualLayout, slot: int) -> list[memoryview]:
-    whole = _slot(view, slot)
-    return [whole[start:stop] for start, stop in ranges.ranges]
+def _of_parameters(slot: memoryview, ranges: ResidualLayout) -> list[memoryview]:
+    return [slot[start:stop] for start, stop in ranges.ranges]

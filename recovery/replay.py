@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -28,9 +28,14 @@ from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import granularity, settle_kernels
 from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.sharing import agree, gather, owners_of, share_results, together
-from lowdiff.recovery.sizing import BLOCK_ELEMENTS, measured_block_elements, usable_cores
+from lowdiff.recovery.sizing import (
+    BLOCK_ELEMENTS,
+    measured_block_elements,
+    threads_put_back,
+    usable_cores,
+)
 from lowdiff.recovery.state import RecoveredState, inherit
-from lowdiff.recovery.unit import Movement, Scratch, Step, Sums, UnitState, first_difference
+from lowdiff.recovery.unit import Movement, Scratch, Step, Sums, UnitState, check_digests
 from lowdiff.types import Differential, Fence
 
 #: Decoded bytes of a window; two are in memory, one in use and one being read. The first is small,
@@ -225,7 +230,7 @@ class Replayer:
         queue = iter(self._units)  # next() on a list iterator is atomic
         sums: Sums = {}
         moved = self._options.movements
-        with _one_thread_each():
+        with threads_put_back():
             jobs = [self._pool.submit(self._work, queue, window) for _ in range(workers)]
             results = [job.result() for job in jobs]
         found = [digests for digests, _ in results]
@@ -248,7 +253,7 @@ class Replayer:
     ) -> tuple[Sums, dict[int, Movement]]:
         sums: Sums = {}
         movements: dict[int, Movement] = {}
-        torch.set_num_threads(self._threads)  # per thread; see _one_thread_each
+        torch.set_num_threads(self._threads)  # per thread; see threads_put_back
         scratch = Scratch(self._scratch.elements)
         torch.empty(_KEPT_BYTES, dtype=torch.uint8)
         with torch.no_grad():
@@ -264,15 +269,13 @@ class Replayer:
         return sums, movements
 
     def _check(self, shard: Differential, sums: Sums) -> None:
-        name = first_difference(shard, sums)
-        if name is not None:
-            assert shard.digest is not None
-            raise ReplayMismatch(
-                f"after step {shard.step}, elements {shard.digest.start} to "
-                f"{shard.digest.stop} of the parameters{name and f' as {name!r} averages them'} "
-                f"differ from what rank {shard.rank} recorded: a parameter was changed outside "
-                "the optimizer, or this machine rounds differently"
-            )
+        check_digests(
+            shard,
+            sums,
+            whose="the parameters",
+            recorded_by=f"what rank {shard.rank} recorded: a parameter was changed outside "
+            "the optimizer, or this machine rounds differently",
+        )
 
     def _take_scalars(self, shards: Sequence[Differential]) -> None:
         state = self._state
@@ -313,13 +316,3 @@ def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> l
         "whole": optimizer_units(fence.layout, owners),
     }
     return [u for kind, made in units.items() for u in made if kinds[u.optimizer] == kind]
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Workers set their own team size; the process's default is put back afterwards."""
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -10,7 +10,7 @@ import torch
 
 from lowdiff.compressors import Dense
 from lowdiff.digests import Digester
-from lowdiff.errors import DamagedFile, ReplayMismatch
+from lowdiff.errors import DamagedFile
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.records import StoredRecord
@@ -22,7 +22,7 @@ from lowdiff.recovery.replay import ReplayOptions, plan_units
 from lowdiff.recovery.replica_file import Contents, ReplicaFile, SlotTooSmall
 from lowdiff.recovery.sizing import BLOCK_ELEMENTS
 from lowdiff.recovery.state import AVERAGE_ITEM, OptimizerState, RecoveredState, is_aligned
-from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState, first_difference
+from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState, check_digests
 from lowdiff.types import Differential, Fence
 
 _SLACK_BYTES = 256
@@ -128,7 +128,12 @@ class Shard:
                 if self.file.unit_steps[index] < number:
                     self._step_unit(index, unit, step, stepping.scratch)
                 unit.add_digests(step.shards, stepping.digester, sums)
-        _check(differential, sums)
+        check_digests(
+            differential,
+            sums,
+            whose="the replica's parameters",
+            recorded_by="those of the trainer",
+        )
         # After a resume, units that were ahead begin with their own numbers.
         self._stepping = None if is_resumed else stepping
         values = self._values_after(differential)
@@ -318,15 +323,3 @@ def _override(items: dict[str, bytes], changed: Any) -> None:
             items[name] = data
         else:
             items.pop(name, None)
-
-
-def _check(shard: Differential, sums: Sums) -> None:
-    """Compare the share with what the trainer recorded of it."""
-    name = first_difference(shard, sums)
-    if name is not None:
-        assert shard.digest is not None
-        raise ReplayMismatch(
-            f"after step {shard.step}, elements {shard.digest.start} to {shard.digest.stop} of "
-            f"the replica's parameters{name and f' as {name!r} averages them'} differ from "
-            "those of the trainer"
-        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,15 +126,21 @@ def step_seconds(
     optimizer = build(spec, [(dict(hyper), [parameter])])
     step = StepChooser().choose(optimizer)
     times = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
+    with threads_put_back(), torch.no_grad():
+        torch.set_num_threads(1)
+        step(optimizer)
+        for _ in range(_TRIALS):
+            started = time.thread_time()
             step(optimizer)
-            for _ in range(_TRIALS):
-                started = time.thread_time()
-                step(optimizer)
-                times.append(time.thread_time() - started)
+            times.append(time.thread_time() - started)
+    return min(times)
+
+
+@contextmanager
+def threads_put_back() -> Iterator[None]:
+    """Whoever is inside sets the size of its own team; the process's default is put back afterwards."""
+    before = torch.get_num_threads()
+    try:
+        yield
     finally:
         torch.set_num_threads(before)
-    return min(times)

@@ -10,6 +10,7 @@ import torch
 
 from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.digests import Digester
+from lowdiff.errors import ReplayMismatch
 from lowdiff.layout import flat, shaped
 from lowdiff.protocols import Decoder
 from lowdiff.recovery.averages import BlockAverage
@@ -43,15 +44,27 @@ Sums = dict[tuple[int, int, str], int]
 UNREPLAYABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
-def first_difference(shard: Differential, sums: Sums) -> str | None:
-    """What the live run's digests of a step find different, as in `Sums`; None if nothing."""
+def check_digests(shard: Differential, sums: Sums, *, whose: str, recorded_by: str) -> None:
+    """Compare a step with the digests of the live run, as in `Sums`.
+
+    Args:
+        shard: Holds the digests, if the step has any.
+        sums: Of what replay made of it.
+        whose: Parameters, for the error.
+        recorded_by: What they differ from then.
+
+    Raises:
+        ReplayMismatch: Naming the first difference.
+    """
     if shard.digest is None:
-        return None
+        return
     recorded = {"": shard.digest.value} | {n: a.digest for n, a in shard.averages.items()}
     for name, value in recorded.items():
         if value is not None and value != sums.get((shard.step, shard.rank, name), 0):
-            return name
-    return None
+            raise ReplayMismatch(
+                f"after step {shard.step}, elements {shard.digest.start} to {shard.digest.stop} of "
+                f"{whose}{name and f' as {name!r} averages them'} differ from {recorded_by}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -728,6 +728,12 @@ def test_a_snapshot_that_does_not_fit_holds_up_no_differential_and_outlives_its_
 HEADER = FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 0)
 
 
+def segments_in(path: Path) -> tuple[RunFolder, SegmentWriter]:
+    folder = RunFolder(path)
+    create_run(folder, RUN_ID)
+    return folder, SegmentWriter(folder, HEADER)
+
+
 def batch(first: int, last: int) -> Batch:
     return Batch(b"".join(bytes([step]) * 100 for step in range(first, last + 1)), first, last)
 
@@ -736,9 +742,7 @@ def batch(first: int, last: int) -> Batch:
 def test_a_batch_whose_write_failed_is_given_again_and_stands_there_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    folder = RunFolder(tmp_path)
-    create_run(folder, RUN_ID)
-    segments = SegmentWriter(folder, HEADER)
+    folder, segments = segments_in(tmp_path)
     sync, failures = getattr(os, call), [True]
 
     def failing(descriptor: int) -> None:
@@ -765,9 +769,7 @@ def test_what_others_have_seen_of_a_batch_stays_while_it_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """A later incarnation, on another machine, may have gone on from what never became durable."""
-    folder = RunFolder(tmp_path)
-    create_run(folder, RUN_ID)
-    segments = SegmentWriter(folder, HEADER)
+    folder, segments = segments_in(tmp_path)
     open_file = aiofiles.open
 
     def failing(descriptor: int) -> None:
@@ -815,9 +817,7 @@ def test_a_long_segment_is_followed_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments_module, "_SEGMENT_BYTES", 300)
-    folder = RunFolder(tmp_path)
-    create_run(folder, RUN_ID)
-    segments = SegmentWriter(folder, HEADER)
+    folder, segments = segments_in(tmp_path)
     for step in range(1, 7):
         asyncio.run(segments.append(batch(step, step)))
     assert [first for _, _, first, _ in folder.segments()] == [1, 4]
