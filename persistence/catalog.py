@@ -82,15 +82,15 @@ class SnapshotSet:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Everything of a run that passed its checks.
+    """Everything of a run that passed its checks, or has yet to be compared with its checksum.
 
     Attributes:
         incarnations: By number; only those with every rank's fence that outlived their attach.
         snapshots: Complete ones, by step, then incarnation.
         records: ``(incarnation, rank)`` -> step -> record.
         staging: Staging folders seen.
-        damage: What failed a check; none of it is listed above. More comes to light when claims of an
-            index are confirmed.
+        damage: What failed a check; none of it is listed above. More comes to light when claims are
+            confirmed.
         collected: What retention has removed.
         pins: What it spares, by label.
     """
@@ -117,7 +117,8 @@ def scan(
 ) -> Catalog:
     """List a run over its tiers; staging first, because records move from there to segments.
 
-    Where an index of segments fits them, what it says of them is believed until they are needed.
+    What headers in staging say, and an index of segments that fits them, is believed until it is
+    needed: staging may hold gigabytes.
 
     Args:
         folder: The run folder.
@@ -133,7 +134,7 @@ def scan(
 
     staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
     for stage in staging:
-        for path, record in staged_records(stage):
+        for path, record in staged_records(stage, check=check_all):
             # A BASE record is of its incarnation's base step, where no differential of it can be.
             if record.header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):
                 key = record.header.incarnation, record.header.rank
@@ -206,14 +207,14 @@ def has_cycle(catalog: Catalog, snapshot: SnapshotSet) -> bool:
 
 
 def confirm_cycle(catalog: Catalog, snapshot: SnapshotSet) -> bool:
-    """Read what an index claims of the differentials that a snapshot needs; whether it is true."""
+    """Read what is only claimed of the differentials that a snapshot needs; whether it is true."""
     ranks = range(len(snapshot.manifests))
     shards = [catalog.of(snapshot.incarnation, rank) for rank in ranks]
     return all(s.confirm(snapshot.first_base + 1, snapshot.step) for s in shards)
 
 
 def confirm_all(catalog: Catalog) -> bool:
-    """Read whatever an index claims; whether it is true."""
+    """Read whatever is only claimed; whether it is true."""
     return all(records.confirm(0, 1 << 63) for records in list(catalog.records.values()))
 
 

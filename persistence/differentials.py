@@ -6,7 +6,6 @@ from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
-from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.codec import Codec
@@ -51,7 +50,7 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
     record = stored.record
     if stored.staged:
         record = replace(record, body=memoryview(bytes(record.body)))
-        if crc32c(record.body) != header.body_checksum:
+        if not record.is_intact():
             raise DamagedFile(stored.path, f"step {header.step} was overwritten by its trainer")
     try:
         scalars = decode(codec.expand(record.meta) if header.meta_coded else bytes(record.meta))

@@ -190,7 +190,7 @@ class RecordHeader:
 
 @dataclass(frozen=True, slots=True)
 class RecordRef:
-    """A checked record inside a mapped file.
+    """A record inside a mapped file.
 
     Attributes:
         offset: Where its header starts in the file.
@@ -220,27 +220,42 @@ class RecordRef:
         """Where the next record starts in the file."""
         return self.offset + HEADER_BYTES + padded(self.header.body_bytes)
 
+    def is_intact(self) -> bool:
+        """Whether the body has its checksum; reads all of it."""
+        return crc32c(self.body) == self.header.body_checksum
+
 
 def padded(size: int) -> int:
     """``size`` rounded up to 8, the alignment of records and sections."""
     return size + (-size % 8)
 
 
-def read_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef | None:
-    """The record at ``offset``, or None where no valid record of this file starts."""
+def listed_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef | None:
+    """The record at ``offset`` as its header says, or None where no header of this file is."""
     header = RecordHeader.unpack(view[offset : offset + HEADER_BYTES])
     if header is None or not file.owns(header):
         return None
     start = offset + HEADER_BYTES
     body = view[start : start + header.body_bytes]
-    if len(body) < header.body_bytes or crc32c(body) != header.body_checksum:
-        return None
-    return RecordRef(header, offset, body)
+    return None if len(body) < header.body_bytes else RecordRef(header, offset, body)
 
 
-def read_records(view: memoryview, file: FileHeader) -> Iterator[RecordRef]:
-    """Every valid record from the start of a file up to the first place that holds none."""
+def read_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef | None:
+    """The record at ``offset``, or None where no valid record of this file starts."""
+    record = listed_record(view, offset, file)
+    return record if record is not None and record.is_intact() else None
+
+
+def read_records(view: memoryview, file: FileHeader, *, check: bool = True) -> Iterator[RecordRef]:
+    """Every valid record from the start of a file up to the first place that holds none.
+
+    Args:
+        view: The file.
+        file: Its header.
+        check: Whether bodies are compared with their checksums, too.
+    """
+    read = read_record if check else listed_record
     offset = HEADER_BYTES
-    while (record := read_record(view, offset, file)) is not None:
+    while (record := read(view, offset, file)) is not None:
         yield record
         offset = record.end

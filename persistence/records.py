@@ -2,11 +2,13 @@
 
 Of segments only the stretches of steps are kept, so that what is in memory does not grow with the
 number of differentials. A stretch that an index claims is read, and its checksums compared, before
-anything is made of it; if a claim is wrong, all segments of that rank are read in its place.
+anything is made of it; if a claim is wrong, all segments of that rank are read in its place. So it is
+with a record in staging, of which a header was seen; if it is torn, it is listed no more.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +20,12 @@ from lowdiff.persistence.framing import HEADER_BYTES, RecordKind, RecordRef, pad
 from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.segment_index import Sealed
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredRecord:
-    """A checked differential and where it was found."""
+    """A differential and where it was found."""
 
     record: RecordRef
     path: Path
@@ -89,6 +93,7 @@ class RankRecords(Mapping[int, StoredRecord]):
     def __init__(self) -> None:
         """Begin with none."""
         self._staged: dict[int, StoredRecord] = {}
+        self._intact: set[int] = set()  # those in staging that were compared with their checksum
         self._stretches: list[Stretch] = []
         self._ranges: list[tuple[int, int]] | None = None
         self._rebases: list[int] | None = None
@@ -97,7 +102,9 @@ class RankRecords(Mapping[int, StoredRecord]):
 
     def stage(self, found: StoredRecord) -> None:
         """Add a record from staging, which comes before segments, unless its step is there."""
-        self._staged.setdefault(found.record.header.step, found)
+        step = found.record.header.step
+        if step not in self._staged or not self._is_intact(step):
+            self._staged[step] = found
         self._ranges = self._rebases = None
 
     def add(self, stretch: Stretch) -> None:
@@ -126,9 +133,12 @@ class RankRecords(Mapping[int, StoredRecord]):
         )
 
     def __getitem__(self, step: int) -> StoredRecord:
-        if step in self._staged:
-            return self._staged[step]
+        staged = self._staged.get(step)
+        if staged is not None and self._is_intact(step):
+            return staged
         stretch = next(self._overlapping(step, step), None)
+        if stretch is None and staged is not None:
+            raise DamagedFile(staged.path, f"step {step} fails its checksum")
         if stretch is None:
             raise KeyError(step)
         record = self._record(stretch, step)
@@ -203,9 +213,11 @@ class RankRecords(Mapping[int, StoredRecord]):
         """Read what is only claimed of the steps from ``first`` to ``last``.
 
         Returns:
-            Whether it was all true. If not, every segment of the rank was read, and nothing is
-            only claimed any more.
+            Whether it was all true. What was not is listed no more: of staging the record, of
+            segments whatever the index says, in whose place all were read.
         """
+        staged = [step for step in self._staged if first <= step <= last]
+        torn = [step for step in staged if not self._is_intact(step)]
         for stretch in list(self._overlapping(first, last)):
             stop = min(last, stretch.last)
             if (
@@ -216,6 +228,18 @@ class RankRecords(Mapping[int, StoredRecord]):
                     stretch.home.read_all()
                     return False
                 self._confirmed[stretch.name, stretch.first] = stop
+        return not torn
+
+    def _is_intact(self, step: int) -> bool:
+        """Whether a record in staging has its checksum; else it is forgotten."""
+        if step not in self._intact:
+            found = self._staged[step]
+            if not found.record.is_intact():
+                _logger.warning("%s: step %d in it fails its checksum", found.path, step)
+                del self._staged[step]
+                self._ranges = self._rebases = None
+                return False
+            self._intact.add(step)
         return True
 
     def _is_true(self, stretch: Stretch, claim: Sealed, last: int) -> bool:

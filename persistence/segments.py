@@ -170,7 +170,7 @@ def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:
         # Copied before it is checked: while storage is slow, a trainer may drop what it staged.
         own = replace(record, body=memoryview(bytes(record.body)))
         step = own.header.step
-        if crc32c(own.body) != own.header.body_checksum:
+        if not own.is_intact():
             _logger.warning("step %d was dropped before it was durable", step)
         elif runs and runs[-1][-1].header.step + 1 == step:
             runs[-1].append(own)

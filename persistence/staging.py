@@ -358,11 +358,16 @@ def open_chunk(folder: StagingFolder, sequence: int) -> tuple[memoryview, FileHe
     return view, header
 
 
-def staged_records(folder: StagingFolder) -> Iterator[tuple[Path, RecordRef]]:
-    """Every record of a log that is no longer written to, with the chunk it lies in."""
+def staged_records(
+    folder: StagingFolder, *, check: bool = True
+) -> Iterator[tuple[Path, RecordRef]]:
+    """Every record of a log that is no longer written to, with the chunk it lies in.
+
+    Without ``check`` their headers are read only.
+    """
     for sequence, path in folder.chunks():
         opened = open_chunk(folder, sequence)
         if opened is not None:
             view, header = opened
-            for record in read_records(view, header):
+            for record in read_records(view, header, check=check):
                 yield path, record

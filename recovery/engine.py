@@ -18,7 +18,7 @@ from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import was_removed
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.in_memory import MemoryPlan, carry_out_in_memory, plan_in_memory
-from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
+from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
 from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.sizing import check_memory
@@ -146,15 +146,17 @@ def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | None:
     memory = plan_in_memory(catalog, step)
     if memory is None:
         return None
-    return None if step is None and memory.step < _newest_on_disk(catalog) else memory
+    return None if step is None and _leads_beyond(catalog, memory.step) else memory
 
 
-def _newest_on_disk(catalog: Catalog) -> int:
-    """Planned, not only listed: what an index claims of the disk might not be there."""
+def _leads_beyond(catalog: Catalog, step: int) -> bool:
+    """Whether the disk does; planned where it is listed, which may be a false claim."""
+    if all(last <= step for _, last in recoverable(catalog)):
+        return False
     try:
-        return plan_recovery(catalog).step
+        return plan_recovery(catalog).step > step
     except StepNotFound:
-        return -1
+        return False
 
 
 def newest_step(catalog: Catalog, step: int | None) -> int:

@@ -24,7 +24,7 @@ from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.replica_status import read_mark, read_replica_status
 from lowdiff.recovery.load import empty_state, load_constants, load_shard
-from lowdiff.recovery.plan import PlannedStep, spans_of, steps_after
+from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
 from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.replica_file import ReplicaFile
 from lowdiff.recovery.shard import Shard, contents_of, share_step
@@ -69,7 +69,18 @@ class MemoryPlan:
 
 
 def plan_in_memory(catalog: Catalog, step: int | None) -> MemoryPlan | None:
-    """Plan the way to ``step``, or to the newest step, from what replicas left; None if none leads."""
+    """Plan the way to ``step``, or to the newest step, from what replicas left; None if none leads.
+
+    What is only claimed of the differentials on the way is read first; where it is wrong, the plan is
+    made again with what is there.
+    """
+    while True:
+        plan = _way(catalog, step)
+        if plan is None or confirm_steps(catalog, plan.common + 1, plan.step):
+            return plan
+
+
+def _way(catalog: Catalog, step: int | None) -> MemoryPlan | None:
     spans = spans_of(catalog)
     for span in reversed(spans):
         sources = [_sources(catalog, span.incarnation, rank) for rank in range(span.world_size)]
@@ -171,6 +182,7 @@ def _between(
     catalog: Catalog, incarnation: int, source: _Source, common: int
 ) -> Iterator[StoredRecord | None]:
     records = catalog.of(incarnation, source.stage.rank)
+    records.confirm(source.step + 1, common)
     for step in range(source.step + 1, common + 1):
         found = records.get(step)
         yield None if found is None or found.record.header.rebases else found

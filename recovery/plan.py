@@ -122,7 +122,7 @@ def plan_recovery(catalog: Catalog, step: int | None = None) -> RecoveryPlan:
             if confirm_all(catalog):
                 raise
         else:
-            if _confirmed(catalog, spans, base, target, is_newest=step is None):
+            if _confirmed(catalog, base, target, is_newest=step is None):
                 break
     planned = steps_after(catalog, base.step, target)
     assert len(planned) == target - base.step
@@ -142,21 +142,25 @@ def _way(catalog: Catalog, spans: Sequence[Span], step: int | None) -> tuple[int
     return target, bases[-1]
 
 
-def _confirmed(
-    catalog: Catalog, spans: Sequence[Span], base: SnapshotSet, target: int, *, is_newest: bool
-) -> bool:
+def _confirmed(catalog: Catalog, base: SnapshotSet, target: int, *, is_newest: bool) -> bool:
     """Whether what the catalog lists of the way from a base, and of its cycle, is really there.
 
     What ends the way to the newest step counts too: that no step follows, or one that cannot be
     replayed, and that no newer snapshot has its cycle.
     """
-    last = target + is_newest
     newer = [s for s in catalog.snapshots if is_newest and s.step > base.step]
-    return all(confirm_cycle(catalog, snapshot) for snapshot in (base, *newer)) and all(
+    return all(confirm_cycle(catalog, s) for s in (base, *newer)) and confirm_steps(
+        catalog, base.step + 1, target + is_newest
+    )
+
+
+def confirm_steps(catalog: Catalog, first: int, last: int) -> bool:
+    """Read what is only claimed of the history's steps from one to another; whether it is true."""
+    return all(
         catalog.of(span.incarnation, rank).confirm(
-            max(base.step, span.base) + 1, _least(last, span.last)
+            max(first, span.base + 1), _least(last, span.last)
         )
-        for span in spans
+        for span in spans_of(catalog)
         for rank in range(span.world_size)
     )
 

@@ -10,6 +10,7 @@ import pytest
 
 import lowdiff
 from lowdiff.recovery.verify import verify
+from tests.face.loops import Loop
 from tests.face.test_store import assert_same_weights, loop_in, lose, reached, train, wait_until
 from tests.persistence.s3_server import BUCKET, S3Server, running_server
 
@@ -22,12 +23,18 @@ def server() -> Iterator[S3Server]:
         yield made
 
 
+def train_slowly(loop: Loop, until: int) -> None:
+    """Each step is in the store, as an object of its own, before the next begins."""
+    for step in range(1, until + 1):
+        train(loop, step)
+        wait_until(loop, reached(step))
+
+
 def test_a_killed_run_comes_back_from_the_store_alone(tmp_path: Path, server: S3Server) -> None:
     url = server.url("killed")
     loop = loop_in(tmp_path / "node", url, retention=1, **ROLLING)
     loop.attach()
-    train(loop, 10)
-    wait_until(loop, reached(10))
+    train_slowly(loop, 10)
     wait_until(loop, lambda stats: stats["snapshots"] == 3 and "s0000000004" not in held(server))
     loop.die()
     lose(tmp_path / "node")
@@ -50,8 +57,7 @@ def test_a_snapshot_that_came_before_its_differentials_is_passed_over(
     url = server.url("early")
     loop = loop_in(tmp_path / "node", url, retention=None, **ROLLING)
     loop.attach()
-    train(loop, 9)
-    wait_until(loop, reached(9))
+    train_slowly(loop, 9)
     loop.die()
     for step in (7, 8, 9):
         key = f"early/segments/rank-0000/i000000-s{step:010d}.seg"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from crc32c import crc32c
 
 from lowdiff.errors import StepNotFound
 from lowdiff.persistence.catalog import Catalog, Incarnation, SnapshotSet
@@ -43,8 +44,10 @@ def staged(found: Iterable[StoredRecord]) -> RankRecords:
 
 
 def record(incarnation: int, rank: int, step: int) -> StoredRecord:
-    header = RecordHeader(RecordKind.DIFFERENTIAL, False, 0, 8, 0, step, incarnation, rank, 1, 0)
-    return StoredRecord(RecordRef(header, 0, memoryview(bytes(8))), Path("x.seg"), staged=False)
+    body = memoryview(bytes(8))
+    kind = RecordKind.DIFFERENTIAL
+    header = RecordHeader(kind, False, 0, 8, crc32c(body), step, incarnation, rank, 1, 0)
+    return StoredRecord(RecordRef(header, 0, body), Path("x.seg"), staged=False)
 
 
 def catalog(

@@ -1,0 +1,87 @@
+"""A record in staging is listed by its header; one whose body is torn costs no other step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowdiff.errors import DamagedFile, StepNotFound
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.fences import create_run
+from lowdiff.persistence.framing import HEADER_BYTES
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.snapshots import shard_file
+from lowdiff.persistence.staging import staged_records
+from lowdiff.recovery.plan import plan_recovery, recoverable
+from tests.persistence.made_runs import RUN_ID, began, listed, segment, stage
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run without a differential."""
+    run = RunFolder(tmp_path / "run")
+    create_run(run, RUN_ID)
+    began(run)
+    shard_file(run.snapshot(0, 0), 0).touch()
+    return run
+
+
+def tear(log: StagingFolder, step: int) -> Path:
+    """Let a bit of a staged record's body flip."""
+    path, record = next(
+        (path, record) for path, record in staged_records(log) if record.header.step == step
+    )
+    with path.open("r+b") as file:
+        file.seek(record.offset + HEADER_BYTES)
+        byte = file.read(1)[0]
+        file.seek(record.offset + HEADER_BYTES)
+        file.write(bytes([byte ^ 1]))
+    return path
+
+
+def test_a_torn_record_is_found_before_it_is_used(
+    folder: RunFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tear(stage(tmp_path / "staging", range(1, 6)), 3)
+    found = scan(folder, [tmp_path / "staging"])
+    assert recoverable(found) == [(0, 5)], "as the headers have it"
+    assert plan_recovery(found).step == 2
+    assert f"{path}: step 3 in it fails its checksum" in caplog.text
+    assert recoverable(found) == [(0, 2)]
+    with pytest.raises(StepNotFound, match="step 3 is missing"):
+        plan_recovery(scan(folder, [tmp_path / "staging"]), 4)
+
+
+def test_what_a_segment_has_of_it_is_taken_from_there(folder: RunFolder, tmp_path: Path) -> None:
+    log = stage(tmp_path / "staging", range(1, 6))
+    segment(folder, log, [1, 2, 3])
+    tear(log, 3)
+    found = scan(folder, [tmp_path / "staging"])
+    assert plan_recovery(found).step == 5
+    assert listed(found) == {0: True, 1: True, 2: True, 3: False, 4: True, 5: True}
+
+
+def test_of_two_copies_the_whole_one_counts(folder: RunFolder, tmp_path: Path) -> None:
+    roots = [tmp_path / "staging", tmp_path / "imported"]
+    logs = [stage(root, range(1, 4)) for root in roots]
+    tear(logs[0], 2)
+    found = scan(folder, roots)
+    assert plan_recovery(found).step == 3
+    assert found.of(0, 0)[2].path.is_relative_to(roots[1])
+
+
+def test_reading_one_that_nobody_confirmed_is_an_error(folder: RunFolder, tmp_path: Path) -> None:
+    path = tear(stage(tmp_path / "staging", [1, 2]), 2)
+    records = scan(folder, [tmp_path / "staging"]).of(0, 0)
+    with pytest.raises(DamagedFile, match="step 2 fails its checksum") as caught:
+        records[2]
+    assert caught.value.path == path
+    assert 2 not in records
+    assert list(records) == [0, 1]
+
+
+def test_nothing_is_claimed_when_everything_is_checked(folder: RunFolder, tmp_path: Path) -> None:
+    tear(stage(tmp_path / "staging", range(1, 6)), 3)
+    found = scan(folder, [tmp_path / "staging"], check_all=True)
+    assert recoverable(found) == [(0, 2)]
