@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -20,3 +21,12 @@ def pool() -> Iterator[Pool]:
     made = Pool(3)
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_test_silences_the_next() -> Iterator[None]:
+    """The soak's and the peers' commands, which tests run in this process, are quiet ones."""
+    logger = logging.getLogger("lowdiff")
+    before = logger.level
+    yield
+    logger.setLevel(before)
