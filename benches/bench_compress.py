@@ -14,18 +14,20 @@ Two parts:
   does nothing), reading and staging at the step (``consume_seconds``) and decoding all ranks' payloads
   (``decode_seconds``); all per million elements. Bytes on the wire are those a rank hands to
   ``torch.distributed``; stored ones are counted after the codec, per rank. Scratch is how far resident
-  memory rises above what it is between steps, in units of the largest bucket.
+  memory rises in backward, less what it does with the hook that does nothing, in units of a bucket's
+  capacity; measured in processes of its own, where every tensor of 64 KiB is a mapping of its own, so
+  that what is freed counts no longer.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benches.harness import BLUE, INK, MUTED, PALE, Result, arguments, machine, write
 from benches.hooked import Hooked, in_ranks
+from benches.peak import Peak
 from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, RandomK, TopK
 from lowdiff.compressors.changes import equal_bits
 from lowdiff.compressors.selection import MagnitudeSelector
@@ -50,6 +53,7 @@ from lowdiff.types import Block, Layout, Payload
 TARGET_SPEEDUP = 5.0
 _DENSITY = 0.01
 _BUCKET_MB = 8
+_MAPPED_BYTES = 64 << 10
 
 #: Compressors by the name they have in the figures.
 OURS: dict[str, Compressor] = {
@@ -146,10 +150,12 @@ def ranks_job(rank: int, world_size: int, args: argparse.Namespace) -> dict[str,
             ddp.zero_grad()
             loss = ddp(gradients)
             dist.barrier()
-            with _wire() as wire, _scratch() as scratch:
+            with _wire() as wire:
+                peak = Peak()
                 started = time.perf_counter()
                 loss.backward()
                 seconds = time.perf_counter() - started
+                scratch = peak.bytes()
             sample = samples[name]
             if name in arms:
                 found = _stored(arms[name], OURS[name], rank)
@@ -159,7 +165,7 @@ def ranks_job(rank: int, world_size: int, args: argparse.Namespace) -> dict[str,
                 arms[name].end_step()
             if counted >= 0:
                 sample["hook_seconds"].append(seconds)
-                sample["scratch_bytes"] = max(sample.get("scratch_bytes", 0), scratch[0])
+                sample["scratch_bytes"] = max(sample.get("scratch_bytes", 0), scratch)
                 sample["wire_bytes"] = wire[0]
     return {"elements": elements, "samples": samples}
 
@@ -270,23 +276,24 @@ def _wire() -> Iterator[list[int]]:
             setattr(dist, name, original)
 
 
-@contextmanager
-def _scratch() -> Iterator[list[int]]:
-    """How far resident memory rises above where it was."""
-    rose = [0]
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # peak := current
-    before = _status("VmRSS")
-    yield rose
-    rose[0] = max(0, _status("VmHWM") - before)
+def scratch_buckets(ranks: Sequence[dict[str, Any]], name: str) -> float:
+    """Of the rank that needs most."""
+    own = [r["samples"][name]["scratch_bytes"] for r in ranks]
+    idle = [r["samples"]["nothing"]["scratch_bytes"] for r in ranks]
+    most = max(mine - least for mine, least in zip(own, idle, strict=True))
+    return float(max(0, most) / (_BUCKET_MB << 20))
 
 
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+def figures(
+    elements: int, ranks: Sequence[dict[str, Any]], mapped: Sequence[dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """Of every arm: medians per million elements, bytes per element; the slower rank counts.
 
-
-def figures(elements: int, ranks: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of every arm: medians per million elements, bytes per element; the slower rank counts."""
+    Args:
+        elements: Of the model.
+        ranks: What each measured.
+        mapped: The same where each tensor is a mapping of its own.
+    """
     millions = elements / 1e6
     idle = _slower(ranks, "nothing", "hook_seconds")
     table: dict[str, dict[str, float]] = {}
@@ -294,7 +301,7 @@ def figures(elements: int, ranks: Sequence[dict[str, Any]]) -> dict[str, dict[st
         own = [rank["samples"][name] for rank in ranks]
         row = {
             "hook_seconds_per_million": (_slower(ranks, name, "hook_seconds") - idle) / millions,
-            "scratch_buckets": max(s["scratch_bytes"] for s in own) / (_BUCKET_MB << 20),
+            "scratch_buckets": scratch_buckets(mapped, name),
         }
         if name != "torch allreduce":  # DDP's own one does not pass through torch.distributed
             row["wire_bytes_per_element"] = statistics.mean(s["wire_bytes"] for s in own) / elements
@@ -355,8 +362,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     seconds, same = select(args)
     ratios = [t / o for o, t in zip(seconds["topk"], seconds["torch"], strict=True)]
     ranks = in_ranks(2, ranks_job, args)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(_MAPPED_BYTES)
+    mapped = in_ranks(2, ranks_job, args)
     elements = ranks[0]["elements"]
-    table = figures(elements, ranks)
+    table = figures(elements, ranks, mapped)
     speedup = statistics.median(ratios)
     summary: dict[str, Any] = {
         "bit_identical": True,  # asserted in every round
@@ -371,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     assert same, "the selections differ"
     settings = {"density": _DENSITY, "rounds": args.rounds, "layers": args.layers}
     settings |= {"smoke": args.smoke, "elements": elements, "bucket_mb": _BUCKET_MB}
-    samples = {"selection_seconds": seconds, "ranks": ranks, "table": table}
+    samples = {"selection_seconds": seconds, "ranks": ranks, "mapped": mapped, "table": table}
     write(Result("compress", settings, args.seed, before, samples, summary), args.out, draw)
 
 

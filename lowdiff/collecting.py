@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,15 @@ def collect_run(
         # A limit of bytes alone says to keep as many snapshots as fit.
         default = Retention(snapshots=None) if set(changes) == {"total_bytes"} else Retention()
         policy = replace(recorded or default, **changes)
-    with retention_locked(folder, timeout_seconds=_LOCK_SECONDS, shared=dry_run):
+    with ExitStack() as held:
+        try:
+            held.enter_context(
+                retention_locked(folder, timeout_seconds=_LOCK_SECONDS, shared=dry_run)
+            )
+        except OSError as error:
+            # Only said, it needs no right to write, which a lock does.
+            if not dry_run or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
         for label in unpin:
             check_pinned(folder, label)
         if not dry_run:

@@ -237,7 +237,7 @@ def _newest_mark(
     codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
     step, oldest = state.step, min(state.step, state.base_step + 1)
     mark = None
-    while mark is None and step >= oldest and records.confirm(step, step) and step in records:
+    while mark is None and step >= oldest and step in records:
         mark = read_differential(records[step], codec).residual
         step -= 1
     return step + 1, mark

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from lowdiff.agreement import Ranks
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch
-from lowdiff.persistence.adoption import has_replica
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fences import create_run, known_run_id, new_run_id
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import StagingFolder, default_staging_root
+from lowdiff.persistence.replica_status import has_replica
 from lowdiff.remote import run_in_store
 from lowdiff.settings import Settings
 

@@ -307,7 +307,7 @@ class Session:
         return (
             _LOST_RUN * self._lock.is_lost()
             | _PREEMPTED * self._is_signalled
-            | _IN_TROUBLE * stager.in_trouble
+            | _IN_TROUBLE * stager.trouble.is_there
             | _OWES_SNAPSHOT * stager.owes_snapshot
             | _READY_FOR_SNAPSHOT * stager.is_ready_for_snapshot(self.step)
             | stager.cadence.note()

@@ -13,19 +13,19 @@ import torch
 
 from lowdiff.cadence import Cadence
 from lowdiff.counters import Counters
-from lowdiff.errors import StorageError, WriterFailed
+from lowdiff.errors import StorageError
 from lowdiff.events import log_event
 from lowdiff.history import Story
 from lowdiff.meter import Meter
 from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.replica_status import ImageMark
 from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
 from lowdiff.persistence.staging import StagingLog
-from lowdiff.persistence.status import StatusReader, TrainerPage, TrainerStatus, WriterStatus
+from lowdiff.persistence.status import TrainerPage, TrainerStatus, WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.protocols import Reducer
 from lowdiff.settings import Settings
+from lowdiff.trouble import Trouble
 from lowdiff.types import Layout, Payload
 
 _logger = logging.getLogger(__name__)
@@ -59,8 +59,7 @@ class Stager:
         self._owes_snapshot = False
         self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
-        self._error = self._error_of_store = self._error_of_snapshot = ""
-        self._troubled: tuple[int, ...] = ()
+        self.trouble = Trouble(log.folder, rank, self._effect_of_trouble, raises=self._raises)
 
     def begin(self, step: int, story: Story, layout: Layout) -> None:
         """Start at a step, knowing the lives before this one."""
@@ -183,7 +182,7 @@ class Stager:
         self._snapshot_step = step
         self._owes_snapshot = False
         self._retry_after = 1
-        self._error_of_snapshot = ""
+        self.trouble.of_snapshot = ""
         self.counters.snapshots += 1
 
     @property
@@ -268,7 +267,7 @@ class Stager:
         if not self._owes_snapshot:
             _logger.warning("rank %d: no full snapshot now: %s", self._rank, error)
         self._owes_snapshot = True
-        self._error_of_snapshot = str(error)
+        self.trouble.of_snapshot = str(error)
 
     def wait_for_snapshot(self) -> None:
         """Wait until the last staged snapshot is durable."""
@@ -299,8 +298,8 @@ class Stager:
             ),
             f"step {base_step} to be in {self._settings.store}",
         )
-        if self._error_of_store and self._raises:
-            raise WriterFailed(self._complaint([self._rank]))
+        if self.trouble.of_store and self._raises:
+            raise self.trouble.failure([self._rank])
 
     @contextmanager
     def timed(self, counter: str) -> Iterator[None]:
@@ -319,7 +318,7 @@ class Stager:
         started = noticed = time.perf_counter()
         while not condition(status := self._status()):
             if status.error and self._raises:
-                raise WriterFailed(self._complaint([self._rank]))
+                raise self.trouble.failure([self._rank])
             time.sleep(_WAIT_SECONDS)
             now = time.perf_counter()
             if now - noticed > _NOTICE_SECONDS:
@@ -335,15 +334,15 @@ class Stager:
         self.counters.waiting_seconds += time.perf_counter() - started
 
     @property
-    def in_trouble(self) -> bool:
-        """Whether this rank's writer reported trouble when it was last asked."""
-        return bool(
-            self._error or (self._raises and (self._error_of_store or self._error_of_snapshot))
-        )
-
-    @property
     def _raises(self) -> bool:
         return self._settings.on_error == "raise"
+
+    def _effect_of_trouble(self) -> str:
+        if self._raises:
+            return "this is an error at the next commit"
+        if self._degrades:
+            return "training goes on"
+        return f"training goes on, and waits once {2 * self.cadence.batch_size} steps are at risk"
 
     def heed(self, troubled: Sequence[int]) -> None:
         """Say, or raise, that durable writing is in trouble; on all ranks at the same commit.
@@ -357,17 +356,8 @@ class Stager:
         """
         if self._world_size == 1:
             self._status()
-            troubled = [0] if self.in_trouble else []
-        if troubled and self._raises:
-            complaint = self._complaint(troubled)
-            # Said once: the snapshot is owed, and taken when it can be.
-            self._error_of_snapshot = ""
-            raise WriterFailed(complaint)
-        others = tuple(rank for rank in troubled if rank != self._rank)
-        if others and others != self._troubled:
-            text = f"rank {self._rank} hears: {self._complaint(others)}"
-            log_event(_logger, logging.WARNING, "other_writer_error", text, rank=self._rank)
-        self._troubled = others
+            troubled = [0] if self.trouble.is_there else []
+        self.trouble.heed(troubled)
 
     def step_done(self, step: int, committed_step: int, *, preempted: bool) -> None:
         """Count a commit and show it."""
@@ -381,20 +371,7 @@ class Stager:
 
     def _status(self) -> WriterStatus:
         status = self.writer.status()
-        if status.error != self._error:
-            self._error = status.error
-            self._say_trouble() if status.error else self._say_recovery()
-        if status.remote_error and status.remote_error != self._error_of_store:
-            log_event(
-                _logger,
-                logging.WARNING,
-                "store_error",
-                f"rank {self._rank}: nothing reaches the store now; training goes on, and what is "
-                "durable is uploaded later",
-                rank=self._rank,
-                error=status.remote_error,
-            )
-        self._error_of_store = status.remote_error
+        self.trouble.notice(status)
         if status.lost_snapshot > self._lost_step:
             self._note_lost(status.lost_snapshot)
         return status
@@ -407,43 +384,3 @@ class Stager:
             f"rank {self._rank}: no rolling snapshot of step {step} (see {log}); an atomic follows"
         )
         log_event(_logger, logging.WARNING, "cycle_lost", text, rank=self._rank, step=step)
-
-    def _say_trouble(self) -> None:
-        if self._raises:
-            effect = "this is an error at the next commit"
-        elif self._degrades:
-            effect = "training goes on"
-        else:
-            at_risk = 2 * self.cadence.batch_size
-            effect = f"training goes on, and waits once {at_risk} steps are at risk"
-        log_event(
-            _logger,
-            logging.WARNING,
-            "writer_error",
-            f"rank {self._rank}: checkpoints are not durable now; {effect}",
-            rank=self._rank,
-            error=self._error,
-        )
-
-    def _say_recovery(self) -> None:
-        text = f"rank {self._rank}: checkpoints become durable again"
-        log_event(_logger, logging.INFO, "writer_recovered", text, rank=self._rank)
-
-    def _complaint(self, troubled: Sequence[int]) -> str:
-        return "; ".join(
-            f"rank {rank} reports: {self._error_of(rank) or 'trouble with storage, see its output'}"
-            for rank in troubled
-        )
-
-    def _error_of(self, rank: int) -> str:
-        """What is wrong with a rank, if its page can be seen from here: not that of another node."""
-        if rank == self._rank and self._error_of_snapshot:
-            return self._error_of_snapshot
-        mine = self._log.folder
-        root = mine.root.parent.parent
-        page = StagingFolder.of(root, mine.run_id, mine.incarnation, rank).status
-        try:
-            status = StatusReader(page).read()
-            return status.error or status.remote_error
-        except FileNotFoundError:
-            return ""

@@ -14,6 +14,7 @@ from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.segments import SegmentWriter, batches_of, durable_step
 from lowdiff.persistence.staging import staged_records
 from lowdiff.persistence.writer_settings import WriterSettings
@@ -55,11 +56,6 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
         finally:
             lock.release()
     return "; ".join(errors)
-
-
-def has_replica(stage: StagingFolder) -> bool:
-    """Whether the state of that life is kept by a replica, and its log is only what followed."""
-    return stage.replica_status.exists()
 
 
 def has_replica_before(settings: WriterSettings) -> bool:

@@ -1,7 +1,7 @@
 """What exists of a run, derived from the files themselves.
 
-Nothing here decides anything: the catalog lists fences, complete snapshots and checked records
-over all tiers, and `recovery` plans with that value.
+Nothing here decides anything: the catalog lists fences, complete snapshots and records over all
+tiers, and `recovery` plans with that value.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.records import RankRecords, StoredRecord, reach
+from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.retention_notes import Collected, read_notes, read_pins
 from lowdiff.persistence.retention_plan import Pin
 from lowdiff.persistence.segment_scan import add_segments
@@ -89,8 +90,8 @@ class Catalog:
         snapshots: Complete ones, by step, then incarnation.
         records: ``(incarnation, rank)`` -> step -> record.
         staging: Staging folders seen.
-        damage: What failed a check; none of it is listed above. More comes to light when claims are
-            confirmed.
+        damage: What failed a check; none of it is listed above. More comes to light when claims of an
+            index are confirmed.
         collected: What retention has removed.
         pins: What it spares, by label.
     """
@@ -117,8 +118,8 @@ def scan(
 ) -> Catalog:
     """List a run over its tiers; staging first, because records move from there to segments.
 
-    What headers in staging say, and an index of segments that fits them, is believed until it is
-    needed: staging may hold gigabytes.
+    Where an index of segments fits them, what it says of them is believed until they are needed; so
+    are the headers of what a replica was to apply.
 
     Args:
         folder: The run folder.
@@ -134,12 +135,14 @@ def scan(
 
     staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
     for stage in staging:
-        for path, record in staged_records(stage, check=check_all):
+        # A replica's queue may be gigabytes, and next to nothing of it is needed.
+        check = check_all or not has_replica(stage)
+        for path, record in staged_records(stage, check=check):
             # A BASE record is of its incarnation's base step, where no differential of it can be.
             if record.header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):
                 key = record.header.incarnation, record.header.rank
                 own = records.setdefault(key, RankRecords())
-                own.stage(StoredRecord(record, path, staged=True))
+                own.stage(StoredRecord(record, path, staged=True), is_checked=check)
     fences, numbers = _fences(folder, run_id, damage)
     collected, pins = _retention(folder, run_id, damage)
     add_segments(folder, run_id, records, damage, use_index=not check_all)

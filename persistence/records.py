@@ -3,7 +3,7 @@
 Of segments only the stretches of steps are kept, so that what is in memory does not grow with the
 number of differentials. A stretch that an index claims is read, and its checksums compared, before
 anything is made of it; if a claim is wrong, all segments of that rank are read in its place. So it is
-with a record in staging, of which a header was seen; if it is torn, it is listed no more.
+with a step that a replica was to apply, of which only the header was read: torn, it is listed no more.
 """
 
 from __future__ import annotations
@@ -100,11 +100,18 @@ class RankRecords(Mapping[int, StoredRecord]):
         self._open: SegmentFile | None = None
         self._confirmed: dict[tuple[str, int], int] = {}
 
-    def stage(self, found: StoredRecord) -> None:
-        """Add a record from staging, which comes before segments, unless its step is there."""
+    def stage(self, found: StoredRecord, *, is_checked: bool) -> None:
+        """Add a record from staging, which comes before segments, unless its step is there.
+
+        Args:
+            found: The record.
+            is_checked: Whether its body was compared with its checksum.
+        """
         step = found.record.header.step
         if step not in self._staged or not self._is_intact(step):
             self._staged[step] = found
+            if is_checked:
+                self._intact.add(step)
         self._ranges = self._rebases = None
 
     def add(self, stretch: Stretch) -> None:

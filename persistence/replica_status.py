@@ -8,8 +8,14 @@ from pathlib import Path
 
 from lowdiff.persistence.detached import ProcessSettings
 from lowdiff.persistence.page import Page, PageReader, fitting
+from lowdiff.persistence.paths import StagingFolder
 
 _ERROR_BYTES = 1000
+
+
+def has_replica(stage: StagingFolder) -> bool:
+    """Whether the state of that life is kept by a replica, and its log is only what followed."""
+    return stage.replica_status.exists()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.errors import LowDiffError, NotARun
-from lowdiff.persistence.adoption import has_replica
 from lowdiff.persistence.catalog import complete_snapshots, last_segment
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import Owner
 from lowdiff.persistence.paths import RunFolder, StagingFolder, file_bytes
-from lowdiff.persistence.replica_status import read_replica_status
+from lowdiff.persistence.replica_status import has_replica, read_replica_status
 from lowdiff.persistence.staging import staged_records
 
 
@@ -75,7 +74,7 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
         held.callback(lock.release)
     steps = [
         record.header.step
-        for _, record in staged_records(stage)
+        for _, record in staged_records(stage, check=False)  # what may hold a step stays
         if record.header.kind is RecordKind.DIFFERENTIAL
     ]
     if has_replica(stage):

@@ -26,6 +26,7 @@ from lowdiff.persistence.framing import (
 from lowdiff.persistence.lineage import Span
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.snapshots import was_removed
 from lowdiff.recovery.plan import recoverable, spans_of
 
@@ -55,12 +56,15 @@ class Finding:
         )
 
 
-def judge(folder: RunFolder, catalog: Catalog) -> tuple[list[Finding], list[Finding]]:
+def judge(
+    folder: RunFolder, catalog: Catalog, *, check_all: bool = False
+) -> tuple[list[Finding], list[Finding]]:
     """What is damaged, and what only looks unfinished.
 
     Args:
         folder: The run's folder.
         catalog: All its tiers; damaged snapshots are found only if it was told to check them.
+        check_all: Whether to read also what replicas were to apply.
 
     Returns:
         Failures and notes.
@@ -79,7 +83,7 @@ def judge(folder: RunFolder, catalog: Catalog) -> tuple[list[Finding], list[Find
         elif was_removed(error.path):
             continue
         failures.append(Finding.of(error))
-    failures += _staging_damage(catalog)
+    failures += _staging_damage(catalog, check_all=check_all)
     for number, path in _missing_fences(folder, catalog):
         if _left_something(catalog, number):
             failures.append(Finding(f"{path} is missing: incarnation {number} is lost", str(path)))
@@ -210,9 +214,11 @@ def _is_cut_short(rest: memoryview) -> bool:
     )
 
 
-def _staging_damage(catalog: Catalog) -> Iterator[Finding]:
+def _staging_damage(catalog: Catalog, *, check_all: bool) -> Iterator[Finding]:
     """Staged records that fail their checksum and have good ones behind them."""
     for stage in catalog.staging:
+        if has_replica(stage) and not check_all:
+            continue  # what of it is used is compared then
         for _, path in stage.chunks():
             try:
                 view = read_view(path)

@@ -150,7 +150,10 @@ def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | None:
 
 
 def _leads_beyond(catalog: Catalog, step: int) -> bool:
-    """Whether the disk does; planned where it is listed, which may be a false claim."""
+    """Whether the disk does; planned where it is listed, which may be a false claim.
+
+    Of a segment that grew, no index claims too little: it does not fit its length.
+    """
     if all(last <= step for _, last in recoverable(catalog)):
         return False
     try:

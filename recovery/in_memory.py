@@ -22,7 +22,7 @@ from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.records import StoredRecord
-from lowdiff.persistence.replica_status import read_mark, read_replica_status
+from lowdiff.persistence.replica_status import has_replica, read_mark, read_replica_status
 from lowdiff.recovery.load import empty_state, load_constants, load_shard
 from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
 from lowdiff.recovery.replay import ReplayOptions, replay
@@ -153,7 +153,7 @@ def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
 
 def _is_at_rest(stage: StagingFolder) -> bool:
     """Whether that life had a replica, and neither it nor its trainer lives."""
-    if not stage.replica_status.exists():
+    if not has_replica(stage):
         return False
     for path in (stage.replica_lock, stage.trainer_lock):
         lock = FileLock(path)

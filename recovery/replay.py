@@ -27,7 +27,7 @@ from lowdiff.recovery.blocks import Unit, element_units, optimizer_units, tensor
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import granularity, settle_kernels
 from lowdiff.recovery.plan import PlannedStep
-from lowdiff.recovery.sharing import agree, gather, owners_of, share_results, together
+from lowdiff.recovery.sharing import agree, gather_made, owners_of, share_results, together
 from lowdiff.recovery.sizing import (
     BLOCK_ELEMENTS,
     measured_block_elements,
@@ -226,27 +226,34 @@ class Replayer:
 
     def run(self, window: Sequence[Step]) -> None:
         """Step every unit through a window, then check the digests of the window's steps."""
-        workers = self._options.workers
-        queue = iter(self._units)  # next() on a list iterator is atomic
+        group = self._options.group
+        if group is None:
+            found = self._step_units(window)
+        else:
+            ranks = gather_made(lambda: self._step_units(window), group)
+            found = [digests for of_rank in ranks for digests in of_rank]
         sums: Sums = {}
-        moved = self._options.movements
-        with threads_put_back():
-            jobs = [self._pool.submit(self._work, queue, window) for _ in range(workers)]
-            results = [job.result() for job in jobs]
-        found = [digests for digests, _ in results]
-        if self._options.group is not None:
-            found = [part for parts in gather(found, self._options.group) for part in parts]
         for digests in found:
             for key, value in digests.items():
                 sums[key] = Digester.add(sums.get(key, 0), value)
-        for _, movements in results:
-            for number, movement in movements.items():
-                if moved is not None:
-                    moved[number] = moved.get(number, Movement()) + movement
         for step in window:
             for shard in step.shards:
                 self._check(shard, sums)
             self._take_scalars(step.shards)
+
+    def _step_units(self, window: Sequence[Step]) -> list[Sums]:
+        """Step this rank's units; parts of the digests, one of each thread."""
+        queue = iter(self._units)  # next() on a list iterator is atomic
+        moved = self._options.movements
+        with threads_put_back():
+            workers = range(self._options.workers)
+            jobs = [self._pool.submit(self._work, queue, window) for _ in workers]
+            results = [job.result() for job in jobs]
+        for _, movements in results:
+            for number, movement in movements.items():
+                if moved is not None:
+                    moved[number] = moved.get(number, Movement()) + movement
+        return [digests for digests, _ in results]
 
     def _work(
         self, queue: Iterator[UnitState], window: Sequence[Step]

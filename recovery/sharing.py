@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,28 +52,41 @@ def agree(what: object, group: dist.ProcessGroup) -> None:
         )
 
 
+def gather_made(make: Callable[[], _Item], group: dist.ProcessGroup) -> list[_Item]:
+    """What every rank makes, in rank order; an error of one is an error of all.
+
+    Raises:
+        RecoveryError: Quoting another rank's error; its own is raised as it is.
+    """
+    value: _Item | None = None
+    error: Exception | None = None
+    try:
+        value = make()
+    except (LowDiffError, OSError, MemoryError, *UNREPLAYABLE) as caught:
+        error = caught
+    told = gather((value, None if error is None else str(error) or repr(error)), group)
+    if error is not None:
+        raise error
+    for rank, (_, text) in enumerate(told):
+        if text is not None:
+            raise RecoveryError(f"rank {rank} cannot go on: {text}")
+    return [cast("_Item", made) for made, _ in told]
+
+
 def together(items: Iterator[_Item], group: dist.ProcessGroup) -> Iterator[_Item]:
     """``items``, read by every rank for itself; an error of one is an error of all.
 
     Raises:
         RecoveryError: Quoting another rank's error; its own is raised as it is.
     """
-    while True:
-        error: Exception | None = None
-        item: _Item | None = None
-        try:
-            item = next(items, None)
-        except (LowDiffError, OSError, MemoryError, *UNREPLAYABLE) as caught:
-            error = caught
-        told = gather(None if error is None else str(error) or repr(error), group)
-        if error is not None:
-            raise error
-        for rank, text in enumerate(told):
-            if text is not None:
-                raise RecoveryError(f"rank {rank} cannot go on: {text}")
-        if item is None:
-            return
-        yield item
+    own: list[_Item] = []
+
+    def read() -> bool:
+        own.extend(islice(items, 1))
+        return bool(own)
+
+    while all(gather_made(read, group)):
+        yield own.pop()
 
 
 def share_results(

@@ -182,7 +182,7 @@ def _verify(
     progress: Progress | None,
 ) -> VerifyReport:
     catalog = scan(folder, [root], check_all=True)
-    failures, notes = judge(folder, catalog)
+    failures, notes = judge(folder, catalog, check_all=True)
     legs = _legs(catalog)
     replays: list[Replayed] = []
     total = sum(leg.last - leg.base.step for leg in legs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention_notes import note_policy, write_pin
 from lowdiff.persistence.retention_plan import Pin
+from tests.mounts import tmpfs_or_skip
 from tests.recovery.training import Trained, flip, train
 from tests.test_cli import Command, command
 
@@ -52,6 +55,20 @@ def test_it_says_what_goes_and_what_stays(command: Command, copy: Trained) -> No
     assert result.out == "\n".join(lines).replace("Would remove", "Removed") + "\n"
     assert snapshots(copy) == [5, 10, 12]
     assert command("verify", copy.run, "--staging", copy.staging).code == 0
+
+
+def test_what_would_go_is_said_of_a_folder_that_cannot_be_written(
+    command: Command, trained: Trained, tmp_path: Path
+) -> None:
+    with tmpfs_or_skip(tmp_path / "disk", 64) as disk:
+        shutil.copytree(trained.run, disk / "run", ignore=shutil.ignore_patterns("*.lock"))
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        result = command("gc", disk / "run", "--keep-snapshots", 1, "--dry-run")
+        assert result.code == 0, result.err
+        assert "Would remove snapshots/" in result.out
+        result = command("gc", disk / "run", "--keep-snapshots", 1)
+        assert result.code == 1
+        assert "Read-only file system" in result.err
 
 
 def test_it_keeps_what_the_trainer_was_told_to_keep(command: Command, copy: Trained) -> None:

@@ -31,6 +31,7 @@ from lowdiff.recovery.verify import verify
 from lowdiff.replicating import ReplicatedStager
 from tests.faults.victim import ONE_WORKER, TinyTraining, digest_of
 from tests.persistence.s3_server import S3Server
+from tests.persistence.test_staged_claims import tear
 from tests.scenarios.lives import Kill, abandon
 
 _PATIENCE_SECONDS = 100.0
@@ -115,6 +116,30 @@ def test_a_replica_that_dies_is_replaced_and_misses_nothing(tmp_path: Path) -> N
     after.checkpointer.close()
     assert not list((tmp_path / "staging").rglob("replica*"))
     assert verify(tmp_path / "run", tmp_path / "staging").ok
+
+
+def test_a_torn_step_of_the_queue_ends_the_way_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Life(tmp_path)
+    life.run(3)
+    life.wait(lambda stats: stats["replica_step"] == 3)
+    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    stage = life.stager._log.folder
+    life.run(4)
+    digest = life.training.digest()
+    life.run(6)
+    life.kill()
+    tear(stage, 5)
+    state = recover(tmp_path / "run", staging=tmp_path / "staging", options=ONE_WORKER)
+    assert (state.step, digest_of(state)) == (4, digest)
+    assert "step 5 in it fails its checksum" in caplog.text
+    after = Life(tmp_path)
+    assert after.resumed == 4
+    assert after.training.digest() == digest
+    after.run(7)
+    after.kill()
+    after.assert_recovered()
 
 
 @pytest.mark.parametrize("parts", [1, 2], ids=["one part", "all but the last word"])

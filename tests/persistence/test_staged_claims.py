@@ -1,7 +1,8 @@
-"""A record in staging is listed by its header; one whose body is torn costs no other step."""
+"""Steps that a replica was to apply are listed by their headers, and compared when one is needed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from lowdiff.errors import DamagedFile, StepNotFound
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.fences import create_run
 from lowdiff.persistence.framing import HEADER_BYTES
+from lowdiff.persistence.ownership import claim
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.snapshots import shard_file
 from lowdiff.persistence.staging import staged_records
+from lowdiff.persistence.staging_retention import clear_staging
+from lowdiff.recovery.damage import judge
 from lowdiff.recovery.plan import plan_recovery, recoverable
 from tests.persistence.made_runs import RUN_ID, began, listed, segment, stage
 
@@ -25,6 +29,13 @@ def folder(tmp_path: Path) -> RunFolder:
     began(run)
     shard_file(run.snapshot(0, 0), 0).touch()
     return run
+
+
+def queue(root: Path, steps: Sequence[int]) -> StagingFolder:
+    """The log of a life that had a replica."""
+    log = stage(root, steps)
+    log.replica_status.touch()
+    return log
 
 
 def tear(log: StagingFolder, step: int) -> Path:
@@ -43,7 +54,7 @@ def tear(log: StagingFolder, step: int) -> Path:
 def test_a_torn_record_is_found_before_it_is_used(
     folder: RunFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tear(stage(tmp_path / "staging", range(1, 6)), 3)
+    path = tear(queue(tmp_path / "staging", range(1, 6)), 3)
     found = scan(folder, [tmp_path / "staging"])
     assert recoverable(found) == [(0, 5)], "as the headers have it"
     assert plan_recovery(found).step == 2
@@ -54,7 +65,7 @@ def test_a_torn_record_is_found_before_it_is_used(
 
 
 def test_what_a_segment_has_of_it_is_taken_from_there(folder: RunFolder, tmp_path: Path) -> None:
-    log = stage(tmp_path / "staging", range(1, 6))
+    log = queue(tmp_path / "staging", range(1, 6))
     segment(folder, log, [1, 2, 3])
     tear(log, 3)
     found = scan(folder, [tmp_path / "staging"])
@@ -64,7 +75,7 @@ def test_what_a_segment_has_of_it_is_taken_from_there(folder: RunFolder, tmp_pat
 
 def test_of_two_copies_the_whole_one_counts(folder: RunFolder, tmp_path: Path) -> None:
     roots = [tmp_path / "staging", tmp_path / "imported"]
-    logs = [stage(root, range(1, 4)) for root in roots]
+    logs = [queue(root, range(1, 4)) for root in roots]
     tear(logs[0], 2)
     found = scan(folder, roots)
     assert plan_recovery(found).step == 3
@@ -72,7 +83,7 @@ def test_of_two_copies_the_whole_one_counts(folder: RunFolder, tmp_path: Path) -
 
 
 def test_reading_one_that_nobody_confirmed_is_an_error(folder: RunFolder, tmp_path: Path) -> None:
-    path = tear(stage(tmp_path / "staging", [1, 2]), 2)
+    path = tear(queue(tmp_path / "staging", [1, 2]), 2)
     records = scan(folder, [tmp_path / "staging"]).of(0, 0)
     with pytest.raises(DamagedFile, match="step 2 fails its checksum") as caught:
         records[2]
@@ -82,6 +93,26 @@ def test_reading_one_that_nobody_confirmed_is_an_error(folder: RunFolder, tmp_pa
 
 
 def test_nothing_is_claimed_when_everything_is_checked(folder: RunFolder, tmp_path: Path) -> None:
-    tear(stage(tmp_path / "staging", range(1, 6)), 3)
+    path = tear(queue(tmp_path / "staging", range(1, 6)), 3)
     found = scan(folder, [tmp_path / "staging"], check_all=True)
     assert recoverable(found) == [(0, 2)]
+    failures, _ = judge(folder, found, check_all=True)
+    assert [failure.path for failure in failures] == [str(path)]
+
+
+def test_a_log_without_a_replica_ends_where_its_writer_lets_it_end(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    tear(stage(tmp_path / "staging", range(1, 6)), 3)
+    found = scan(folder, [tmp_path / "staging"])
+    assert recoverable(found) == [(0, 2)], "what is adopted by the next life ends there too"
+    assert plan_recovery(found).step == 2
+
+
+def test_memory_that_may_hold_a_step_is_not_cleared(folder: RunFolder, tmp_path: Path) -> None:
+    log = stage(tmp_path / "staging", range(1, 6))
+    claim(log, folder)
+    segment(folder, log, [1, 2, 3])
+    tear(log, 3)
+    (verdict,) = clear_staging(tmp_path / "staging", dry_run=True)
+    assert not verdict.goes, verdict.reason

@@ -87,7 +87,7 @@ class Files:
                 steps = range(base + 1, base + count + 1)
                 self.records[number, rank] = RankRecords()
                 for step in steps:
-                    self.records[number, rank].stage(record(number, rank, step))
+                    self.records[number, rank].stage(record(number, rank, step), is_checked=True)
 
 
 @pytest.mark.parametrize("back", [0, 1])

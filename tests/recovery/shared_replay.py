@@ -1,4 +1,7 @@
-"""One rank of a shared replay: python -m tests.recovery.shared_replay RUN STAGING OUT."""
+"""One rank of a shared replay: python -m tests.recovery.shared_replay RUN STAGING OUT [RANK].
+
+On that rank memory is not enough for a step.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from lowdiff.recovery import replay
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.unit import UnitState
 
-run, staging, out = sys.argv[1:]
+run, staging, out, *failing = sys.argv[1:]
 dist.init_process_group("gloo")
 own: list[UnitState] = []
 
@@ -24,6 +27,11 @@ class Counted(UnitState):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         own.append(self)
+
+    def step(self, *arguments: Any) -> None:
+        if str(dist.get_rank()) in failing:
+            raise MemoryError("no room for a step")
+        super().step(*arguments)
 
 
 vars(replay)["UnitState"] = Counted

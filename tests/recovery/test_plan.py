@@ -39,7 +39,7 @@ def life(number: int, *, base: int = 0, parent: int | None = None, ranks: int = 
 def staged(found: Iterable[StoredRecord]) -> RankRecords:
     records = RankRecords()
     for one in found:
-        records.stage(one)
+        records.stage(one, is_checked=True)
     return records
 
 

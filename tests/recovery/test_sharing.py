@@ -76,6 +76,16 @@ def test_the_command_shares_the_work_and_writes_once(tmp_path: Path) -> None:
     assert "fails its checksum" in again.stderr
 
 
+@pytest.mark.launch
+def test_ranks_hear_of_the_one_that_cannot_go_on(tmp_path: Path) -> None:
+    trained = train(tmp_path, STEPS, end="crash", snapshot_every=100)
+    words = ("tests.recovery.shared_replay", trained.run, trained.staging, tmp_path / "out", 1)
+    done = torchrun(2, *words)
+    assert done.returncode != 0
+    assert "RecoveryError: rank 1 cannot go on: no room for a step" in done.stderr
+    assert "MemoryError: no room for a step" in done.stderr
+
+
 @given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=40), num_ranks=st.integers(1, 6))
 def test_every_unit_has_one_owner_and_shares_are_even(sizes: list[int], num_ranks: int) -> None:
     units = [Unit(0, (Block(i, 0, size),)) for i, size in enumerate(sizes)]

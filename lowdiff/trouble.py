@@ -1,0 +1,105 @@
+"""What is wrong with durable writing, and how the user hears of it: once, and on every rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from lowdiff.errors import WriterFailed
+from lowdiff.events import log_event
+from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.status import StatusReader, WriterStatus
+
+_logger = logging.getLogger(__name__)
+
+
+class Trouble:
+    """One rank's.
+
+    Args:
+        folder: Its staging folder; those of other ranks lie beside it.
+        rank: The rank.
+        effect: Says what trouble with the disk means for training now.
+        raises: Whether ``on_error="raise"``.
+    """
+
+    def __init__(
+        self, folder: StagingFolder, rank: int, effect: Callable[[], str], *, raises: bool
+    ) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._effect = effect
+        self._raises = raises
+        self._of_disk = ""
+        self._troubled: tuple[int, ...] = ()
+        #: Of the store, as its writer reported it last; empty if all is well.
+        self.of_store = ""
+        #: Why no full snapshot was taken; empty if none is owed for want of memory.
+        self.of_snapshot = ""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is any that other ranks should hear of."""
+        return bool(self._of_disk or (self._raises and (self.of_store or self.of_snapshot)))
+
+    def notice(self, status: WriterStatus) -> None:
+        """Say what the writer reports, where that is news."""
+        if status.error != self._of_disk:
+            self._of_disk = status.error
+            if status.error:
+                text = f"checkpoints are not durable now; {self._effect()}"
+                self._say(logging.WARNING, "writer_error", text, error=status.error)
+            else:
+                text = "checkpoints become durable again"
+                self._say(logging.INFO, "writer_recovered", text)
+        if status.remote_error and status.remote_error != self.of_store:
+            text = (
+                "nothing reaches the store now; training goes on, and what is durable is uploaded "
+                "later"
+            )
+            self._say(logging.WARNING, "store_error", text, error=status.remote_error)
+        self.of_store = status.remote_error
+
+    def heed(self, troubled: Sequence[int]) -> None:
+        """Say, or raise, that durable writing is in trouble; on all ranks at the same commit.
+
+        Args:
+            troubled: Ranks that said so with the exchanges of this step.
+
+        Raises:
+            WriterFailed: If ``on_error="raise"`` and a rank is in trouble.
+        """
+        if troubled and self._raises:
+            failure = self.failure(troubled)
+            # Said once: the snapshot is owed, and taken when it can be.
+            self.of_snapshot = ""
+            raise failure
+        others = tuple(rank for rank in troubled if rank != self._rank)
+        if others and others != self._troubled:
+            self._say(logging.WARNING, "other_writer_error", f"hears: {self.failure(others)}")
+        self._troubled = others
+
+    def failure(self, troubled: Sequence[int]) -> WriterFailed:
+        """What these ranks report, as an error."""
+        return WriterFailed(
+            "; ".join(
+                f"rank {rank} reports: {self._of(rank) or 'trouble with storage, see its output'}"
+                for rank in troubled
+            )
+        )
+
+    def _of(self, rank: int) -> str:
+        """What is wrong with a rank, if its page can be seen from here: not that of another node."""
+        if rank == self._rank and self.of_snapshot:
+            return self.of_snapshot
+        mine = self._folder
+        root = mine.root.parent.parent
+        page = StagingFolder.of(root, mine.run_id, mine.incarnation, rank).status
+        try:
+            status = StatusReader(page).read()
+            return status.error or status.remote_error
+        except FileNotFoundError:
+            return ""
+
+    def _say(self, level: int, event: str, text: str, **fields: object) -> None:
+        log_event(_logger, level, event, f"rank {self._rank}: {text}", rank=self._rank, **fields)
