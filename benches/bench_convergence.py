@@ -12,8 +12,8 @@ DDP's plain all-reduce, for the same number of steps from the same weights with 
 
 Measured is the loss on what is held out after the last step. A compressor is within target if its mean
 over the seeds is at most two standard deviations of dense training's seeds above dense training's mean.
-Both ranks must end with the same bits. Every training that has ended is in ``convergence.jsonl``; the next
-call with the same ``--out`` goes on behind it.
+Both ranks must end with the same bits. Until all have ended, those that have are in ``convergence.jsonl``:
+a call with the same ``--out`` goes on behind them.
 """
 
 from __future__ import annotations
@@ -269,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {"seeds": args.seeds, "steps": args.steps, "smoke": args.smoke}
     result = Result("convergence", settings, args.seed, before, {"losses": losses}, summary)
     write(result, args.out, draw)
+    ended.unlink()
 
 
 if __name__ == "__main__":
