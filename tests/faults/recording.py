@@ -73,6 +73,8 @@ def record(command: Sequence[str], folder: Path, environment: dict[str, str]) ->
 
 
 def _calls(path: Path) -> Iterator[Call]:
+    """Those of one thread, in its order, whatever was done to the machine's clock meanwhile."""
+    latest = 0.0
     for line in path.read_text().splitlines():
         match = _LINE.match(line)
         if match is None or int(match[4]) < 0:
@@ -84,7 +86,8 @@ def _calls(path: Path) -> Iterator[Call]:
         if name in _NAMING.split():
             where = str(PurePosixPath(where) / strings[0].decode(errors="replace"))
         seconds = float(start) + (float(duration) if name in ("fsync", "fdatasync") else 0.0)
-        yield Call(seconds, name, where, words, int(result), strings)
+        latest = max(latest, seconds)
+        yield Call(latest, name, where, words, int(result), strings)
 
 
 def _bytes(text: str) -> bytes:

@@ -120,8 +120,8 @@ def test_without_its_notes_what_is_kept_is_still_exact(copy: Trained) -> None:
 def test_a_snapshot_that_goes_while_a_run_is_verified_is_a_note(
     copy: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def late(folder: RunFolder, catalog: Any) -> Any:
-        found = judge(folder, catalog)
+    def late(folder: RunFolder, catalog: Any, *, check_all: bool) -> Any:
+        found = judge(folder, catalog, check_all=check_all)
         collected(copy.run)
         return found
 
