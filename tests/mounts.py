@@ -44,3 +44,8 @@ def tmpfs_or_skip(folder: Path, mebibytes: int) -> Iterator[Path]:
         except CannotMount as error:
             pytest.skip(str(error))
         yield place
+
+
+def remount(folder: Path, mode: str) -> None:
+    """Mount it anew as ``"ro"``, ``"rw"``, or with other options."""
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention_notes import note_policy, write_pin
 from lowdiff.persistence.retention_plan import Pin
-from tests.mounts import tmpfs_or_skip
+from tests.mounts import remount, tmpfs_or_skip
 from tests.recovery.training import Trained, flip, train
 from tests.test_cli import Command, command
 
@@ -62,7 +61,7 @@ def test_what_would_go_is_said_of_a_folder_that_cannot_be_written(
 ) -> None:
     with tmpfs_or_skip(tmp_path / "disk", 64) as disk:
         shutil.copytree(trained.run, disk / "run", ignore=shutil.ignore_patterns("*.lock"))
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        remount(disk, "ro")
         result = command("gc", disk / "run", "--keep-snapshots", 1, "--dry-run")
         assert result.code == 0, result.err
         assert "Would remove snapshots/" in result.out

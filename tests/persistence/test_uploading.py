@@ -18,7 +18,7 @@ from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from tests.persistence.s3_server import S3Server, running_server
-from tests.persistence.test_writer import (
+from tests.persistence.writers import (
     append,
     log_of,
     settings_in,
