@@ -15,8 +15,8 @@ Two parts:
   (``decode_seconds``); all per million elements. Bytes on the wire are those a rank hands to
   ``torch.distributed``; stored ones are counted after the codec, per rank. Scratch is how far resident
   memory rises in backward, less what it does with the hook that does nothing, in units of a bucket's
-  capacity; measured in processes of its own, where every tensor of 64 KiB is a mapping of its own, so
-  that what is freed counts no longer.
+  capacity; measured in processes of its own, where gradients are kept from step to step, and every
+  tensor of 64 KiB is a mapping of its own, so that what is freed counts no longer.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,7 +134,9 @@ class Given(nn.Module):
         return total
 
 
-def ranks_job(rank: int, world_size: int, args: argparse.Namespace) -> dict[str, Any]:
+def ranks_job(
+    rank: int, world_size: int, args: argparse.Namespace, *, keeps_gradients: bool
+) -> dict[str, Any]:
     """Measure every compressor and hook on one of the ranks."""
     shapes = gpt2_shapes(1, 64, 300)[2:] if args.smoke else gpt2_shapes(args.layers, 768, 1)[2:]
     generator = torch.Generator().manual_seed(args.seed + rank)
@@ -147,7 +150,7 @@ def ranks_job(rank: int, world_size: int, args: argparse.Namespace) -> dict[str,
     for counted in range(-2, args.rounds):
         gc.collect()
         for name, ddp in models.items():
-            ddp.zero_grad()
+            ddp.zero_grad(set_to_none=not keeps_gradients)
             loss = ddp(gradients)
             dist.barrier()
             with _wire() as wire:
@@ -292,7 +295,7 @@ def figures(
     Args:
         elements: Of the model.
         ranks: What each measured.
-        mapped: The same where each tensor is a mapping of its own.
+        mapped: The same where each tensor is a mapping of its own, and gradients are kept.
     """
     millions = elements / 1e6
     idle = _slower(ranks, "nothing", "hook_seconds")
@@ -361,9 +364,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     before = machine()
     seconds, same = select(args)
     ratios = [t / o for o, t in zip(seconds["topk"], seconds["torch"], strict=True)]
-    ranks = in_ranks(2, ranks_job, args)
+    ranks = in_ranks(2, partial(ranks_job, keeps_gradients=False), args)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(_MAPPED_BYTES)
-    mapped = in_ranks(2, ranks_job, args)
+    mapped = in_ranks(2, partial(ranks_job, keeps_gradients=True), args)
     elements = ranks[0]["elements"]
     table = figures(elements, ranks, mapped)
     speedup = statistics.median(ratios)

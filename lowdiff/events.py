@@ -2,7 +2,7 @@
 
 ::
 
-    lowdiff.stager WARNING checkpoints are not durable now [event=writer_error rank=1 error="..."]
+    lowdiff.trouble WARNING rank 1: checkpoints are not durable now [event=writer_error rank=1 error="..."]
 
 The same pairs are attributes of the ``LogRecord``, so a formatter of the user's may print them as
 ``%(event)s`` or collect them as JSON. lowdiff configures no logger and no handler.

@@ -44,20 +44,30 @@ class Trouble:
 
     def notice(self, status: WriterStatus) -> None:
         """Say what the writer reports, where that is news."""
-        if status.error != self._of_disk:
-            self._of_disk = status.error
-            if status.error:
-                text = f"checkpoints are not durable now; {self._effect()}"
-                self._say(logging.WARNING, "writer_error", text, error=status.error)
-            else:
-                text = "checkpoints become durable again"
-                self._say(logging.INFO, "writer_recovered", text)
-        if status.remote_error and status.remote_error != self.of_store:
-            text = (
-                "nothing reaches the store now; training goes on, and what is durable is uploaded "
-                "later"
+        rank = self._rank
+        if status.error and status.error != self._of_disk:
+            log_event(
+                _logger,
+                logging.WARNING,
+                "writer_error",
+                f"rank {rank}: checkpoints are not durable now; {self._effect()}",
+                rank=rank,
+                error=status.error,
             )
-            self._say(logging.WARNING, "store_error", text, error=status.remote_error)
+        elif self._of_disk and not status.error:
+            text = f"rank {rank}: checkpoints become durable again"
+            log_event(_logger, logging.INFO, "writer_recovered", text, rank=rank)
+        self._of_disk = status.error
+        if status.remote_error and status.remote_error != self.of_store:
+            log_event(
+                _logger,
+                logging.WARNING,
+                "store_error",
+                f"rank {rank}: nothing reaches the store now; training goes on, and what is durable "
+                "is uploaded later",
+                rank=rank,
+                error=status.remote_error,
+            )
         self.of_store = status.remote_error
 
     def heed(self, troubled: Sequence[int]) -> None:
@@ -76,7 +86,8 @@ class Trouble:
             raise failure
         others = tuple(rank for rank in troubled if rank != self._rank)
         if others and others != self._troubled:
-            self._say(logging.WARNING, "other_writer_error", f"hears: {self.failure(others)}")
+            text = f"rank {self._rank} hears: {self.failure(others)}"
+            log_event(_logger, logging.WARNING, "other_writer_error", text, rank=self._rank)
         self._troubled = others
 
     def failure(self, troubled: Sequence[int]) -> WriterFailed:
@@ -100,6 +111,3 @@ class Trouble:
             return status.error or status.remote_error
         except FileNotFoundError:
             return ""
-
-    def _say(self, level: int, event: str, text: str, **fields: object) -> None:
-        log_event(_logger, level, event, f"rank {self._rank}: {text}", rank=self._rank, **fields)

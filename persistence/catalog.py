@@ -90,8 +90,8 @@ class Catalog:
         snapshots: Complete ones, by step, then incarnation.
         records: ``(incarnation, rank)`` -> step -> record.
         staging: Staging folders seen.
-        damage: What failed a check; none of it is listed above. More comes to light when claims of an
-            index are confirmed.
+        damage: What failed a check; none of it is listed above. More comes to light when claims are
+            confirmed.
         collected: What retention has removed.
         pins: What it spares, by label.
     """
@@ -141,7 +141,7 @@ def scan(
             # A BASE record is of its incarnation's base step, where no differential of it can be.
             if record.header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):
                 key = record.header.incarnation, record.header.rank
-                own = records.setdefault(key, RankRecords())
+                own = records.setdefault(key, RankRecords(damage))
                 own.stage(StoredRecord(record, path, staged=True), is_checked=check)
     fences, numbers = _fences(folder, run_id, damage)
     collected, pins = _retention(folder, run_id, damage)

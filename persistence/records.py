@@ -90,8 +90,13 @@ class RankRecords(Mapping[int, StoredRecord]):
     The BASE record of an incarnation stands under its base step.
     """
 
-    def __init__(self) -> None:
-        """Begin with none."""
+    def __init__(self, damage: list[DamagedFile] | None = None) -> None:
+        """Begin with none.
+
+        Args:
+            damage: Gets the records in staging that turn out to be torn.
+        """
+        self._damage = [] if damage is None else damage
         self._staged: dict[int, StoredRecord] = {}
         self._intact: set[int] = set()  # those in staging that were compared with their checksum
         self._stretches: list[Stretch] = []
@@ -242,9 +247,12 @@ class RankRecords(Mapping[int, StoredRecord]):
         if step not in self._intact:
             found = self._staged[step]
             if not found.record.is_intact():
-                _logger.warning("%s: step %d in it fails its checksum", found.path, step)
                 del self._staged[step]
                 self._ranges = self._rebases = None
+                if found.path.exists():  # else a live trainer has reused its memory
+                    what = f"step {step} fails its checksum"
+                    self._damage.append(DamagedFile(found.path, what, offset=found.record.offset))
+                    _logger.warning("%s", self._damage[-1])
                 return False
             self._intact.add(step)
         return True

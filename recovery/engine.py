@@ -21,6 +21,7 @@ from lowdiff.recovery.in_memory import MemoryPlan, carry_out_in_memory, plan_in_
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
 from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.rolling import load_base
+from lowdiff.recovery.sharing import made_by_all
 from lowdiff.recovery.sizing import check_memory
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.recovery.unit import UNREPLAYABLE
@@ -234,9 +235,13 @@ def _carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> 
         return catalog.incarnations[incarnation].fence
 
     _same_layout(fence_of(plan.base.incarnation), plan, fence_of(plan.incarnation))
-    check_memory(plan.loaded_bytes)
+
+    def load() -> RecoveredState:
+        check_memory(plan.loaded_bytes)
+        return load_base(plan.base, fence_of(plan.base.incarnation), plan.cycle, options)
+
     try:
-        state = load_base(plan.base, fence_of(plan.base.incarnation), plan.cycle, options)
+        state = made_by_all(load, options.group)
         state = replay(state, plan.steps, fence_of, options)
         state.move(torch.device("cpu"))
         return state

@@ -28,6 +28,7 @@ from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_af
 from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.replica_file import ReplicaFile
 from lowdiff.recovery.shard import Shard, contents_of, share_step
+from lowdiff.recovery.sharing import made_by_all
 from lowdiff.recovery.state import OptimizerState, RecoveredState
 from lowdiff.types import Fence
 
@@ -109,6 +110,16 @@ def carry_out_in_memory(
         DamagedFile: If one is not what was published.
         ReplayMismatch: If a step in flight does not replay.
     """
+    state = made_by_all(lambda: _shares_joined(catalog, plan), options.group)
+    host = torch.device("cpu")
+    state.move(options.device if plan.steps else host)
+    state = replay(state, plan.steps, lambda n: catalog.incarnations[n].fence, options)
+    state.move(host)
+    return state
+
+
+def _shares_joined(catalog: Catalog, plan: MemoryPlan) -> RecoveredState:
+    """All ranks' shares, at the common step."""
     fence = catalog.incarnations[plan.incarnation].fence
     constants = load_constants(RunFolder(catalog.root), fence)
     state = empty_state(plan.common, fence)
@@ -118,10 +129,6 @@ def carry_out_in_memory(
         _merge(state, share)
         state.items[rank] = {**constants, **state.items[rank]}
     state.averages = {name: state.averages.get(name, {}) for name in fence.averages}
-    host = torch.device("cpu")
-    state.move(options.device if plan.steps else host)
-    state = replay(state, plan.steps, lambda n: catalog.incarnations[n].fence, options)
-    state.move(host)
     return state
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lowdiff.errors import LowDiffError, RecoveryError, RunMismatch
+from lowdiff.errors import RecoveryError, RunMismatch
 from lowdiff.recovery.blocks import Unit
 from lowdiff.recovery.state import RecoveredState, is_aligned
-from lowdiff.recovery.unit import UNREPLAYABLE
 
 _Item = TypeVar("_Item")
 
@@ -56,29 +55,38 @@ def gather_made(make: Callable[[], _Item], group: dist.ProcessGroup) -> list[_It
     """What every rank makes, in rank order; an error of one is an error of all.
 
     Raises:
-        RecoveryError: Quoting another rank's error; its own is raised as it is.
+        RecoveryError: On all ranks, quoting the first one's error. Where all have one of the same
+            type, each raises its own: whoever tries again does so on every rank, or on none.
     """
-    value: _Item | None = None
-    error: Exception | None = None
     try:
-        value = make()
-    except (LowDiffError, OSError, MemoryError, *UNREPLAYABLE) as caught:
-        error = caught
-    told = gather((value, None if error is None else str(error) or repr(error)), group)
-    if error is not None:
-        raise error
-    for rank, (_, text) in enumerate(told):
-        if text is not None:
-            raise RecoveryError(f"rank {rank} cannot go on: {text}")
-    return [cast("_Item", made) for made, _ in told]
+        made = make()
+    except Exception as error:  # also what an optimizer of the user's raises
+        told = gather((None, (type(error).__name__, str(error) or repr(error))), group)
+        if len({found and found[0] for _, found in told}) > 1:
+            raise _refusal([found for _, found in told]) from error
+        raise
+    answers = gather((made, None), group)
+    if any(found for _, found in answers):
+        raise _refusal([found for _, found in answers])
+    return [value for value, _ in answers]
+
+
+def _refusal(told: Sequence[tuple[str, str] | None]) -> RecoveryError:
+    rank, text = next((rank, found[1]) for rank, found in enumerate(told) if found)
+    return RecoveryError(f"rank {rank} cannot go on: {text}")
+
+
+def made_by_all(make: Callable[[], _Item], group: dist.ProcessGroup | None) -> _Item:
+    """What this rank makes, once all have made theirs; see `gather_made`."""
+    if group is None:
+        return make()
+    own: list[_Item] = []
+    gather_made(lambda: own.append(make()), group)
+    return own[0]
 
 
 def together(items: Iterator[_Item], group: dist.ProcessGroup) -> Iterator[_Item]:
-    """``items``, read by every rank for itself; an error of one is an error of all.
-
-    Raises:
-        RecoveryError: Quoting another rank's error; its own is raised as it is.
-    """
+    """``items``, read by every rank for itself; see `gather_made`."""
     own: list[_Item] = []
 
     def read() -> bool:

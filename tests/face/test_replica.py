@@ -133,7 +133,7 @@ def test_a_torn_step_of_the_queue_ends_the_way_before_it(
     tear(stage, 5)
     state = recover(tmp_path / "run", staging=tmp_path / "staging", options=ONE_WORKER)
     assert (state.step, digest_of(state)) == (4, digest)
-    assert "step 5 in it fails its checksum" in caplog.text
+    assert "step 5 fails its checksum" in caplog.text
     after = Life(tmp_path)
     assert after.resumed == 4
     assert after.training.digest() == digest

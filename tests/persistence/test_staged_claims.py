@@ -58,10 +58,23 @@ def test_a_torn_record_is_found_before_it_is_used(
     found = scan(folder, [tmp_path / "staging"])
     assert recoverable(found) == [(0, 5)], "as the headers have it"
     assert plan_recovery(found).step == 2
-    assert f"{path}: step 3 in it fails its checksum" in caplog.text
+    assert [error.path for error in found.damage] == [path]
+    assert f"{path} is damaged" in caplog.text
+    assert "step 3 fails its checksum" in caplog.text
     assert recoverable(found) == [(0, 2)]
     with pytest.raises(StepNotFound, match="step 3 is missing"):
         plan_recovery(scan(folder, [tmp_path / "staging"]), 4)
+
+
+def test_memory_that_a_live_trainer_has_reused_is_no_damage(
+    folder: RunFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tear(queue(tmp_path / "staging", range(1, 6)), 3)
+    found = scan(folder, [tmp_path / "staging"])
+    path.rename(path.with_name("its next name"))
+    assert plan_recovery(found).step == 2
+    assert not found.damage
+    assert not caplog.text
 
 
 def test_what_a_segment_has_of_it_is_taken_from_there(folder: RunFolder, tmp_path: Path) -> None:

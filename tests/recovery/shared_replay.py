@@ -6,6 +6,7 @@ On that rank memory is not enough for a step.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,12 @@ vars(replay)["UnitState"] = Counted
 group = dist.group.WORLD
 assert group is not None
 options = ReplayOptions(block_elements=64, group=group)
-state = lowdiff.recover(run, staging=staging, options=options)
+try:
+    state = lowdiff.recover(run, staging=staging, options=options)
+except Exception as error:
+    Path(f"{out}-{dist.get_rank()}.txt").write_text(type(error).__name__)
+    dist.barrier()  # torchrun kills the others as soon as one ends
+    raise
 torch.save(
     {
         "model": state.model_state_dict(),
