@@ -93,9 +93,8 @@ class SegmentFile:
         if size > _WHOLE_BYTES and self._checksum(start, size) != header.body_checksum:
             return None
         body = self._bytes(start, size)
-        if body is None or crc32c(body) != header.body_checksum:
-            return None
-        return RecordRef(header, offset, body)
+        record = None if body is None else RecordRef(header, offset, body)
+        return record if record is not None and record.is_intact() else None
 
     def _checksum(self, offset: int, size: int) -> int | None:
         """Of a part of the file, which is not kept; None if the file ends before."""

@@ -114,14 +114,14 @@ def last_kept(catalog: Catalog, base: int, last: int) -> int:
     if (
         step is not None
         and owner is not None
-        and (catalog.collected.holds(owner, step) or _has_replica(catalog, owner))
+        and (catalog.collected.holds(owner, step) or _is_replicated(catalog, owner))
     ):
         last = step - 1
     spans = spans_of(catalog)
     return next((t - 1 for t in range(base + 1, last + 1) if _rebases(catalog, spans, t)), last)
 
 
-def _has_replica(catalog: Catalog, incarnation: int) -> bool:
+def _is_replicated(catalog: Catalog, incarnation: int) -> bool:
     found = catalog.incarnations.get(incarnation)
     return found is not None and found.fence.compressor["name"] == "dense"
 
@@ -150,7 +150,7 @@ def _first_missing(catalog: Catalog, base: int, last: int) -> tuple[int | None, 
 def lost_after(catalog: Catalog, last: int) -> list[Finding]:
     """The step after the newest recoverable one, if a rank that lacks it has later ones."""
     for span in spans_of(catalog):
-        if span.owns(last + 1) and not _has_replica(catalog, span.incarnation):
+        if span.owns(last + 1) and not _is_replicated(catalog, span.incarnation):
             for rank in range(span.world_size):
                 steps = catalog.of(span.incarnation, rank)
                 if last + 1 not in steps and steps.newest > last + 1:

@@ -63,16 +63,16 @@ def gather_made(make: Callable[[], _Item], group: dist.ProcessGroup) -> list[_It
     except Exception as error:  # also what an optimizer of the user's raises
         told = gather((None, (type(error).__name__, str(error) or repr(error))), group)
         if len({found and found[0] for _, found in told}) > 1:
-            raise _refusal([found for _, found in told]) from error
+            raise _refusal(told) from error
         raise
     answers = gather((made, None), group)
     if any(found for _, found in answers):
-        raise _refusal([found for _, found in answers])
+        raise _refusal(answers)
     return [value for value, _ in answers]
 
 
-def _refusal(told: Sequence[tuple[str, str] | None]) -> RecoveryError:
-    rank, text = next((rank, found[1]) for rank, found in enumerate(told) if found)
+def _refusal(told: Sequence[tuple[object, tuple[str, str] | None]]) -> RecoveryError:
+    rank, text = next((rank, found[1]) for rank, (_, found) in enumerate(told) if found)
     return RecoveryError(f"rank {rank} cannot go on: {text}")
 
 

@@ -30,8 +30,8 @@ from lowdiff.recovery.unit import Scratch
 from lowdiff.recovery.verify import verify
 from lowdiff.replicating import ReplicatedStager
 from tests.faults.victim import ONE_WORKER, TinyTraining, digest_of
+from tests.persistence.made_runs import tear
 from tests.persistence.s3_server import S3Server
-from tests.persistence.test_staged_claims import tear
 from tests.scenarios.lives import Kill, abandon
 
 _PATIENCE_SECONDS = 100.0

@@ -12,7 +12,7 @@ from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.durable import make_directory, write_json
 from lowdiff.persistence.fences import write_fence
-from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind
+from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, RecordKind
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.snapshots import Manifest, encode_mark, manifest_file
@@ -28,6 +28,7 @@ from lowdiff.types import (
     Payload,
     Section,
 )
+from tests.recovery.training import flip
 
 RUN_ID = "00112233445566778899aabbccddeeff"
 ENVIRONMENT = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
@@ -94,6 +95,15 @@ def segment(folder: RunFolder, stage: StagingFolder, steps: Sequence[int]) -> Pa
     path = folder.segment(stage.incarnation, stage.rank, steps[0])
     make_directory(path.parent)
     path.write_bytes(header.pack() + b"".join(coded))
+    return path
+
+
+def tear(log: StagingFolder, step: int) -> Path:
+    """Let a bit of a staged record's body flip; the chunk that holds it."""
+    path, record = next(
+        (path, record) for path, record in staged_records(log) if record.header.step == step
+    )
+    flip(path, record.offset + HEADER_BYTES)
     return path
 
 

@@ -10,15 +10,13 @@ import pytest
 from lowdiff.errors import DamagedFile, StepNotFound
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.fences import create_run
-from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.ownership import claim
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.snapshots import shard_file
-from lowdiff.persistence.staging import staged_records
 from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.plan import plan_recovery, recoverable
-from tests.persistence.made_runs import RUN_ID, began, listed, segment, stage
+from tests.persistence.made_runs import RUN_ID, began, listed, segment, stage, tear
 
 
 @pytest.fixture
@@ -36,19 +34,6 @@ def queue(root: Path, steps: Sequence[int]) -> StagingFolder:
     log = stage(root, steps)
     log.replica_status.touch()
     return log
-
-
-def tear(log: StagingFolder, step: int) -> Path:
-    """Let a bit of a staged record's body flip."""
-    path, record = next(
-        (path, record) for path, record in staged_records(log) if record.header.step == step
-    )
-    with path.open("r+b") as file:
-        file.seek(record.offset + HEADER_BYTES)
-        byte = file.read(1)[0]
-        file.seek(record.offset + HEADER_BYTES)
-        file.write(bytes([byte ^ 1]))
-    return path
 
 
 def test_a_torn_record_is_found_before_it_is_used(
