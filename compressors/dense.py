@@ -180,20 +180,22 @@ class DenseReducer:
     ) -> None:
         """See ``Reducer.consume``: this rank's share, unscaled and clipped by now.
 
-        On the CPU nothing is copied: ``payload`` must be used before the optimizer's caller may
-        change the gradients.
+        Nothing is copied: ``payload`` must be called, and on the CPU used, before the optimizer's
+        caller may change the gradients.
         """
         for i in self._mine:
             gradient = gradients[i]
             if gradient is not None:
-                self._consumed[i] = gradient.cpu()
+                self._consumed[i] = gradient.detach()
 
     def payload(self, fetch: Fetch = fetch_now) -> Payload:
         """See ``Reducer.payload``: a section for each gradient, named by its parameter's index.
 
-        It shares the gradients' memory. What was handed out is not handed out again.
+        It shares the memory of what ``fetch`` returns. What was handed out is not handed out again.
         """
         consumed, self._consumed = self._consumed, {}
         return Payload(
-            tuple(Section(str(i), "planes", bits(gradient)) for i, gradient in consumed.items())
+            tuple(
+                Section(str(i), "planes", bits(fetch(gradient))) for i, gradient in consumed.items()
+            )
         )

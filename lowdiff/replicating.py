@@ -214,6 +214,7 @@ class ReplicatedStager(Stager):
             "replica_seconds_per_step": status.apply_seconds / applied,
             "replica_restarts": self.replica.restarts,
             "replica_error": status.error,
+            "replica_drift": status.drift,
             "queue_bytes": self._log.bytes_held,
         }
 

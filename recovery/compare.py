@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from lowdiff.layout import INT_OF_BYTES
 from lowdiff.persistence.values import same
 from lowdiff.recovery.state import RecoveredState
+
+#: Compared at once: what that takes in double precision stays small.
+_PIECE_ELEMENTS = 1 << 20
 
 
 def differences(left: RecoveredState, right: RecoveredState) -> Iterator[str]:
@@ -53,6 +57,26 @@ def _first_difference(left: Any, right: Any) -> str:
     ulps = distance(left, right)[1]
     far = "" if ulps is None else f"; at most {ulps} units in the last place apart"
     return f" ({len(unequal)} elements; the first, {at}: {mine!r} against {theirs!r}{far})"
+
+
+def largest_difference(left: RecoveredState, right: RecoveredState) -> float:
+    """Largest absolute difference of an element of the parameters that both hold.
+
+    Infinite where just one value is not a number, or infinite.
+    """
+    largest = 0.0
+    for name in left.parameters.keys() & right.parameters.keys():
+        pairs = zip(
+            left.parameters[name].split(_PIECE_ELEMENTS),
+            right.parameters[name].split(_PIECE_ELEMENTS),
+            strict=True,
+        )
+        for ours, others in pairs:
+            unequal = (ours != others) & ~(ours.isnan() & others.isnan())
+            if bool(unequal.any()):
+                apart = float((ours[unequal].double() - others[unequal].double()).abs().max())
+                largest = max(largest, apart if math.isfinite(apart) else math.inf)
+    return largest
 
 
 def distance(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int | None]:

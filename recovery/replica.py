@@ -37,6 +37,7 @@ from lowdiff.persistence.replica_status import (
 from lowdiff.persistence.snapshots import decode_mark, stage_image
 from lowdiff.persistence.staging import LogTail
 from lowdiff.persistence.status import StatusReader
+from lowdiff.recovery.compare import largest_difference
 from lowdiff.recovery.images import shard_images
 from lowdiff.recovery.load import load_shard
 from lowdiff.recovery.optimizers import settle_kernels
@@ -159,6 +160,8 @@ class Replica:
             state = load_shard(self._staging.snapshot, record.header.step, self._fence)
         except FileNotFoundError:
             return
+        if self._shard is not None and self._shard.step == state.step:
+            self._page.update(drift=largest_difference(self._shard.state, state))
         self._begin(state, image_step=state.step, error="")
 
     def _apply(self, shard: Shard, record: RecordRef) -> None:

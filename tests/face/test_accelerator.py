@@ -85,6 +85,48 @@ def test_every_step_comes_back_bit_for_bit(tmp_path: Path, device: str, snapshot
         assert all(torch.equal(found[name], value) for name, value in state.items()), step
 
 
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_dense_gradients_come_back_though_the_next_backward_pass_writes_them_first(
+    tmp_path: Path, device: str, num_optimizers: int
+) -> None:
+    class KeptGradients(DeviceLoop):
+        """Gradients are zeroed in place, so their memory is that of the next step's."""
+
+        def step(self, number: int) -> torch.Tensor:
+            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=False)
+            loss: torch.Tensor = self.model(inputs.to(self.device)).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            return loss.detach()
+
+    loop = KeptGradients(tmp_path, model=small_model().to(device), settings={"compressor": None})
+    loop.device = device
+    parameters = list(loop.model.parameters())
+    parts = [parameters] if num_optimizers == 1 else [parameters[:2], parameters[2:]]
+    optimizers = [torch.optim.AdamW(part, lr=1e-2) for part in parts]
+    loop.checkpointer.attach(loop.model, optimizers)
+    for number in range(9):
+        loop.step(number)
+        loop.checkpointer.commit()
+    before = loop.weights()
+    loop.step(9)  # the copies of the ninth step are there by now
+    loop.checkpointer.commit()
+    loop.die()
+    found = recovered(tmp_path)
+    assert found.step == 9
+    state = found.model_state_dict()
+    for name, value in before.items():
+        if device == "cpu":
+            assert torch.equal(state[name], value), name
+        else:  # the replica computes on the host
+            assert torch.allclose(state[name], value.cpu(), rtol=1e-4, atol=1e-6), name
+
+
 def test_a_kill_costs_the_step_whose_copies_were_under_way(tmp_path: Path, device: str) -> None:
     loop = loop_on(device, tmp_path)
     loop.attach()

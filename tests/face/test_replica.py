@@ -22,6 +22,7 @@ from lowdiff.errors import WriterFailed
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.replica_status import read_replica_status
+from lowdiff.persistence.snapshots import PARAMETER
 from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.recovery import recover
 from lowdiff.recovery.replica_file import ReplicaFile
@@ -184,6 +185,29 @@ def test_a_replica_that_differs_begins_anew_with_a_fresh_image(tmp_path: Path) -
     life.run(life.step + 3)
     life.kill()
     life.assert_recovered()
+
+
+@pytest.mark.parametrize(
+    ("change", "drift"), [(0.0, 0.0), (-0.5, 0.5), (float("nan"), float("inf"))], ids=str
+)
+def test_how_far_it_is_from_the_trainers_snapshot_is_told(
+    tmp_path: Path, change: float, drift: float
+) -> None:
+    life = Life(tmp_path)
+    life.run(3)
+    life.wait(lambda stats: stats["replica_step"] == 3)
+    stage = life.stager._log.folder
+    status = read_replica_status(stage.replica_status)
+    file = ReplicaFile.open(stage.replica_state(status.generation), private=False)
+    name, parameter = next(iter(life.training.model.named_parameters()))
+    weights = file.tensors()[PARAMETER + name]
+    # As if another processor had computed them: `change` apart, exactly.
+    parameter.data.view(-1)[0] = weights[0] = 1.0
+    weights[0] += change
+    assert life.checkpointer._opened is not None
+    life.checkpointer._opened.session.snapshot()
+    life.wait(lambda _: read_replica_status(stage.replica_status).image_step == 3)
+    assert life.checkpointer.stats()["replica_drift"] == drift
 
 
 @pytest.mark.slow
