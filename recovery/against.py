@@ -14,17 +14,20 @@ from safetensors.torch import load_file
 
 from lowdiff.errors import ConfigError, DamagedFile
 from lowdiff.layout import canonical_name
+from lowdiff.persistence.values import same
 from lowdiff.recovery.compare import distance
 from lowdiff.recovery.engine import Progress, recover
 from lowdiff.recovery.replay import ReplayOptions
 
 #: Keys under which files keep the model's weights.
 _WEIGHTS = ("model", "state_dict", "model_state_dict")
+#: Of a group: how its step is computed, not what.
+_WAYS = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that is not the same.
+    """One tensor, or number of an optimizer, that is not the same.
 
     Attributes:
         name: Its name.
@@ -103,11 +106,16 @@ def compare_with(
         which = "optimizer" if len(optimizers) == 1 else f"optimizer {index}"
         theirs |= _entries(which, optimizer)
         if index < len(state.optimizers):
-            mine |= _entries(which, state.optimizer_state_dict(index))
+            ours = state.optimizer_state_dict(index)
+            mine |= _entries(which, ours)
+            hyper, others = _hyper_parameters(which, ours), _hyper_parameters(which, optimizer)
+            # Other versions of PyTorch have more of them, or fewer.
+            mine |= {name: hyper[name] for name in hyper.keys() & others.keys()}
+            theirs |= {name: others[name] for name in hyper.keys() & others.keys()}
     return Comparison(
         file=str(path),
         step=state.step,
-        compared=len(mine.keys() & theirs.keys()),
+        compared=sum(isinstance(mine[name], torch.Tensor) for name in mine.keys() & theirs.keys()),
         differences=tuple(_differences(mine, theirs)),
     )
 
@@ -152,6 +160,15 @@ def _entries(which: str, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _hyper_parameters(which: str, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{which} group {number} {key}": value
+        for number, group in enumerate(optimizer.get("param_groups", ()))
+        for key, value in group.items()
+        if key != "params" and key not in _WAYS
+    }
+
+
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Difference]:
     for name in sorted(mine.keys() | theirs.keys()):
         if name not in mine or name not in theirs:
@@ -160,7 +177,7 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
             continue
         left, right = mine[name], theirs[name]
         if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
-            if left != right:
+            if not same(left, right):
                 yield Difference(name, 0, None, f"{left!r:.60} against {right!r:.60}")
         elif left.shape != right.shape or left.dtype != right.dtype:
             what = f"{left.dtype} {tuple(left.shape)} against {right.dtype} {tuple(right.shape)}"

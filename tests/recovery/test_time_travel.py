@@ -234,6 +234,16 @@ def test_verify_against_a_file_compares_every_optimizer(tmp_path: Path) -> None:
     assert (found.name, found.elements) == ("optimizer 1 state 1 exp_avg", 1)
 
 
+def test_verify_against_a_file_compares_hyper_parameters(trained: Trained, tmp_path: Path) -> None:
+    file = export(lowdiff.recover(trained.run, 6, staging=trained.staging), tmp_path / "x.pt")
+    content = torch.load(file, weights_only=True)
+    (group,) = content["optimizer"]["param_groups"]
+    group |= {"lr": group["lr"] * 2, "fused": True, "of a later version": 1}
+    torch.save(content, file)
+    (found,) = compare_with(trained.run, file, staging=trained.staging).differences
+    assert found.name == "optimizer group 0 lr"
+
+
 def test_a_plain_state_dict_of_another_model_is_different(trained: Trained, tmp_path: Path) -> None:
     torch.save({"module.other.weight": torch.ones(3)}, tmp_path / "x.pt")
     found = compare_with(trained.run, tmp_path / "x.pt", staging=trained.staging)
