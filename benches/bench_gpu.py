@@ -226,7 +226,8 @@ def measure(name: str, config: GPTConfig, args: Namespace, folder: Path) -> dict
             ending.callback(checkpointer.close)
         ending.callback(saved_by_dcp(arms["dcp_async"], folder / name))
         samples = step_seconds(arms, rounds, steps)
-        waits = host_waits(arms["lowdiff_topk"], steps)
+        waits = {key: host_waits(arms[key], steps) for key in ("lowdiff_topk", "lowdiff_plus")}
+        stats = plus.stats()
     arm = arms["lowdiff_topk"]
     run, staging = folder / name / "topk" / "run", folder / name / "topk" / "staging"
     replayed = min(arm.done - 1, 50)  # before the second snapshot
@@ -235,7 +236,14 @@ def measure(name: str, config: GPTConfig, args: Namespace, folder: Path) -> dict
     return {
         "samples": samples,
         "median": {key: statistics.median(found) for key, found in samples.items()},
+        # A block in five holds a full snapshot, which the median leaves out.
+        "mean": {key: statistics.fmean(found) for key, found in samples.items()},
         "host_waits_per_step": waits,
+        "replica": {
+            "lag_steps": stats["replica_lag_steps"],
+            "drift": stats["replica_drift"],
+            "waited": stats["waiting_seconds"],
+        },
         "replay_seconds_per_step": (whole - loading) / replayed,
         "elements": sum(p.numel() for p in arm.ddp.parameters()),
         "bit_identical": report.ok and any(replay.compared for replay in report.replays),
@@ -261,7 +269,10 @@ def summary_of(found: dict[str, Any], device: torch.device, smoke: bool) -> dict
         for arm, seconds in one["median"].items():
             summary[f"{name}/{arm}_seconds"] = seconds
             summary[f"{name}/{arm}_over_hook"] = seconds / one["median"]["hook"] - 1
-        summary[f"{name}/host_waits_per_step"] = one["host_waits_per_step"]
+            summary[f"{name}/{arm}_mean_over_hook"] = one["mean"][arm] / one["mean"]["hook"] - 1
+        for arm, waits in one["host_waits_per_step"].items():
+            summary[f"{name}/{arm}_host_waits_per_step"] = waits
+        summary |= {f"{name}/replica_{key}": value for key, value in one["replica"].items()}
         bound = one["elements"] * ADAM_BYTES / memory
         summary[f"{name}/replay_over_memory_bound"] = one["replay_seconds_per_step"] / bound
     return summary

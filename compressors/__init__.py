@@ -49,5 +49,8 @@ def from_settings(name: str, settings: Mapping[str, Any]) -> Compressor:
     try:
         made: Compressor = _BY_NAME[name](**settings)
     except TypeError as error:
-        raise ConfigError(f"compressor {name!r} cannot be rebuilt from the run: {error}") from error
+        raise ConfigError(
+            f"compressor {name!r} cannot be rebuilt from the run: {error}; recover with the lowdiff "
+            "that trained it"
+        ) from error
     return made

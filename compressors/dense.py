@@ -92,6 +92,14 @@ def _read(payloads: Sequence[Payload], layout: Layout) -> Iterator[tuple[int, Bi
         yield indices[section.name], section.data
 
 
+def kept_until_read(gradient: torch.Tensor) -> torch.Tensor:
+    """Itself on the CPU; on an accelerator a copy there.
+
+    The host reads that one while the next step computes, whose backward pass may write the gradient.
+    """
+    return gradient.detach() if gradient.is_cpu else gradient.detach().clone()
+
+
 class DenseReducer:
     """Dense bound to one run: passes this rank's share of the gradient on."""
 
@@ -180,13 +188,13 @@ class DenseReducer:
     ) -> None:
         """See ``Reducer.consume``: this rank's share, unscaled and clipped by now.
 
-        Nothing is copied: ``payload`` must be called, and on the CPU used, before the optimizer's
-        caller may change the gradients.
+        On the CPU nothing is copied: ``payload`` must be used before the optimizer's caller may
+        change the gradients.
         """
         for i in self._mine:
             gradient = gradients[i]
             if gradient is not None:
-                self._consumed[i] = gradient.detach()
+                self._consumed[i] = kept_until_read(gradient)
 
     def payload(self, fetch: Fetch = fetch_now) -> Payload:
         """See ``Reducer.payload``: a section for each gradient, named by its parameter's index.

@@ -56,9 +56,11 @@ class Lane:
         return done
 
     def _work(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        if self._has_failed or self._is_closed:
-            # The others have given up as well: nobody would answer.
-            raise UsageError("an earlier exchange of gradients failed; attach again")
+        # The others have given up as well: nobody would answer.
+        if self._is_closed:
+            raise UsageError("gradients are exchanged after close(); attach again")
+        if self._has_failed:
+            raise UsageError("an earlier exchange of gradients failed; start all ranks again")
         self._has_failed = True
         try:
             result = work()

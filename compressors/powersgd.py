@@ -255,6 +255,10 @@ def matrix_of(spec: ParameterSpec) -> tuple[int, int]:
     return rows, spec.numel // rows
 
 
+#: Computed at once: with its terms it stays in a core's cache. On a device one launch does all.
+_PIECE_ELEMENTS = 1 << 17
+
+
 def orthogonalize(rows: torch.Tensor) -> torch.Tensor:
     """Make the rows of ``[matrix_rank, length]`` orthonormal in place, in order; zeros stay zero."""
     for k in range(rows.shape[0]):
@@ -278,19 +282,23 @@ def low_rank(factors: Factorized, start: int, stop: int, out: torch.Tensor) -> N
     p, q = factors
     m = q.shape[1]
     scratch = out if out.dtype == p.dtype else torch.zeros_like(out, dtype=p.dtype)
-    row, column = divmod(start, m)
+    most = min(_PIECE_ELEMENTS, stop - start) if out.is_cpu else stop - start
+    terms = torch.empty(most, dtype=p.dtype, device=p.device)
     done = 0
     while done < stop - start:
-        if column or stop - start - done < m:
-            num_rows, num_columns = 1, min(m - column, stop - start - done)
+        row, column = divmod(start + done, m)
+        left_over = min(stop - start - done, most)
+        if column or left_over < m:
+            num_rows, num_columns = 1, min(m - column, left_over)
         else:
-            num_rows, num_columns = (stop - start - done) // m, m
-        piece = scratch[done : done + num_rows * num_columns].view(num_rows, num_columns)
+            num_rows, num_columns = left_over // m, m
+        size = num_rows * num_columns
+        piece = scratch[done : done + size].view(num_rows, num_columns)
+        term = terms[:size].view(num_rows, num_columns)
         for left, right in zip(p, q, strict=True):
-            term = left[row : row + num_rows, None] * right[column : column + num_columns]
-            piece.add_(term)
-        done += num_rows * num_columns
-        row, column = row + num_rows, 0
+            rows, columns = left[row : row + num_rows, None], right[column : column + num_columns]
+            piece.add_(torch.mul(rows, columns, out=term))
+        done += size
     if scratch is not out:
         out.copy_(scratch)
 

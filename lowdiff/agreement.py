@@ -84,7 +84,9 @@ class Ranks:
             raise
         for rank, text in enumerate(self.gather(None)):
             if text is not None:
-                raise LowDiffError(f"rank {rank} failed: {text}")
+                raise LowDiffError(
+                    f"rank {rank} failed: {text}. Mend that, and start all ranks again"
+                )
 
     def share_files(
         self, visible: Sequence[tuple[str, Path]], imported: Path, *, grow: bool = False

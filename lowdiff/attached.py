@@ -153,6 +153,12 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             f"{len(forgotten)} trainable parameters belong to no attached optimizer, among them "
             f"{forgotten[0]!r}; attach all optimizers, or freeze them with requires_grad_(False)"
         )
+    devices = sorted({str(p.device) for p in trained.values()})
+    if len(devices) > 1:
+        raise UnsupportedModel(
+            f"parameters lie on {', '.join(devices)}; lowdiff copies from one device: move them to "
+            "one, or train the parts in processes of their own"
+        )
     layout = layout_of(trained.items())
     frozen: dict[str, torch.Tensor] = {
         FROZEN_ITEM + n: p for n, p in named.items() if n not in trained

@@ -63,9 +63,11 @@ class Checkpointer:
         snapshot: ``"atomic"``: a full snapshot is copied at one step. ``"rolling"``: a part of it
             after each step, so that no step stalls for all of it; needs a compressor and a number
             as ``snapshot_every``; see docs/snapshots.md.
-        snapshot_every: Steps between full snapshots; ``"auto"``: as the tuner finds best.
+        snapshot_every: Steps between full snapshots; ``"auto"``, with a compressor: as the tuner
+            finds best.
         batch_size: Differentials per durable write, or ``"auto"``. A crash of processes loses no committed
-            step whatever it is; the loss of the machine's power at most ``2 * batch_size``.
+            step whatever it is; the loss of the machine's power at most ``2 * batch_size``. Without
+            a compressor it has no effect, and that bound is ``2 * snapshot_every``.
         staging: Folder in memory (tmpfs) for logs that survive the process; by default
             ``/dev/shm/lowdiff-UID``.
         store: URL of an object store, e.g. ``"s3://bucket/runs/gpt"``, that gets a copy of all
@@ -73,8 +75,7 @@ class Checkpointer:
             environment. Needs ``lowdiff[object-store]``.
         retention: How many of the newest snapshots to keep, with their differentials, or a
             ``lowdiff.Retention``; None keeps every step of the run.
-        backpressure: What happens once ``2 * batch_size`` steps are not durable, or staging memory is
-            full, because storage is slow or out of order. ``"block"``: training waits, and ``stats()``
+        backpressure: What happens once as many steps are not durable, or staging memory is full, because storage is slow or out of order. ``"block"``: training waits, and ``stats()``
             counts for how long. ``"degrade"``: training goes on and gives up the bound on
             power failures; if staging fills up, the oldest steps that are not durable are dropped,
             and a full snapshot is taken once storage is back.
@@ -291,6 +292,9 @@ class Checkpointer:
 
         Raises:
             WriterFailed: If ``on_error="raise"`` and durable writing is in trouble.
+            StorageError: If staging memory is exhausted.
+            RunInUse: If another machine took over the run.
+            RankLost: If another rank ended.
         """
         self._commits = "by hand"
         self._restore_random_states()

@@ -113,7 +113,7 @@ def demo(
         if error.name is None or not error.name.startswith("matplotlib"):
             raise
         raise ConfigError(
-            "the demo draws a picture and needs matplotlib: pip install 'lowdiff[plot]'"
+            "the demo draws a picture and needs matplotlib: pip install matplotlib"
         ) from error
     raise typer.Exit(code)
 

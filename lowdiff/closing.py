@@ -24,10 +24,19 @@ def finish(opened: Opened, *, failed: bool) -> None:
         WriterFailed: If storage does not take everything in time; nothing is lost.
     """
     session = opened.session
-    if not failed and session.has_finished_step and not session.is_taken_over:
-        session.commit()
-    if not session.is_taken_over:
-        session.finish_copies()
+    try:
+        if not failed and session.has_finished_step and not session.is_taken_over:
+            session.commit()
+        if not session.is_taken_over:
+            session.finish_copies()
+    except Exception:
+        _end(opened, failed=True)  # or replica and writer would hold the run
+        raise
+    _end(opened, failed=failed)
+
+
+def _end(opened: Opened, *, failed: bool) -> None:
+    session = opened.session
     session.stager.stop()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
     session.stager.meter.end("failed" if failed else "closed")

@@ -147,7 +147,7 @@ class StoreError(StorageError):
         self.url = url
         self.is_missing = is_missing
         self.is_refused = is_refused
-        hint = ""
+        hint = "; try again once it answers"
         if is_refused:
             hint = (
                 "; check the URL, and the credentials in the environment (AWS_ACCESS_KEY_ID, "
@@ -187,7 +187,8 @@ class StepNotFound(RecoveryError):
         self.step = step
         self.why = why
         self.recoverable = tuple(ranges)
-        spans = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in ranges) or "none"
+        spans = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in ranges)
+        spans = spans or "none; `lowdiff verify` says why"
         wanted = "no step" if step is None else f"step {step}"
         super().__init__(
             f"{wanted} of {path} can be recovered: {why}; recoverable steps: {spans}"

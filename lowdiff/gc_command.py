@@ -19,10 +19,13 @@ Folder = Annotated[
 ]
 KeepSnapshots = Annotated[
     int | None,
-    typer.Option("--keep-snapshots", metavar="N", help="Keep the newest N, and all after them."),
+    typer.Option(
+        "--keep-snapshots", min=1, metavar="N", help="Keep the newest N, and all after them."
+    ),
 ]
 EverySteps = Annotated[
-    int | None, typer.Option("--every-steps", metavar="K", help="Keep each K-th step for ever.")
+    int | None,
+    typer.Option("--every-steps", min=1, metavar="K", help="Keep each K-th step for ever."),
 ]
 AgeHours = Annotated[
     float | None,
@@ -30,7 +33,7 @@ AgeHours = Annotated[
 ]
 TotalBytes = Annotated[
     int | None,
-    typer.Option("--total-bytes", metavar="B", help="Keep fewer snapshots until all fits."),
+    typer.Option("--total-bytes", min=1, metavar="B", help="Keep fewer snapshots until all fits."),
 ]
 Unpin = Annotated[
     list[str] | None,

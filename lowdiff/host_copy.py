@@ -49,11 +49,15 @@ class HostCopies:
         host = torch.empty_like(source, device="cpu", pin_memory=True)
         training = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(training)
+        # Setting a stream selects its device as well; the caller may have selected another.
+        devices = torch.get_device_module(self._device)
+        selected = devices.current_device()
         torch.accelerator.set_stream(self._stream)
         try:
             host.copy_(source, non_blocking=True)
         finally:
             torch.accelerator.set_stream(training)
+            devices.set_device(selected)
         self._sources.append(source)
         return host
 

@@ -38,13 +38,26 @@ _COUNTERS = {
     "retries": "Attempts to write or fsync that failed and were made again.",
     "remote_bytes": "Bytes uploaded to the store.",
     "remote_retries": "Uploads that failed and were or will be repeated.",
+    "batches": "Durable writes.",
     "writer_restarts": "Writer processes that died and were replaced.",
+    "replica_restarts": "Replicas that died and were replaced.",
 }
 _GAUGES = {
     "committed_step": "Newest step staged on all ranks, as far as this rank knows.",
     "durable_step": "Newest step of this rank that is fsynced.",
     "remote_step": "Newest step of this rank that is in the store with all it builds on.",
     "attach_seconds": "Seconds that attach took.",
+    "replica_step": "Step whose state the replica holds.",
+    "replica_lag_steps": "Staged steps that the replica has not used.",
+    "replica_seconds_per_step": "Seconds that the replica takes to apply a step.",
+    "replica_drift": "Largest difference of a parameter from the trainer's newest snapshot.",
+    "queue_bytes": "Memory of the replica's queue.",
+}
+_FLAGS = {
+    "writer_error": ("writer_in_trouble", "1 while the writer reports an error."),
+    "remote_error": ("store_in_trouble", "1 while nothing reaches the store."),
+    "replica_error": ("replica_in_trouble", "1 while the replica waits for a fresh snapshot."),
+    "preempted": ("preempted", "1 once SIGTERM or SIGUSR1 came to any rank."),
 }
 _HISTOGRAMS = {
     "stall_seconds": "Seconds per step that lowdiff took from the training thread.",
@@ -67,7 +80,7 @@ def collector(checkpointer: Checkpointer) -> Collector:
         from prometheus_client.registry import Collector
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "lowdiff.metrics needs prometheus_client: pip install 'lowdiff[metrics]'"
+            "lowdiff.metrics needs prometheus_client: pip install prometheus_client"
         ) from error
 
     class StatsCollector(Collector):
@@ -92,15 +105,18 @@ def _families(stats: dict[str, Any]) -> Iterator[Metric]:
     if not stats:
         return
     labels = [str(stats["rank"])]
+    # A run without a replica has no figures of one.
     for name, text in _COUNTERS.items():
-        counter = CounterMetricFamily(f"lowdiff_{name}", text, labels=["rank"])
-        counter.add_metric(labels, stats[name])
-        yield counter
-    flags = {
-        "preempted": ("1 once SIGTERM or SIGUSR1 came to any rank.", stats["preempted"]),
-        "writer_in_trouble": ("1 while the writer reports an error.", stats["writer_error"] != ""),
+        if name in stats:
+            counter = CounterMetricFamily(f"lowdiff_{name}", text, labels=["rank"])
+            counter.add_metric(labels, stats[name])
+            yield counter
+    gauges = {
+        name: (text, stats[name]) for name, text in _GAUGES.items() if stats.get(name) is not None
     }
-    gauges = {name: (text, stats[name]) for name, text in _GAUGES.items()} | flags
+    gauges |= {
+        name: (text, bool(stats[key])) for key, (name, text) in _FLAGS.items() if key in stats
+    }
     for name, (text, value) in gauges.items():
         gauge = GaugeMetricFamily(f"lowdiff_{name}", text, labels=["rank"])
         gauge.add_metric(labels, float(value))

@@ -6,9 +6,10 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -311,7 +312,9 @@ def _session(
         )
     )
     undo.callback(writer.stop)
-    begin = begin_replicated if settings.has_replica else Stager
+    begin: Callable[..., Stager] = Stager
+    if settings.has_replica:
+        begin = partial(begin_replicated, makes_images=device.type == "cpu")
     stager = begin(log, writer, settings, ranks.rank, ranks.world_size)
     undo.callback(stager.stop)
     stager.begin(start.step, story, attached.layout)

@@ -37,7 +37,7 @@ class ReplicatedStager(Stager):
     ) -> None:
         super().__init__(log, writer, settings, rank, world_size)
         self._marks = MarkPage(log.folder.snapshot_mark)
-        self._step = self._given_up = -1
+        self._step = self._given_up = self._told_step = -1
         self._holds_image = False
         #: Gradients of the step under way that found no room yet.
         self._pending: Sequence[Section] = ()
@@ -93,7 +93,7 @@ class ReplicatedStager(Stager):
         """
         if kind is RecordKind.DIFFERENTIAL:
             self._forget_image()
-            self._bound_risk(step - 2 * self._settings.snapshot_every)
+            self._bound_risk(step - self._most_at_risk)
             if (self._owes_snapshot or self._given_up == step) and not rebases:
                 self._drop(step)
                 return self._log.body_checksum
@@ -130,6 +130,11 @@ class ReplicatedStager(Stager):
         self.counters.staged_bytes += size[0]
         return self._log.body_checksum
 
+    @property
+    def _most_at_risk(self) -> int:
+        """See ``Stager._most_at_risk``: only images become durable."""
+        return 2 * self._settings.snapshot_every
+
     def _wait_for_step(self, limit: int) -> None:
         """See ``Stager._wait_for_step``; a replica that begins anew makes no image until then."""
         self._wait_until(
@@ -163,7 +168,9 @@ class ReplicatedStager(Stager):
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
     ) -> None:
         """See ``Stager.stage_snapshot``: the replica begins anew with it, the writer persists it."""
-        if self._degrades and not required and self._is_image_in_use():
+        # The replica takes what is committed, and only this thread can tell it what is.
+        is_untold = self._world_size > 1 and self._snapshot_step > self._told_step
+        if (self._degrades or is_untold) and not required and self._is_image_in_use():
             self._owes_snapshot = True
             return
         self._wait_until(lambda _: not self._is_image_in_use(), "the last full snapshot")
@@ -172,6 +179,11 @@ class ReplicatedStager(Stager):
         if mark is not None:
             self._marks.publish(mark)
             self._holds_image = True
+
+    def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
+        """See ``Stager.show``."""
+        self._told_step = committed_step
+        super().show(step, committed_step, preempted=preempted)
 
     @property
     def owes_snapshot(self) -> bool:
@@ -229,9 +241,20 @@ class ReplicatedStager(Stager):
 
 
 def begin_replicated(
-    log: StagingLog, writer: WriterProcess, settings: Settings, rank: int, world_size: int
+    log: StagingLog,
+    writer: WriterProcess,
+    settings: Settings,
+    rank: int,
+    world_size: int,
+    *,
+    makes_images: bool,
 ) -> ReplicatedStager:
-    """Start a rank's replica, which reads ``log`` and hands its images to ``writer``."""
+    """Start a rank's replica, which reads ``log`` and hands its images to ``writer``.
+
+    Unless the trainer makes them: the replica may have other last bits than an accelerator.
+    """
+    every = settings.snapshot_every
+    kept = (settings.retention and settings.retention.every_steps) or 0
     replica = ReplicaSettings(
         run=str(settings.run),
         staging_root=str(log.folder.root.parents[1]),
@@ -240,8 +263,8 @@ def begin_replicated(
         rank=rank,
         world_size=world_size,
         trainer_pid=os.getpid(),
-        image_every=settings.snapshot_every,
-        keep_every=(settings.retention and settings.retention.every_steps) or 0,
+        image_every=every if makes_images else 0,
+        keep_every=kept if makes_images else 0,
         waits=settings.backpressure == "block",
     )
     return ReplicatedStager(log, writer, settings, rank, world_size, replica)

@@ -19,7 +19,7 @@ from lowdiff.settings import Settings
 from lowdiff.snapshot import Live
 from lowdiff.stager import Stager
 from lowdiff.step_capture import StepCapture
-from lowdiff.types import Differential, Digest, Payload, Section
+from lowdiff.types import Differential, Digest, Payload
 
 #: What a rank tells all others on the back of the gradients' exchange.
 _PREEMPTED = 1
@@ -73,8 +73,6 @@ class Session:
         self._pieces = self._digester.pieces_of(live.rank, live.world_size)
         self._base_step = step
         self._unstaged: Differential | None = None
-        #: Of the step under way: gradients that an accelerator is handing over.
-        self._coming: list[Section] = []
         self._is_signalled = False
         self._all_preempted = self._is_prepared = False
         self._is_taken_over = False
@@ -110,12 +108,8 @@ class Session:
 
     def _stage_ahead(self) -> None:
         """An optimizer's gradients were read, and are still what it will use."""
-        if not self._copies.lag:
+        if not self._copies.lag:  # else the record of the step before comes first
             self.stager.stage_ahead(self.step + 1, self.reducer)
-        elif self._settings.has_replica:
-            # The record of the step before comes first. Copied from a copy on the device, because
-            # the next backward pass may write these gradients long before the host has them.
-            self._coming += self.reducer.payload(self._copies.fetch_copy).sections
 
     def _note_commit(self) -> None:
         """Every rank sent its gradients of this step, so every rank had committed the one before."""
@@ -266,8 +260,7 @@ class Session:
         averages, replayable = self._averages.commit(self._digester, digest)
         self._capture.changed_outside |= not replayable
         absent = tuple(sorted(self._capture.absent))
-        sections, self._coming = self._coming, []
-        payload = Payload((*sections, *self.reducer.payload(self._copies.fetch).sections))
+        payload = self.reducer.payload(self._copies.fetch)
         items = self._tracker.changed(
             thorough=self._is_thorough(step), fetch=self._copies.fetch_copy
         )
@@ -380,10 +373,17 @@ class Session:
     def _stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
     ) -> None:
-        # Who changes parameters between two steps may have done so while they were copied. Such a
-        # step takes a snapshot of its own when it is committed.
-        if step == self.step and self._capture.changed_outside:
-            return
+        # Who changes parameters between two steps may have done so while they were copied; and only
+        # an optimizer's step holds an average back. Such a step takes a snapshot of its own when it
+        # is committed.
+        if step == self.step:
+            capture = self._capture
+            capture.look_outside()
+            capture.changed_outside |= (
+                not capture.has_stepped and not self._averages.is_as_committed
+            )
+            if capture.changed_outside:
+                return
         self.stager.stage_snapshot(step, tensors, required=required)
 
     def is_as_committed(self) -> bool:

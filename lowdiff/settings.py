@@ -79,6 +79,12 @@ class Settings:
                 'snapshot="rolling" needs a compressor: without one (LowDiff+) the replica makes the '
                 "full snapshots, and training does not stop for them"
             )
+        if self.is_tuned and self.has_replica:
+            raise ConfigError(
+                'snapshot_every="auto" and batch_size="auto" need a compressor: without one (LowDiff+) '
+                "the replica makes the full snapshots and training does not pay for them; give a "
+                "number of steps"
+            )
         if self.snapshot == "rolling" and self.tunes_interval:
             raise ConfigError(
                 'snapshot="rolling" needs a number of steps as snapshot_every: that is how many '

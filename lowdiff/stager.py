@@ -103,7 +103,7 @@ class Stager:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
         """
         if kind is RecordKind.DIFFERENTIAL:
-            self._bound_risk(step - 2 * self.cadence.batch_size)
+            self._bound_risk(step - self._most_at_risk)
         written: list[int] = []
 
         def fits(status: WriterStatus) -> bool:
@@ -334,6 +334,11 @@ class Stager:
         self.counters.waiting_seconds += time.perf_counter() - started
 
     @property
+    def _most_at_risk(self) -> int:
+        """Steps that the loss of the machine's power may cost."""
+        return 2 * self.cadence.batch_size
+
+    @property
     def _raises(self) -> bool:
         return self._settings.on_error == "raise"
 
@@ -342,7 +347,7 @@ class Stager:
             return "this is an error at the next commit"
         if self._degrades:
             return "training goes on"
-        return f"training goes on, and waits once {2 * self.cadence.batch_size} steps are at risk"
+        return f"training goes on, and waits once {self._most_at_risk} steps are at risk"
 
     def heed(self, troubled: Sequence[int]) -> None:
         """Say, or raise, that durable writing is in trouble; on all ranks at the same commit.

@@ -85,7 +85,7 @@ def _draw(found: Timeline, out: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ConfigError("a picture needs matplotlib: pip install 'lowdiff[plot]'") from error
+        raise ConfigError("a picture needs matplotlib: pip install matplotlib") from error
 
     numbers = [step.step for step in found.steps]
     series = {

@@ -97,6 +97,7 @@ class Trouble:
                 f"rank {rank} reports: {self._of(rank) or 'trouble with storage, see its output'}"
                 for rank in troubled
             )
+            + "; nothing committed is lost: mend it, and attach goes on from there"
         )
 
     def _of(self, rank: int) -> str:

@@ -16,20 +16,27 @@ Html = Annotated[
 NodeShare = Annotated[
     float,
     typer.Option(
-        "--node-share", metavar="P", help="Share of failures that lose a node's memory, 0 to 1."
+        "--node-share",
+        min=0,
+        max=1,
+        metavar="P",
+        help="Share of failures that lose a node's memory, 0 to 1.",
     ),
 ]
 Shape = Annotated[
     float,
     typer.Option(
         "--failure-shape",
+        min=0.1,
         metavar="K",
         help="Weibull shape of the simulated failures; below 1 they cluster.",
     ),
 ]
 LossSteps = Annotated[
     int | None,
-    typer.Option("--max-loss", metavar="STEPS", help="Most steps the loss of a node may take."),
+    typer.Option(
+        "--max-loss", min=2, metavar="STEPS", help="Most steps the loss of a node may take."
+    ),
 ]
 StagingMemory = Annotated[
     str | None,

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, NewerFormat
+from lowdiff.errors import DamagedFile, NewerFormat, StorageError
 from lowdiff.persistence.framing import FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -62,6 +62,14 @@ def replaced(path: Path, *, exclusive: bool = False) -> Iterator[IO[bytes]]:
         partial.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def unwritable(path: Path, why: object) -> StorageError:
+    """The error for something a user asked for by name."""
+    return StorageError(
+        f"{path} could not be written: {why}; free space there, correct its permissions, or give "
+        "another path"
+    )
 
 
 def write_file(path: Path, data: bytes, *, exclusive: bool = False) -> None:

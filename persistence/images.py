@@ -24,18 +24,20 @@ class StagedImage:
 
 
 def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
-    """Whole images of later steps, in runs with a replica; oldest first."""
+    """Whole images of later steps, in runs with a replica; oldest first, and one of each step.
+
+    Of two of one step it is the trainer's: the replica's may be gone once the other is durable.
+    """
     sources = (
-        (staging.snapshot_mark, staging.snapshot),
         (staging.replica_image_mark, staging.replica_image),
+        (staging.snapshot_mark, staging.snapshot),
     )
-    found = [(read_mark(page), image) for page, image in sources]
-    new = [
-        StagedImage(mark.step, mark.bytes, mark.checksum, image)
-        for mark, image in found
-        if mark is not None and mark.step > step
-    ]
-    return sorted(new, key=lambda image: image.step)
+    new: dict[int, StagedImage] = {}
+    for page, image in sources:
+        mark = read_mark(page)
+        if mark is not None and mark.step > step:
+            new[mark.step] = StagedImage(mark.step, mark.bytes, mark.checksum, image)
+    return [new[step] for step in sorted(new)]
 
 
 def durable_image(settings: WriterSettings) -> int:

@@ -147,9 +147,7 @@ def _obstore() -> ModuleType:
         import obstore.exceptions
         import obstore.store
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "a run in an object store needs obstore: pip install 'lowdiff[object-store]'"
-        ) from error
+        raise ConfigError("a run in an object store needs obstore: pip install obstore") from error
     return obstore
 
 

@@ -30,8 +30,8 @@ class ReplicaStatus:
         applied_steps: Steps applied since its process started.
         apply_seconds: Time spent on them.
         error: Why it waits for a fresh image, empty when all is well.
-        drift: Largest difference of a parameter's element from the newest trainer's image of a step
-            that it held itself; infinite where a value is not finite.
+        drift: Largest difference of an element of the parameters from the newest trainer's image of a
+            step that it held itself; infinite where a value is not finite, None before the first.
     """
 
     step: int = -1
@@ -41,7 +41,7 @@ class ReplicaStatus:
     applied_steps: int = 0
     apply_seconds: float = 0.0
     error: str = ""
-    drift: float = 0.0
+    drift: float | None = None
 
 
 class ReplicaPage:

@@ -14,9 +14,15 @@ import torch
 from crc32c import crc32c
 from safetensors.torch import save
 
-from lowdiff.errors import ConfigError, StorageError
+from lowdiff.errors import ConfigError
 from lowdiff.layout import shaped
-from lowdiff.persistence.durable import fsync_directory, make_directory, write_file, write_json
+from lowdiff.persistence.durable import (
+    fsync_directory,
+    make_directory,
+    unwritable,
+    write_file,
+    write_json,
+)
 from lowdiff.persistence.fences import create_run, new_run_id, write_fence
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import (
@@ -57,7 +63,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         partial.rename(target)
         fsync_directory(target.parent)
     except (OSError, RuntimeError) as error:  # torch may report a full disk as RuntimeError
-        raise StorageError(f"{target} could not be written: {error}") from error
+        raise unwritable(target, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

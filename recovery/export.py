@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lowdiff.errors import ConfigError, StorageError
-from lowdiff.persistence.durable import make_directory, replaced
+from lowdiff.errors import ConfigError
+from lowdiff.persistence.durable import make_directory, replaced, unwritable
 from lowdiff.recovery.branch import new_directory
 from lowdiff.recovery.state import RecoveredState
 
@@ -59,7 +59,7 @@ def export(state: RecoveredState, path: str | Path, *, overwrite: bool = False) 
         with replaced(target) as file:
             write(file)
     except (OSError, RuntimeError) as error:  # torch may report a full disk as RuntimeError
-        raise StorageError(f"{target} could not be written: {error}") from error
+        raise unwritable(target, error) from error
     return target
 
 
@@ -95,7 +95,7 @@ def _write_distributed(document: dict[str, Any], target: Path) -> None:
             dcp.save(document, checkpoint_id=partial, no_dist=True)
         except CheckpointException as error:  # no Exception: nobody would take it for a full disk
             causes = "; ".join(str(cause) for cause, _ in error.failures.values())
-            raise StorageError(f"{target} could not be written: {causes}") from error
+            raise unwritable(target, causes) from error
 
 
 def _write_all(state: RecoveredState) -> Callable[[IO[bytes]], object]:

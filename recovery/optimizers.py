@@ -148,6 +148,17 @@ def build(
     return optimizer
 
 
+def usable_on(device: torch.device, hyper: dict[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters with which a group can be stepped on a device.
+
+    What CUDA graphs ask for, torch refuses on a CPU, and then also ``foreach`` with a rate that is
+    a tensor.
+    """
+    if device.type != "cpu" or not hyper.get("capturable"):
+        return hyper
+    return {**hyper, "capturable": False, "foreach": False}
+
+
 def placed_scalar(
     key: str, value: torch.Tensor, hyper: Mapping[str, Any], parameter: torch.Tensor
 ) -> torch.Tensor:

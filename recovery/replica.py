@@ -101,6 +101,7 @@ class Replica:
                 self._take(record)
             except StorageError as error:
                 self._report(f"{type(error).__name__}: {error}")
+                self._forget_image()
                 if gone:
                     return
                 time.sleep(_RETRY_SECONDS)

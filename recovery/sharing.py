@@ -73,7 +73,9 @@ def gather_made(make: Callable[[], _Item], group: dist.ProcessGroup) -> list[_It
 
 def _refusal(told: Sequence[tuple[object, tuple[str, str] | None]]) -> RecoveryError:
     rank, text = next((rank, found[1]) for rank, (_, found) in enumerate(told) if found)
-    return RecoveryError(f"rank {rank} cannot go on: {text}")
+    return RecoveryError(
+        f"rank {rank} cannot go on: {text}. All ranks end with it; mend that, and start them again"
+    )
 
 
 def made_by_all(make: Callable[[], _Item], group: dist.ProcessGroup | None) -> _Item:

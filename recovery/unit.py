@@ -16,7 +16,7 @@ from lowdiff.protocols import Decoder
 from lowdiff.recovery.averages import BlockAverage
 from lowdiff.recovery.blocks import Unit, aligned
 from lowdiff.recovery.kernels import StepChooser
-from lowdiff.recovery.optimizers import build, granularity, placed_scalar
+from lowdiff.recovery.optimizers import build, granularity, placed_scalar, usable_on
 from lowdiff.recovery.state import RecoveredState, is_aligned
 from lowdiff.types import Block, Differential, Fence, OptimizerStep
 
@@ -41,7 +41,15 @@ Sums = dict[tuple[int, int, str], int]
 
 
 #: What torch and Python say of values of the wrong type, shape or number when they are stepped.
-UNREPLAYABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+UNREPLAYABLE = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+)
 
 
 def check_digests(shard: Differential, sums: Sums, *, whose: str, recorded_by: str) -> None:
@@ -186,7 +194,7 @@ class UnitState:
             parameter.grad = self._reshaped(block, gradient)
             position += aligned(count)
         for group, index in zip(optimizer.param_groups, self._groups, strict=True):
-            group.update(done.consumed[index])
+            group.update(usable_on(self._parameters[0].device, done.consumed[index]))
         if done.found_inf is not None:
             # After an explicit unscale_ the scaler hands over found_inf without a scale (R2).
             device = self._parameters[0].device
@@ -244,6 +252,7 @@ class UnitState:
                     destination.copy_(flat(value))
 
     def _build(self, consumed: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        consumed = [usable_on(self._parameters[0].device, hyper) for hyper in consumed]
         grouped = [
             (
                 consumed[index],

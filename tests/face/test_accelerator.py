@@ -13,15 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
+import lowdiff.compressors.dense
 import lowdiff.opening
+from lowdiff.demo.launch import is_alive
+from lowdiff.errors import StorageError
 from lowdiff.host_copy import HostCopies
 from lowdiff.recovery.verify import verify
+from lowdiff.replicating import ReplicatedStager
 from lowdiff.residuals import COPIED_EVERY, CopiedResidual, read_residual
 from lowdiff.types import Layout, ParameterSpec
 from tests.face.late_copies import LateCopies
 from tests.face.loops import Loop, small_model
+from tests.scenarios.pool import Pool
 
 LATE = pytest.param("late", id="late copies")
 CUDA = pytest.param(
@@ -87,8 +93,11 @@ def test_every_step_comes_back_bit_for_bit(tmp_path: Path, device: str, snapshot
 
 @pytest.mark.parametrize("num_optimizers", [1, 2])
 def test_dense_gradients_come_back_though_the_next_backward_pass_writes_them_first(
-    tmp_path: Path, device: str, num_optimizers: int
+    tmp_path: Path, device: str, num_optimizers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(lowdiff.compressors.dense, "kept_until_read", torch.clone)
+
     class KeptGradients(DeviceLoop):
         """Gradients are zeroed in place, so their memory is that of the next step's."""
 
@@ -154,6 +163,77 @@ def test_a_snapshot_is_given_up_if_parameters_change_while_it_is_copied(
     report = verify(tmp_path / "run", tmp_path / "staging")
     assert report.snapshots == (0, 6, 8)
     assert report.ok, report.failures
+
+
+def test_a_snapshot_is_given_up_if_parameters_change_before_close_has_copied_it(
+    tmp_path: Path, device: str
+) -> None:
+    loop = loop_on(device, tmp_path)
+    loop.attach()
+    for number in loop.checkpointer.steps(5):
+        loop.step(number)
+    committed = loop.weights()
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.mul_(0.5)  # best weights, an EMA swap
+    loop.checkpointer.close()
+    assert verify(tmp_path / "run", tmp_path / "staging").snapshots == (0,)
+    found = recovered(tmp_path, 5, device).model_state_dict()
+    assert all(torch.equal(found[name], value.cpu()) for name, value in committed.items())
+
+
+def test_a_close_that_fails_leaves_nothing_that_holds_the_run(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = loop_on(device, tmp_path, compressor=None)
+    loop.attach()
+    for number in range(3):
+        loop.step(number)
+        loop.checkpointer.commit()
+    assert loop.checkpointer._opened is not None
+    stager = loop.checkpointer._opened.session.stager
+    assert isinstance(stager, ReplicatedStager)
+
+    def full(*_: object, **__: object) -> int:
+        raise StorageError("full")
+
+    monkeypatch.setattr(stager, "stage", full)
+    with pytest.raises(StorageError, match="full"):
+        loop.checkpointer.close()
+    assert not is_alive(stager.replica.pid)
+    assert not is_alive(stager.writer.pid)
+    assert loop_on(device, tmp_path, compressor=None).run(4) == 2
+
+
+def train_and_clamp(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Every step is followed by a change that only a snapshot can hold."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowdiff.opening, "HostCopies", LateCopies)
+        ddp = DistributedDataParallel(small_model())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with lowdiff.Checkpointer(
+            folder / "run", staging=folder / "staging", snapshot_every=3
+        ) as checkpointer:
+            checkpointer.attach(ddp, optimizer)
+            for number in checkpointer.steps(8):
+                optimizer.zero_grad()
+                inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
+                ddp(inputs).square().mean().backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for parameter in ddp.parameters():
+                        parameter.clamp_(-0.1, 0.1)
+    return {name: value.tolist() for name, value in ddp.module.named_parameters()}
+
+
+def test_ranks_whose_every_step_takes_a_snapshot_do_not_wait_for_each_other_for_ever(
+    tmp_path: Path, pool: Pool
+) -> None:
+    weights, others = pool.run(train_and_clamp, 2, tmp_path)
+    assert weights == others
+    found = recovered(tmp_path)
+    assert found.step == 8
+    assert {name: found.model_state_dict()[name].tolist() for name in weights} == weights
 
 
 @pytest.mark.gpu

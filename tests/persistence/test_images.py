@@ -1,0 +1,24 @@
+"""Which images wait to be persisted where a trainer and its replica both make them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowdiff.persistence.images import newer_images
+from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.replica_status import ImageMark, MarkPage
+
+
+def test_of_two_of_one_step_the_trainers_counts_and_the_oldest_comes_first(tmp_path: Path) -> None:
+    staging = StagingFolder.of(tmp_path, "00112233445566778899aabbccddeeff", 0, 0)
+    staging.root.mkdir(parents=True)
+    assert newer_images(staging, -1) == []
+    replicas, trainers = MarkPage(staging.replica_image_mark), MarkPage(staging.snapshot_mark)
+    replicas.publish(ImageMark(20, 5, 1))
+    trainers.publish(ImageMark(20, 5, 2))
+    assert [(i.step, i.image) for i in newer_images(staging, 10)] == [(20, staging.snapshot)]
+    replicas.publish(ImageMark(30, 5, 3))
+    found = [(i.step, i.image) for i in newer_images(staging, 10)]
+    assert found == [(20, staging.snapshot), (30, staging.replica_image)]
+    assert [i.step for i in newer_images(staging, 20)] == [30]
+    assert newer_images(staging, 30) == []
