@@ -186,10 +186,14 @@ def origin(name: str, record: Record) -> str:
     )
 
 
+def _scale(scale: float) -> str:
+    return "at full size" if scale == 1 else f"at {scale:.2g} of the full size"
+
+
 def soak(record: Record) -> str:
     """What the last ``make soak`` tried and lost, in a sentence."""
     return (
-        f"{record['rounds']:,} rounds at {record['scale']:.2g} of the full size, "
+        f"{record['rounds']:,} rounds {_scale(record['scale'])}, "
         f"**{record['lost']} lost**, {record['seconds'] / 60:.0f} minutes on "
         f"{record['machine']['cores']} cores of {record['machine']['processor']}, torch "
         f"{record['versions']['torch']}, commit {record['versions']['commit']}: "

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import lowdiff
 import lowdiff.compressors
+import lowdiff.dataloader
 import lowdiff.errors
 import lowdiff.metrics
 import lowdiff.protocols
@@ -22,6 +23,7 @@ CHAPTERS: dict[str, tuple[ModuleType, list[str]]] = {
         lowdiff.compressors,
         sorted(set(lowdiff.compressors.__all__) - {"Dense", "from_settings"}),
     ),
+    "lowdiff.dataloader": (lowdiff.dataloader, ["ResumableLoader", "StatefulEpochs"]),
     "lowdiff.metrics": (lowdiff.metrics, ["collector"]),
     "lowdiff.recovery.replay": (lowdiff.recovery.replay, ["ReplayOptions"]),
     "lowdiff.protocols": (lowdiff.protocols, ["Compressor", "Reducer"]),
@@ -70,7 +72,10 @@ def _signature(name: str, thing: object) -> list[str]:
         return [name]
     given = [p for p in signature.parameters.values() if p.name != "self"]
     # Annotations are postponed, so they are text, which would come out in quotes.
-    parts = [str(p).replace(repr(p.annotation), str(p.annotation)) for p in given]
+    parts = [
+        str(p).replace(repr(p.annotation), str(p.annotation)).replace("= Ellipsis", "= ...")
+        for p in given
+    ]
     named = next((i for i, p in enumerate(given) if p.kind is p.KEYWORD_ONLY), None)
     if named is not None:
         parts.insert(named, "*")

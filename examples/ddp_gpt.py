@@ -103,6 +103,8 @@ def main() -> None:
             scheduler.step()
             if rank == 0 and (step + 1) % 10 == 0:
                 print(f"step {step + 1}: loss {loss.item():.9g}", flush=True)
+            if checkpointer.preempted:
+                break  # close() commits this body
 
     weights = b"".join(p.detach().numpy().tobytes() for p in ddp.parameters())
     print(f"rank {rank}: weights {hashlib.sha256(weights).hexdigest()[:16]}", flush=True)

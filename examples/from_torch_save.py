@@ -1,7 +1,7 @@
 """From ``torch.save`` every few hundred steps to lowdiff at every step, and back.
 
 python examples/from_torch_save.py runs/moved --old checkpoint.pt    # goes on where the file stops
-lowdiff recover runs/moved --out checkpoint.pt --force               # the same kind of file again
+lowdiff recover runs/moved --out checkpoint.pt --force               # the same keys; "step" is the run's own
 
 ``old_training`` is what such a script looked like. In ``main`` the lines that are new are marked.
 """

@@ -50,9 +50,7 @@ def python_of(name: str, environments: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         print(f"making the environment of {name} in {folder} ...", flush=True)
         _run([sys.executable, "-m", "venv", str(folder)])
-        (packages,) = folder.glob("lib/python3*/site-packages")
-        own = Path(torch.__file__).parents[1]
-        (packages / "packages_of_the_bench.pth").write_text(f"{own}\n", encoding="utf-8")
+        _show_own_packages(folder)
         constraints = ROOT / "constraints.txt"
         install = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
         _run([*install, "-c", str(constraints), *REQUIREMENTS[name]])
@@ -60,7 +58,14 @@ def python_of(name: str, environments: Path) -> Path:
         if found != torch.__version__:
             raise CannotRun(f"it needs torch {found}, the bench has {torch.__version__}")
         stamp.write_text(wanted, encoding="utf-8")
+    _show_own_packages(folder)  # the clone that made it may be gone
     return python
+
+
+def _show_own_packages(folder: Path) -> None:
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    own = Path(torch.__file__).resolve().parents[1]
+    (packages / "packages_of_the_bench.pth").write_text(f"{own}\n", encoding="utf-8")
 
 
 def versions_in(python: Path, name: str) -> dict[str, str]:
