@@ -14,9 +14,9 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention_notes import note_policy, write_pin
 from lowdiff.persistence.retention_plan import Pin
+from tests.commands import Command, command
 from tests.mounts import remount, tmpfs_or_skip
 from tests.recovery.training import Trained, flip, train
-from tests.test_cli import Command, command
 
 __all__ = ["command"]
 

@@ -14,8 +14,8 @@ import pytest
 from lowdiff.persistence.durable import write_json
 from lowdiff.persistence.measurements import read_measurements, write_measurements
 from lowdiff.persistence.paths import RunFolder
+from tests.commands import Command, command
 from tests.face.loops import Loop
-from tests.test_cli import Command, command
 
 __all__ = ["command"]
 

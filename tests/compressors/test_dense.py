@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lowdiff.compressors import Dense
 from lowdiff.compressors.dense import DenseReducer
 from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
-from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import UsageError
 from lowdiff.hook import HookState, comm_hook
 from lowdiff.layout import bits, canonical_name, layout_of, shard_owners
@@ -53,26 +50,6 @@ def compare(rank: int, world_size: int) -> bool:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_averages_have_the_bits_of_ddp_without_a_hook(pool: Pool, world_size: int) -> None:
     assert pool.run(compare, world_size) == [True] * world_size
-
-
-def sums(rank: int, world_size: int) -> list[Any]:
-    """The same values summed in one buffer, and in pieces of odd lengths."""
-    values = torch.randn(1001, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
-    everyone = [torch.empty_like(values) for _ in range(world_size)]
-    dist.all_gather(everyone, values)
-    expected = everyone[0] / world_size
-    for other in everyone[1:]:
-        expected += other / world_size
-    whole = reproducible_mean(values.clone(), dist.group.WORLD).wait()
-    pieces = [
-        reproducible_mean(piece.clone(), dist.group.WORLD).wait()
-        for piece in values.split([1, 500, 499, 1])
-    ]
-    return [torch.equal(whole, expected), torch.equal(torch.cat(pieces), expected)]
-
-
-def test_the_reproducible_sum_does_not_depend_on_what_shares_a_buffer(pool: Pool) -> None:
-    assert pool.run(sums, 3) == [[True, True]] * 3
 
 
 def steps_apart(rank: int, world_size: int) -> str:

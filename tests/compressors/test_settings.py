@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,18 @@ def test_what_a_run_records_of_a_compressor_rebuilds_it(name: str) -> None:
     assert from_settings(stored["name"], stored["settings"]) == compressor
 
 
+def test_what_this_version_cannot_rebuild_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"compressed with 'signsgd'.*known are cast,.* topk"):
+        from_settings("signsgd", {})
+    with pytest.raises(ConfigError, match=r"'topk' cannot be rebuilt from the run.*'momentum'"):
+        from_settings("topk", {"density": 0.1, "momentum": 0.9})
+
+
+def test_settings_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TopK(density=0.1).density = 0.2  # type: ignore[misc]
+
+
 def test_names_differ() -> None:
     kinds: list[Compressor] = [
         TopK(1), CyclicTopK(1), RandomK(1), PowerSGD(1), Quantize(), Cast()
@@ -41,6 +54,7 @@ def test_a_density_outside_of_0_to_1(kind: Callable[..., Any], density: float) -
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: TopK(0.1, dense_below=-1), "dense_below counts elements, got -1"),
         (lambda: CyclicTopK(0.1, dense_below=-1), "dense_below counts elements, got -1"),
         (lambda: RandomK(0.1, seed=-1), r"seed must be in 0 \.\."),
         (lambda: RandomK(0.1, seed=1 << 63), r"seed must be in 0 \.\."),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,52 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.compressors import TopK, from_settings
-from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.errors import ConfigError, GradientChanged
-from lowdiff.layout import INT_OF_BYTES, layout_of, torch_dtype
+from lowdiff.compressors import TopK
+from lowdiff.errors import GradientChanged
+from lowdiff.layout import torch_dtype
 from lowdiff.persistence.codec import Codec
-from lowdiff.protocols import Compressor
-from lowdiff.types import Block, Layout, Payload
+from lowdiff.types import Block
+from tests.compressors.topk_rank import Rank, a_layout, assert_split, clipped_by, decoded, exact
 
-CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-
-
-# Settings
-
-
-@pytest.mark.parametrize("density", [0, -0.1, 1.0001, 2, math.nan, math.inf, -math.inf])
-def test_a_density_outside_of_0_to_1_is_refused_with_an_example(density: float) -> None:
-    with pytest.raises(ConfigError, match=r"density must be in \(0, 1\].*0\.01 keeps 1 %"):
-        TopK(density=density)
-
-
-def test_a_negative_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dense_below counts elements, got -1"):
-        TopK(density=0.1, dense_below=-1)
-
-
-def test_settings_rebuild_an_equal_compressor() -> None:
-    compressor: Compressor = TopK(density=0.25, dense_below=7)
-    assert (compressor.name, compressor.settings()) == (
-        "topk",
-        {"density": 0.25, "dense_below": 7, "value_dtype": None, "warmup": 0},
-    )
-    assert from_settings(compressor.name, compressor.settings()) == compressor
-    assert TopK(density=0.25).settings()["dense_below"] == 1024
-
-
-def test_what_this_version_cannot_rebuild_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"compressed with 'signsgd'.*known are cast,.* topk"):
-        from_settings("signsgd", {})
-    with pytest.raises(ConfigError, match=r"'topk' cannot be rebuilt from the run.*'momentum'"):
-        from_settings("topk", {"density": 0.1, "momentum": 0.9})
-
-
-def test_settings_cannot_be_changed_afterwards() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        TopK(density=0.1).density = 0.2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -81,62 +41,6 @@ def test_at_least_the_density_is_kept_and_small_parameters_whole(
 
 
 # A run of one process
-
-
-def a_layout(*parameters: tuple[int, torch.dtype]) -> Layout:
-    return layout_of(
-        (f"p{i}", torch.nn.Parameter(torch.zeros(n, dtype=dtype)))
-        for i, (n, dtype) in enumerate(parameters)
-    )
-
-
-def exact(tensor: torch.Tensor) -> list[int]:
-    """Bit patterns: 0.0 is not -0.0, and NaN equals itself."""
-    patterns: list[int] = tensor.view(INT_OF_BYTES[tensor.element_size()]).tolist()
-    return patterns
-
-
-class Rank:
-    """One rank's reducer, fed the way DDP and an optimizer would."""
-
-    def __init__(self, compressor: TopK, layout: Layout) -> None:
-        self.layout, self.compressor = layout, compressor
-        self.residual = RotatingResidual.zeros(layout, CPU)
-        self.reducer = compressor.bind(layout, self.residual, None)
-
-    def backward(
-        self, gradients: Sequence[torch.Tensor], buckets: Sequence[Sequence[int]] | None = None
-    ) -> list[torch.Tensor]:
-        """Averaged gradients, as they leave the communication hook."""
-        averaged = [torch.empty(0)] * len(gradients)
-        for bucket in buckets or [[i] for i in range(len(gradients))]:
-            buffer = torch.cat([gradients[i] for i in bucket])
-            views = list(buffer.split([gradients[i].numel() for i in bucket]))
-            assert self.reducer.reduce(bucket, views, buffer).wait() is buffer
-            for i, view in zip(bucket, views, strict=True):
-                averaged[i] = view.clone()
-        return averaged
-
-    def owed(self) -> list[torch.Tensor]:
-        return [self.residual.pair(i)[0].clone() for i in range(len(self.layout.parameters))]
-
-
-def decoded(
-    compressor: TopK, payloads: Sequence[Payload], layout: Layout, block_elements: int
-) -> list[torch.Tensor]:
-    """Every parameter's gradient, rebuilt block by block."""
-    out = []
-    for i, spec in enumerate(layout.parameters):
-        gradient = torch.zeros(spec.numel, dtype=torch_dtype(spec.dtype))
-        for start in range(0, spec.numel, block_elements):
-            stop = min(start + block_elements, spec.numel)
-            compressor.decoder(payloads, layout)(Block(i, start, stop), gradient[start:stop])
-        out.append(gradient)
-    return out
-
-
-def clipped_by(coefficient: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda gradient: gradient * torch.tensor(coefficient, dtype=gradient.dtype)
 
 
 @given(
@@ -175,26 +79,6 @@ def test_blocks_of_any_size_decode_to_the_gradient_consumed_bit_for_bit(
         rank.residual.advance()
         rebuilt = decoded(compressor, [rank.reducer.payload()], layout, block_elements)
         assert [exact(t) for t in rebuilt] == [exact(t) for t in consumed]
-
-
-def assert_split(
-    compressor: TopK,
-    gradient: torch.Tensor,
-    owed: torch.Tensor,
-    sent: torch.Tensor,
-    residual: torch.Tensor,
-) -> None:
-    """What is sent and what is owed from now on share out gradient plus residual, exactly."""
-    if compressor.kept(gradient.numel()) == gradient.numel():
-        assert exact(sent) == exact(gradient)
-        return
-    total = gradient + owed
-    kept = sent.ne(0) | sent.isnan()
-    assert exact(torch.where(kept, sent, residual)) == exact(total)
-    assert not residual[kept].any()
-    assert int(kept.sum()) <= compressor.kept(gradient.numel())
-    smallest = sent[kept].abs().nan_to_num(math.inf).min() if kept.any() else 0
-    assert bool((residual.abs() <= smallest).all())
 
 
 def test_over_many_steps_every_entry_gets_its_turn() -> None:
@@ -242,104 +126,6 @@ def test_a_payload_is_ascending_positions_in_the_layout_and_their_bit_patterns()
         coded = Codec().encode(section.coding, section.data)
         back = Codec().decode(section.coding, section.data.dtype, section.data.size, coded)
         np.testing.assert_array_equal(back, section.data)
-
-
-# Several backward passes, skipped steps, absent gradients
-
-
-def test_a_second_backward_pass_replaces_the_selection_and_loses_nothing() -> None:
-    layout = a_layout((2000, torch.float32))
-    compressor = TopK(0.01)
-    rank, generator = Rank(compressor, layout), torch.Generator().manual_seed(0)
-    first, second = (torch.randn(2000, generator=generator) for _ in range(2))
-    rank.reducer.begin(1)
-    sent = rank.backward([first])[0]
-    owed = rank.residual.pair(0)[1].clone()
-    # DDP accumulates: its second bucket holds the first average plus the new gradient.
-    accumulated = sent + second
-    final = rank.backward([accumulated])[0]
-    assert_split(compressor, accumulated, owed, final, rank.residual.pair(0)[1])
-    assert exact(rank.residual.pair(0)[1] + final) == exact(accumulated + owed)
-    rank.reducer.consume([final])
-    payload = rank.reducer.payload()
-    assert payload.sections[0].data.size == 20
-    assert exact(decoded(compressor, [payload], layout, 64)[0]) == exact(final)
-
-
-def test_a_skipped_step_leaves_the_residual_for_the_next() -> None:
-    layout = a_layout((2000, torch.float32))
-    rank, generator = Rank(TopK(0.01), layout), torch.Generator().manual_seed(0)
-    rank.reducer.begin(1)
-    rank.backward([torch.randn(2000, generator=generator)])
-    rank.residual.settle()
-    rank.residual.advance()
-    owed = rank.owed()[0]
-    rank.reducer.begin(2)
-    rank.backward([torch.full((2000,), math.inf)])  # overflow: the scaler skips the optimizer
-    rank.residual.advance()
-    assert rank.reducer.payload().sections == ()
-    assert exact(rank.owed()[0]) == exact(owed)
-    rank.reducer.begin(3)
-    gradient = torch.randn(2000, generator=generator)
-    sent = rank.backward([gradient])[0]
-    assert_split(TopK(0.01), gradient, owed, sent, rank.residual.pair(0)[1])
-    assert sent.isfinite().all()
-
-
-def test_a_parameter_that_the_step_did_not_use_keeps_what_it_is_owed() -> None:
-    # DDP drops the average of a parameter that no rank used: what was sent would be lost.
-    layout = a_layout((2000, torch.float32))
-    rank = Rank(TopK(0.01), layout)
-    rank.reducer.begin(1)
-    rank.backward([torch.randn(2000, generator=torch.Generator().manual_seed(0))])
-    rank.residual.settle()
-    rank.residual.advance()
-    owed = rank.owed()[0]
-    for zeros in (torch.zeros(2000), -torch.zeros(2000)):
-        rank.reducer.begin(2)
-        assert not rank.backward([zeros])[0].any()
-        rank.residual.settle()
-        rank.residual.advance()
-        assert torch.equal(rank.owed()[0], owed)
-
-
-def test_absent_gradients_are_in_no_payload_and_optimizers_consume_one_by_one() -> None:
-    layout = a_layout((2000, torch.float32), (2000, torch.float32), (2000, torch.float32))
-    compressor = TopK(0.01)
-    rank = Rank(compressor, layout)
-    rank.reducer.begin(1)
-    averaged = rank.backward([torch.randn(2000) for _ in range(3)])
-    rank.reducer.consume([None, None, averaged[2]])
-    rank.reducer.consume([averaged[0], None, None])
-    payload = rank.reducer.payload()
-    indices = payload.sections[0].data
-    assert indices.size == 40
-    assert (np.diff(indices) > 0).all()
-    assert not ((indices >= 2000) & (indices < 4000)).any()
-    rebuilt = decoded(compressor, [payload], layout, 100)
-    assert exact(rebuilt[0]) == exact(averaged[0])
-    assert not rebuilt[1].any()
-    assert exact(rebuilt[2]) == exact(averaged[2])
-
-
-def test_a_gradient_that_no_hook_saw_is_stored_whole() -> None:
-    layout = a_layout((2000, torch.float32))
-    compressor = TopK(0.01)
-    rank = Rank(compressor, layout)
-    rank.reducer.begin(1)
-    gradient = torch.randn(2000)
-    rank.reducer.consume([gradient])
-    rebuilt = decoded(compressor, [rank.reducer.payload()], layout, 100)
-    assert exact(rebuilt[0]) == exact(gradient)
-
-
-def test_a_new_step_forgets_the_last_one() -> None:
-    layout = a_layout((2000, torch.float32))
-    rank = Rank(TopK(0.01), layout)
-    rank.reducer.begin(1)
-    rank.reducer.consume(rank.backward([torch.randn(2000)]))
-    rank.reducer.begin(2)
-    assert rank.reducer.payload().sections == ()
 
 
 # NaN and Inf

@@ -68,19 +68,18 @@ def test_another_scheduler_starts_afresh(tmp_path: Path, caplog: pytest.LogCaptu
     second.checkpointer.close()
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
-def test_another_world_size_continues_from_the_same_state(
-    pool: Pool, tmp_path: Path, before: int, after: int
-) -> None:
-    build = TRAININGS["cnn_sgd"]
-    first = history(pool, build, tmp_path, world_size=before, until=8)
-    second = history(pool, build, tmp_path, world_size=after, until=14)
-    assert first.lives[-1][0].resumed == 0
-    assert [life.resumed for life in second.lives[-1]] == [8] * after
-    at_eight = lowdiff.recover(tmp_path / "run", 8, staging=tmp_path / "staging")
-    at_end = lowdiff.recover(tmp_path / "run", 14, staging=tmp_path / "staging")
-    assert len(at_end.items) == after
-    assert at_eight.step == 8
+def test_another_world_size_continues_from_the_same_state(pool: Pool, tmp_path: Path) -> None:
+    build, settings = TRAININGS["cnn_sgd"], {"retention": None}
+    for resumed, world_size in ((0, 2), (5, 3), (10, 1), (15, 2)):
+        lived = history(
+            pool, build, tmp_path, world_size=world_size, until=resumed + 5, settings=settings
+        )
+        assert [life.resumed for life in lived.lives[-1]] == [resumed] * world_size
+        found = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+        assert (found.step, len(found.items)) == (resumed + 5, world_size)
+    report = verify(tmp_path / "run", tmp_path / "staging")
+    assert report.ok, report.failures
+    assert {5, 10, 15, 20} <= {replay.last for replay in report.replays if replay.compared}
 
 
 def test_a_rank_that_joins_keeps_its_own_random_stream_and_resumes_bit_for_bit(

@@ -51,6 +51,22 @@ def test_a_scrape_tells_what_stats_tells_before_during_and_after_a_run(tmp_path:
         thread.join()
 
 
+def test_every_figure_of_stats_is_there_also_those_of_a_replica(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, settings={"compressor": None})
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(lowdiff.metrics.collector(loop.checkpointer))
+    loop.run(3)
+    told = {family.name.removeprefix("lowdiff_") for family in registry.collect()}
+    texts = {"writer_error", "remote_error", "replica_error"}
+    never_compared = {"replica_drift"}
+    others = {"rank", "large_items"} | texts | never_compared
+    missing = loop.checkpointer.stats().keys() - told - others
+    assert not missing
+    troubles = {"writer_in_trouble", "store_in_trouble", "replica_in_trouble"}
+    assert troubles <= told
+    assert all(registry.get_sample_value(f"lowdiff_{t}", {"rank": "0"}) == 0 for t in troubles)
+
+
 def test_without_prometheus_client_the_error_names_the_extra(tmp_path: Path) -> None:
     code = """
 import sys
@@ -65,4 +81,4 @@ except lowdiff.errors.ConfigError as error:
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
     )
-    assert "pip install 'lowdiff[metrics]'" in result.stdout
+    assert "pip install prometheus_client" in result.stdout

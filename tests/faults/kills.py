@@ -203,7 +203,7 @@ def wait_for_writers(folder: Path) -> None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while any(str(folder).encode() in words for words in _command_lines()):
         assert time.monotonic() < deadline, f"a writer of {folder} goes on"
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def _command_lines() -> list[bytes]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer of a process loads it
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 

@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 
 from lowdiff.demo.launch import child_processes
+from tests.scenarios.lives import Life, live
+from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import cnn_sgd
 
 pytestmark = pytest.mark.launch
 
@@ -72,7 +75,7 @@ def wait_for_step(folder: Path, step: int) -> None:
     deadline = time.monotonic() + 60
     while step not in losses(folder):
         assert time.monotonic() < deadline, (folder / "output.txt").read_text()[-3000:]
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 @pytest.mark.slow  # a small campaign of tests/faults does the same in every test run
@@ -97,20 +100,25 @@ def test_a_process_killed_at_random_instants_loses_no_committed_step(tmp_path: P
     assert lines(killed)[-1]["state"] == lines(whole)[-1]["state"]
 
 
-def test_all_ranks_killed_at_once_resume_bit_for_bit(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(start(command("cnn_sgd", whole, 120, ranks=2), whole), whole)
-    agent = start(command("cnn_sgd", killed, 120, ranks=2), killed)
-    wait_for_step(killed, 55)
+def test_all_ranks_killed_at_once_resume_bit_for_bit(tmp_path: Path, pool: Pool) -> None:
+    def lived(folder: Path) -> list[Life]:
+        return pool.run(
+            live, 2, cnn_sgd, str(folder / "run"), str(folder / "staging"), 60, None, {}
+        )
+
+    whole, folder = lived(tmp_path / "whole"), tmp_path / "killed"
+    agent = start(command("cnn_sgd", folder, 60, ranks=2), folder)
+    wait_for_step(folder, 25)
     workers = child_processes(agent.pid)
     agent.kill()
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
     agent.wait()
-    finish(start(command("cnn_sgd", killed, 120, ranks=2), killed), killed)
-    for rank in range(2):
-        assert losses(killed, rank) == losses(whole, rank)
-        assert lines(killed, rank)[-1]["state"] == lines(whole, rank)[-1]["state"]
+    for rank, (expected, resumed) in enumerate(zip(whole, lived(folder), strict=True)):
+        killed = {step + 1: loss for step, loss in losses(folder, rank).items()}
+        assert 25 <= resumed.resumed <= max(killed)
+        assert killed | resumed.losses == expected.losses
+        assert resumed.state == expected.state
 
 
 def run_example(folder: Path, kill_after: str | None = None) -> list[str]:

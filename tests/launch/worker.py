@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import lowdiff
 from lowdiff.compressors import TopK
-from tests.scenarios import more_trainings, trainings
+from tests.scenarios.all_trainings import TRAININGS
 from tests.scenarios.lives import digests
 
 
@@ -37,8 +37,7 @@ def main() -> None:
     torch.manual_seed(17)
     random.seed(17)
     np.random.seed(17)
-    build = getattr(more_trainings, args.builder, None) or getattr(trainings, args.builder)
-    made = build(rank, int(os.environ.get("WORLD_SIZE", "1")))
+    made = TRAININGS[args.builder](rank, int(os.environ.get("WORLD_SIZE", "1")))
     checkpointer = lowdiff.Checkpointer(
         args.run,
         compressor=TopK(0.05, dense_below=64),

@@ -31,6 +31,7 @@ from lowdiff.persistence.segments import Batch, SegmentWriter
 from lowdiff.recovery.engine import look_again
 from lowdiff.recovery.inspection import inspect
 from lowdiff.recovery.plan import plan_recovery, recoverable
+from tests.persistence.index_writer import write_for_ever
 from tests.persistence.indexed_runs import (
     BATCHES,
     age,
@@ -303,17 +304,12 @@ def test_inspection_counts_the_same_with_and_without(folder: RunFolder, tmp_path
     assert inspect(folder.root, staging=tmp_path) == found
 
 
-def write_for_ever(folder: Path, entries: list[Sealed]) -> None:
-    while True:
-        write_index(folder, RUN_ID, 0, entries)
-
-
 @pytest.mark.launch
 def test_writers_that_are_killed_or_in_each_others_way_leave_a_whole_index(tmp_path: Path) -> None:
     many = [[Sealed(who, t, t, 128, 7, ()) for t in range(1, 3000)] for who in (0, 1)]
     write_index(tmp_path, RUN_ID, 0, many[0])
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=write_for_ever, args=(tmp_path, own)) for own in many]
+    writers = [context.Process(target=write_for_ever, args=(tmp_path, RUN_ID, own)) for own in many]
     for writer in writers:
         writer.start()
     seen: set[int] = set()

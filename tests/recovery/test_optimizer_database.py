@@ -19,7 +19,7 @@ from lowdiff.layout import flat, layout_of
 from lowdiff.persistence.values import same
 from lowdiff.recovery import optimizers
 from lowdiff.recovery.kernels import StepChooser
-from lowdiff.recovery.optimizers import class_name, register_optimizer
+from lowdiff.recovery.optimizers import build, class_name, register_optimizer, usable_on
 from lowdiff.recovery.replay import ReplayOptions, plan_units
 from lowdiff.recovery.state import OptimizerState, RecoveredState
 from lowdiff.recovery.unit import Scratch, Step, UnitState
@@ -166,6 +166,18 @@ def test_every_optimizer_and_configuration_of_torchs_database_replays(info: Any,
             assert_units_replay(parameters, optimizer, None)
             tried += 1
     assert tried >= 4
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
+def test_what_was_captured_in_a_cuda_graph_can_be_stepped_on_a_cpu(kind: Any) -> None:
+    hyper = {"lr": torch.tensor(0.1), "capturable": True, "foreach": True}
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    spec = OptimizerSpec(class_name(kind([weight])), (("weight",),))
+    optimizer = build(spec, [(usable_on(weight.device, hyper), [weight])])
+    optimizer.step()
+    assert bool((weight < 1).all())
+    assert usable_on(torch.device("cuda"), hyper) is hyper
 
 
 def test_what_cannot_be_replayed_is_refused_with_advice() -> None:

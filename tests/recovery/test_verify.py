@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,53 +9,19 @@ import pytest
 from crc32c import crc32c
 from torch import nn
 
-from lowdiff.errors import DamagedFile, NotARun
-from lowdiff.persistence.catalog import scan
-from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.differentials import read_differential
+from lowdiff.errors import NotARun
 from lowdiff.persistence.durable import write_json
 from lowdiff.persistence.fences import read_fence, write_fence
-from lowdiff.persistence.framing import FileHeader, RecordRef, read_records
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import Manifest
 from lowdiff.recovery import recover
-from lowdiff.recovery.engine import look_again
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.verify import Replayed, VerifyReport, verify
 from tests.recovery.training import Trained, flip, train
+from tests.recovery.verified import check, only_failure
 from tests.scenarios.lives import history
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
-
-
-@pytest.fixture(scope="module")
-def closed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Twelve steps, snapshots 0, 5, 10 and 12, nothing in staging."""
-    return train(tmp_path_factory.mktemp("closed"), 12)
-
-
-@pytest.fixture(scope="module")
-def crashed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Nine steps, snapshots 0 and 5; all records are both in segments and in staging."""
-    return train(tmp_path_factory.mktemp("crashed"), 9, end="crash")
-
-
-def check(trained: Trained) -> VerifyReport:
-    return verify(trained.run, trained.staging)
-
-
-def records_of(path: Path) -> list[RecordRef]:
-    view = memoryview(path.read_bytes())
-    return list(read_records(view, FileHeader.unpack(view, path)))
-
-
-def only_failure(report: VerifyReport, path: Path) -> str:
-    """The first failure's message, which must name the file."""
-    assert not report.ok
-    assert report.failures[0].path == str(path)
-    assert str(path) in report.failures[0].message
-    return report.failures[0].message
-
 
 # Whole runs
 
@@ -192,140 +157,6 @@ def test_other_bits_under_a_right_checksum_are_found_by_replay(
     )
 
 
-# Differentials
-
-
-def test_a_flipped_bit_inside_a_segment_names_file_and_offset(
-    closed: Trained, tmp_path: Path
-) -> None:
-    copy = closed.copied(tmp_path)
-    record = records_of(copy.segment(6))[2]
-    flip(copy.segment(6), record.offset + 200)
-    report = check(copy)
-    only_failure(report, copy.segment(6))
-    assert report.failures[0].offset == record.offset
-    assert any("step 8 of rank 0 is lost" in failure.message for failure in report.failures)
-    assert Replayed(0, 5, compared=True) in report.replays
-    assert Replayed(10, 12, compared=True) in report.replays
-    assert report.recoverable == ((0, 7), (10, 12))
-
-
-@pytest.mark.parametrize("place", ["file header", "record header", "last byte"])
-def test_a_flipped_bit_anywhere_in_a_segment_names_it(
-    closed: Trained, tmp_path: Path, place: str
-) -> None:
-    copy = closed.copied(tmp_path)
-    path = copy.segment(11)
-    last = records_of(path)[-1]
-    where = {
-        "file header": 20,
-        "record header": last.offset + 10,
-        "last byte": last.offset + 64 + last.header.body_bytes - 1,
-    }
-    flip(path, where[place])
-    only_failure(check(copy), path)
-
-
-def test_a_flipped_bit_in_the_newest_record_is_no_torn_tail(
-    crashed: Trained, tmp_path: Path
-) -> None:
-    copy = crashed.copied(tmp_path)
-    shutil.rmtree(copy.staging)
-    last = records_of(copy.segment(6))[-1]
-    flip(copy.segment(6), last.offset + 70)
-    report = check(copy)
-    only_failure(report, copy.segment(6))
-    assert report.recoverable == ((0, 8),)
-
-
-def test_a_missing_segment_is_named(closed: Trained, tmp_path: Path) -> None:
-    copy = closed.copied(tmp_path)
-    copy.segment(6).unlink()
-    report = check(copy)
-    assert "step 6 of rank 0 is lost" in only_failure(report, copy.segment(6))
-    assert len(report.failures) == 1
-
-
-def test_a_missing_segment_after_the_last_snapshot_is_named(tmp_path: Path) -> None:
-    train(tmp_path, 3, end="crash", snapshot_every=100)
-    trained = train(tmp_path, 6, end="crash", snapshot_every=100)
-    shutil.rmtree(trained.staging)
-    middle = records_of(trained.segment(4, incarnation=1))[1]
-    path = trained.segment(4, incarnation=1)
-    data = path.read_bytes()
-    path.write_bytes(data[: middle.offset] + data[middle.end :])
-    report = check(trained)
-    assert "step 5 of rank 0 is lost" in only_failure(report, trained.segment(5, incarnation=1))
-
-
-@pytest.mark.parametrize("kept", ["staging", "nothing"])
-@pytest.mark.parametrize("tail", ["short body", "short header", "zeros"])
-def test_a_torn_tail_of_a_dead_writer_is_a_note(
-    crashed: Trained, tmp_path: Path, tail: str, kept: str
-) -> None:
-    copy = crashed.copied(tmp_path)
-    if kept == "nothing":
-        shutil.rmtree(copy.staging)
-    path = copy.segment(6)
-    last = records_of(path)[-1]
-    data = path.read_bytes()
-    path.write_bytes(
-        {
-            "short body": data[:-20],
-            "short header": data[: last.offset + 30],
-            "zeros": data[: last.offset + 90] + bytes(len(data) - last.offset - 90),
-        }[tail]
-    )
-    report = check(copy)
-    assert report.ok
-    assert [(note.path, note.offset) for note in report.notes] == [(str(path), last.offset)]
-    assert report.recoverable == ((0, 9 if kept == "staging" else 8),)
-
-
-def test_a_segment_torn_in_its_first_bytes_is_a_note(crashed: Trained, tmp_path: Path) -> None:
-    copy = crashed.copied(tmp_path)
-    copy.segment(10).write_bytes(copy.segment(6).read_bytes()[:20])
-    report = check(copy)
-    assert report.ok
-    assert [note.path for note in report.notes] == [str(copy.segment(10))]
-
-
-def test_a_torn_tail_before_a_later_snapshot_is_a_failure(closed: Trained, tmp_path: Path) -> None:
-    copy = closed.copied(tmp_path)
-    path = copy.segment(6)
-    last = records_of(path)[-1]
-    path.write_bytes(path.read_bytes()[:-20])
-    report = check(copy)
-    only_failure(report, path)
-    assert report.failures[0].offset == last.offset
-    assert not report.notes
-
-
-def test_a_flipped_bit_before_a_torn_tail_is_a_failure(crashed: Trained, tmp_path: Path) -> None:
-    copy = crashed.copied(tmp_path)
-    shutil.rmtree(copy.staging)
-    path = copy.segment(6)
-    first, _, _, last = records_of(path)
-    data = path.read_bytes()
-    path.write_bytes(data[: last.offset] + bytes(len(data) - last.offset))
-    flip(path, first.offset + 100)
-    report = check(copy)
-    only_failure(report, path)
-    assert report.failures[0].offset == first.offset
-
-
-def test_what_a_later_incarnation_made_void_may_be_torn(tmp_path: Path) -> None:
-    first = train(tmp_path, 4, end="crash")
-    shutil.rmtree(first.staging)
-    path = first.segment(1)
-    path.write_bytes(path.read_bytes()[:-20])
-    trained = train(tmp_path, 6)
-    path.write_bytes(path.read_bytes()[:-20])
-    report = check(trained)
-    assert report.ok
-    assert "void" in report.notes[0].message
-
-
 def test_a_parameter_changed_outside_the_optimizer_is_found(tmp_path: Path) -> None:
     def tamper(step: int, model: nn.Module) -> None:
         if step == 7:
@@ -335,79 +166,6 @@ def test_a_parameter_changed_outside_the_optimizer_is_found(tmp_path: Path) -> N
     report = check(train(tmp_path, 10, inside=tamper))
     assert report.failures[0].message.startswith("after step 8, elements")
     assert report.replays == (Replayed(0, 5, compared=True),)
-
-
-# Staging
-
-
-def test_a_flipped_bit_inside_the_staging_log_names_file_and_offset(
-    crashed: Trained, tmp_path: Path
-) -> None:
-    copy = crashed.copied(tmp_path)
-    chunk = next(copy.staging.rglob("*.chunk"))
-    record = records_of(chunk)[4]
-    flip(chunk, record.offset + 100)
-    report = check(copy)
-    only_failure(report, chunk)
-    assert report.failures[0].offset == record.offset
-    assert report.recoverable == ((0, 9),)
-
-
-def test_a_damaged_header_of_a_chunk_is_named(crashed: Trained, tmp_path: Path) -> None:
-    copy = crashed.copied(tmp_path)
-    chunk = next(copy.staging.rglob("*.chunk"))
-    flip(chunk, 10)
-    only_failure(check(copy), chunk)
-
-
-def test_a_chunk_that_was_only_just_made_is_no_damage(crashed: Trained, tmp_path: Path) -> None:
-    copy = crashed.copied(tmp_path)
-    chunk = next(copy.staging.rglob("*.chunk"))
-    chunk.with_name("log-00000001.chunk").write_bytes(bytes(4096))
-    assert check(copy).ok
-
-
-def test_staged_bytes_that_were_overwritten_are_not_decoded(
-    crashed: Trained, tmp_path: Path
-) -> None:
-    copy = crashed.copied(tmp_path)
-    catalog = scan(RunFolder(copy.run), [copy.staging])
-    stored = catalog.records[0, 0][4]
-    assert read_differential(stored, Codec()).step == 4
-    with stored.path.open("r+b") as file:
-        file.seek(stored.record.offset + 64 + stored.record.header.meta_bytes + 100)
-        file.write(b"overwritten")
-    with pytest.raises(DamagedFile, match="step 4 was overwritten"):
-        read_differential(stored, Codec())
-
-
-def test_overwritten_staging_is_looked_at_again(crashed: Trained) -> None:
-    folder = RunFolder(crashed.run)
-    old = scan(folder, [crashed.staging])
-    seen = []
-
-    def act(catalog: object) -> str:
-        seen.append(catalog)
-        if len(seen) == 1:
-            raise DamagedFile(crashed.staging / "x" / "log-00000000.chunk", "overwritten")
-        return "done"
-
-    assert look_again(folder, crashed.staging, old, act) == "done"
-    assert seen[0] is old
-    assert seen[1] is not old
-
-
-def test_other_damage_is_not_looked_at_again(crashed: Trained) -> None:
-    seen = []
-
-    def act(catalog: object) -> None:
-        seen.append(catalog)
-        raise DamagedFile(crashed.segment(1), "bad")
-
-    folder = RunFolder(crashed.run)
-    with pytest.raises(DamagedFile, match="bad"):
-        look_again(folder, crashed.staging, scan(folder), act)
-    assert len(seen) == 1
 
 
 # Fences
@@ -460,13 +218,6 @@ def test_another_torch_is_noted(closed: Trained, tmp_path: Path) -> None:
 
 
 # Several ranks
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(2)
-    yield made
-    made.close()
 
 
 def test_ranks_may_come_and_go(pool: Pool, tmp_path: Path) -> None:

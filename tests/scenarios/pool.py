@@ -16,6 +16,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+#: Loaded once, before the processes part; none of it starts a thread.
+_PRELOADED = [
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "lowdiff.checkpointer",
+    "lowdiff.recovery.engine",
+]
+
 #: ``job(rank, world_size, *arguments)``, importable by name.
 Job = Callable[..., Any]
 
@@ -28,7 +36,8 @@ class Pool:
     """Processes that run the same job as the ranks of one world."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(size):

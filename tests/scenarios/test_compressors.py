@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.compressors.family import FAMILY
-from tests.scenarios import more_trainings
+from tests.scenarios.all_trainings import PLAIN, REAL, TRAININGS
 from tests.scenarios.lives import Kill, assert_identical, history
 from tests.scenarios.pool import Pool
-from tests.scenarios.trainings import TRAININGS
 
 STEPS = 11
 #: The others run with the slow tests.
@@ -54,7 +53,7 @@ def test_five_kills_change_no_bit(pool: Pool, tmp_path: Path, name: str, world_s
 
 
 #: What happens between hook and optimizer, and what the hook does not see, in real loops.
-LOOPS = sorted(n for n, b in TRAININGS.items() if b.__module__ == more_trainings.__name__)
+LOOPS = sorted(REAL)
 QUICK = {
     ("scaler_unscale_clip", "8 bits"),
     ("unused_parameters_zeroed", "powersgd"),
@@ -79,7 +78,7 @@ REPRESENTATIVES = ("powersgd", "8 bits", "cast to bfloat16", "topk bfloat16", "c
     ],
 )
 def test_real_loops_resume_bit_for_bit(pool: Pool, tmp_path: Path, loop: str, name: str) -> None:
-    world_size = 1 if loop in more_trainings.PLAIN else 2
+    world_size = 1 if loop in PLAIN else 2
     settings = {"compressor": FAMILY[name]}
     whole = history(
         pool,

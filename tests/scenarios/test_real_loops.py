@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios import averaged_trainings, more_trainings
+from tests.scenarios.all_trainings import AVERAGED, PLAIN, REAL, TRAININGS
 from tests.scenarios.lives import Kill, assert_identical, history
 from tests.scenarios.pool import Pool
-from tests.scenarios.trainings import TRAININGS
 
 STEPS = 16
-MODULES = {more_trainings.__name__, averaged_trainings.__name__}
-NAMES = sorted(n for n, b in TRAININGS.items() if b.__module__ in MODULES)
+NAMES = sorted(REAL | AVERAGED)
 
 #: Near relatives of others here: they run with the slow tests.
 RARER = {
@@ -37,7 +35,7 @@ assert set(NAMES) >= RARER
 
 def world_sizes(name: str) -> list[int]:
     """A plain module is a world of its own; the rest alternate between 2 and 3 ranks."""
-    if name in more_trainings.PLAIN:
+    if name in PLAIN:
         return [1]
     return [2 + NAMES.index(name) % 2]
 

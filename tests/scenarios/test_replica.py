@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios import averaged_trainings, more_trainings
+from tests.scenarios.all_trainings import TRAININGS
 from tests.scenarios.lives import Kill, assert_identical, history
 from tests.scenarios.pool import Pool
-from tests.scenarios.trainings import TRAININGS
 
-assert averaged_trainings  # they register themselves
-assert more_trainings
 STEPS = 12
 PLUS = {"compressor": None, "reproducible": True, "snapshot_every": 4}
 

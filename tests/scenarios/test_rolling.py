@@ -9,15 +9,13 @@ import pytest
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.recovery.verify import verify
-from tests.scenarios import averaged_trainings, more_trainings, trainings
+from tests.scenarios.all_trainings import PLAIN, TRAININGS
 from tests.scenarios.lives import Kill, assert_identical, history
 from tests.scenarios.pool import Pool
-from tests.scenarios.trainings import TRAININGS
 
 STEPS = 22
 ROLLING = {"snapshot": "rolling", "snapshot_every": 5, "retention": None}
-MODULES = {m.__name__ for m in (trainings, more_trainings, averaged_trainings)}
-NAMES = sorted(n for n, b in TRAININGS.items() if b.__module__ in MODULES)
+NAMES = sorted(TRAININGS)
 #: Every one of these cuts its state in another way; the others are slow tests.
 FAST = {("gpt_adamw", 3), ("channels_last", 2), ("ema_beside_fused_adamw", 2)}
 
@@ -25,7 +23,7 @@ FAST = {("gpt_adamw", 3), ("channels_last", 2), ("ema_beside_fused_adamw", 2)}
 def cases() -> list[object]:
     found: list[object] = []
     for name in NAMES:
-        plain = name in more_trainings.PLAIN
+        plain = name in PLAIN
         for size in [1] if plain else [1, 2, 3] if name in ("gpt_adamw", "cnn_sgd") else [2]:
             marks = () if (name, size) in FAST else pytest.mark.slow
             found.append(pytest.param(name, size, marks=marks))

@@ -155,3 +155,16 @@ def cnn_sgd(rank: int, world_size: int) -> Training:
         return loss
 
     return Training(model, optimizer, step)
+
+
+def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Any:
+    """``zero_grad``, forward, backward, ``step`` on a classifier."""
+
+    def step(t: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = classify(model, t, rank)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step

@@ -1,0 +1,127 @@
+"""How large a staging log becomes, and what it gives up where it may."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.framing import RecordKind
+from lowdiff.persistence.segments import batches_of
+from lowdiff.persistence.staging import LogTail, staged_records
+from tests.persistence.staged_logs import (
+    CHUNK,
+    ITEMS,
+    append,
+    check,
+    drained,
+    folder_in,
+    log_in,
+    payload,
+    steps,
+)
+
+
+def test_at_its_cap_the_log_refuses_until_more_is_durable(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=2 * CHUNK)
+    step = 1
+    while append(log, step):
+        step += 1
+    assert step == 17  # two chunks of eight
+    assert append(log, step, durable=7) is None
+    assert steps(folder) == list(range(1, 17))
+    assert append(log, step, durable=8)
+    assert steps(folder) == list(range(9, 18))
+
+
+def test_where_it_may_drop_the_log_takes_every_step_and_says_what_went(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=2 * CHUNK)
+    tail = LogTail(folder)
+    for step in range(1, 30):
+        meta = b"step %d" % step
+        size = log.append(
+            RecordKind.DIFFERENTIAL, step, meta, payload(step), durable_step=3, drop=True
+        )
+        assert size
+        assert log.dropped_step == (-1 if step < 17 else 8 if step < 25 else 16)
+    assert steps(folder) == list(range(17, 30))
+    assert [check(record) for record in drained(tail)] == list(range(17, 30))
+
+
+def test_a_reader_never_passes_on_what_was_dropped_under_it(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=2 * CHUNK)
+    for step in range(1, 17):
+        append(log, step)
+    held = drained(LogTail(folder))
+    assert [check(record) for record in held] == list(range(1, 17))
+    assert log.append(
+        RecordKind.DIFFERENTIAL, 17, b"step 17", payload(17), durable_step=-1, drop=True
+    )
+    batches = batches_of(held, Codec())
+    # Where the new record lies, an old one is gone; the others are whole, if stale.
+    assert [(batch.first, batch.last) for batch in batches] == [(2, 16)]
+
+
+def test_the_newest_chunk_is_never_given_up_even_if_all_in_it_is_durable(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=CHUNK)
+    for step in range(1, 12):
+        assert append(log, step, durable=step - 1)
+    assert steps(folder)[-1] == 11
+    assert len(folder.chunks()) == 2
+
+
+def test_a_record_larger_than_a_chunk_gets_one_of_its_own(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder)
+    append(log, 1)
+    assert append(log, 2, num_items=5 * CHUNK)
+    append(log, 3)
+    sizes = [path.stat().st_size for _, path in folder.chunks()]
+    assert sizes[0] == sizes[2] == CHUNK
+    assert sizes[1] > 20 * CHUNK
+    found = [record for _, record in staged_records(folder)]
+    assert [check(r, n) for r, n in zip(found, (ITEMS, 20480, ITEMS), strict=True)] == [1, 2, 3]
+
+
+def test_a_record_larger_than_the_cap_is_taken_once_it_is_alone(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=2 * CHUNK)
+    for step in range(1, 17):
+        append(log, step)
+    assert append(log, 17, num_items=5 * CHUNK) is None
+    assert append(log, 17, durable=8, num_items=5 * CHUNK)
+    held = log.bytes_held
+    assert held > 20 * CHUNK
+    for step in range(18, 400):
+        assert append(log, step, durable=step - 1)
+    assert log.bytes_held <= held  # the large chunk is reused like any other
+
+
+@given(st.lists(st.tuples(st.integers(0, 2500), st.integers(0, 6), st.booleans()), max_size=40))
+def test_any_sequence_of_sizes_and_progress_keeps_all_that_is_not_durable(
+    tmp_path_factory: pytest.TempPathFactory, appends: list[tuple[int, int, bool]]
+) -> None:
+    folder = folder_in(tmp_path_factory.mktemp("log"))
+    log, tail = log_in(folder, cap_bytes=3 * CHUNK), LogTail(folder)
+    step, durable, sizes, seen = 0, 0, {}, []
+    for size, progress, with_mark in appends:
+        durable = min(step, durable + progress)
+        if append(log, step + 1, durable=durable, num_items=size) is not None:
+            step += 1
+            sizes[step] = size
+        if with_mark:
+            log.append(RecordKind.SNAPSHOT, step, b"image", (), durable_step=durable)
+        for record in drained(tail):
+            if record.header.kind is RecordKind.DIFFERENTIAL:
+                seen.append(check(record, sizes[record.header.step]))
+        left = [r.header.step for _, r in staged_records(folder) if r.header.kind == 1]
+        assert left == list(range(left[0] if left else step + 1, step + 1))
+        assert not left or left[0] <= durable + 1
+    assert seen == list(range(1, step + 1))
