@@ -6,9 +6,6 @@ MARKERS ?= not slow and not gpu
 # Many tests wait for disks and processes, so there are more than cores.
 WORKERS ?= 3
 
-# Hundreds of short processes import the same modules: compile them once, whatever the caller says.
-export PYTHONDONTWRITEBYTECODE :=
-
 BIN := .venv/bin
 FOLDERS := $(wildcard lowdiff compressors persistence recovery tuner benches docs examples tests)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c constraints.txt

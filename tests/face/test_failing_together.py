@@ -13,6 +13,8 @@ from lowdiff.compressors import TopK
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
 
+ADVICE = "Mend that, and start all ranks again"
+
 
 class Fragile:
     """A stateful object that cannot be restored where its file is missing."""
@@ -66,7 +68,7 @@ def test_one_rank_that_cannot_attach_ends_it_on_all_and_the_next_attach_works(
     first, second = pool.run(attach, 2, str(tmp_path), 6, broken)
     assert second[0] == error
     assert message in str(second[1])
-    assert first == ("LowDiffError", f"rank 1 failed: {error}: {second[1]}")
+    assert first == ("LowDiffError", f"rank 1 failed: {error}: {second[1]}. {ADVICE}")
     assert pool.run(attach, 2, str(tmp_path), 6, "") == [("resumed", 4)] * 2
 
 
@@ -94,4 +96,4 @@ def test_a_file_that_a_rank_cannot_store_fails_on_all(pool: Pool, tmp_path: Path
     (tmp_path / "rank-1/x").touch()
     first, second = pool.run(share, 2, str(tmp_path))
     assert second.startswith(("NotADirectoryError", "FileExistsError"))
-    assert first == f"LowDiffError: rank 1 failed: {second}"
+    assert first == f"LowDiffError: rank 1 failed: {second}. {ADVICE}"

@@ -67,7 +67,7 @@ def test_every_figure_of_stats_is_there_also_those_of_a_replica(tmp_path: Path) 
     assert all(registry.get_sample_value(f"lowdiff_{t}", {"rank": "0"}) == 0 for t in troubles)
 
 
-def test_without_prometheus_client_the_error_names_the_extra(tmp_path: Path) -> None:
+def test_without_prometheus_client_the_error_names_it(tmp_path: Path) -> None:
     code = """
 import sys
 sys.modules["prometheus_client"] = None
