@@ -37,7 +37,7 @@ class ResumableLoader:
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
-        before_batch: Callable[[], None] = lambda: None,
+        before_batch: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
         """Describe the data.
@@ -71,7 +71,7 @@ class ResumableLoader:
         self._shuffle = shuffle
         self._drop_last = drop_last
         self._seed = seed
-        self._before_batch = before_batch
+        self._before_batch = before_batch or (lambda: None)
         self._options = options
         joined = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if joined else 0
