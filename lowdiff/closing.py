@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from lowdiff.errors import WriterFailed
 from lowdiff.opening import Opened
 
 _logger = logging.getLogger(__name__)
 
 _MEET_SECONDS = 60.0
 _FINISH_SECONDS = 600.0
+_ABANDON_SECONDS = 10.0
 
 
 def finish(opened: Opened, *, failed: bool) -> None:
@@ -29,14 +31,9 @@ def finish(opened: Opened, *, failed: bool) -> None:
             session.commit()
         if not session.is_taken_over:
             session.finish_copies()
-    except Exception:
-        _end(opened, failed=True)  # or replica and writer would hold the run
+    except BaseException:
+        _abandon(opened)
         raise
-    _end(opened, failed=failed)
-
-
-def _end(opened: Opened, *, failed: bool) -> None:
-    session = opened.session
     session.stager.stop()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
     session.stager.meter.end("failed" if failed else "closed")
@@ -54,6 +51,17 @@ def _end(opened: Opened, *, failed: bool) -> None:
             _MEET_SECONDS,
             opened.staging.root,
         )
+
+
+def _abandon(opened: Opened) -> None:
+    """End replica and writer, which would hold the run; the next attach adopts what is staged."""
+    stager = opened.session.stager
+    stager.stop()
+    stager.meter.end("failed")
+    try:
+        stager.writer.finish(_ABANDON_SECONDS)
+    except WriterFailed:
+        stager.writer.stop()
 
 
 def release(opened: Opened) -> None:

@@ -46,6 +46,8 @@ class HostCopies:
             return source
         if source.is_cpu:
             return source.clone()
+        if source.device != self._device:  # a frozen part, say; no stream of ours knows of it
+            return source.cpu()
         host = torch.empty_like(source, device="cpu", pin_memory=True)
         training = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(training)

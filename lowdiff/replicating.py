@@ -38,7 +38,7 @@ class ReplicatedStager(Stager):
         super().__init__(log, writer, settings, rank, world_size)
         self._marks = MarkPage(log.folder.snapshot_mark)
         self._step = self._given_up = self._told_step = -1
-        self._holds_image = False
+        self._holds_image = self._is_dropping = False
         #: Gradients of the step under way that found no room yet.
         self._pending: Sequence[Section] = ()
         self._error_of_replica = ""
@@ -151,17 +151,17 @@ class ReplicatedStager(Stager):
     def _drop(self, step: int) -> None:
         self._log.drop_ahead()
         self._pending = ()
-        if not self._owes_snapshot:
+        if not self._is_dropping:
             log_event(
                 _logger,
                 logging.WARNING,
                 "steps_dropped",
-                f"rank {self._rank}: the replica does not keep up and its queue is full, so steps "
-                f"from {step} on are given up; a full snapshot follows when it has caught up",
+                f"rank {self._rank}: the replica does not keep up, so steps from {step} on are given "
+                "up; a full snapshot follows when it has caught up",
                 rank=self._rank,
                 step=step,
             )
-        self._owes_snapshot = True
+        self._owes_snapshot = self._is_dropping = True
         self.counters.dropped_steps += 1
 
     def stage_snapshot(
@@ -179,6 +179,7 @@ class ReplicatedStager(Stager):
         if mark is not None:
             self._marks.publish(mark)
             self._holds_image = True
+            self._is_dropping = False
 
     def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
         """See ``Stager.show``."""
@@ -206,10 +207,15 @@ class ReplicatedStager(Stager):
         """Whether the replica has used up all before it, and can take an image."""
         return (
             step >= self._retry_step
-            and not self._is_image_in_use()
             # Where training waits for storage, it waits here as well. With several ranks the newest
             # step is committed, and applied, with the next one.
-            and (not self._degrades or self._consumed_step() >= self._step - (self._world_size > 1))
+            and (
+                not self._degrades
+                or (
+                    not self._is_image_in_use()
+                    and self._consumed_step() >= self._step - (self._world_size > 1)
+                )
+            )
         )
 
     def stop(self) -> None:

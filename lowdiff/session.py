@@ -212,8 +212,7 @@ class Session:
             "swap?); such a step costs a full "
             "snapshot"
         )
-        self.snapshot()
-        self._copies.finish()
+        self.snapshot(at_once=True)
         if self._settings.backpressure == "block":
             self.stager.wait_for_snapshot()
 
@@ -353,11 +352,11 @@ class Session:
             and all(note & _READY_FOR_SNAPSHOT for note in notes)
         )
 
-    def snapshot(self, *, required: bool = False) -> None:
+    def snapshot(self, *, required: bool = False, at_once: bool = False) -> None:
         """Stage an atomic snapshot of the current step, unless that was the last one staged.
 
         An accelerator copies it while training goes on, up to the next optimizer step; unless it
-        is required, it is staged at the next commit.
+        is required, or wanted at once, it is staged at the next commit.
 
         Raises:
             StorageError: If it is required and there is no memory for it.
@@ -366,11 +365,13 @@ class Session:
             self._rolling.restart()
         if self.stager.atomic_step != self.step:
             tensors = self._live.shard(self._committed_held)
-            self._copies.then(partial(self._stage_snapshot, self.step, tensors, required=required))
-        if required:
+            is_late = self._copies.lag and not (required or at_once)
+            stage = self._stage_late_snapshot if is_late else self.stager.stage_snapshot
+            self._copies.then(partial(stage, self.step, tensors, required=required))
+        if required or at_once:
             self._copies.finish()
 
-    def _stage_snapshot(
+    def _stage_late_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
     ) -> None:
         # Who changes parameters between two steps may have done so while they were copied; and only

@@ -14,7 +14,7 @@ from lowdiff.errors import NotEnoughMemory
 from lowdiff.layout import torch_dtype
 from lowdiff.persistence.budget import memory_headroom
 from lowdiff.recovery.kernels import StepChooser
-from lowdiff.recovery.optimizers import build, granularity
+from lowdiff.recovery.optimizers import build, granularity, usable_on
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Fence, OptimizerSpec
 
@@ -123,7 +123,7 @@ def step_seconds(
     """
     parameter = torch.nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=False)
     parameter.grad = torch.full(shape, 1e-3, dtype=dtype)
-    optimizer = build(spec, [(dict(hyper), [parameter])])
+    optimizer = build(spec, [(usable_on(parameter.device, dict(hyper)), [parameter])])
     step = StepChooser().choose(optimizer)
     times = []
     with threads_put_back(), torch.no_grad():

@@ -41,15 +41,7 @@ Sums = dict[tuple[int, int, str], int]
 
 
 #: What torch and Python say of values of the wrong type, shape or number when they are stepped.
-UNREPLAYABLE = (
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    RuntimeError,
-)
+UNREPLAYABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
 def check_digests(shard: Differential, sums: Sums, *, whose: str, recorded_by: str) -> None:
@@ -205,7 +197,11 @@ class UnitState:
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         elif hasattr(optimizer, "found_inf"):
             del optimizer.found_inf
-        self._chooser.choose(optimizer)(optimizer)
+        step_of = self._chooser.choose(optimizer)
+        try:
+            step_of(optimizer)
+        except AssertionError as error:  # how torch refuses some values; ours mean something else
+            raise RuntimeError(f"the optimizer refuses: {error}") from error
 
     def add_digests(self, shards: Sequence[Differential], digester: Digester, sums: Sums) -> None:
         """Add what this unit holds of the slices that the live run digested at this step."""

@@ -182,6 +182,34 @@ def test_a_snapshot_is_given_up_if_parameters_change_before_close_has_copied_it(
     assert all(torch.equal(found[name], value.cpu()) for name, value in committed.items())
 
 
+def test_an_object_that_writes_parameters_whenever_it_is_read_loses_no_step(
+    tmp_path: Path, device: str
+) -> None:
+    loop = loop_on(device, tmp_path)
+
+    class Swapping:
+        """Puts averaged weights in place and takes them back, as some do in ``state_dict``."""
+
+        def state_dict(self) -> dict[str, int]:
+            with torch.no_grad():
+                for parameter in loop.model.parameters():
+                    parameter.mul_(1.0)
+            return {"swaps": 1}
+
+        def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
+
+    loop.attach(average=Swapping())
+    for number in loop.checkpointer.steps(4):
+        loop.step(number)
+    weights = loop.weights()
+    loop.die()
+    state = recovered(tmp_path, device=device)
+    assert state.step >= 3
+    if state.step == 4:
+        found = state.model_state_dict()
+        assert all(torch.equal(found[name], value.cpu()) for name, value in weights.items())
+
+
 def test_a_close_that_fails_leaves_nothing_that_holds_the_run(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
