@@ -75,10 +75,12 @@ class Checkpointer:
             environment. Needs ``lowdiff[object-store]``.
         retention: How many of the newest snapshots to keep, with their differentials, or a
             ``lowdiff.Retention``; None keeps every step of the run.
-        backpressure: What happens once as many steps are not durable, or staging memory is full, because storage is slow or out of order. ``"block"``: training waits, and ``stats()``
-            counts for how long. ``"degrade"``: training goes on and gives up the bound on
-            power failures; if staging fills up, the oldest steps that are not durable are dropped,
-            and a full snapshot is taken once storage is back.
+        backpressure: What happens once as many steps are not durable as the loss of power may
+            cost, or staging memory is full, because storage is slow or out of order.
+            ``"block"``: training waits, and ``stats()`` counts for how long. ``"degrade"``:
+            training goes on and gives up the bound on power failures; if staging fills up, the
+            oldest steps that are not durable are dropped, and a full snapshot is taken once
+            storage is back.
         on_error: ``"warn"``: storage trouble is a warning, training goes on. ``"raise"``: it is
             an error at the next commit, the same commit on every rank.
         tuning: What ``"auto"`` goes by: expected failures, and limits.

@@ -110,8 +110,9 @@ def compare_with(
             mine |= _entries(which, ours)
             hyper, others = _hyper_parameters(which, ours), _hyper_parameters(which, optimizer)
             # Other versions of PyTorch have more of them, or fewer.
-            mine |= {name: hyper[name] for name in hyper.keys() & others.keys()}
-            theirs |= {name: others[name] for name in hyper.keys() & others.keys()}
+            common = hyper.keys() & others.keys()
+            mine |= {name: hyper[name] for name in common}
+            theirs |= {name: others[name] for name in common}
     return Comparison(
         file=str(path),
         step=state.step,

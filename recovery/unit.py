@@ -169,7 +169,9 @@ class UnitState:
         return moved
 
     def _step_optimizer(self, step: Step, done: OptimizerStep, scratch: Scratch) -> None:
-        optimizer = self._optimizer or self._build(done.consumed)
+        device = self._parameters[0].device
+        consumed = [usable_on(device, hyper) for hyper in done.consumed]
+        optimizer = self._optimizer or self._build(consumed)
         position = 0
         for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
             count = block.stop - block.start
@@ -186,10 +188,9 @@ class UnitState:
             parameter.grad = self._reshaped(block, gradient)
             position += aligned(count)
         for group, index in zip(optimizer.param_groups, self._groups, strict=True):
-            group.update(usable_on(self._parameters[0].device, done.consumed[index]))
+            group.update(consumed[index])
         if done.found_inf is not None:
             # After an explicit unscale_ the scaler hands over found_inf without a scale (R2).
-            device = self._parameters[0].device
             known = done.grad_scale is not None
             scale = torch.tensor(done.grad_scale, device=device) if known else None
             found_inf = torch.tensor(done.found_inf, device=device)
@@ -248,7 +249,6 @@ class UnitState:
                     destination.copy_(flat(value))
 
     def _build(self, consumed: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-        consumed = [usable_on(self._parameters[0].device, hyper) for hyper in consumed]
         grouped = [
             (
                 consumed[index],

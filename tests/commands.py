@@ -51,6 +51,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Snapshots at 0, 5, 10 and 12; every step is kept."""
     return train(tmp_path_factory.mktemp("cli"), 12)
 
 

@@ -14,22 +14,11 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention_notes import note_policy, write_pin
 from lowdiff.persistence.retention_plan import Pin
-from tests.commands import Command, command
+from tests.commands import Command, command, copy, trained
 from tests.mounts import remount, tmpfs_or_skip
 from tests.recovery.training import Trained, flip, train
 
-__all__ = ["command"]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Snapshots at 0, 5, 10 and 12; every step is kept."""
-    return train(tmp_path_factory.mktemp("gc"), 12)
-
-
-@pytest.fixture
-def copy(trained: Trained, tmp_path: Path) -> Trained:
-    return trained.copied(tmp_path)
+__all__ = ["command", "copy", "trained"]  # fixtures
 
 
 def snapshots(copy: Trained) -> list[int]:

@@ -110,6 +110,14 @@ def test_no_folder_is_imported_by_its_bare_name() -> None:
     assert not bare & sys.modules.keys()
 
 
+def test_imports_go_down_only() -> None:
+    command = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run(
+        [command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_a_folder_imports_only_what_the_design_allows() -> None:
     graph = grimp.build_graph("lowdiff", cache_dir=None)
     wrong = [

@@ -58,7 +58,8 @@ def python_of(name: str, environments: Path) -> Path:
         if found != torch.__version__:
             raise CannotRun(f"it needs torch {found}, the bench has {torch.__version__}")
         stamp.write_text(wanted, encoding="utf-8")
-    _show_own_packages(folder)  # the clone that made it may be gone
+    else:
+        _show_own_packages(folder)  # the clone that made it may be gone
     return python
 
 

@@ -25,6 +25,16 @@ def test_what_a_run_records_of_a_compressor_rebuilds_it(name: str) -> None:
     assert from_settings(stored["name"], stored["settings"]) == compressor
 
 
+def test_settings_rebuild_an_equal_compressor() -> None:
+    compressor: Compressor = TopK(density=0.25, dense_below=7)
+    assert (compressor.name, compressor.settings()) == (
+        "topk",
+        {"density": 0.25, "dense_below": 7, "value_dtype": None, "warmup": 0},
+    )
+    assert from_settings(compressor.name, compressor.settings()) == compressor
+    assert TopK(density=0.25).settings()["dense_below"] == 1024
+
+
 def test_what_this_version_cannot_rebuild_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"compressed with 'signsgd'.*known are cast,.* topk"):
         from_settings("signsgd", {})
@@ -45,7 +55,7 @@ def test_names_differ() -> None:
 
 
 @pytest.mark.parametrize("kind", [TopK, CyclicTopK, RandomK])
-@pytest.mark.parametrize("density", [0, -0.1, 1.0001, math.nan, math.inf])
+@pytest.mark.parametrize("density", [0, -0.1, 1.0001, 2, math.nan, math.inf, -math.inf])
 def test_a_density_outside_of_0_to_1(kind: Callable[..., Any], density: float) -> None:
     with pytest.raises(ConfigError, match=r"density must be in \(0, 1\].*0\.01 keeps 1 %"):
         kind(density)

@@ -125,8 +125,9 @@ def test_a_rank_without_memory_for_a_snapshot_raises_on_all(tmp_path: Path, pool
         results = pool.run(train_without_room, 2, str(tmp_path))
     (first, error), (second, other_error) = results
     assert first == second < 8
-    assert error.startswith(
-        "rank 1 reports: trouble with storage, see its output; nothing committed"
+    assert error == (
+        "rank 1 reports: trouble with storage, see its output; nothing committed is lost: mend it, "
+        "and attach goes on from there"
     )
     assert other_error.startswith("rank 1 reports: staging needs")
 

@@ -17,12 +17,8 @@ from lowdiff.persistence.retention_plan import (
     StoredSnapshot,
     plan_collection,
 )
-from lowdiff.types import Environment, Fence, Layout, OptimizerSpec, ParameterSpec
-
-RUN_ID = "00112233445566778899aabbccddeeff"
-
-
-ENVIRONMENT = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
+from lowdiff.types import Fence, Layout, OptimizerSpec, ParameterSpec
+from tests.persistence.made_runs import ENVIRONMENT, RUN_ID
 
 
 def fence(number: int, parent: int | None, base: int, world_size: int, rank: int = 0) -> Fence:
@@ -74,9 +70,5 @@ def names(plan: CollectionPlan) -> tuple[list[str], list[str]]:
 
 
 ONE = [Span(0, 1, 0, None)]
-
-
 SNAPSHOTS = [snapshot(0, 0), snapshot(0, 100), snapshot(0, 200)]
-
-
 SEGMENTS = [segment(0, first) for first in (1, 51, 101, 151, 201)]

@@ -17,7 +17,8 @@ from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention import collect
 from lowdiff.persistence.retention_notes import Collected, read_notes
 from lowdiff.persistence.snapshots import Manifest, manifest_file, shard_file
-from tests.persistence.retained import RUN_ID, fence
+from tests.persistence.made_runs import RUN_ID
+from tests.persistence.retained import fence
 
 
 def complete_run(root: Path, steps: list[int], world_size: int = 2) -> RunFolder:

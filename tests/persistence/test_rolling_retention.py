@@ -13,9 +13,9 @@ from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.remote_retention import spent
 from lowdiff.persistence.retention_plan import Kept, Pin
 from lowdiff.persistence.writer_settings import WriterSettings
+from tests.persistence.made_runs import RUN_ID
 from tests.persistence.retained import (
     ONE,
-    RUN_ID,
     SEGMENTS,
     fence,
     names,

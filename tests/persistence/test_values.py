@@ -1,4 +1,4 @@
-"""Plain values come back with their types and bits; other objects and damaged bytes are refused."""
+"""Plain values come back with their types and bits."""
 
 from __future__ import annotations
 

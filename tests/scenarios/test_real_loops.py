@@ -33,24 +33,21 @@ RARER = {
 assert set(NAMES) >= RARER
 
 
-#: What these do to an exchange may depend on how many ranks there are.
-OF_MANY_RANKS = ("scaler", "unused_parameters")
+def world_sizes(name: str) -> list[int]:
+    """A plain module is a world of its own; the rest alternate between 2 and 3 ranks."""
+    if name in PLAIN:
+        return [1]
+    return [2 + NAMES.index(name) % 2]
 
 
-def cases() -> list[object]:
-    """A plain module is a world of its own; of the rest every second one also runs with 3 ranks."""
-    found: list[object] = []
-    for number, name in enumerate(NAMES):
-        sizes = [1] if name in PLAIN else [2]
-        if number % 2 and name not in PLAIN:
-            sizes = [3] if name.startswith(OF_MANY_RANKS) else [2, 3]
-        for size in sizes:
-            is_slow = name in RARER or (size == 3 and len(sizes) == 2)
-            found.append(pytest.param(name, size, marks=pytest.mark.slow if is_slow else ()))
-    return found
-
-
-@pytest.mark.parametrize(("name", "world_size"), cases())
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, size, marks=pytest.mark.slow if name in RARER else ())
+        for name in NAMES
+        for size in world_sizes(name)
+    ],
+)
 def test_this_training_resumes_bit_for_bit(
     pool: Pool, tmp_path: Path, name: str, world_size: int
 ) -> None:
