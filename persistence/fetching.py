@@ -14,14 +14,14 @@ import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
 from lowdiff.persistence.catalog import complete_fences, confirm_cycle, has_cycle, scan
-from lowdiff.persistence.durable import fsync_directory, make_directory
+from lowdiff.persistence.downloading import download
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.lineage import Span, lineage
@@ -33,7 +33,6 @@ from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 16 << 20
 _AT_ONCE = 8
 _LOOKS = 3
 
@@ -46,9 +45,12 @@ class Listing:
 
     Attributes:
         sizes: Bytes of every file by its name inside the run.
+        written: When a store got an object, in seconds since the epoch; of snapshots, where it was
+            asked for.
     """
 
     sizes: Mapping[str, int]
+    written: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_store(cls, store: ObjectStore) -> Listing:
@@ -145,7 +147,7 @@ def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> Non
     names = [file.name for file in listing.files("fence")]
     here = Listing.of_folder(folder).sizes if folder.root.is_dir() else {}
     small = [RUN_FILE, *names, *listing.notes()]
-    _download(store, folder, [name for name in small if name not in here], listing)
+    download(store, folder, [name for name in small if name not in here], listing.sizes)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         common = [name for name in [RUN_FILE, *names] if name in here]
         for name, data in zip(common, pool.map(store.read, common), strict=True):
@@ -197,7 +199,7 @@ def fetch_all(store: ObjectStore, folder: RunFolder, *, shards: bool) -> None:
         here = Listing.of_folder(folder).sizes
         names = [file.name for file in listing.files(*kinds)]
         names += listing.constants() if shards else []
-        _download(store, folder, [name for name in names if name not in here], listing)
+        download(store, folder, [name for name in names if name not in here], listing.sizes)
 
     _looking_again(store, bring)
 
@@ -238,15 +240,27 @@ def _fetch_history(
         usable = sorted((s, n) for s, n in snapshots if n in owners and owners[n].holds(s))
         base = max((found for found in usable if step is None or found[0] <= step), default=None)
         if base is None:
+            if not usable:
+                _fetch_evidence(store, folder, listing, here)
             break
         if _fetch_snapshot(store, folder, base, listing, here):
             constants = listing.constants(fences[base[1]])
             missing = [name for name in constants if name not in here.sizes]
-            _download(store, folder, missing, listing)
+            download(store, folder, missing, listing.sizes)
             if _fetch_segments(store, folder, base, step, listing, spans, staging_roots):
                 break
         passed_over.add(base)
     return [found for found, _ in usable]
+
+
+def _fetch_evidence(store: ObjectStore, folder: RunFolder, listing: Listing, here: Listing) -> None:
+    """Bring all differentials of a run without a usable snapshot.
+
+    What recovery makes of them depends on staging memory; but a run must not pass for a new one,
+    which would begin at step 0 in the place of what the store has.
+    """
+    names = [f.name for f in listing.files("segment") if f.name not in here.sizes]
+    download(store, folder, names, listing.sizes)
 
 
 def _fetch_segments(
@@ -276,7 +290,7 @@ def _fetch_segments(
         )
     ]
     # A longer segment of the same name holds more than its beginning, which the store has.
-    _download(store, folder, [n for n in wanted if listing.sizes[n] > here.get(n, 0)], listing)
+    download(store, folder, [n for n in wanted if listing.sizes[n] > here.get(n, 0)], listing.sizes)
     if found is None or not found.is_rolling:
         return True
     catalog = scan(folder, staging_roots)
@@ -305,7 +319,7 @@ def _fetch_snapshot(
     missing = [f for f in there if f.name not in here.sizes]
     if any(f.kind == "manifest" for f in missing):
         for kind in ("shard", "manifest"):
-            _download(store, folder, [f.name for f in missing if f.kind == kind], listing)
+            download(store, folder, [f.name for f in missing if f.kind == kind], listing.sizes)
     path = folder.snapshot(incarnation, step)
     try:
         for file in missing:
@@ -351,42 +365,3 @@ def _holds(records: RankRecords, extent: _Extent, size: int) -> bool:
         rest -= records[first].framed_bytes
         first += 1
     return rest <= 0
-
-
-def _download(
-    store: ObjectStore, folder: RunFolder, names: Sequence[str], listing: Listing
-) -> None:
-    """Bring objects, several at once, each durable under its final name or not at all."""
-    pieces = [
-        (name, start, min(start + _PIECE_BYTES, listing.sizes[name]))
-        for name in names
-        for start in range(0, max(listing.sizes[name], 1), _PIECE_BYTES)
-    ]
-    paths = {name: folder.root / name for name in names}
-    for path in paths.values():
-        make_directory(path.parent)
-    partials = {n: p.with_name(f"{p.name}.{os.getpid()}.partial") for n, p in paths.items()}
-
-    def bring(piece: tuple[str, int, int]) -> None:
-        name, start, stop = piece
-        # A whole object by itself: an empty range is refused by stores.
-        whole = start == 0 and stop == listing.sizes[name]
-        data = store.read(name) if whole else store.read_range(name, start, stop)
-        # Not opened by `open`, which would truncate what other pieces wrote.
-        with open(os.open(partials[name], os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
-            file.seek(start)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-
-    try:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for _ in pool.map(bring, pieces):
-                pass
-        for name, path in paths.items():
-            partials[name].replace(path)
-        for parent in {path.parent for path in paths.values()}:
-            fsync_directory(parent)
-    finally:
-        for partial in partials.values():
-            partial.unlink(missing_ok=True)

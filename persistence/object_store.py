@@ -75,6 +75,15 @@ class ObjectStore:
 
         return self._asked(f"listing {prefix or 'it'}", listed)
 
+    def written(self, prefix: str) -> dict[str, float]:
+        """When every object under ``prefix``, a folder, was written: seconds since the epoch."""
+
+        def listed() -> dict[str, float]:
+            pages = self._obstore.list(self._store, prefix, chunk_size=_PAGE)
+            return {str(m["path"]): m["last_modified"].timestamp() for page in pages for m in page}
+
+        return self._asked(f"listing {prefix}", listed)
+
     def read(self, name: str) -> bytes:
         """A whole object."""
         return self._asked(

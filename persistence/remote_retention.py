@@ -12,6 +12,7 @@ from lowdiff.persistence.catalog import begun_fences
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.fetching import Listing
 from lowdiff.persistence.lineage import lineage
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.retention_notes import read_pins
 from lowdiff.persistence.retention_plan import (
     Inventory,
@@ -34,7 +35,7 @@ def spent(
 
     Args:
         settings: The policy, the run and whose writer this is.
-        in_store: What the store holds; at least all manifests.
+        in_store: What the store holds, at least all manifests, and since when.
         listing: What is asked about.
         segments: Names of the segments in it that are asked about.
     """
@@ -58,7 +59,7 @@ def spent(
                 folder.snapshot(number, step),
                 size,
                 (step, number) in complete,
-                _written_seconds(folder.snapshot(number, step)),
+                _written_seconds(folder, in_store, number, step),
                 _lowest_base(complete, fences[number], step)
                 if number in fences and _may_be_rolling(settings, folder.snapshot(number, step))
                 else None,
@@ -90,7 +91,8 @@ def _may_be_rolling(settings: WriterSettings, snapshot: Path) -> bool:
         found = [Manifest.read(path).first_base for path in snapshot.glob("rank-*.json")]
     except (FileNotFoundError, DamagedFile):
         return True
-    return any(base is not None for base in found)
+    # None is here where this node came later than the snapshot.
+    return not found or any(base is not None for base in found)
 
 
 def _lowest_base(complete: Collection[tuple[int, int]], fence: Fence, step: int) -> int:
@@ -102,9 +104,11 @@ def _lowest_base(complete: Collection[tuple[int, int]], fence: Fence, step: int)
     return max(before, default=fence.base_step)
 
 
-def _written_seconds(snapshot: Path) -> float:
-    """When this rank's node wrote a snapshot; long ago if retention has removed it there."""
-    with suppress(FileNotFoundError):  # or is just removing it
-        times = [path.stat().st_mtime for path in snapshot.glob("rank-*.json")]
-        return max(times, default=0.0)
-    return 0.0
+def _written_seconds(folder: RunFolder, in_store: Listing, incarnation: int, step: int) -> float:
+    """When a snapshot was written: by this rank's node, else when the store got it."""
+    snapshot = folder.snapshot(incarnation, step)
+    with suppress(FileNotFoundError):  # or retention is just removing it
+        if times := [path.stat().st_mtime for path in snapshot.glob("rank-*.json")]:
+            return max(times)
+    name = folder.name(snapshot) + "/"
+    return max((t for n, t in in_store.written.items() if n.startswith(name)), default=0.0)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -144,7 +145,10 @@ class Uploader:
             if found is None:
                 continue
             if after is not None and after[:2] == (incarnation, rank) and after[2] <= found.step:
-                self._done.add(path)
+                # One that retention removed there may be needed again: this life may have gone
+                # back to a step that only the run folder still has.
+                if folder.name(path) in self._listing.sizes:
+                    self._done.add(path)
                 continue
             with suppress(FileNotFoundError):  # collected
                 await self._resume(found, path, is_own=(incarnation, rank) == self._me)
@@ -191,17 +195,25 @@ class Uploader:
 
     def _mismatch(self, name: str) -> RunMismatch:
         return RunMismatch(
-            f"{self._store.url} holds another history: its {name} differs from that of "
+            f"{self._store.url} holds another history: its {name} is not that of "
             f"{self._settings.run}; nothing more is uploaded. Give the store a URL of its own"
         )
+
+    def _other_life(self) -> str | None:
+        """Fence of a later incarnation that this run folder does not know: it is elsewhere."""
+        settings, there = self._settings, Listing(self._store.sizes("incarnations"))
+        known = {number for number, _, _ in settings.folder.fences()}
+        later = [f for f in there.files("fence") if f.incarnation > settings.incarnation]
+        return next((f.name for f in later if f.incarnation not in known), None)
 
     def _my_listing(self) -> Listing:
         """All snapshots, and this rank's segments."""
         sizes = self._store.sizes("snapshots")
+        written = self._store.written("snapshots")
         ranks = {rank for _, rank, _, _ in self._settings.folder.segments(self._settings.serves)}
         for rank in {self._settings.rank, *ranks}:
             sizes |= self._store.sizes(f"segments/rank-{rank:04d}")
-        return Listing(sizes)
+        return Listing(sizes, written)
 
     async def _create(self, task: str, name: str, data: bytes) -> int:
         """Write an object once; returns how much of ``data`` the store has.
@@ -303,14 +315,16 @@ class Uploader:
         """A shard and then its manifest, which makes it exist."""
         folder, shard = self._settings.folder, shard_file(path, rank)
         manifest = manifest_file(path, rank)
-        content = await asyncio.to_thread(manifest.read_bytes)
-        # FileNotFoundError, before the store says so.
-        size = (await asyncio.to_thread(shard.stat)).st_size
-        upload = partial(self._store.upload, folder.name(shard), shard)
-        await self._patience.ask("snapshots", upload, sent=size)
+        content = b""
+        # An atomic snapshot may take the place of a rolling one of its step meanwhile.
+        while content != (content := await asyncio.to_thread(manifest.read_bytes)):
+            # FileNotFoundError, before the store says so.
+            size = (await asyncio.to_thread(shard.stat)).st_size
+            upload = partial(self._store.upload, folder.name(shard), shard)
+            await self._patience.ask("snapshots", upload, sent=size)
         await self._create("snapshots", folder.name(manifest), content)
         sizes = {folder.name(shard): 0, folder.name(manifest): 0}
-        self._listing = Listing({**self._listing.sizes, **sizes})
+        self._listing = replace(self._listing, sizes={**self._listing.sizes, **sizes})
         self._count(size)
 
     # Retention
@@ -331,6 +345,9 @@ class Uploader:
 
     async def _collect(self) -> None:
         """Remove from the store what retention no longer needs there, of this rank's."""
+        name = await self._patience.ask("retention", self._other_life)
+        if name is not None:  # what it needs is not for this life to judge
+            raise self._mismatch(name)
         if self._settings.serves(0):
             await self._upload_notes()
         self._listing = await self._patience.ask("retention", self._my_listing)
@@ -344,7 +361,7 @@ class Uploader:
         ]
         await self._patience.ask("retention", lambda: self._store.delete(names))
         left = {n: size for n, size in self._listing.sizes.items() if n not in set(names)}
-        self._listing = Listing(left)
+        self._listing = replace(self._listing, sizes=left)
         self._old = await self._spent_here()
 
     async def _spent_here(self) -> frozenset[Path]:

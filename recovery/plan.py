@@ -214,7 +214,7 @@ def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], 
 
 def _why_nothing(catalog: Catalog, spans: Sequence[Span]) -> str:
     if not spans:
-        return "no incarnation has the fences of all its ranks"
+        return "no incarnation has the fences of all its ranks and a snapshot to begin from"
     if not catalog.snapshots:
         return "it holds no complete snapshot"
     return "no snapshot belongs to the run's newest history"
