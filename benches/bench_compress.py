@@ -232,7 +232,7 @@ def _stored(arm: Hooked, compressor: Compressor, rank: int) -> dict[str, float]:
         "consume_seconds": consumed,
         "decode_seconds": decoded,
         "stored_bytes": float(len(coded)),
-        "raw_bytes": float(payload.nbytes),
+        "raw_bytes": float(payload.bytes),
     }
 
 

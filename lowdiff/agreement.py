@@ -52,10 +52,6 @@ class Ranks:
             for part, size in zip(parts, sizes, strict=True)
         ]
 
-    def barrier(self) -> None:
-        """Wait for everybody."""
-        self.gather(None)
-
     def meet(self, timeout_seconds: float) -> bool:
         """Wait for everybody at the end of a run; False if a rank does not come."""
         if self._group is None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from lowdiff.capture import Stateful
 from lowdiff.errors import ConfigError
 
-_SEED_BITS = 2**63
+_NUM_SEEDS = 2**63
 
 
 class ResumableLoader:
@@ -221,7 +221,7 @@ def _seed_all(seed: int) -> None:
 
 def _mixed(*parts: int) -> int:
     """One seed from several numbers, as NumPy mixes them."""
-    words = np.random.SeedSequence([part % _SEED_BITS for part in parts]).generate_state(
+    words = np.random.SeedSequence([part % _NUM_SEEDS for part in parts]).generate_state(
         1, np.uint64
     )
-    return int(words[0]) % _SEED_BITS
+    return int(words[0]) % _NUM_SEEDS

@@ -67,7 +67,8 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
             ]
             kept = group["params"]
             group.clear()
-            group.update(hyper, params=kept)
+            # A hyper-parameter that the run's PyTorch did not have yet is at its default.
+            group.update({**optimizer.defaults, **hyper}, params=kept)
         optimizer.state.clear()
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         for i, parameter in enumerate(attached.parameters):

@@ -129,17 +129,12 @@ class Payload:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the arrays, as they are in memory."""
+        """Bytes of the arrays, before any coding."""
         return sum(section.data.nbytes for section in self.sections)
 
     def section(self, name: str) -> Section | None:
         """The section of that name, or None."""
         return next((s for s in self.sections if s.name == name), None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes before any coding."""
-        return sum(s.data.nbytes for s in self.sections)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.groups import own_group
 from lowdiff.compressors.lane import Lane
 from tests.scenarios.pool import Pool
 
@@ -41,3 +43,13 @@ def test_its_job_ends_on_its_own_group(pool: Pool) -> None:
     for found, trained, _ in pool.run(close_in_the_middle, 2):
         assert found == [100.0, 101.0]
         assert trained == [7.0, 8.0]
+
+
+def patience_of_its_own_group(rank: int, world_size: int) -> float:
+    training = dist.new_group(list(range(world_size)), timeout=timedelta(hours=3))
+    group = own_group(training)
+    return float(group._get_backend(CPU).options._timeout.total_seconds())
+
+
+def test_its_own_group_waits_as_long_as_the_trainings(pool: Pool) -> None:
+    assert pool.run(patience_of_its_own_group, 2) == [3 * 3600.0] * 2

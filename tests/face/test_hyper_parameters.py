@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +38,18 @@ def test_momentum_that_begins_later_is_recovered(
     recovered = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
     assert same(dict(recovered.model_state_dict()), expected)
     assert same(recovered.optimizer_state_dict()["state"], state)
+
+
+def test_what_a_newer_pytorch_added_is_at_its_default(tmp_path: Path) -> None:
+    def newer(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        optimizer.defaults["added"] = True
+        for group in optimizer.param_groups:
+            group["added"] = True
+        return optimizer
+
+    Loop(tmp_path).run(2)
+    loop = Loop(tmp_path, make=newer)
+    assert loop.attach() == 2
+    assert loop.optimizer.param_groups[0]["added"] is True
+    loop.checkpointer.close()
