@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from lowdiff.errors import ConfigError
@@ -64,7 +65,11 @@ class Cadence:
         self._considered = 0
 
     def begin(self, step: int, story: Story) -> None:
-        """Start at a step, with the setting that the life before used last if one is to be found."""
+        """Start at a step, with the setting that the life before used last if one is to be found.
+
+        Of a tuned batch no more than ``loss_steps`` allows: that limit needs no measurements, and the
+        first look at them is steps away.
+        """
         self._base_step = self._considered = step
         self._lives = story.lives
         setting = story.setting
@@ -74,6 +79,10 @@ class Cadence:
             every = near.snapshot_every if self._settings.tunes_interval else every
             batch = near.batch_size if self._settings.tunes_batch else batch
             self._levels = Levels.near(Setting(every, batch))
+        loss_steps = self._settings.tuning.limits.loss_steps
+        if self._settings.tunes_batch and loss_steps is not None:
+            most = (loss_steps // 2).bit_length() - 1
+            self._levels = replace(self._levels, batch=min(self._levels.batch, most))
         if self._settings.is_tuned:
             self._wish = Move(self._levels, ())
             self._take_effect()
@@ -162,7 +171,9 @@ class Cadence:
 
     def _note_setting(self) -> None:
         self._recorder.note(
-            snapshot_every=float(self.snapshot_every), batch_size=float(self.batch_size)
+            snapshot_every=float(self.snapshot_every),
+            batch_size=float(self.batch_size),
+            world_size=float(self._world_size),  # shards of another number of ranks differ
         )
         self._recorder.publish()
 

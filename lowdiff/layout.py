@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 #: Signed integers, because torch has full kernels for these only.
 INT_OF_BYTES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WRAPPERS = ("module.", "_orig_mod.")
 
 
 def canonical_name(name: str) -> str:

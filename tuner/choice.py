@@ -92,8 +92,15 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
-    """Intervals that are allowed for some batch size."""
+class Intervals:
+    """Intervals that are allowed for some batch size: none, if the shortest is above the longest.
+
+    Attributes:
+        low: The shortest; infinite if no interval is long enough.
+        high: The longest; 0 if none is short enough.
+        low_because: Which limit says so; empty if none does.
+        high_because: Likewise.
+    """
 
     low: float
     high: float
@@ -113,9 +120,12 @@ def recommend(costs: Costs, rates: FailureRates, limits: Limits) -> Choice:
     broken: list[str] = []
     ideal = best_interval(costs, rates)
     most, most_because = largest_batch(costs, limits)
-    candidates: list[tuple[float, Setting, _Range]] = []
+    if most < 1:
+        broken.append(_no_room(costs, limits))
+        most, most_because = 1, ""
+    candidates: list[tuple[float, Setting, Intervals]] = []
     for b in range(1, most + 1):
-        allowed = _intervals(costs, limits, b)
+        allowed = allowed_intervals(costs, limits, b)
         if allowed.low <= allowed.high:
             f = _whole(costs, rates, min(max(ideal, allowed.low), allowed.high), b, allowed)
             candidates.append((waste(costs, rates, f, b).total, Setting(f, b), allowed))
@@ -132,13 +142,13 @@ def recommend(costs: Costs, rates: FailureRates, limits: Limits) -> Choice:
 
 def _whatever(
     costs: Costs, rates: FailureRates, ideal: float, most: int
-) -> list[tuple[float, Setting, _Range]]:
+) -> list[tuple[float, Setting, Intervals]]:
     """Settings by waste alone, where no limit can be kept: training waits, the less the better."""
     first = max(1, min(MAX_INTERVAL, math.ceil(ideal)))
     intervals = [first << k for k in range(16) if first << k <= MAX_INTERVAL]
     batches = [1 << k for k in range(13) if 1 << k <= most]
     return [
-        (waste(costs, rates, f, b).total, Setting(f, b), _Range(1, MAX_INTERVAL, "", ""))
+        (waste(costs, rates, f, b).total, Setting(f, b), Intervals(1, MAX_INTERVAL, "", ""))
         for f in intervals
         for b in batches
     ]
@@ -163,7 +173,7 @@ def check_progress(costs: Costs, rates: FailureRates) -> None:
 
 def is_allowed(costs: Costs, limits: Limits, setting: Setting) -> bool:
     """Whether a setting keeps all limits."""
-    allowed = _intervals(costs, limits, setting.batch_size)
+    allowed = allowed_intervals(costs, limits, setting.batch_size)
     return (
         setting.batch_size <= largest_batch(costs, limits)[0]
         and allowed.low <= setting.snapshot_every <= allowed.high
@@ -184,21 +194,23 @@ def written_bytes_per_hour(costs: Costs, f: float, b: float) -> float:
 
 
 def largest_batch(costs: Costs, limits: Limits) -> tuple[int, str]:
-    """The largest batch that loss and memory allow, and which of them says so."""
+    """The largest batch that loss and memory allow, and which of them says so; below 1 if none."""
     found = [(float(MAX_BATCH), "")]
     if limits.loss_steps is not None:
         found.append((limits.loss_steps / 2, f"at most {limits.loss_steps} steps may be lost"))
-    if limits.staging_bytes is not None and costs.staged_bytes:
+    if limits.staging_bytes is not None:
         room = limits.staging_bytes - costs.snapshot_bytes
         memory = readable_bytes(limits.staging_bytes)
-        found.append(
-            (room / (2 * costs.staged_bytes), f"2 b differentials and a snapshot fit into {memory}")
-        )
+        because = f"2 b differentials and a snapshot fit into {memory}"
+        if costs.staged_bytes:
+            found.append((room / (2 * costs.staged_bytes), because))
+        elif room < 0:
+            found.append((0.0, because))
     most, because = min(found, key=lambda limit: limit[0])
-    return max(1, math.floor(most)), because
+    return math.floor(most), because
 
 
-def _intervals(costs: Costs, limits: Limits, b: int) -> _Range:
+def allowed_intervals(costs: Costs, limits: Limits, b: int) -> Intervals:
     """Intervals at which the writer keeps up and storage suffices."""
     lows, highs = [(1.0, "")], [(float(MAX_INTERVAL), "")]
     own = costs.step_seconds + costs.differential_seconds
@@ -225,7 +237,7 @@ def _intervals(costs: Costs, limits: Limits, b: int) -> _Range:
     if store > low:
         low, low_because = store, "the store must keep up with snapshots"
     low = low if math.isinf(low) else math.ceil(low - 1e-9)
-    return _Range(max(1.0, low), math.floor(high + 1e-9), low_because, high_because)
+    return Intervals(max(1.0, low), math.floor(high + 1e-9), low_because, high_because)
 
 
 def _least_interval(costs: Costs, bytes_per_second: float) -> float:
@@ -250,16 +262,27 @@ def _interval_of_store(costs: Costs, limits: Limits) -> float:
     return _least_interval(costs, allowed)
 
 
-def _whole(costs: Costs, rates: FailureRates, f: float, b: int, allowed: _Range) -> int:
+def _whole(costs: Costs, rates: FailureRates, f: float, b: int, allowed: Intervals) -> int:
     """The better of the two whole numbers beside an interval."""
     near = {math.floor(f), math.ceil(f)}
     fitting = [n for n in near if allowed.low <= n <= allowed.high]
     return min(fitting, key=lambda n: waste(costs, rates, n, b).total)
 
 
+def _no_room(costs: Costs, limits: Limits) -> str:
+    """That memory is too little for any batch; only it can be, for loss_steps allows b = 1."""
+    assert limits.staging_bytes is not None
+    least = readable_bytes(costs.snapshot_bytes + 2 * costs.staged_bytes)
+    return (
+        f"staging memory of {readable_bytes(limits.staging_bytes)} is too little: a snapshot of "
+        f"{readable_bytes(costs.snapshot_bytes)} and, with b = 1, two differentials of "
+        f"{readable_bytes(costs.staged_bytes)} need at least {least} on each rank"
+    )
+
+
 def _conflict(costs: Costs, limits: Limits, most: int) -> list[str]:
     """What cannot be kept even with the largest batch."""
-    allowed = _intervals(costs, limits, most)
+    allowed = allowed_intervals(costs, limits, most)
     if math.isinf(allowed.low):
         busy = disk_seconds_per_step(costs, math.inf, most) / costs.step_seconds
         text = (
@@ -281,7 +304,7 @@ def _reasons(
     limits: Limits,
     setting: Setting,
     ideal: float,
-    allowed: _Range,
+    allowed: Intervals,
     most: int,
     most_because: str,
 ) -> list[str]:

@@ -22,6 +22,9 @@ ASSUMED_COPY_BYTES_PER_SECOND = 2e9
 
 Facts = Mapping[str, float | str]
 
+#: Facts of a life that must be the same for its samples to stand in for those of another.
+_MACHINE = ("processor", "cores", "world_size")
+
 
 @dataclass(frozen=True, slots=True)
 class Life:
@@ -72,9 +75,11 @@ def failures_of(lives: Sequence[Life]) -> FailureHistory:
 
 
 def measure(lives: Sequence[Life], *, world_size: int) -> Measured:
-    """Costs as the newest life shows them, those of restarts from all lives.
+    """Costs as the newest lives show them, those of restarts from all lives.
 
-    What was never seen is assumed, and said so by its estimate.
+    The newest life counts; what it has not seen yet, a snapshot, say, is taken from the newest one
+    that has, of as many ranks on such a machine. What was never seen is assumed, and said so by its
+    estimate.
 
     Raises:
         ConfigError: If no life has taken enough steps to know how long one takes.
@@ -85,32 +90,47 @@ def measure(lives: Sequence[Life], *, world_size: int) -> Measured:
             "no step of this run was measured yet; let it train for some steps, or plan without "
             "it: lowdiff plan --params 7e9 --gpus 8 --mtbf 4h --disk 2GB/s"
         )
-    samples, facts = newest.samples, newest.facts
-    estimates = _training(samples, facts) | _writing(samples, facts) | _storing(samples)
-    estimates |= _recovery(lives, estimates, number(facts, "elements", 1.0))
+    alike = [life for life in lives if _machine(life) == _machine(newest)]
+    elements = number(newest.facts, "elements", 1.0)
+    estimates = _training(alike, elements) | _writing(alike) | _storing(newest.samples)
+    estimates |= _recovery(lives, estimates, elements)
     values = {name: estimate.median for name, estimate in estimates.items()}
     return Measured(Costs(**values, world_size=world_size), estimates)
 
 
-def _training(samples: Mapping[str, Sequence[float]], facts: Facts) -> dict[str, Estimate]:
-    snapshot_bytes = number(facts, "snapshot_bytes", 4 * number(facts, "elements"))
+def _machine(life: Life) -> list[float | str | None]:
+    return [life.facts.get(name) for name in _MACHINE]
+
+
+def _newest_with(lives: Sequence[Life], *samples: str, fact: str | None = None) -> Life:
+    """The newest life that has samples of all these names, and a fact; one without any if none."""
+    for life in reversed(lives):
+        if all(map(life.samples.get, samples)) and (fact is None or number(life.facts, fact)):
+            return life
+    return Life(-1, {}, {})
+
+
+def _training(lives: Sequence[Life], elements: float) -> dict[str, Estimate]:
+    written = number(_newest_with(lives, fact="snapshot_bytes").facts, "snapshot_bytes")
+    size = Estimate(written, written, written, 1) if written else Estimate.assumed(4 * elements)
+    copied = size.median / ASSUMED_COPY_BYTES_PER_SECOND
     return {
-        "step_seconds": _positive(_known(samples, "iteration_seconds", 1.0)),
-        "differential_seconds": _known(samples, "differential_seconds", 0.0),
-        "snapshot_seconds": _positive(
-            _known(samples, "snapshot_seconds", snapshot_bytes / ASSUMED_COPY_BYTES_PER_SECOND)
-        ),
-        "staged_bytes": _known(samples, "step_bytes", 0.0),
-        "snapshot_bytes": Estimate(snapshot_bytes, snapshot_bytes, snapshot_bytes, 1),
+        "step_seconds": _positive(_known(lives, "iteration_seconds", 1.0)),
+        "differential_seconds": _known(lives, "differential_seconds", 0.0),
+        "snapshot_seconds": _positive(_known(lives, "snapshot_seconds", copied)),
+        "staged_bytes": _known(lives, "step_bytes", 0.0),
+        "snapshot_bytes": size,
     }
 
 
-def _writing(samples: Mapping[str, Sequence[float]], facts: Facts) -> dict[str, Estimate]:
+def _writing(lives: Sequence[Life]) -> dict[str, Estimate]:
     """Snapshots are large and show the bandwidth, batches are small and show the latency."""
-    size = number(facts, "snapshot_bytes")
-    writes = [s for s in samples.get("snapshot_write_seconds", ())[-_RECENT_SNAPSHOTS:] if s > 0]
-    bandwidth = Estimate.of([size / seconds for seconds in writes]) if size else None
+    timed = _newest_with(lives, "snapshot_write_seconds", fact="snapshot_bytes")
+    size = number(timed.facts, "snapshot_bytes")
+    recent = timed.samples.get("snapshot_write_seconds", ())[-_RECENT_SNAPSHOTS:]
+    bandwidth = Estimate.of([size / seconds for seconds in recent if seconds > 0])
     bandwidth = bandwidth or Estimate.assumed(ASSUMED_WRITE_BYTES_PER_SECOND)
+    samples = _newest_with(lives, *(f"batch_{name}" for name in _BATCH)).samples
     batches = list(
         zip(
             *(samples.get(f"batch_{name}", ())[-_RECENT_BATCHES:] for name in _BATCH),
@@ -119,12 +139,12 @@ def _writing(samples: Mapping[str, Sequence[float]], facts: Facts) -> dict[str, 
     )
     latency = _latencies([(seconds, size) for seconds, size, _ in batches], bandwidth)
     each = [size / steps for _, size, steps in batches if steps]
-    staged = Estimate.of(samples.get("step_bytes", ()))
+    staged = _known(lives, "step_bytes", 0.0).median
     return {
         "write_bytes_per_second": _positive(bandwidth),
         "write_latency_seconds": Estimate.of(latency) or Estimate.assumed(0.01),
-        "differential_bytes": Estimate.of(each) or Estimate.assumed(staged.median if staged else 0),
-        "encode_seconds": _known(samples, "encode_seconds", 0.0),
+        "differential_bytes": Estimate.of(each) or Estimate.assumed(staged),
+        "encode_seconds": _known(lives, "encode_seconds", 0.0),
     }
 
 
@@ -132,7 +152,10 @@ _BATCH = ("seconds", "bytes", "steps")
 
 
 def _storing(samples: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-    """The store's bandwidth and latency, told apart in the same way; empty without a store."""
+    """The store's bandwidth and latency, told apart in the same way; empty without a store.
+
+    Of one life only: an earlier one may have had a store that was given up.
+    """
     snapshots = _uploads(samples, "snapshots", _RECENT_SNAPSHOTS)
     batches = _uploads(samples, "segments", _RECENT_BATCHES)
     bandwidth = Estimate.of([size / seconds for seconds, size in snapshots or batches])
@@ -191,7 +214,8 @@ def _recovery(
     }
 
 
-def _known(samples: Mapping[str, Sequence[float]], name: str, otherwise: float) -> Estimate:
+def _known(lives: Sequence[Life], name: str, otherwise: float) -> Estimate:
+    samples = _newest_with(lives, name).samples
     return Estimate.of(samples.get(name, ())) or Estimate.assumed(otherwise)
 
 

@@ -7,10 +7,20 @@ that a choice is a small number, which ranks can tell each other with a gradient
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lowdiff.errors import ConfigError
-from lowdiff.tuner.choice import Limits, Setting, is_allowed, largest_batch
+from lowdiff.tuner.choice import (
+    MAX_INTERVAL,
+    Intervals,
+    Limits,
+    Setting,
+    allowed_intervals,
+    largest_batch,
+    stored_bytes,
+)
 from lowdiff.tuner.costs import Costs, store_share, waste, writer_share
 from lowdiff.tuner.failures import FailurePrior, FailureRates
 from lowdiff.tuner.units import readable_bytes, readable_seconds
@@ -80,6 +90,9 @@ class Levels:
         )
 
 
+_INTERVALS = [Levels(interval, 0).setting.snapshot_every for interval in range(INTERVAL_LEVELS)]
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """A change that pays.
@@ -98,8 +111,11 @@ def move(
 ) -> Move | None:
     """The change to make now, or None while none pays.
 
+    Where limits are not kept the way to where they are is the shortest, and then the one of least
+    waste. If no setting keeps them, waste decides alone, as in `choice.recommend`.
+
     Hysteresis: waste must fall by a tenth of what depends on the setting, and by half a second per
-    hour; unless a limit is broken now and would be less so.
+    hour; unless a limit is broken now and can be kept.
 
     Args:
         now: Where the run is.
@@ -116,22 +132,25 @@ def move(
         for batch in range(now.batch - high, now.batch + high + 1)
         if 0 <= interval < INTERVAL_LEVELS and 0 <= batch < BATCH_LEVELS
     ]
-    best = min(near, key=lambda levels: _badness(levels, costs, rates, limits))
+    goal = _Goal.of(now, costs, limits, tunes)
+    best = min(near, key=lambda at: (goal.moves_from(at), waste(costs, rates, *_numbers(at)).total))
     if best == now:
         return None
     old, new = (waste(costs, rates, *_numbers(levels)) for levels in (now, best))
-    breaks = not is_allowed(costs, limits, now.setting)
+    breaks = goal.moves_from(now) > 0
     fixed = old.differentials + old.restarts + old.loads
     gain = old.total - new.total
-    pays = gain > _LEAST_GAIN * (old.total - fixed) and 3600 * gain > _LEAST_SECONDS_PER_HOUR
+    # While training waits for the writer, which then no setting ends, what eases it is no flutter.
+    is_much = gain > _LEAST_GAIN * (old.total - fixed) or old.backpressure > 0
+    pays = is_much and 3600 * gain > _LEAST_SECONDS_PER_HOUR
     if not (pays or breaks):
         return None
     change = f"from {old.seconds_per_hour:.1f} to {new.seconds_per_hour:.1f} seconds per hour"
-    reasons = [f"expected waste falls {change}"]
+    reasons = [f"expected waste {'falls' if gain > 0 else 'grows'} {change}"]
     if breaks:
-        busy, sent = (share(costs, *_numbers(now)) for share in (writer_share, store_share))
-        store = f", the store {sent:.0%}" if costs.store_bytes_per_second else ""
-        reasons.append(f"a limit is not kept now; the writer is {busy:.0%} busy{store}")
+        reasons.append(f"a limit is not kept now; {_load(now, costs, limits)}")
+    if goal.is_out_of_reach:
+        reasons.append("no setting keeps all limits: waste decides where they cannot")
     reasons.append(
         f"a step takes {readable_seconds(costs.step_seconds)}, a snapshot "
         f"{readable_seconds(costs.snapshot_seconds)} of training, a durable write "
@@ -143,15 +162,69 @@ def move(
     return Move(best, tuple(reasons))
 
 
-def _badness(
-    levels: Levels, costs: Costs, rates: FailureRates, limits: Limits
-) -> tuple[int, bool, float, float]:
-    """Limits first; among settings that break them, the nearest to keeping them; then waste."""
-    excess = max(0, levels.setting.batch_size - largest_batch(costs, limits)[0])
-    allowed = is_allowed(costs, limits, levels.setting)
-    numbers = _numbers(levels)
-    busy = 0.0 if allowed else max(writer_share(costs, *numbers), store_share(costs, *numbers))
-    return excess, not allowed, busy, waste(costs, rates, *numbers).total
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """Where limits are kept on the grid.
+
+    Attributes:
+        intervals: By level of the batch: the first and the last level of the interval.
+        is_out_of_reach: Whether no setting keeps all limits: those of the interval then count for
+            nothing, and the batch is as small as it must be, or fixed.
+    """
+
+    intervals: Mapping[int, tuple[int, int]]
+    is_out_of_reach: bool
+
+    @classmethod
+    def of(cls, now: Levels, costs: Costs, limits: Limits, tunes: tuple[bool, bool]) -> _Goal:
+        """The goal among what may change."""
+        tunes_interval, tunes_batch = tunes
+        lowest, highest = (0, INTERVAL_LEVELS - 1) if tunes_interval else (now.interval,) * 2
+        most, _ = largest_batch(costs, limits)
+        fitting = [batch for batch in range(BATCH_LEVELS) if 1 << batch <= most]
+        batches = (fitting or [0]) if tunes_batch else [now.batch]
+        inside: dict[int, tuple[int, int]] = {}
+        beside: dict[int, tuple[int, int]] = {}
+        for batch in batches:
+            first, last = _on_grid(allowed_intervals(costs, limits, 1 << batch))
+            if max(first, lowest) <= min(last, highest):
+                inside[batch] = max(first, lowest), min(last, highest)
+            elif lowest <= last == first - 1 < highest:
+                beside[batch] = last, first
+        # Two limits may meet between two points of the grid: both are as near as it comes.
+        found = inside or beside
+        is_out_of_reach = not found or not set(batches) <= set(fitting)
+        return cls(found or dict.fromkeys(batches, (lowest, highest)), is_out_of_reach)
+
+    def moves_from(self, levels: Levels) -> int:
+        """How many moves away it is; 0 if it is reached."""
+        return min(
+            max(
+                -(-abs(levels.batch - batch) // _BATCH_STRIDE),
+                -(-max(first - levels.interval, levels.interval - last) // _INTERVAL_STRIDE),
+            )
+            for batch, (first, last) in self.intervals.items()
+        )
+
+
+def _on_grid(allowed: Intervals) -> tuple[int, int]:
+    """First and last level within a range; the grid's last point stands for all beyond it."""
+    if allowed.low > MAX_INTERVAL:
+        return INTERVAL_LEVELS, -1
+    first = bisect_left(_INTERVALS, min(allowed.low, _INTERVALS[-1]))
+    return first, bisect_right(_INTERVALS, allowed.high) - 1
+
+
+def _load(levels: Levels, costs: Costs, limits: Limits) -> str:
+    """How much of what is limited a setting takes."""
+    busy, sent = (share(costs, *_numbers(levels)) for share in (writer_share, store_share))
+    found = f"the writer is {busy:.0%} busy"
+    if costs.store_bytes_per_second:
+        found += f", the store {sent:.0%}"
+    if limits.total_bytes is not None:
+        held = stored_bytes(costs, limits, levels.setting.snapshot_every)
+        found += f", and the run comes to hold {readable_bytes(held)}"
+    return found
 
 
 def _numbers(levels: Levels) -> tuple[int, int]:

@@ -130,22 +130,48 @@ def test_damaged_measurements_are_passed_over(
     assert len(lives(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("every", [2, 6])
+def test_each_snapshot_is_one_sample_also_a_rolling_one(tmp_path: Path, every: int) -> None:
+    loop = Loop(tmp_path, settings={"snapshot": "rolling", "snapshot_every": every})
+    loop.attach()
+    for number in loop.checkpointer.steps(18):
+        loop.step(number)
+    stats = loop.checkpointer.stats()
+    loop.checkpointer.close()
+    (life,) = lives(tmp_path)
+    assert len(life.samples["snapshot_seconds"]) == 1 + 18 // every
+    assert sum(life.samples["snapshot_seconds"]) == pytest.approx(stats["snapshot_seconds"])
+
+
+def test_auto_never_begins_with_more_steps_at_risk_than_may_be_lost(tmp_path: Path) -> None:
+    chosen = {"snapshot_every": "auto", "batch_size": "auto"}
+    Loop(tmp_path, settings=chosen).run(3)
+    assert lives(tmp_path)[0].facts["batch_size"] == 16.0
+    for number, (loss_steps, batch) in enumerate([(4, 2), (7, 2), (2, 1), (64, 1)], 1):
+        tuning = Tuning(limits=Limits(loss_steps=loss_steps), every_steps=1000)
+        Loop(tmp_path, settings={**chosen, "tuning": tuning}).run(3 + 8 * number)
+        life = lives(tmp_path)[number]
+        assert life.facts["batch_size"] == batch
+        assert max(life.samples["batch_steps"]) <= batch
+
+
 def test_auto_obeys_a_limit_and_the_next_life_begins_where_it_was(tmp_path: Path) -> None:
-    settings = {
-        "snapshot_every": "auto",
-        "batch_size": "auto",
-        "tuning": Tuning(mtbf_hours=0.5, limits=Limits(loss_steps=4), every_steps=3),
-    }
-    loop = Loop(tmp_path, settings=settings)
+    settings = {"snapshot_every": "auto", "batch_size": "auto"}
+    Loop(tmp_path / "before", settings=settings).run(8)
+    (life,) = lives(tmp_path / "before")
+    room = 4.5 * max(life.samples["step_bytes"])  # for a batch of two
+    memory = measured.number(life.facts, "snapshot_bytes") + room
+    tuning = Tuning(mtbf_hours=0.5, limits=Limits(staging_bytes=memory), every_steps=3)
+    loop = Loop(tmp_path, settings={**settings, "tuning": tuning})
     loop.run(60)
     (life,) = lives(tmp_path)
-    assert life.facts["batch_size"] in (1.0, 2.0)  # two batches are at risk
+    assert life.facts["batch_size"] in (1.0, 2.0)
     moves = [(d["batch_size_before"], d["batch_size"]) for d in life.decisions]
     assert [b for b in (16, 8, 4, 2) if b not in {size for pair in moves for size in pair}] == []
     assert all(decision["reasons"] for decision in life.decisions)
     # The writer was told: after the last move no batch is longer than two.
     assert max(life.samples["batch_steps"][-3:]) <= 2
-    Loop(tmp_path, settings=settings).run(63)
+    Loop(tmp_path, settings={**settings, "tuning": tuning}).run(63)
     assert lives(tmp_path)[1].facts["batch_size"] in (1.0, 2.0)
 
 
@@ -215,7 +241,14 @@ class ToldWriter:
 class SyntheticRank:
     """A rank whose steps and writes take the times of a cost model, on a clock of its own."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, costs: Costs) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        costs: Costs,
+        story: Story | None = None,
+    ) -> None:
         self.costs = costs
         self.staging = StagingFolder(folder / f"rank-{rank}", 0, rank)
         self.staging.root.mkdir(parents=True)
@@ -234,7 +267,7 @@ class SyntheticRank:
         self.cadence = Cadence(
             settings, self.staging, self.writer, self.trained, (rank, world_size)
         )
-        self.cadence.begin(0, Story((), {}, None))
+        self.cadence.begin(0, story or Story((), {}, None))
         self.trained.note(began_unix_seconds=0.0, elements=10e6)
         self.written.note(snapshot_bytes=costs.snapshot_bytes)
         self.staged = 0
@@ -309,3 +342,24 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
         after.snapshot_every,
         after.batch_size,
     )
+
+
+def test_a_new_life_keeps_to_what_the_one_before_has_learned(tmp_path: Path) -> None:
+    costs = replace(
+        LAPTOP, write_bytes_per_second=30e6, write_latency_seconds=1.0, snapshot_seconds=2.0
+    )
+    before = SyntheticRank(tmp_path / "before", 0, 1, costs)
+    for step in range(2000):
+        before.step(step, [])
+    cadence = before.cadence
+    learned = Setting(cadence.snapshot_every, cadence.batch_size)
+    samples, facts = (
+        {**getattr(before.trained, kind)(), **getattr(before.written, kind)()}
+        for kind in ("samples", "facts")
+    )
+    story = Story((measured.Life(0, samples, facts),), {}, learned)
+    after = SyntheticRank(tmp_path / "after", 0, 1, costs, story)
+    for step in range(learned.snapshot_every - 1):  # up to its first snapshot
+        after.step(step, [])
+        now = Setting(after.cadence.snapshot_every, after.cadence.batch_size)
+        assert now == learned

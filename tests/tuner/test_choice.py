@@ -115,6 +115,29 @@ def test_limits_that_contradict_each_other_are_named() -> None:
     assert "may hold" in choice.broken[0]
 
 
+@pytest.mark.parametrize("staged_bytes", [0.0, 6e6])
+def test_memory_that_is_too_little_for_one_differential_is_named(staged_bytes: float) -> None:
+    rates = JOBS["cluster"][1]
+    costs = replace(CLUSTER, staged_bytes=staged_bytes)
+    limits = Limits(staging_bytes=5e9)  # a snapshot alone has 6
+    choice = recommend(costs, rates, limits)
+    assert choice.setting.batch_size == 1
+    assert len(choice.broken) == 1
+    assert "at least 6" in choice.broken[0]
+    assert "5 GB" in choice.broken[0]
+    assert not any("fit into" in reason for reason in choice.reasons)
+    assert not any(is_allowed(costs, limits, Setting(f, 1)) for f in (1, 100, 10_000))
+    enough = Limits(staging_bytes=6e9 + 2 * staged_bytes)
+    assert not recommend(costs, rates, enough).broken
+    assert is_allowed(costs, enough, Setting(1000, 1))
+
+
+def test_too_little_memory_is_named_beside_limits_that_contradict_each_other() -> None:
+    limits = Limits(staging_bytes=5e9, bytes_per_hour=1e14, total_bytes=3.2e14)
+    choice = recommend(CLUSTER, JOBS["cluster"][1], limits)
+    assert len(choice.broken) == 2
+
+
 def test_a_disk_too_slow_for_differentials_alone_is_named() -> None:
     slow = replace(LAPTOP, write_bytes_per_second=1e6)
     choice = recommend(slow, FailureRates.known(3600.0), Limits())

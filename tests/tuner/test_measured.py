@@ -64,6 +64,51 @@ def test_a_store_that_has_no_snapshot_yet_is_known_by_its_batches() -> None:
     assert (costs.store_bytes_per_second, costs.store_latency_seconds) == (10e6, 0.0)
 
 
+def resumed(**facts: Any) -> Life:
+    """Two commits after a resume: no snapshot, no durable write yet."""
+    samples = {"iteration_seconds": [0.7], "differential_seconds": [0.005] * 2, "step_bytes": [3e6]}
+    return Life(1, samples, {"elements": 8e6, **facts})
+
+
+MACHINE: dict[str, Any] = {"processor": "a", "cores": 2.0, "world_size": 2.0}
+
+
+def test_what_the_newest_life_has_not_seen_yet_is_known_by_the_newest_that_has() -> None:
+    older = replace(life(**MACHINE), samples={**life().samples, "snapshot_seconds": [9.0]})
+    measured = measure([older, life(**MACHINE), resumed(**MACHINE)], world_size=2)
+    costs = measured.costs
+    assert (costs.step_seconds, costs.staged_bytes) == (0.7, 3e6)
+    assert costs.snapshot_seconds == 0.11
+    assert costs.snapshot_bytes == 100e6
+    assert costs.write_bytes_per_second == 100e6
+    assert costs.write_latency_seconds == pytest.approx(0.06 - 4e6 / 100e6)
+    assert costs.differential_bytes == 1e6
+    assert costs.encode_seconds == 0.01
+    assumed = {name for name, e in measured.estimates.items() if e.source == "assumed"}
+    assert assumed == {"replay_seconds", "load_seconds", "restart_seconds"}
+
+
+@pytest.mark.parametrize("other", [{"processor": "b"}, {"cores": 4.0}, {"world_size": 4.0}])
+def test_a_life_on_other_machines_or_of_other_shards_tells_nothing(other: dict[str, Any]) -> None:
+    measured = measure([life(**{**MACHINE, **other}), resumed(**MACHINE)], world_size=2)
+    assumed = {name for name, e in measured.estimates.items() if e.source == "assumed"}
+    assert {"snapshot_seconds", "snapshot_bytes", "write_bytes_per_second"} < assumed
+    assert measured.costs.snapshot_bytes == 4 * 8e6
+
+
+def test_bandwidth_is_of_the_snapshots_of_one_life() -> None:
+    now = resumed(**MACHINE, snapshot_bytes=500e6)  # a rolling one, say, that nobody timed
+    costs = measure([life(**MACHINE), now], world_size=2).costs
+    assert costs.snapshot_bytes == 500e6
+    assert costs.write_bytes_per_second == 100e6
+
+
+def test_a_store_that_was_given_up_is_not_missed() -> None:
+    uploads = {"segments_upload_seconds": [0.5, 0.5], "segments_upload_bytes": [5e6, 5e6]}
+    before = replace(life(**MACHINE), samples={**life().samples, **uploads})
+    assert measure([before, life(**MACHINE)], world_size=2).costs.store_bytes_per_second == 0
+
+
 def test_what_was_never_seen_is_assumed_and_says_so() -> None:
     measured = measure([life()], world_size=1)
     sources = {name: e.source for name, e in measured.estimates.items()}

@@ -7,22 +7,33 @@ from typing import Any
 import pytest
 
 from lowdiff.errors import ConfigError
-from lowdiff.tuner.choice import Limits, Setting, recommend
+from lowdiff.tuner.choice import (
+    Limits,
+    Setting,
+    is_allowed,
+    recommend,
+    stored_bytes,
+    written_bytes_per_hour,
+)  # fmt: skip
 from lowdiff.tuner.costs import Costs, waste, writer_share
 from lowdiff.tuner.failures import FailureRates
 from lowdiff.tuner.policy import BATCH_LEVELS, INTERVAL_LEVELS, Levels, Tuning, move
-from tests.tuner.jobs import JOBS, LAPTOP
+from tests.tuner.jobs import JOBS, LAPTOP, SLOW_DISK
 
 BOTH = (True, True)
 
 
 def settle(
-    levels: Levels, costs: Costs, rates: FailureRates, limits: Limits | None = None
+    levels: Levels,
+    costs: Costs,
+    rates: FailureRates,
+    limits: Limits | None = None,
+    tunes: tuple[bool, bool] = BOTH,
 ) -> list[Levels]:
     """Follow the policy until it rests."""
     visited = [levels]
     for _ in range(60):
-        found = move(visited[-1], costs, rates, limits or Limits(), tunes=BOTH)
+        found = move(visited[-1], costs, rates, limits or Limits(), tunes=tunes)
         if found is None:
             return visited
         visited.append(found.levels)
@@ -90,6 +101,94 @@ def test_a_broken_limit_is_mended_even_if_it_costs() -> None:
     costs, rates = JOBS["laptop"]
     visited = settle(Levels(10, 8), costs, rates, Limits(loss_steps=8))
     assert visited[-1].setting.batch_size <= 4
+
+
+@pytest.mark.parametrize("start", [Levels(0, 0), Levels(13, 4), Levels(30, 12)])
+@pytest.mark.parametrize("total_bytes", [0.1e9, 0.8e9, 2e9, 2.2e9, 2.6e9])
+@pytest.mark.parametrize("job", ["laptop", "slow disk"])
+def test_a_limit_of_bytes_is_kept_or_if_none_can_keep_it_waste_decides(
+    job: str, total_bytes: float, start: Levels
+) -> None:
+    costs, rates = JOBS[job]
+    limits = Limits(total_bytes=total_bytes)
+    best = recommend(costs, rates, limits)
+    visited = settle(start, costs, rates, limits)
+    rest = visited[-1].setting
+    assert is_allowed(costs, limits, rest) != bool(best.broken)
+    there = waste(costs, rates, rest.snapshot_every, rest.batch_size)
+    fixed = best.waste.differentials + best.waste.restarts + best.waste.loads
+    # Half an octave is as near as the grid comes to a limit.
+    assert there.total - best.waste.total <= max(0.5 * (best.waste.total - fixed), 1 / 3600)
+    assert 1 / 2 < rest.snapshot_every / best.setting.snapshot_every < 2
+    assert rest.batch_size <= 64
+    # On its way it goes hardly beyond where it began and where it is to be.
+    assert max(v.interval for v in visited) <= max(start.interval, visited[-1].interval) + 2
+    assert max(v.batch for v in visited) <= max(start.batch, Levels.near(Setting(1, 64)).batch)
+
+
+@pytest.mark.parametrize(
+    ("costs", "low", "high", "near"), [(LAPTOP, 50, 60, {45, 64}), (SLOW_DISK, 120, 126, {91, 128})]
+)
+@pytest.mark.parametrize("start", [Levels(0, 0), Levels(13, 4), Levels(30, 12)])
+def test_where_the_grid_has_nothing_between_two_limits_it_rests_beside_them(
+    costs: Costs, low: int, high: int, near: set[int], start: Levels
+) -> None:
+    limits = Limits(
+        bytes_per_hour=written_bytes_per_hour(costs, low, 4096),
+        total_bytes=stored_bytes(costs, Limits(), high),
+    )
+    rates = FailureRates.known(3600.0)
+    best = recommend(costs, rates, limits)
+    assert not best.broken
+    assert low <= best.setting.snapshot_every <= high
+    rest = settle(start, costs, rates, limits)[-1].setting
+    assert rest.snapshot_every in near
+    assert rest.batch_size <= 32
+
+
+def test_limits_that_contradict_each_other_leave_it_in_peace_however_costs_flutter() -> None:
+    costs, rates = JOBS["slow disk"]
+    limits = Limits(total_bytes=2e9)
+    levels, moves = Levels(13, 4), 0
+    for look in range(60):
+        factor = (0.95, 1.0, 1.05)[look % 3]
+        shaken = replace(costs, write_bytes_per_second=costs.write_bytes_per_second * factor)
+        found = move(levels, shaken, rates, limits, tunes=BOTH)
+        if found is not None:
+            levels, moves = found.levels, moves + 1
+            assert any("no setting keeps all limits" in reason for reason in found.reasons)
+    assert moves <= 6
+    assert 256 <= levels.setting.snapshot_every <= 512
+    assert levels.setting.batch_size in (8, 16)
+
+
+def test_a_limit_that_only_what_is_fixed_could_keep_moves_nothing_else() -> None:
+    costs, rates = JOBS["slow disk"]
+    limits = Limits(total_bytes=2e9)  # at most 50 steps, and 362 are fixed
+    rest = settle(Levels(17, 3), costs, rates, limits, tunes=(False, True))[-1]
+    assert rest.setting.batch_size <= 16
+    small = Limits(loss_steps=4)  # at most 2, and 16 are fixed
+    rest = settle(Levels(13, 4), costs, rates, small, tunes=(True, False))[-1]
+    free = settle(Levels(13, 4), costs, rates, Limits(), tunes=(True, False))[-1]
+    assert rest == free
+
+
+def test_memory_that_is_too_little_for_any_batch_makes_it_the_smallest() -> None:
+    costs, rates = JOBS["laptop"]
+    limits = Limits(staging_bytes=costs.snapshot_bytes)
+    visited = settle(Levels(13, 4), costs, rates, limits)
+    assert visited[-1].setting.batch_size == 1
+    assert 256 <= visited[-1].setting.snapshot_every <= 512
+    found = move(Levels(13, 4), costs, rates, limits, tunes=BOTH)
+    assert found is not None
+    assert any("no setting keeps all limits" in reason for reason in found.reasons)
+
+
+def test_an_interval_beyond_the_grid_is_its_last_point() -> None:
+    costs, rates = JOBS["laptop"]
+    limits = Limits(bytes_per_hour=written_bytes_per_hour(costs, 60_000, 1))
+    assert not recommend(costs, rates, limits).broken
+    assert settle(Levels(13, 4), costs, rates, limits)[-1].interval == INTERVAL_LEVELS - 1
 
 
 def test_a_move_says_why() -> None:

@@ -72,6 +72,14 @@ def test_the_page_is_whole_and_asks_for_nothing(job: str) -> None:
     assert "nan" not in re.findall(r'"([^"]*)"', text)
 
 
+def test_memory_that_is_too_little_is_said_and_crossed_out_everywhere() -> None:
+    asked = replace(question(), limits=Limits(staging_bytes=LAPTOP.snapshot_bytes))
+    report = make_report(asked)
+    assert not any(cell for row in report.heat_map.allowed for cell in row)
+    assert len(report.document()["limits_broken"]) == 1
+    assert any("staging memory of 240 MB is too little" in text for text in report.warnings)
+
+
 def test_the_document_is_json_for_every_job() -> None:
     for job in JOBS:
         document = make_report(question(job)).document()
