@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from lowdiff.errors import ConfigError
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.paths import RunFolder, shared_staging_root
 from lowdiff.persistence.policy import Retention
-from lowdiff.persistence.retention import carry_out, retention_locked, take_inventory
+from lowdiff.persistence.retention import (
+    Checked,
+    carry_out,
+    check_snapshots,
+    is_overtaken,
+    retention_locked,
+    take_inventory,
+)
 from lowdiff.persistence.retention_notes import check_pinned, read_notes, read_pins, remove_pin
 from lowdiff.persistence.retention_plan import CollectionPlan, Pin, is_valid, plan_collection
 from lowdiff.persistence.staging_retention import StagingVerdict, clear_staging
@@ -37,21 +45,62 @@ def collect_run(
         as_json: Whether to say it as JSON.
 
     Raises:
-        ConfigError: If nothing says what to keep.
+        ConfigError: If nothing says what to keep, or a label pins nothing.
         RunInUse: If somebody else holds the run's retention lock.
     """
     folder = RunFolder(run)
     run_id = read_run_id(folder)
+    _policy(folder, run_id, changes, unpin)  # refused before minutes are spent on checksums
+    checked = Checked()
+    while True:
+        checked = check_snapshots(folder, run_id, checked)
+        with _locked(folder, dry_run):
+            inventory = take_inventory(folder, run_id, checked=checked)
+            if is_overtaken(folder, run_id, inventory, checked):
+                continue
+            policy = _policy(folder, run_id, changes, unpin)
+            if not dry_run:
+                for label in unpin:
+                    remove_pin(folder, label)
+            pins = [pin for pin in read_pins(folder, run_id) if pin.label not in unpin]
+            plan = plan_collection(
+                inventory, policy or Retention(snapshots=None), pins, now_seconds=time.time()
+            )
+            if not dry_run:
+                carry_out(folder, run_id, plan)
+            break
+    void = [pin for pin in pins if not is_valid(inventory.spans, pin)]
+    if as_json:
+        print_json(_document(folder, policy, plan, pins, void, dry_run))
+    else:
+        _print(folder, policy, plan, void, dry_run)
+
+
+def _policy(
+    folder: RunFolder, run_id: str, changes: dict[str, Any], unpin: list[str]
+) -> Retention | None:
+    """The trainer's policy with the changes; None to remove nothing, only pins.
+
+    Raises:
+        ConfigError: If nothing says what to keep, or a label pins nothing.
+    """
+    for label in unpin:
+        check_pinned(folder, label)
     recorded = read_notes(folder, run_id).policy
-    if recorded is None and not changes and not unpin:
+    if changes:
+        # A limit of bytes alone says to keep as many snapshots as fit.
+        default = Retention(snapshots=None) if set(changes) == {"total_bytes"} else Retention()
+        return replace(recorded or default, **changes)
+    if recorded is None and not unpin:
         raise ConfigError(
             f"{folder.root} keeps every step; say what to keep, e.g. --keep-snapshots 2"
         )
-    policy = None
-    if changes or recorded is not None:
-        # A limit of bytes alone says to keep as many snapshots as fit.
-        default = Retention(snapshots=None) if set(changes) == {"total_bytes"} else Retention()
-        policy = replace(recorded or default, **changes)
+    return recorded
+
+
+@contextmanager
+def _locked(folder: RunFolder, dry_run: bool) -> Iterator[None]:
+    """Hold the retention lock, alone unless nothing is to be removed."""
     with ExitStack() as held:
         try:
             held.enter_context(
@@ -61,23 +110,7 @@ def collect_run(
             # Only said, it needs no right to write, which a lock does.
             if not dry_run or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-        for label in unpin:
-            check_pinned(folder, label)
-        if not dry_run:
-            for label in unpin:
-                remove_pin(folder, label)
-        pins = [pin for pin in read_pins(folder, run_id) if pin.label not in unpin]
-        inventory = take_inventory(folder, run_id, check=True)
-        plan = plan_collection(
-            inventory, policy or Retention(snapshots=None), pins, now_seconds=time.time()
-        )
-        if not dry_run:
-            carry_out(folder, run_id, plan)
-    void = [pin for pin in pins if not is_valid(inventory.spans, pin)]
-    if as_json:
-        print_json(_document(folder, policy, plan, pins, void, dry_run))
-    else:
-        _print(folder, policy, plan, void, dry_run)
+        yield
 
 
 def _document(

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.catalog import SnapshotSet, begun_fences, complete_snapshots
@@ -27,9 +28,18 @@ from lowdiff.persistence.retention_plan import (
     Removal,
     StoredSegment,
     StoredSnapshot,
+    is_on,
     plan_collection,
 )
 from lowdiff.persistence.snapshots import check_shard, manifest_file, shard_file
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Snapshots whose shards were compared with their checksums, and those that passed."""
+
+    snapshots: tuple[SnapshotSet, ...] = ()
+    whole: tuple[SnapshotSet, ...] = ()
 
 
 @contextmanager
@@ -76,7 +86,37 @@ def collect(folder: RunFolder, run_id: str, policy: Retention) -> None:
         carry_out(folder, run_id, plan)
 
 
-def take_inventory(folder: RunFolder, run_id: str, *, check: bool = False) -> Inventory:
+def check_snapshots(folder: RunFolder, run_id: str, before: Checked | None = None) -> Checked:
+    """Read the shards of all snapshots that are there, and compare their checksums.
+
+    It takes minutes for a large model, so it is for before the retention lock is taken: an attach
+    would wait for it, and so would a training loop that pins a step.
+
+    Args:
+        folder: The run.
+        run_id: Its identity.
+        before: What need not be read again.
+    """
+    before = before or Checked()
+    new = [s for s in complete_snapshots(folder, run_id) if s not in before.snapshots]
+    whole = [snapshot for snapshot in new if _has_lengths(snapshot) and _passes(snapshot)]
+    return Checked((*before.snapshots, *new), (*before.whole, *whole))
+
+
+def is_overtaken(folder: RunFolder, run_id: str, inventory: Inventory, checked: Checked) -> bool:
+    """Whether a snapshot that an inventory does not count, as it was not checked, is an old one.
+
+    New ones come after all that are counted, where nothing is removed. One that comes before them,
+    as when a dead life's is adopted, may be what a pinned step is replayed on.
+    """
+    counted = [s.step for s in inventory.snapshots if s.complete and is_on(inventory.spans, s)]
+    return any(
+        snapshot.step <= max(counted, default=-1) and snapshot not in checked.snapshots
+        for snapshot in complete_snapshots(folder, run_id)
+    )
+
+
+def take_inventory(folder: RunFolder, run_id: str, *, checked: Checked | None = None) -> Inventory:
     """List what retention decides about.
 
     A snapshot counts if its manifests are all there and its shards have the lengths they say.
@@ -84,7 +124,7 @@ def take_inventory(folder: RunFolder, run_id: str, *, check: bool = False) -> In
     Args:
         folder: The run.
         run_id: Its identity.
-        check: Also read every shard and compare its checksum.
+        checked: Count only those that passed.
 
     Raises:
         DamagedFile: If a fence is damaged.
@@ -92,7 +132,11 @@ def take_inventory(folder: RunFolder, run_id: str, *, check: bool = False) -> In
     fences = begun_fences(folder, run_id)
     newest = max(fences, default=-1)
     beginning = [read_fence(path) for number, _, path in folder.fences() if number > newest]
-    whole = {s.folder: s for s in complete_snapshots(folder, run_id) if _is_whole(s, check)}
+    whole = {
+        snapshot.folder: snapshot
+        for snapshot in complete_snapshots(folder, run_id)
+        if _has_lengths(snapshot) and (checked is None or snapshot in checked.whole)
+    }
     return Inventory(
         spans=lineage(fences),
         snapshots=tuple(
@@ -153,15 +197,19 @@ def _remove_snapshot(removal: Removal) -> None:
         removal.path.rmdir()
 
 
-def _is_whole(snapshot: SnapshotSet, check: bool) -> bool:
-    for manifest in snapshot.manifests:
-        if file_bytes(shard_file(snapshot.folder, manifest.rank)) != manifest.bytes:
-            return False
-        if check:
-            try:
-                check_shard(snapshot.folder, manifest)
-            except DamagedFile:
-                return False
+def _has_lengths(snapshot: SnapshotSet) -> bool:
+    return all(
+        file_bytes(shard_file(snapshot.folder, manifest.rank)) == manifest.bytes
+        for manifest in snapshot.manifests
+    )
+
+
+def _passes(snapshot: SnapshotSet) -> bool:
+    try:
+        for manifest in snapshot.manifests:
+            check_shard(snapshot.folder, manifest)
+    except DamagedFile:
+        return False
     return True
 
 

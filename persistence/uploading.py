@@ -114,6 +114,8 @@ class Uploader:
         finally:
             for task in tasks:
                 task.cancel()
+        # Its steps count once the first pass of snapshots is over, which may have been the last.
+        await self._upload_segments()
 
     async def _follow(self, new: asyncio.Event, one_pass: Callable[[], Awaitable[None]]) -> None:
         while True:

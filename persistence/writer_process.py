@@ -92,7 +92,8 @@ class WriterProcess:
     def finish(self, timeout_seconds: float) -> WriterStatus:
         """Tell the writer that nothing more comes, and wait until all is durable; idempotent.
 
-        One that dies on the way is replaced.
+        One that dies on the way is replaced. It is also waited for while it uploads; what the
+        store lacks when the time is over is said in a warning.
 
         Raises:
             WriterFailed: If it does not get there in time; what is staged stays in staging.
@@ -109,13 +110,13 @@ class WriterProcess:
             try:
                 self._process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                _logger.warning("rank %d: the writer is still busy", self._settings.rank)
                 break
             if self._status.read().closed:
                 break
         self._finishing = True
+        is_running = self._process.poll() is None  # before its last word is read
         status = self._status.read()
-        if not status.closed and self._process.poll() is not None:
+        if not status.closed and not is_running:
             raise WriterFailed(
                 f"the writer of rank {self._settings.rank} died {_FINISH_ATTEMPTS} times while it "
                 f"finished; nothing is lost: the next attach adopts {self._settings.staging.root}, "
@@ -127,16 +128,11 @@ class WriterProcess:
                 f"{timeout_seconds:.0f} s ({status.error or 'no error reported'}); nothing is "
                 f"lost: it goes on, and the next attach adopts {self._settings.staging.root}"
             )
-        if status.remote_error:
-            _logger.warning(
-                "rank %d: %s lacks the steps after %d: %s; they are in %s, and the next attach "
-                "uploads them",
-                self._settings.rank,
-                self._settings.store,
-                status.remote_step,
-                status.remote_error,
-                self._settings.run,
-            )
+        lacks = store_lacks(self._settings, status, self.pid if is_running else None)
+        if lacks:
+            _logger.warning("rank %d: %s", self._settings.rank, lacks)
+        elif is_running:
+            _logger.warning("rank %d: the writer is still busy", self._settings.rank)
         return status
 
     def stop(self) -> None:
@@ -187,3 +183,34 @@ class WriterProcess:
         raise WriterFailed(
             f"the writer process did not start; its log says:\n{log}\nMend that, and attach again"
         )
+
+
+def store_lacks(settings: WriterSettings, status: WriterStatus, uploading: int | None) -> str:
+    """What a store lacks when a life ends, and what to do; empty if nothing, or without a store.
+
+    Args:
+        settings: The writer's.
+        status: What it said last.
+        uploading: Its process, if it is still there.
+    """
+    missing = []
+    if status.remote_step < status.durable_step:
+        missing.append(f"the steps after {status.remote_step}, up to {status.durable_step}")
+    if status.remote_snapshot < status.durable_snapshot:
+        missing.append(f"the snapshot of step {status.durable_snapshot}")
+    if settings.store is None or not (missing or status.remote_error):
+        return ""
+    what = " and ".join(missing) or "some of what is durable"
+    error = f": {status.remote_error}" if status.remote_error else ""
+    if uploading is not None:
+        # With a container the writer would end as well, and with a node the run folder go.
+        return (
+            f"{settings.store} lacks {what}{error}; the writer (process {uploading}) still uploads "
+            f"from {settings.run}: keep this machine until it ends, or attach again here, which "
+            f"uploads the rest"
+        )
+    # Without an error it may only not have come to look whether all is there.
+    return (
+        f"{settings.store} {'lacks' if error else 'may lack'} {what}{error}; it is in "
+        f"{settings.run}, and the next attach here uploads it: keep that folder until then"
+    )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,10 @@ from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.policy import Retention
+from lowdiff.persistence.retention import retention_locked
 from lowdiff.persistence.retention_notes import note_policy, write_pin
 from lowdiff.persistence.retention_plan import Pin
+from lowdiff.persistence.snapshots import check_shard
 from tests.commands import Command, command, copy, trained
 from tests.mounts import remount, tmpfs_or_skip
 from tests.recovery.training import Trained, flip, train
@@ -113,6 +117,81 @@ def test_only_snapshots_whose_checksums_hold_count(command: Command, copy: Train
     assert command("gc", copy.run, "--keep-snapshots", "2").code == 0
     assert snapshots(copy) == [5, 10, 12]
     assert command("recover", copy.run, "--out", copy.run / "x.pt", "--step", "11").code == 0
+
+
+def at_first_checksum(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Have something happen when the first shard is about to be read."""
+    acts = [act]
+
+    def check(*arguments: Any) -> Path:
+        if acts:
+            acts.pop()()
+        return check_shard(*arguments)
+
+    monkeypatch.setattr("lowdiff.persistence.retention.check_shard", check)
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=str)
+def test_the_run_is_free_while_checksums_are_read(
+    command: Command, copy: Trained, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """They take minutes; an attach or a pin must not wait for them."""
+    num_checks = 0
+
+    def check(*arguments: Any) -> Path:
+        nonlocal num_checks
+        num_checks += 1
+        with retention_locked(RunFolder(copy.run), timeout_seconds=0.0):
+            return check_shard(*arguments)
+
+    monkeypatch.setattr("lowdiff.persistence.retention.check_shard", check)
+    assert command("gc", copy.run, "--keep-snapshots", "1", *options).code == 0
+    assert num_checks == 4
+    assert snapshots(copy) == ([0, 5, 10, 12] if options else [12])
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_snapshot_that_comes_while_checksums_are_read_stays_and_lets_none_go(
+    command: Command,
+    copy: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_damaged: bool,
+) -> None:
+    run = Trained(copy.run.rename(tmp_path / "run"), tmp_path / "staging")
+
+    def go_on() -> None:
+        train(tmp_path, 15)
+        if is_damaged:
+            flip(run.shard(15, incarnation=1), 700)
+
+    at_first_checksum(monkeypatch, go_on)
+    assert command("gc", run.run, "--keep-snapshots", "1").code == 0
+    assert snapshots(run) == [12, 15]
+    assert command("recover", run.run, "--step", "14", "--out", tmp_path / "x.pt").code == 0
+    assert command("gc", run.run, "--keep-snapshots", "1").code == 0
+    assert snapshots(run) == ([12, 15] if is_damaged else [15])
+
+
+def test_a_pin_on_an_old_snapshot_that_comes_while_checksums_are_read_is_obeyed(
+    command: Command, copy: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when what a dead life had staged is made durable."""
+    folder = RunFolder(copy.run)
+    late, outside = copy.shard(5).parent, copy.run.parent / "late"
+    late.rename(outside)
+    shutil.rmtree(copy.shard(0).parent)
+
+    def come() -> None:
+        outside.rename(late)
+        write_pin(folder, read_run_id(folder), Pin("best", 7, 0))
+
+    at_first_checksum(monkeypatch, come)
+    result = command("gc", copy.run, "--keep-snapshots", "1")
+    assert "Kept step 5 to 7: pinned: best" in result.out
+    assert snapshots(copy) == [5, 12]
+    recovered = command("recover", copy.run, "--step", "7", "--out", copy.run.parent / "x.pt")
+    assert recovered.code == 0
 
 
 def test_damage_that_hides_what_must_stay_stops_it(command: Command, copy: Trained) -> None:
