@@ -67,8 +67,9 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
             ]
             kept = group["params"]
             group.clear()
-            # A hyper-parameter that the run's PyTorch did not have yet is at its default.
-            group.update({**optimizer.defaults, **hyper}, params=kept)
+            group.update(hyper, params=kept)
+            for key, value in optimizer.defaults.items():
+                group.setdefault(key, value)  # the run's PyTorch did not have it yet
         optimizer.state.clear()
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         for i, parameter in enumerate(attached.parameters):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,11 +143,22 @@ class UnitState:
         self._groups: list[int] = sorted({self._group(b.parameter) for b in unit.blocks})
         self._restored = state.optimizers[unit.optimizer]
 
-    def step(self, step: Step, scratch: Scratch) -> None:
-        """Apply one differential: the optimizer first, then the averages of what it left."""
+    def step(
+        self, step: Step, scratch: Scratch, see_gradients: Callable[[], None] | None = None
+    ) -> None:
+        """Apply one differential: the optimizer first, then the averages of what it left.
+
+        Args:
+            step: What was logged.
+            scratch: Memory for the gradients.
+            see_gradients: Called before the optimizer, which may write them, has them.
+        """
         done = step.shards[0].optimizers[self.unit.optimizer]
         if done.stepped:
-            self._step_optimizer(step, done, scratch)
+            self._give_gradients(step, scratch)
+            if see_gradients is not None:
+                see_gradients()
+            self._step_optimizer(done)
         for name, average in step.shards[0].averages.items():
             if average.updated:
                 self._averages[name].update(average)
@@ -155,23 +166,22 @@ class UnitState:
     def step_measured(self, step: Step, scratch: Scratch) -> Movement:
         """`step`, and how far it went."""
         before = [parameter.clone() for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        self.step(step, scratch)
         scale = step.shards[0].optimizers[self.unit.optimizer].grad_scale or 1.0
         moved = Movement()
+
+        def see() -> None:
+            nonlocal moved
+            for gradient in (p.grad for p in self._parameters if p.grad is not None):
+                squared = (gradient.double() / scale).square().sum().item()
+                moved += Movement(0.0, squared, int(gradient.count_nonzero()))
+
+        self.step(step, scratch, see)
         for old, parameter in zip(before, self._parameters, strict=True):
             update = (parameter - old).double().square().sum().item()
             moved += Movement(update_squared=update)
-            if parameter.grad is not None:
-                gradient = (parameter.grad.double() / scale).square().sum().item()
-                moved += Movement(0.0, gradient, int(parameter.grad.count_nonzero()))
         return moved
 
-    def _step_optimizer(self, step: Step, done: OptimizerStep, scratch: Scratch) -> None:
-        device = self._parameters[0].device
-        consumed = [usable_on(device, hyper) for hyper in done.consumed]
-        optimizer = self._optimizer or self._build(consumed)
+    def _give_gradients(self, step: Step, scratch: Scratch) -> None:
         position = 0
         for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
             count = block.stop - block.start
@@ -187,6 +197,11 @@ class UnitState:
                 gradient.copy_(host)
             parameter.grad = self._reshaped(block, gradient)
             position += aligned(count)
+
+    def _step_optimizer(self, done: OptimizerStep) -> None:
+        device = self._parameters[0].device
+        consumed = [usable_on(device, hyper) for hyper in done.consumed]
+        optimizer = self._optimizer or self._build(consumed)
         for group, index in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(consumed[index])
         if done.found_inf is not None:

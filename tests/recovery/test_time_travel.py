@@ -130,6 +130,24 @@ def test_the_timeline_is_what_the_live_run_did(trained: Trained, tmp_path: Path)
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_timeline_tells_the_gradient_and_not_what_the_optimizer_made_of_it(
+    tmp_path: Path,
+) -> None:
+    """With ``foreach``, Nesterov's momentum is added to the gradient in place."""
+
+    def norms(foreach: bool) -> list[float]:
+        done = train(
+            tmp_path / str(foreach),
+            4,
+            build=lambda model: torch.optim.SGD(
+                model.parameters(), lr=1e-2, momentum=0.9, nesterov=True, foreach=foreach
+            ),
+        )
+        return [step.gradient_norm for step in timeline(done.run, staging=done.staging).steps]
+
+    assert norms(foreach=True) == pytest.approx(norms(foreach=False), rel=1e-5)
+
+
 def test_a_plan_says_what_would_be_read(trained: Trained) -> None:
     found = forecast(trained.run, 9, staging=trained.staging)
     assert (found.step, found.base, found.differentials) == (9, 5, 4)
