@@ -151,7 +151,8 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     if forgotten:
         raise ConfigError(
             f"{len(forgotten)} trainable parameters belong to no attached optimizer, among them "
-            f"{forgotten[0]!r}; attach all optimizers, or freeze them with requires_grad_(False)"
+            f"{forgotten[0]!r}; attach all optimizers, or freeze them with requires_grad_(False) and "
+            "wrap the module anew, if it is in DistributedDataParallel"
         )
     devices = sorted({str(p.device) for p in trained.values()})
     if len(devices) > 1:
@@ -165,6 +166,9 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     }
     _refuse_complex(module)
     _refuse_sparse(module)
+    for part in _wrappers(model):
+        if isinstance(part, DistributedDataParallel):
+            _compare_with_averaged(part, trained, name_of)
     buffers = {BUFFER_ITEM + canonical_name(n): b for n, b in module.named_buffers()}
     return Attached(
         model=model,
@@ -206,6 +210,38 @@ def _refuse_sparse(module: torch.nn.Module) -> None:
                 f"{type(part).__name__} {name!r} makes sparse gradients, which no compressor takes; "
                 "build it with sparse=False: top-k compression sends as little of them"
             )
+
+
+def _compare_with_averaged(
+    ddp: DistributedDataParallel,
+    trained: Mapping[str, torch.nn.Parameter],
+    name_of: Mapping[int, str],
+) -> None:
+    """DDP averages for life what was trainable when it was built, and nothing else."""
+    try:
+        # Also DDP's own `join` goes by these buckets; no other way shows what they hold.
+        buckets = ddp.reducer._get_zeros_like_grad_buckets() if hasattr(ddp, "reducer") else []
+    except RuntimeError as error:  # it has no zeros of a sparse layout
+        raise UnsupportedModel(
+            "DistributedDataParallel was built with an embedding that makes sparse gradients, which "
+            "no compressor takes; build it with sparse=False, or freeze it before wrapping"
+        ) from error
+    averaged = {id(p): p for bucket in buckets for p in bucket.parameters()}
+    alone = [name for name, parameter in trained.items() if id(parameter) not in averaged]
+    owned = {id(parameter) for parameter in trained.values()}
+    others = [parameter for key, parameter in averaged.items() if key not in owned]
+    if alone:
+        what = f"does not average {alone[0]!r}, which an attached optimizer trains"
+    elif others and id(others[0]) in name_of:
+        what = f"averages {name_of[id(others[0])]!r}, which is frozen"
+    elif others:
+        what = f"averages a parameter of shape {tuple(others[0].shape)} that is not in the model any more"
+    else:
+        return
+    raise ConfigError(
+        f"DistributedDataParallel {what}: it goes by what was trainable, and not to be ignored, when "
+        "it was built; wrap the module in DistributedDataParallel anew after freezing or unfreezing"
+    )
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,13 +25,14 @@ from lowdiff.errors import ConfigError, UsageError
 from lowdiff.events import log_event
 from lowdiff.hook import HookState, registered
 from lowdiff.keeping import keep_step
-from lowdiff.opening import Opened, open_session
+from lowdiff.opening import Opened, meeting, open_session
 from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.policy import Retention
 from lowdiff.preemption import SignalWatch
 from lowdiff.protocols import Compressor
 from lowdiff.session import Session
 from lowdiff.settings import Settings, cadence
+from lowdiff.training_loop import TrainingLoop
 from lowdiff.tuner.policy import Tuning
 
 _logger = logging.getLogger(__name__)
@@ -128,10 +129,8 @@ class Checkpointer:
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
         self.hook_state = HookState()
         self._opened: Opened | None = None
-        self._commits = "unknown"
+        self._loop: TrainingLoop | None = None
         self._loaders: dict[str, ResumableLoader | StatefulEpochs] = {}
-        self._pending_random: Mapping[str, bytes] | None = None
-        self._forward_hook: torch.utils.hooks.RemovableHandle | None = None
         self._attach_seconds = 0.0
         self._signals: SignalWatch | None = None
         self._was_preempted = False
@@ -177,29 +176,29 @@ class Checkpointer:
                 "this Checkpointer is attached already; close() it first. Several modules of one "
                 "training go into one torch.nn.ModuleDict, attached with all their optimizers"
             )
-        if restore not in _RESTORE:
-            raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
         started = time.perf_counter()
-        attached = describe(model, bare_optimizers(optimizer))
-        self._close_earlier()
-        if attached.ddp is not None:
-            self.hook_state = registered(attached.ddp, self.hook_state)
-        self._opened = open_session(
-            self._settings, attached, {**self._loaders, **stateful}, restore=restore, step=step
-        )
+        with meeting(model) as ranks:
+            with ranks.together():
+                if restore not in _RESTORE:
+                    raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
+                attached = describe(model, bare_optimizers(optimizer))
+                self._close_earlier()
+                if attached.ddp is not None:
+                    self.hook_state = registered(attached.ddp, self.hook_state)
+            objects = {**self._loaders, **stateful}
+            opened = open_session(
+                self._settings, attached, objects, ranks, restore=restore, step=step
+            )
+        self._opened = opened
         try:
-            self.hook_state.open(self._opened.session.reducer, attached.parameters)
-            # Building a DataLoader's iterator draws from the global generator, so the generators
-            # are set when the first step begins, not now.
-            self._pending_random = self._opened.random_states
-            self._commits = "unknown"
-            self._forward_hook = model.register_forward_pre_hook(self._before_forward)
+            self.hook_state.open(self._session.reducer, attached.parameters)
+            self._loop = TrainingLoop(attached, self._session, opened.random_states)
             self._was_preempted = False
             self._signals = SignalWatch(self._session.preempt)
         except BaseException:
             self._session.stager.stop()
             self._session.stager.writer.stop()
-            self._let_go(self._opened)
+            self._let_go(opened)
             raise
         _attached[self._key] = self
         self._attach_seconds = time.perf_counter() - started
@@ -247,10 +246,10 @@ class Checkpointer:
         if isinstance(data, DataLoader):
             if batch_size is not None or options:
                 raise ConfigError("a loader has its batch_size and options already; pass only it")
-            loader = StatefulEpochs(data, self._restore_random_states)
+            loader = StatefulEpochs(data, self._body_begins)
         else:
             loader = ResumableLoader(
-                data, batch_size=batch_size, before_batch=self._restore_random_states, **options
+                data, batch_size=batch_size, before_batch=self._body_begins, **options
             )
         self._loaders[f"dataloader{len(self._loaders)}"] = loader
         return loader
@@ -274,10 +273,10 @@ class Checkpointer:
         Yields:
             The number of completed steps: the body with ``step`` makes step ``step + 1``.
         """
-        session = self._session
-        self._commits = "steps"
+        session, loop = self._session, self._training_loop
+        loop.counts_steps()
         while session.step < until:
-            self._restore_random_states()
+            loop.body_begins()
             yield session.step
             if self._opened is None:
                 raise UsageError(
@@ -298,9 +297,7 @@ class Checkpointer:
             RunInUse: If another machine took over the run.
             RankLost: If another rank ended.
         """
-        self._commits = "by hand"
-        self._restore_random_states()
-        self._session.commit()
+        self._training_loop.commit()
 
     @property
     def preempted(self) -> bool:
@@ -363,6 +360,9 @@ class Checkpointer:
         Raises:
             StepNotFound: If the step is not there any more, or not yet.
             ConfigError: If the label is no name for a file.
+            UsageError: If it is not attached.
+            RunInUse: If old files were being removed all the time that ``attach`` would wait for
+                another trainer. The loop may go on, and pin again later.
         """
         if self._opened is None:
             raise UsageError("call attach(model, optimizer) first")
@@ -421,9 +421,9 @@ class Checkpointer:
             self._signals.close()
             self._signals = None
         self.hook_state.close()
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
-            self._forward_hook = None
+        if self._loop is not None:
+            self._loop.remove()
+            self._loop = None
         release(opened)
         self._opened = None
         if _attached.get(self._key) is self:
@@ -440,23 +440,12 @@ class Checkpointer:
             raise UsageError("call attach(model, optimizer) first")
         return self._opened.session
 
-    def _before_forward(self, module: torch.nn.Module, _: object) -> None:
-        """Begin the first step; in loops that never commit, end the last one as well (R11)."""
-        if not (module.training and torch.is_grad_enabled()) or self._opened is None:
-            return
-        self._restore_random_states()
-        if self._session.has_finished_step and self._commits in ("unknown", "by forward"):
-            if self._commits == "unknown":
-                _logger.warning(
-                    "no commit() after optimizer.step(): lowdiff commits each step when the next "
-                    "forward pass begins. The state is exact, the position in the data is not "
-                    "recorded; call checkpointer.commit(), or loop over checkpointer.steps(...)"
-                )
-            self._commits = "by forward"
-            self._session.commit()
-        self._session.forward_begins()
+    @property
+    def _training_loop(self) -> TrainingLoop:
+        if self._loop is None:
+            raise UsageError("call attach(model, optimizer) first")
+        return self._loop
 
-    def _restore_random_states(self) -> None:
-        if self._pending_random is not None:
-            self._session.restore_random_states(self._pending_random)
-            self._pending_random = None
+    def _body_begins(self) -> None:
+        if self._loop is not None:
+            self._loop.body_begins()

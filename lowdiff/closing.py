@@ -23,7 +23,8 @@ def finish(opened: Opened, *, failed: bool) -> None:
             it when another trainer has taken over the run.
 
     Raises:
-        WriterFailed: If storage does not take everything in time; nothing is lost.
+        WriterFailed: If storage does not take everything in time; nothing is lost. After a failure
+            that is what comes out: then storage gets little time, and its trouble is a warning.
     """
     session = opened.session
     try:
@@ -31,13 +32,21 @@ def finish(opened: Opened, *, failed: bool) -> None:
             session.commit()
         if not session.is_taken_over:
             session.finish_copies()
-    except BaseException:
+    except BaseException as error:
         _abandon(opened)
+        if failed and isinstance(error, Exception):
+            _logger.warning("the last commit is left to the next attach: %s", error)
+            return
         raise
     session.stager.stop()
     is_last_snapshot = not failed and _take_last_snapshot(opened)
     session.stager.meter.end("failed" if failed else "closed")
-    session.stager.writer.finish(_FINISH_SECONDS)
+    try:
+        session.stager.writer.finish(_ABANDON_SECONDS if failed else _FINISH_SECONDS)
+    except WriterFailed as error:
+        if not failed:
+            raise
+        _logger.warning("%s", error)
     if not is_last_snapshot:
         return
     # The snapshot exists only with every rank's shard, and one that failed here does not come.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,15 +15,36 @@ from lowdiff.errors import UnsupportedOptimizer, UsageError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Watched:
-    """Tensors of one optimizer, listed once: looking them up at every step would cost more.
+class _Seen:
+    """What an optimizer held when it was last looked at.
+
+    The objects themselves are kept, not their ids, which others could have by now.
 
     Attributes:
-        owners: Parameters that had state when they were listed.
+        state: Its ``state``.
+        owners: Parameters that have some.
+        values: All that they have, tensors or not, in the same order.
+        tensors: The optimizer's parameters, and which of ``values`` are tensors.
+        versions: Theirs.
     """
 
-    owners: set[torch.Tensor]
+    state: Mapping[torch.Tensor, Any]
+    owners: list[torch.Tensor]
+    values: list[Any]
     tensors: list[torch.Tensor]
+    versions: list[int]
+
+    def holds(self, state: Mapping[torch.Tensor, Any]) -> bool:
+        """Whether nothing in an optimizer's state was put in, taken out or replaced since."""
+        owners, entries = _filled(state)
+        # ``==`` would compare the elements of tensors.
+        return (
+            state is self.state
+            and len(owners) == len(self.owners)
+            and all(map(is_, owners, self.owners))
+            and sum(map(len, entries)) == len(self.values)
+            and all(map(is_, _values(entries), self.values))
+        )
 
 
 class StepGuard:
@@ -30,10 +53,10 @@ class StepGuard:
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
         self._groups = [_group_ids(optimizer) for optimizer in attached.optimizers]
-        self._watched = [self._tensors(i) for i in range(len(attached.optimizers))]
-        self._last = [self._fingerprint(i) for i in range(len(attached.optimizers))]
+        pairs = list(zip(attached.parameters, attached.owner, strict=True))
+        self._own = [[p for p, owner in pairs if owner == i] for i in range(len(self._groups))]
+        self._seen = [self._look(i) for i in range(len(self._groups))]
         self._known = {id(parameter) for parameter in attached.parameters}
-        self._gradients: dict[int, list[int | None]] = {}
         self._hook_ids: dict[int, int] = {}
 
     def registered(self, index: int, handle: torch.utils.hooks.RemovableHandle) -> None:
@@ -71,68 +94,66 @@ class StepGuard:
         if thawed:
             raise UsageError(
                 f"a parameter of shape {tuple(thawed[0].shape)} was frozen at attach and has a "
-                "gradient now; close the checkpointer and attach again after unfreezing"
+                "gradient now; close the checkpointer, wrap the module anew if it is in DDP, "
+                "and attach again after unfreezing"
             )
         if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hook_ids[index]:
             raise UsageError(
                 "a step pre-hook was registered on the optimizer after attach and could change "
                 "the gradient unseen; register it before attach"
             )
-        return self._fingerprint(index) != self._last[index]
+        return self._look_again(index)
 
-    def gradients_read(self, index: int) -> None:
-        """Note the gradients as they were read; nothing may write them from here on."""
-        self._gradients[index] = self._gradient_versions(index)
+    def after_step(self, index: int) -> None:
+        """Note the state that the optimizer left, in new tensors or in those it had.
 
-    def after_step(self, index: int, *, scaled: bool) -> None:
-        """Note the state that the optimizer left.
-
-        Raises:
-            UsageError: If the gradients were written while it stepped.
+        Gradients are not compared: no other hook comes after `before_step`, and what the step
+        itself writes (``foreach`` adds Nesterov's momentum in place), replay writes as well.
         """
-        # A fused kernel unscales the gradients itself, in place.
-        if not scaled and self._gradient_versions(index) != self._gradients[index]:
-            raise UsageError(
-                "gradients were changed between lowdiff's reading and the optimizer's step; "
-                "change them before optimizer.step()"
-            )
-        if self._attached.optimizers[index].state.keys() != self._watched[index].owners:
-            self._watched[index] = self._tensors(index)  # made in this step
-        self._last[index] = self._fingerprint(index)
+        self._look_again(index)
 
     def at_commit(self) -> bool:
         """Whether anything was changed since the optimizers stepped; forgets it."""
-        now = [self._fingerprint(i) for i in range(len(self._attached.optimizers))]
-        changed = now != self._last
-        self._last = now
-        return changed
+        changes = [self._look_again(i) for i in range(len(self._seen))]  # at all of them
+        return any(changes)
 
-    def _fingerprint(self, index: int) -> tuple[int, list[int]]:
-        """What changes with every write to a parameter or state tensor of an optimizer."""
-        watched = self._watched[index]
-        return id(self._attached.optimizers[index].state), [t._version for t in watched.tensors]
+    def _look_again(self, index: int) -> bool:
+        """Whether a parameter or state was written or replaced since the last look."""
+        seen = self._seen[index]
+        if not seen.holds(self._attached.optimizers[index].state):
+            self._seen[index] = self._look(index)  # what was replaced is freed by this
+            return True
+        versions = _versions(seen.tensors)
+        if versions == seen.versions:
+            return False
+        self._seen[index] = replace(seen, versions=versions)
+        return True
 
-    def _tensors(self, index: int) -> _Watched:
+    def _look(self, index: int) -> _Seen:
         state = self._attached.optimizers[index].state
-        own = [
-            parameter
-            for parameter, owner in zip(
-                self._attached.parameters, self._attached.owner, strict=True
-            )
-            if owner == index
-        ]
-        values = [value for parameter in own for value in state.get(parameter, {}).values()]
-        tensors = [*own, *(value for value in values if isinstance(value, torch.Tensor))]
-        return _Watched(set(state), tensors)
+        owners, entries = _filled(state)
+        values = [*_values(entries)]
+        tensors = [*self._own[index], *(v for v in values if isinstance(v, torch.Tensor))]
+        return _Seen(state, owners, values, tensors, _versions(tensors))
 
-    def _gradient_versions(self, index: int) -> list[int | None]:
-        return [
-            None if parameter.grad is None else parameter.grad._version
-            for parameter, owner in zip(
-                self._attached.parameters, self._attached.owner, strict=True
-            )
-            if owner == index
-        ]
+
+def _filled(
+    state: Mapping[torch.Tensor, Any],
+) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    """Parameters that have state, and what they have."""
+    # A mere look at a defaultdict makes an empty entry, which is as good as none.
+    entries = [own for own in state.values() if isinstance(own, dict) and own]
+    if len(entries) == len(state):
+        return [*state], entries
+    return [p for p, own in state.items() if isinstance(own, dict) and own], entries
+
+
+def _values(entries: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, entries))
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
 
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:

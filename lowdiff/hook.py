@@ -14,11 +14,16 @@ from lowdiff.protocols import Reducer
 
 
 class HookState:
-    """What `comm_hook` needs; a `Checkpointer` owns one and fills it at ``attach``."""
+    """What `comm_hook` needs; a `Checkpointer` owns one and fills it at ``attach``.
+
+    Attributes:
+        exchanged: Layout indices of what was reduced in the step at hand; who counts steps clears it.
+    """
 
     def __init__(self) -> None:
         self._reducer: Reducer | None = None
         self._index_of: dict[int, int] = {}
+        self.exchanged: set[int] = set()
 
     def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
         """Start to reduce for these parameters, in layout order."""
@@ -41,8 +46,10 @@ class HookState:
                 "a parameter has sparse gradients, which no compressor takes; build embeddings with "
                 "sparse=False"
             )
+        parameters = [self._index_of[id(parameter)] for parameter in bucket.parameters()]
+        self.exchanged.update(parameters)
         return self._reducer.reduce(
-            [self._index_of[id(parameter)] for parameter in bucket.parameters()],
+            parameters,
             [flat(gradient) for gradient in bucket.gradients()],
             bucket.buffer(),
         )
@@ -67,11 +74,20 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     return state.reduce(bucket)
 
 
+def hook_of(ddp: DistributedDataParallel) -> HookState | None:
+    """The state of our hook, if that is the one which DDP has."""
+    for hook, state in getattr(ddp, "_comm_hooks", []):
+        if hook is comm_hook and isinstance(state, HookState):
+            return state
+    return None
+
+
 def registered(ddp: DistributedDataParallel, state: HookState) -> HookState:
     """The state that DDP's hook gets: DDP takes one hook for life, perhaps an earlier one of ours."""
-    for hook, earlier in getattr(ddp, "_comm_hooks", []):
-        if hook is comm_hook and isinstance(earlier, HookState):
-            return earlier
+    earlier = hook_of(ddp)
+    if earlier is not None:
+        return earlier
+    for hook, _ in getattr(ddp, "_comm_hooks", []):
         raise ConfigError(
             f"the model has the communication hook {getattr(hook, '__name__', hook)!r} already, "
             "and DDP takes one for life; wrap the module anew, and choose lowdiff's compressor"

@@ -6,14 +6,16 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.agreement import Ranks, refuse_disagreement
 from lowdiff.attached import Attached
@@ -75,14 +77,31 @@ class Opened:
     random_states: Mapping[str, bytes]
 
 
-def training_group(attached: Attached) -> dist.ProcessGroup | None:
-    """The group over which gradients are averaged.
+@contextmanager
+def meeting(model: torch.nn.Module) -> Iterator[Ranks]:
+    """The ranks that train a model together, left again if the body fails.
+
+    They are found before the model is looked at, so that all hear what one of them refuses.
 
     Raises:
         ConfigError: If several processes train without DDP.
     """
-    if attached.ddp is not None:
-        group: dist.ProcessGroup = attached.ddp.process_group
+    ranks = Ranks(_training_group(model))
+    try:
+        yield ranks
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _training_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
+    """The group over which gradients are averaged."""
+    if not isinstance(model, torch.nn.Module):
+        return None  # it is refused when it is looked at
+    while isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+        model = inner  # which torch.compile wrapped
+    if isinstance(model, DistributedDataParallel):
+        group: dist.ProcessGroup = model.process_group
         return group
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
@@ -109,6 +128,7 @@ def open_session(
     settings: Settings,
     attached: Attached,
     stateful: Mapping[str, Stateful],
+    ranks: Ranks,
     *,
     restore: str,
     step: int | None,
@@ -122,7 +142,7 @@ def open_session(
         StorageError: If the run folder or staging memory is full, read-only or broken.
     """
     try:
-        return _opened(settings, attached, stateful, restore=restore, step=step)
+        return _opened(settings, attached, stateful, ranks, restore=restore, step=step)
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise  # of the user's own objects, perhaps
@@ -136,14 +156,13 @@ def _opened(
     settings: Settings,
     attached: Attached,
     stateful: Mapping[str, Stateful],
+    ranks: Ranks,
     *,
     restore: str,
     step: int | None,
 ) -> Opened:
     settle_kernels()
-    ranks = Ranks(training_group(attached))
     with ExitStack() as undo:
-        undo.callback(ranks.close)
         with ranks.together():
             given = watch(attached, stateful)
             settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take

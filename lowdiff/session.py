@@ -8,6 +8,7 @@ from functools import partial
 
 from lowdiff.capture import restore_random_states
 from lowdiff.digests import Digester
+from lowdiff.hook import hook_of
 from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.snapshots import ImageTensor
@@ -69,7 +70,9 @@ class Session:
             self._rolling = Rolling(live, stager, settings)
         self._digester = Digester(attached.layout)
         self.scaling = scaling
-        self._capture = StepCapture(attached, reducer, live.residual, scaling, live.averages)
+        ddp = attached.ddp if live.world_size > 1 else None
+        hook = None if ddp is None else hook_of(ddp)
+        self._capture = StepCapture(attached, reducer, live.residual, scaling, live.averages, hook)
         self._pieces = self._digester.pieces_of(live.rank, live.world_size)
         self._base_step = step
         self._unstaged: Differential | None = None
@@ -98,12 +101,10 @@ class Session:
         return self._capture.has_finished
 
     def _before_step(self) -> None:
-        """An optimizer is about to overwrite what may still be copied.
-
-        Gradients of this step have come: on an accelerator only once the host has read them.
-        """
+        """An optimizer is about to overwrite what may still be copied."""
         self._copies.hold()
-        if not self._copies.lag:
+        # On an accelerator gradients have come only once the host has read them.
+        if not self._copies.lag and self._capture.has_exchanged:
             self._note_commit()
 
     def _stage_ahead(self) -> None:

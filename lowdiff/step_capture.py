@@ -15,6 +15,7 @@ from lowdiff.averages import Averages
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.errors import UsageError
 from lowdiff.guard import StepGuard
+from lowdiff.hook import HookState
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
 from lowdiff.scaling import Scaling
@@ -36,8 +37,20 @@ class StepCapture:
         residual: RotatingResidual,
         scaling: Scaling,
         averages: Averages,
+        hook: HookState | None,
     ) -> None:
+        """Read the steps of one session.
+
+        Args:
+            attached: Model and optimizers.
+            reducer: Reads gradients before an optimizer consumes them.
+            residual: What compression owes.
+            scaling: What multiplies gradients.
+            averages: Those that follow the parameters.
+            hook: Tells what ranks exchange; None where there is one rank only.
+        """
         self._attached = attached
+        self._hook = hook
         self._reducer = reducer
         self._residual = residual
         self._scaling = scaling
@@ -55,18 +68,18 @@ class StepCapture:
     def install(
         self,
         timed: Callable[[], AbstractContextManager[None]],
-        has_exchanged: Callable[[], None],
+        will_step: Callable[[], None],
         has_consumed: Callable[[], None],
     ) -> None:
         """Hook into the optimizers.
 
         Args:
             timed: Measures what the hooks take of the training thread.
-            has_exchanged: Called before an optimizer steps, when its gradients have been averaged.
+            will_step: Called before an optimizer steps.
             has_consumed: Called when the reducer has read them, while they are still the same.
         """
         for index, optimizer in enumerate(self._attached.optimizers):
-            hook = self._pre_hook(index, timed, has_exchanged, has_consumed)
+            hook = self._pre_hook(index, timed, will_step, has_consumed)
             before = optimizer.register_step_pre_hook(hook)
             self._guard.registered(index, before)
             after = optimizer.register_step_post_hook(self._post_hook(index, timed))
@@ -86,6 +99,13 @@ class StepCapture:
         self._finished.clear()
         self.absent.clear()
         self.changed_outside = False
+        if self._hook is not None:
+            self._hook.exchanged.clear()
+
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether every rank is in this step; true if there is one rank only."""
+        return self._hook is None or bool(self._hook.exchanged)
 
     @property
     def has_finished(self) -> bool:
@@ -157,7 +177,7 @@ class StepCapture:
         self,
         index: int,
         timed: Callable[[], AbstractContextManager[None]],
-        has_exchanged: Callable[[], None],
+        will_step: Callable[[], None],
         has_consumed: Callable[[], None],
     ) -> Callable[..., None]:
         def before_step(
@@ -165,7 +185,7 @@ class StepCapture:
         ) -> None:
             with timed():
                 self._refuse_second_step(index)
-                has_exchanged()
+                will_step()
                 self._consume(index, optimizer, [*args, *kwargs.values()])
                 has_consumed()
 
@@ -176,8 +196,7 @@ class StepCapture:
     ) -> Callable[..., None]:
         def after_step(*_: object) -> None:
             with timed():
-                scaled = self._stepped[index].found_inf is not None
-                self._guard.after_step(index, scaled=scaled)
+                self._guard.after_step(index)
                 self._finished.add(index)
 
         return after_step
@@ -197,6 +216,7 @@ class StepCapture:
             index, [argument for argument in arguments if argument is not optimizer]
         ) or self._averages.before_step(index)
         gradients = self._attached.gradients(index)
+        self._refuse_own_gradients(gradients)
         step = OptimizerStep(
             stepped=True,
             consumed=copied_groups(hyper_parameters(optimizer)),
@@ -212,9 +232,23 @@ class StepCapture:
             self._reducer.consume(gradients, factors=self._scaling.factors)
         if not step.found_inf:
             self._residual.settle({i for i, g in enumerate(gradients) if g is not None})
-        self._guard.gradients_read(index)
         self.absent.update(self._attached.absent(index))
         self._stepped[index] = step
+
+    def _refuse_own_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        if self._hook is None:
+            return
+        exchanged = self._hook.exchanged
+        own = {i: g for i, g in enumerate(gradients) if g is not None and i not in exchanged}
+        # Zeros are the same on all ranks: a batch that was left out, say.
+        first = next((i for i, gradient in own.items() if bool(gradient.any())), None)
+        if first is not None:
+            raise UsageError(
+                f"optimizer.step() of step {self._step} would use gradients that were not averaged "
+                f"over the ranks since the last commit, {self._attached.layout.parameters[first].name!r} "
+                "among them, and the ranks' parameters would part; run the last backward pass before "
+                "it outside ddp.no_sync(), also where an epoch ends with fewer micro-batches"
+            )
 
     def _compress_in_place(self, gradients: list[torch.Tensor | None]) -> None:
         """Without DDP there is no communication hook: compress what backward left."""

@@ -8,7 +8,7 @@ element keeps its place in the tensor that the kernels walk. So a cycle may cut 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,11 +180,13 @@ class _RollingUnit(UnitState):
                 paste = _paste(unit.optimizer, name, found, self._alone)
                 self._pastes.setdefault(found.step, []).append(paste)
 
-    def step(self, step: Step, scratch: Scratch) -> None:
+    def step(
+        self, step: Step, scratch: Scratch, see_gradients: Callable[[], None] | None = None
+    ) -> None:
         """Apply one differential, if it is later than the unit's first step."""
         number = step.shards[0].step
         if number > self._begins:
-            super().step(step, scratch)
+            super().step(step, scratch, see_gradients)
             if number in self._pastes:
                 self._take_back(self._pastes.pop(number))
 

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.agreement import Ranks
@@ -41,6 +44,11 @@ def attach(
         run, compressor=TopK(0.1), staging=f"{folder}/staging{suffix}"
     )
     sampler = Fragile(broken == "load_state_dict" and rank == 1)
+    if broken == "optimizer" and rank == 1:
+        made.optimizer = torch.optim.SGD([next(iter(made.model.parameters()))], lr=0.1)
+    if broken == "hook" and rank == 1:
+        assert isinstance(made.model, DistributedDataParallel)
+        made.model.register_comm_hook(None, allreduce_hook)
     try:
         resumed = checkpointer.attach(made.model, made.optimizer, sampler=sampler)
     except Exception as error:
@@ -57,6 +65,8 @@ def attach(
         ("run", "NotARun", "a part of its path is a file"),
         ("staging", "ConfigError", "staging-1 is no folder"),
         ("load_state_dict", "FileNotFoundError", "shard 7 of the data"),
+        ("optimizer", "ConfigError", "trainable parameters belong to no attached optimizer"),
+        ("hook", "ConfigError", "communication hook 'allreduce_hook' already"),
     ],
 )
 def test_one_rank_that_cannot_attach_ends_it_on_all_and_the_next_attach_works(

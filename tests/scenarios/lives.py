@@ -120,7 +120,9 @@ def abandon(checkpointer: lowdiff.Checkpointer, kill: Kill) -> None:
     checkpointer.hook_state.close()
     if checkpointer._signals is not None:
         checkpointer._signals.close()
-    checkpointer._opened = None
+    assert checkpointer._loop is not None
+    checkpointer._loop.remove()
+    checkpointer._opened = checkpointer._loop = None
 
 
 def digests(made: Training) -> dict[str, str]:

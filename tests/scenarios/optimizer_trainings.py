@@ -42,6 +42,14 @@ def nesterov(rank: int, world_size: int) -> Training:
 
 
 @training
+def nesterov_foreach(rank: int, world_size: int) -> Training:
+    """As CUDA steps SGD by default: the kernel adds the momentum to the gradient in place."""
+    ddp = wrapped(classifier())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+    return Training(ddp, optimizer, plain_loop(ddp, optimizer, rank))
+
+
+@training
 def fused_adamw(rank: int, world_size: int) -> Training:
     """The fused kernel, over parameters large enough to be cut into blocks."""
     model = nn.Sequential(nn.Linear(40, 3001), nn.ReLU(), nn.Linear(3001, 10))

@@ -1,0 +1,169 @@
+"""The user's loop, as far as it shows: where its first body begins, and what ends a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+
+from lowdiff.attached import Attached
+from lowdiff.session import Session
+
+_logger = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """Restores the random generators when the first body begins, and ends steps as the loop does.
+
+    A loop ends them by ``steps()`` or by ``commit()``. One that does neither has each committed
+    when the next forward pass begins (design rule R11).
+    """
+
+    def __init__(
+        self, attached: Attached, session: Session, random_states: Mapping[str, bytes]
+    ) -> None:
+        """Watch a model and its optimizers.
+
+        Args:
+            attached: What trains.
+            session: What commits.
+            random_states: Generators to restore when the first body begins: building a
+                DataLoader's iterator draws from them before.
+        """
+        self._model = attached.model
+        self._session = session
+        self._random_states: Mapping[str, bytes] | None = random_states
+        self._is_restored = False
+        self._is_new = session.step == 0
+        self._seed = torch.initial_seed()
+        self._ends = "unknown"
+        self._has_trained = False
+        self._has_stepped = False
+        self._entries: set[torch.nn.Module] = set()
+        hook = _Hook(self._before_forward)
+        self._forward_hooks = {
+            part: part.register_forward_pre_hook(hook) for part in _hooked(self._model)
+        }
+        self._step_hooks = [
+            optimizer.register_step_post_hook(self._after_step) for optimizer in attached.optimizers
+        ]
+
+    def counts_steps(self) -> None:
+        """The loop goes over ``steps()``."""
+        self._ends = "steps"
+
+    def body_begins(self) -> None:
+        """Restore the generators for good, if this is the first body."""
+        self._restore(for_good=True)
+
+    def commit(self) -> None:
+        """End a step by the user's call."""
+        # A forward pass between optimizer.step() and the first commit() looked like the next step's.
+        is_committed = self._ends == "by forward" and not self._has_stepped
+        self._ends = "by hand"
+        self._leave_generators()
+        if not is_committed:
+            self._session.commit()
+
+    def remove(self) -> None:
+        """Take the hooks out."""
+        for handle in (*self._forward_hooks.values(), *self._step_hooks):
+            handle.remove()
+        self._forward_hooks.clear()
+        self._step_hooks.clear()
+
+    @property
+    def _commits_by_itself(self) -> bool:
+        return self._ends in ("unknown", "by forward")
+
+    def _before_forward(self, module: torch.nn.Module) -> None:
+        # A pass that activation checkpointing repeats in the backward pass begins nothing.
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        self._enter(module)
+        if self._random_states is not None or self._commits_by_itself:
+            is_training = any(part.training for part in self._model.modules())
+            self._has_trained |= is_training
+            # With all of it in evaluation mode this may be an evaluation before the first body.
+            self._restore(for_good=is_training)
+            is_next = is_training or not self._has_trained
+            if is_next and self._commits_by_itself and self._session.has_finished_step:
+                self._commit_by_forward()
+        self._session.forward_begins()
+
+    def _enter(self, module: torch.nn.Module) -> None:
+        """Unhook the parts of a module that the loop calls; which it does was not known before."""
+        if module in self._entries:
+            return
+        self._entries.add(module)
+        for part in module.modules():
+            if part is not module and part in self._forward_hooks:
+                self._forward_hooks.pop(part).remove()
+
+    def _commit_by_forward(self) -> None:
+        if self._ends == "unknown":
+            _logger.warning(
+                "no commit() after optimizer.step(): lowdiff commits each step when the next "
+                "forward pass begins. The state is exact, the position in the data is not "
+                "recorded; call checkpointer.commit(), or loop over checkpointer.steps(...)"
+            )
+        self._ends = "by forward"
+        self._session.commit()
+        self._has_stepped = False
+
+    def _after_step(self, *_: object) -> None:
+        self._has_stepped = True
+        self._leave_generators()
+
+    def _restore(self, *, for_good: bool) -> None:
+        if self._random_states is None or (self._is_restored and not for_good):
+            return
+        # Nothing was drawn yet where a run begins, so seeds that were set after attach hold.
+        if not self._is_new or torch.initial_seed() == self._seed:
+            self._session.restore_random_states(self._random_states)
+            self._seed = torch.initial_seed()
+        self._is_restored = True
+        if for_good:
+            self._random_states = None
+
+    def _leave_generators(self) -> None:
+        """The first body is over: to restore them now would repeat its numbers in the second."""
+        if not (self._random_states is None or self._is_restored or self._is_new):
+            _logger.warning(
+                "the random generators were not restored, because the first step after attach "
+                "began without a forward pass of the attached model with gradients on: this run "
+                "draws other numbers than an uninterrupted one; loop over checkpointer.steps(...) "
+                "or a checkpointer.dataloader(...), which restore them"
+            )
+        self._random_states = None
+
+
+class _Hook:
+    """Called before a forward pass; in a copy of the model, deep or pickled, it does nothing."""
+
+    def __init__(self, call: Callable[[torch.nn.Module], None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, module: torch.nn.Module, _: object) -> None:
+        if self._call is not None and not torch.compiler.is_compiling():
+            self._call(module)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+def _hooked(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module and those in it whose calls pass through Python, each once."""
+    found: dict[torch.nn.Module, None] = {}
+    waiting = [model]
+    while waiting:
+        part = waiting.pop()
+        if part in found or isinstance(part, torch.jit.ScriptModule):
+            continue
+        if getattr(part, "_compiled_call_impl", None) is not None:
+            continue  # by compile(), which compiles its hooks as well
+        found[part] = None
+        if getattr(part, "_orig_mod", None) is None:  # else the rest is compiled
+            waiting += part.children()
+    return list(found)
