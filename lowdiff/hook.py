@@ -18,16 +18,20 @@ class HookState:
 
     Attributes:
         exchanged: Layout indices of what was reduced in the step at hand; who counts steps clears it.
+        averaged: Of what was reduced and not consumed since; who sees it consumed takes it out.
     """
 
     def __init__(self) -> None:
         self._reducer: Reducer | None = None
         self._index_of: dict[int, int] = {}
         self.exchanged: set[int] = set()
+        self.averaged: set[int] = set()
 
     def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
         """Start to reduce for these parameters, in layout order."""
         self._reducer = reducer
+        self.exchanged.clear()
+        self.averaged.clear()
         self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
 
     def close(self) -> None:
@@ -48,6 +52,7 @@ class HookState:
             )
         parameters = [self._index_of[id(parameter)] for parameter in bucket.parameters()]
         self.exchanged.update(parameters)
+        self.averaged.update(parameters)
         return self._reducer.reduce(
             parameters,
             [flat(gradient) for gradient in bucket.gradients()],

@@ -238,17 +238,18 @@ class StepCapture:
     def _refuse_own_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         if self._hook is None:
             return
-        exchanged = self._hook.exchanged
-        own = {i: g for i, g in enumerate(gradients) if g is not None and i not in exchanged}
+        consumed = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
+        own = consumed.keys() - self._hook.averaged
         # Zeros are the same on all ranks: a batch that was left out, say.
-        first = next((i for i, gradient in own.items() if bool(gradient.any())), None)
+        first = next((i for i in sorted(own) if bool(consumed[i].any())), None)
         if first is not None:
             raise UsageError(
                 f"optimizer.step() of step {self._step} would use gradients that were not averaged "
-                f"over the ranks since the last commit, {self._attached.layout.parameters[first].name!r} "
-                "among them, and the ranks' parameters would part; run the last backward pass before "
-                "it outside ddp.no_sync(), also where an epoch ends with fewer micro-batches"
+                f"over the ranks, {self._attached.layout.parameters[first].name!r} among them, and the "
+                "ranks' parameters would part; run the last backward pass before it outside "
+                "ddp.no_sync(), also where an epoch ends with fewer micro-batches"
             )
+        self._hook.averaged -= consumed.keys()
 
     def _compress_in_place(self, gradients: list[torch.Tensor | None]) -> None:
         """Without DDP there is no communication hook: compress what backward left."""

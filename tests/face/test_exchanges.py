@@ -107,6 +107,25 @@ def test_a_step_without_gradients_needs_no_exchange_and_says_nothing_of_other_ra
     assert lowdiff.recover(tmp_path / "run").step == 4
 
 
+def stepped_late(rank: int, world_size: int, folder: str) -> bool:
+    """Each body begins with the optimizer step of the one before."""
+    made = Rank(folder, rank, TopK(0.1))
+    for step in made.checkpointer.steps(4):
+        before = made.weights()
+        if step:
+            made.step()
+        moved = not torch.equal(before, made.weights())
+        made.ddp.zero_grad()
+        made.backward(step)
+    made.checkpointer.close()
+    return moved
+
+
+def test_averaged_gradients_may_be_used_after_a_commit(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(stepped_late, 2, str(tmp_path)) == [True, True]
+    assert lowdiff.recover(tmp_path / "run").step == 4
+
+
 def alone(rank: int, world_size: int, folder: str) -> int:
     """DDP around a single process."""
     made = Rank(folder, rank, TopK(0.1))

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from lowdiff.persistence.durable import make_directory, write_json
 from lowdiff.persistence.fences import create_run, write_fence
 from lowdiff.persistence.fetching import Listing
 from lowdiff.persistence.lineage import Span
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.remote_retention import spent
 from lowdiff.persistence.retention_plan import Kept, Pin
+from lowdiff.persistence.snapshots import Manifest, manifest_file
 from lowdiff.persistence.writer_settings import WriterSettings
 from tests.persistence.made_runs import RUN_ID
 from tests.persistence.retained import (
@@ -59,11 +61,14 @@ def test_what_an_earlier_life_logged_goes_though_a_cycle_follows() -> None:
     assert plan.collected == ((0, 1, 150), (1, 151, 151))
 
 
-@pytest.mark.parametrize(("is_rolling", "oldest"), [(True, 101), (False, 201)])
+@pytest.mark.parametrize(
+    ("is_rolling", "is_here", "oldest"),
+    [(True, True, 101), (False, True, 201), (False, False, 101)],
+)
 def test_a_store_keeps_all_that_a_cycle_may_need(
-    tmp_path: Path, is_rolling: bool, oldest: int
+    tmp_path: Path, is_rolling: bool, is_here: bool, oldest: int
 ) -> None:
-    """It is judged by names alone: where a cycle began is not among them."""
+    """It is judged by names alone where a node has no manifest; where a cycle began they lack."""
     settings = WriterSettings(
         run=str(tmp_path / "run"),
         staging_root="",
@@ -84,6 +89,11 @@ def test_a_store_keeps_all_that_a_cycle_may_need(
     for step in (0, 100, 200):
         name = settings.folder.name(settings.folder.snapshot(0, step))
         sizes |= {f"{name}/rank-0000.json": 10, f"{name}/rank-0000.safetensors": 10}
+        if is_here:
+            found = Manifest(RUN_ID, 0, step, 0, 1, 10, 0, 0 if is_rolling else None)
+            path = manifest_file(settings.folder.snapshot(0, step), 0)
+            make_directory(path.parent)
+            write_json(path, found.document())
     segments = [settings.folder.name(settings.folder.segment(0, 0, s.first)) for s in SEGMENTS]
     listing = Listing({**sizes, **dict.fromkeys(segments, 10)})
     gone = {path.name for path in spent(settings, listing, listing, segments)}
