@@ -221,12 +221,15 @@ def _compare_with_averaged(
     try:
         # Also DDP's own `join` goes by these buckets; no other way shows what they hold.
         buckets = ddp.reducer._get_zeros_like_grad_buckets() if hasattr(ddp, "reducer") else []
+    except torch.OutOfMemoryError:  # a RuntimeError as well
+        raise
     except RuntimeError as error:  # it has no zeros of a sparse layout
         raise UnsupportedModel(
             "DistributedDataParallel was built with an embedding that makes sparse gradients, which "
             "no compressor takes; build it with sparse=False, or freeze it before wrapping"
         ) from error
     averaged = {id(p): p for bucket in buckets for p in bucket.parameters()}
+    del buckets  # as large as all gradients
     alone = [name for name, parameter in trained.items() if id(parameter) not in averaged]
     owned = {id(parameter) for parameter in trained.values()}
     others = [parameter for key, parameter in averaged.items() if key not in owned]

@@ -247,7 +247,8 @@ class StepCapture:
                 f"optimizer.step() of step {self._step} would use gradients that were not averaged "
                 f"over the ranks, {self._attached.layout.parameters[first].name!r} among them, and the "
                 "ranks' parameters would part; run the last backward pass before it outside "
-                "ddp.no_sync(), also where an epoch ends with fewer micro-batches"
+                "ddp.no_sync(), also where an epoch ends with fewer micro-batches. Averages of your "
+                "own cannot be told from a rank's own gradients: leave them to DDP and its hook"
             )
         self._hook.averaged -= consumed.keys()
 

@@ -142,6 +142,8 @@ class TrainingLoop:
 class _Hook:
     """Called before a forward pass; in a copy of the model, deep or pickled, it does nothing."""
 
+    __name__ = "lowdiff"  # torch.jit.script asks every hook for one
+
     def __init__(self, call: Callable[[torch.nn.Module], None] | None = None) -> None:
         self._call = call
 

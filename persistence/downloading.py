@@ -17,7 +17,12 @@ _AT_ONCE = 8
 
 
 def download(
-    store: ObjectStore, folder: RunFolder, names: Sequence[str], sizes: Mapping[str, int]
+    store: ObjectStore,
+    folder: RunFolder,
+    names: Sequence[str],
+    sizes: Mapping[str, int],
+    *,
+    together: bool = False,
 ) -> None:
     """Bring objects into a run folder that nobody else fetches into.
 
@@ -28,6 +33,7 @@ def download(
         folder: Their names are its paths.
         names: Which; in no order.
         sizes: Bytes of each, by name.
+        together: Small ones that mean something else without each other: named at the end.
 
     Raises:
         StoreError: If the store does not answer, or an object is gone.
@@ -60,13 +66,15 @@ def download(
         with lock:
             missing[name] -= 1
             is_complete = not missing[name]
-        if is_complete:
+        if is_complete and not together:
             partials[name].replace(paths[name])
 
     try:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             for _ in pool.map(bring, pieces):
                 pass
+        for name in names if together else ():
+            partials[name].replace(paths[name])
         for parent in parents:
             fsync_directory(parent)
     finally:

@@ -12,7 +12,10 @@ from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFolder
 
 
-def test_a_fetch_that_ends_early_leaves_what_it_has_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_a_fetch_that_ends_early_leaves_what_it_has_and_nothing_else(
+    tmp_path: Path, together: bool
+) -> None:
     store = ObjectStore(f"file://{tmp_path}/store", make=True)
     contents = {
         "segments/rank-0000/i000000-s0000000001.seg": b"",
@@ -25,6 +28,9 @@ def test_a_fetch_that_ends_early_leaves_what_it_has_and_nothing_else(tmp_path: P
     gone = "segments/rank-0001/i000000-s0000000009.seg"
     sizes = {**{name: len(data) for name, data in contents.items()}, gone: 5}
     with pytest.raises(StoreError, match="s0000000009"):
-        download(store, folder, [*contents, gone], sizes)
+        download(store, folder, [*contents, gone], sizes, together=together)
+    found = {folder.name(p): p.read_bytes() for p in folder.root.rglob("*") if p.is_file()}
+    assert found == ({} if together else contents)
+    download(store, folder, [*contents], sizes, together=together)
     found = {folder.name(p): p.read_bytes() for p in folder.root.rglob("*") if p.is_file()}
     assert found == contents
