@@ -49,8 +49,7 @@ class Attached:
     @property
     def ddp(self) -> DistributedDataParallel | None:
         """The DDP wrapper, if there is one."""
-        wrappers = _wrappers(self.model)
-        return next((part for part in wrappers if isinstance(part, DistributedDataParallel)), None)
+        return ddp_of(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -105,6 +104,12 @@ class Attached:
             for i, parameter in enumerate(self.parameters)
             if self.owner[i] == optimizer and parameter.grad is None
         ]
+
+
+def ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper of a model, if there is one."""
+    parts = _wrappers(model)
+    return next((part for part in parts if isinstance(part, DistributedDataParallel)), None)
 
 
 def bare_optimizers(given: object) -> tuple[torch.optim.Optimizer, ...]:
@@ -166,9 +171,9 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     }
     _refuse_complex(module)
     _refuse_sparse(module)
-    for part in _wrappers(model):
-        if isinstance(part, DistributedDataParallel):
-            _compare_with_averaged(part, trained, name_of)
+    ddp = ddp_of(model)
+    if ddp is not None:
+        _compare_with_averaged(ddp, trained, name_of)
     buffers = {BUFFER_ITEM + canonical_name(n): b for n, b in module.named_buffers()}
     return Attached(
         model=model,

@@ -17,20 +17,21 @@ class HookState:
     """What `comm_hook` needs; a `Checkpointer` owns one and fills it at ``attach``.
 
     Attributes:
-        exchanged: Layout indices of what was reduced in the step at hand; who counts steps clears it.
-        averaged: Of what was reduced and not consumed since; who sees it consumed takes it out.
+        has_exchanged: Whether anything was reduced in the step at hand; who counts steps resets it.
+        averaged: Layout indices of what was reduced and not consumed since; who sees it consumed
+            takes it out.
     """
 
     def __init__(self) -> None:
         self._reducer: Reducer | None = None
         self._index_of: dict[int, int] = {}
-        self.exchanged: set[int] = set()
+        self.has_exchanged = False
         self.averaged: set[int] = set()
 
     def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
         """Start to reduce for these parameters, in layout order."""
         self._reducer = reducer
-        self.exchanged.clear()
+        self.has_exchanged = False
         self.averaged.clear()
         self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
 
@@ -51,7 +52,7 @@ class HookState:
                 "sparse=False"
             )
         parameters = [self._index_of[id(parameter)] for parameter in bucket.parameters()]
-        self.exchanged.update(parameters)
+        self.has_exchanged = True
         self.averaged.update(parameters)
         return self._reducer.reduce(
             parameters,

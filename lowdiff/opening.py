@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.agreement import Ranks, refuse_disagreement
-from lowdiff.attached import Attached
+from lowdiff.attached import Attached, ddp_of
 from lowdiff.averages import Averages, followed_names
 from lowdiff.capture import Stateful, name_large_items
 from lowdiff.compressors.feedback import RotatingResidual
@@ -98,10 +97,9 @@ def _training_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
     """The group over which gradients are averaged."""
     if not isinstance(model, torch.nn.Module):
         return None  # it is refused when it is looked at
-    while isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
-        model = inner  # which torch.compile wrapped
-    if isinstance(model, DistributedDataParallel):
-        group: dist.ProcessGroup = model.process_group
+    ddp = ddp_of(model)
+    if ddp is not None:
+        group: dist.ProcessGroup = ddp.process_group
         return group
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(

@@ -100,12 +100,12 @@ class StepCapture:
         self.absent.clear()
         self.changed_outside = False
         if self._hook is not None:
-            self._hook.exchanged.clear()
+            self._hook.has_exchanged = False
 
     @property
     def has_exchanged(self) -> bool:
         """Whether every rank is in this step; true if there is one rank only."""
-        return self._hook is None or bool(self._hook.exchanged)
+        return self._hook is None or self._hook.has_exchanged
 
     @property
     def has_finished(self) -> bool:

@@ -13,7 +13,9 @@ from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFolder
 
 _PIECE_BYTES = 16 << 20
-_AT_ONCE = 8
+
+#: Requests to a store.
+AT_ONCE = 8
 
 
 def download(
@@ -70,7 +72,7 @@ def download(
             partials[name].replace(paths[name])
 
     try:
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             for _ in pool.map(bring, pieces):
                 pass
         for name in names if together else ():

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
 from lowdiff.persistence.catalog import complete_fences, confirm_cycle, has_cycle, scan
-from lowdiff.persistence.downloading import download
+from lowdiff.persistence.downloading import AT_ONCE, download
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.lineage import Span, lineage
@@ -33,7 +33,6 @@ from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
 
-_AT_ONCE = 8
 _LOOKS = 3
 
 _Result = TypeVar("_Result")
@@ -150,7 +149,7 @@ def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> Non
     # Some of the fences would pass for all.
     missing = [name for name in small if name not in here]
     download(store, folder, missing, listing.sizes, together=True)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         common = [name for name in [RUN_FILE, *names] if name in here]
         for name, data in zip(common, pool.map(store.read, common), strict=True):
             if json.loads(data) != json.loads((folder.root / name).read_bytes()):

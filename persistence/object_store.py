@@ -9,11 +9,11 @@ the time a request may take, 30 seconds unless ``AWS_TIMEOUT`` says otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from lowdiff.errors import ConfigError, StoreError
@@ -68,21 +68,13 @@ class ObjectStore:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Length in bytes of every object whose name lies under ``prefix``, a folder."""
+        return self._listed(prefix, lambda found: int(found["size"]))
 
-        def listed() -> dict[str, int]:
-            pages = self._obstore.list(self._store, prefix or None, chunk_size=_PAGE)
-            return {str(meta["path"]): int(meta["size"]) for page in pages for meta in page}
-
-        return self._asked(f"listing {prefix or 'it'}", listed)
-
-    def written(self, prefix: str) -> dict[str, float]:
-        """When every object under ``prefix``, a folder, was written: seconds since the epoch."""
-
-        def listed() -> dict[str, float]:
-            pages = self._obstore.list(self._store, prefix, chunk_size=_PAGE)
-            return {str(m["path"]): m["last_modified"].timestamp() for page in pages for m in page}
-
-        return self._asked(f"listing {prefix}", listed)
+    def sizes_and_times(self, prefix: str) -> dict[str, tuple[int, float]]:
+        """As `sizes`, and when each object was written: seconds since the epoch."""
+        return self._listed(
+            prefix, lambda found: (int(found["size"]), found["last_modified"].timestamp())
+        )
 
     def read(self, name: str) -> bytes:
         """A whole object."""
@@ -132,6 +124,15 @@ class ObjectStore:
 
         if names:
             self._asked(f"deleting {names[0]}", remove)
+
+    def _listed(
+        self, prefix: str, read: Callable[[Mapping[str, Any]], _Result]
+    ) -> dict[str, _Result]:
+        def listed() -> dict[str, _Result]:
+            pages = self._obstore.list(self._store, prefix or None, chunk_size=_PAGE)
+            return {str(found["path"]): read(found) for page in pages for found in page}
+
+        return self._asked(f"listing {prefix or 'it'}", listed)
 
     def _asked(self, doing: str, request: Callable[[], _Result]) -> _Result:
         exceptions = self._obstore.exceptions

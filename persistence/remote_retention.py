@@ -12,7 +12,6 @@ from lowdiff.persistence.catalog import begun_fences
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.fetching import Listing
 from lowdiff.persistence.lineage import lineage
-from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.retention_notes import read_pins
 from lowdiff.persistence.retention_plan import (
     Inventory,
@@ -50,6 +49,10 @@ def spent(
     for file in listing.files("manifest", "shard"):
         key = file.step, file.incarnation
         sizes[key] = sizes.get(key, 0) + listing.sizes[file.name]
+    uploaded: dict[tuple[int, int], float] = {}
+    for file in in_store.files("manifest", "shard"):
+        key = file.step, file.incarnation
+        uploaded[key] = max(uploaded.get(key, 0.0), in_store.written.get(file.name, 0.0))
     inventory = Inventory(
         spans=lineage(fences),
         snapshots=tuple(
@@ -59,7 +62,7 @@ def spent(
                 folder.snapshot(number, step),
                 size,
                 (step, number) in complete,
-                _written_seconds(folder, in_store, number, step),
+                _written_seconds(folder.snapshot(number, step), uploaded.get((step, number), 0.0)),
                 _lowest_base(complete, fences[number], step)
                 if number in fences and _may_be_rolling(settings, folder.snapshot(number, step))
                 else None,
@@ -104,11 +107,9 @@ def _lowest_base(complete: Collection[tuple[int, int]], fence: Fence, step: int)
     return max(before, default=fence.base_step)
 
 
-def _written_seconds(folder: RunFolder, in_store: Listing, incarnation: int, step: int) -> float:
+def _written_seconds(snapshot: Path, uploaded: float) -> float:
     """When a snapshot was written: by this rank's node, else when the store got it."""
-    snapshot = folder.snapshot(incarnation, step)
     with suppress(FileNotFoundError):  # or retention is just removing it
-        if times := [path.stat().st_mtime for path in snapshot.glob("rank-*.json")]:
-            return max(times)
-    name = folder.name(snapshot) + "/"
-    return max((t for n, t in in_store.written.items() if n.startswith(name)), default=0.0)
+        times = [path.stat().st_mtime for path in snapshot.glob("rank-*.json")]
+        return max(times, default=uploaded)
+    return uploaded

@@ -210,12 +210,12 @@ class Uploader:
 
     def _my_listing(self) -> Listing:
         """All snapshots, and this rank's segments."""
-        sizes = self._store.sizes("snapshots")
-        written = self._store.written("snapshots")
+        snapshots = self._store.sizes_and_times("snapshots")
+        sizes = {name: size for name, (size, _) in snapshots.items()}
         ranks = {rank for _, rank, _, _ in self._settings.folder.segments(self._settings.serves)}
         for rank in {self._settings.rank, *ranks}:
             sizes |= self._store.sizes(f"segments/rank-{rank:04d}")
-        return Listing(sizes, written)
+        return Listing(sizes, {name: written for name, (_, written) in snapshots.items()})
 
     async def _create(self, task: str, name: str, data: bytes) -> int:
         """Write an object once; returns how much of ``data`` the store has.

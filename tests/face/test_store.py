@@ -78,6 +78,17 @@ def lose(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
+def lost(folder: Path, url: str, until: int, **settings: Any) -> Loop:
+    """A run that was killed when the store had all its steps; its node is gone as well."""
+    loop = loop_in(folder, url, **settings)
+    loop.attach()
+    train(loop, until)
+    wait_until(loop, reached(until))
+    loop.die()
+    lose(folder)
+    return loop
+
+
 def test_a_closed_run_goes_on_bit_for_bit_after_its_node_is_lost(tmp_path: Path, url: str) -> None:
     whole = loop_in(tmp_path / "whole", None)
     whole.run(14)
@@ -93,12 +104,7 @@ def test_a_closed_run_goes_on_bit_for_bit_after_its_node_is_lost(tmp_path: Path,
 
 
 def test_a_killed_run_is_recovered_from_the_store_alone(tmp_path: Path, url: str) -> None:
-    loop = loop_in(tmp_path / "node", url)
-    loop.attach()
-    train(loop, 8)
-    wait_until(loop, reached(8))
-    loop.die()
-    lose(tmp_path / "node")
+    loop = lost(tmp_path / "node", url, 8)
     assert_same_weights(lowdiff.recover(url, staging=tmp_path / "none"), loop)
     other = loop_in(tmp_path / "other", url)
     assert other.attach() == 8

@@ -14,6 +14,7 @@ from tests.face.test_store import (
     assert_same_weights,
     loop_in,
     lose,
+    lost,
     reached,
     train,
     wait_until,
@@ -32,18 +33,13 @@ def snapshots(url: str) -> set[int]:
     return {int(match[1]) for match in found if match}
 
 
-@pytest.mark.parametrize("lost", ["manifest", "shard"])
+@pytest.mark.parametrize("missing", ["manifest", "shard"])
 def test_a_store_without_a_whole_snapshot_is_no_new_run(
-    tmp_path: Path, url: str, lost: str
+    tmp_path: Path, url: str, missing: str
 ) -> None:
-    loop = loop_in(tmp_path / "node", url, snapshot_every=100)
-    loop.attach()
-    train(loop, 3)
-    wait_until(loop, reached(3))
-    loop.die()
-    lose(tmp_path / "node")
+    lost(tmp_path / "node", url, 3, snapshot_every=100)
     folder = tmp_path / "store/snapshots/i000000-s0000000000"
-    if lost == "manifest":
+    if missing == "manifest":
         (folder / "rank-0000.json").unlink()
     else:
         shard = folder / "rank-0000.safetensors"
@@ -130,12 +126,7 @@ def test_a_new_node_keeps_the_cycles_of_an_earlier_lifes_snapshots(
 
 
 def test_what_a_killed_fetch_left_is_removed(tmp_path: Path, url: str) -> None:
-    loop = loop_in(tmp_path / "node", url)
-    loop.attach()
-    train(loop, 4)
-    wait_until(loop, reached(4))
-    loop.die()
-    lose(tmp_path / "node")
+    lost(tmp_path / "node", url, 4)
     segments = tmp_path / "other/run/segments/rank-0000"
     segments.mkdir(parents=True)
     left = segments / "i000000-s0000000001.seg.4711.partial"

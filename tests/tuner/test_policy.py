@@ -14,7 +14,7 @@ from lowdiff.tuner.choice import (
     recommend,
     stored_bytes,
     written_bytes_per_hour,
-)  # fmt: skip
+)
 from lowdiff.tuner.costs import Costs, waste, writer_share
 from lowdiff.tuner.failures import FailureRates
 from lowdiff.tuner.policy import BATCH_LEVELS, INTERVAL_LEVELS, Levels, Tuning, move
