@@ -82,8 +82,14 @@ class Checkpointer:
             training goes on and gives up the bound on power failures; if staging fills up, the
             oldest steps that are not durable are dropped, and a full snapshot is taken once
             storage is back.
-        on_error: ``"warn"``: storage trouble is a warning, training goes on. ``"raise"``: it is
-            an error at the next commit, the same commit on every rank.
+        residual: What a crash of processes leaves of a compressor's error feedback. ``"exact"``:
+            that of the very step, so the continued run has the bits of an uninterrupted one; it
+            takes three times the parameters' bytes of staging memory on each rank. ``"snapshot"``:
+            that of the last full snapshot, as after the loss of a node; the recovered state is as
+            exact, the continuation is not bit-identical, and staging needs no room for it.
+        on_error: ``"warn"``: storage trouble is a warning, training goes on; so are ranks whose
+            parameters are not the same any more. ``"raise"``: both are errors at the next commit,
+            the same commit on every rank.
         tuning: What ``"auto"`` goes by: expected failures, and limits.
 
     Raises:
@@ -103,6 +109,7 @@ class Checkpointer:
         store: str | None = None,
         retention: int | Retention | None = 2,
         backpressure: str = "block",
+        residual: str = "exact",
         on_error: str = "warn",
         tuning: Tuning | None = None,
     ) -> None:
@@ -124,6 +131,7 @@ class Checkpointer:
             store=store,
             retention=Retention(retention) if isinstance(retention, int) else retention,
             backpressure=backpressure,
+            residual=residual,
             on_error=on_error,
         )
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
@@ -293,6 +301,7 @@ class Checkpointer:
 
         Raises:
             WriterFailed: If ``on_error="raise"`` and durable writing is in trouble.
+            RanksDiverged: If ``on_error="raise"`` and ranks do not hold the same parameters.
             StorageError: If staging memory is exhausted.
             RunInUse: If another machine took over the run.
             RankLost: If another rank ended.
@@ -342,6 +351,7 @@ class Checkpointer:
             "durable_step": opened.session.stager.durable_step,
             "committed_step": opened.session.committed_step,
             "attach_seconds": self._attach_seconds,
+            "diverged_ranks": list(opened.session.divergence.ranks),
             "large_items": opened.session.large_items,
             "writer_restarts": writer.restarts,
             "preempted": self.preempted,

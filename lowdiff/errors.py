@@ -9,6 +9,7 @@
     ├── UsageError             a call at the wrong moment                      (also a RuntimeError)
     │   └── GradientChanged        between its exchange and the optimizer's step
     ├── RankLost               an exchange of gradients failed                 (also a RuntimeError)
+    ├── RanksDiverged          ranks no longer hold the same parameters        (also a RuntimeError)
     ├── RunError               the run folder does not fit the request
     │   ├── NotARun                no run lives there
     │   ├── RunInUse               another live trainer holds it
@@ -73,6 +74,26 @@ class RankLost(LowDiffError, RuntimeError):
             "an exchange of gradients failed, most likely because another rank ended: look at its "
             "output, and start all ranks again, as many as there are now; attach resumes from the "
             f"last step that all had committed. The backend says: {why}"
+        )
+
+
+class RanksDiverged(LowDiffError, RuntimeError):
+    """Data-parallel ranks no longer hold the same parameters.
+
+    Attributes:
+        step: The step after which it was seen; they may have parted up to 64 steps before.
+        ranks: Whose parameters are not those of most ranks.
+    """
+
+    def __init__(self, step: int, ranks: Sequence[int], most: int, parameter: str) -> None:
+        self.step, self.ranks = step, tuple(ranks)
+        whose = ", ".join(map(str, ranks))
+        super().__init__(
+            f"after step {step} the parameters of rank(s) {whose} are not those of rank {most} "
+            f"(around {parameter!r}): the ranks train different models, and steps since they parted "
+            "cannot be replayed. Does code change parameters on one rank only? If not: unequal "
+            "processors, or faulty memory. Stop, mend that, and go on from a step before it with "
+            "attach(..., step=N); `lowdiff verify` names the first that is seen to differ"
         )
 
 

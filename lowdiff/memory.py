@@ -70,7 +70,8 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
         kept = settings.compressor.residual_layout(given.attached.layout)
         on_host = given.attached.device.type == "cpu"
         num_slots = NUM_SLOTS if on_host else NUM_COPIED_SLOTS
-        residual_bytes = num_slots * sum(spec.nbytes for spec in kept.parameters)
+        staged = kept.parameters if settings.residual == "exact" else ()
+        residual_bytes = num_slots * sum(spec.nbytes for spec in staged)
         need, chunk_bytes = _need(given, ranks.world_size, residual_bytes)
     root = settings.staging_root
     cap, error = _cap(root, need, ranks)

@@ -295,7 +295,7 @@ def _session(
     scaling = Scaling(_hook_scaler(attached, given.stateful))
     device = attached.device
     residual: RotatingResidual
-    if not kept.parameters:
+    if not kept.parameters or settings.residual == "snapshot":
         residual = RotatingResidual.zeros(kept, device, scaling.loss_scale)
     elif device.type == "cpu":
         residual = StagedResidual(staging.residual, kept, scaling.loss_scale)

@@ -188,11 +188,12 @@ def _residual_of(
 ) -> dict[str, torch.Tensor]:
     """One old rank's residual at the state's step, by name: from staging or its snapshot.
 
-    After the loss of staging it is the snapshot's, which is older; training then continues from
-    the exact state with a slightly different error feedback, and says so.
+    After the loss of staging, or where a life kept none there, it is the snapshot's, which is
+    older; training then continues from the exact state with a slightly different error feedback,
+    and says so.
     """
     newest = catalog.incarnations[max(catalog.incarnations)]
-    had_one = bool(state.residuals[rank])
+    had_one = bool(state.residuals[rank] or _kept(state.fence).parameters)
     for number in (newest.number, state.fence.incarnation):
         kept = _kept(catalog.incarnations[number].fence)
         step, mark = _newest_mark(catalog, number, rank, state) if kept.parameters else (0, None)
@@ -211,12 +212,11 @@ def _residual_of(
                     step,
                 )
             return {s.name: r for s, r in zip(kept.parameters, found, strict=True)}
-        had_one = True
     is_exact = state.base_step == state.step and not state.has_mixed_residuals
     if not is_exact and had_one:
         _logger.warning(
-            "rank %d: the error-feedback residual of step %d is lost with its staging memory; "
-            "using that of snapshot %d: the state is exact, the continuation is not bit-identical",
+            "rank %d: the error-feedback residual of step %d is not in staging memory; using that "
+            "of snapshot %d: the state is exact, the continuation is not bit-identical",
             rank,
             state.step,
             state.base_step,

@@ -8,6 +8,7 @@ from functools import partial
 
 from lowdiff.capture import restore_random_states
 from lowdiff.digests import Digester
+from lowdiff.divergence import Divergence
 from lowdiff.hook import hook_of
 from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
@@ -69,6 +70,8 @@ class Session:
         if settings.snapshot == "rolling":
             self._rolling = Rolling(live, stager, settings)
         self._digester = Digester(attached.layout)
+        raises = settings.on_error == "raise"
+        self.divergence = Divergence(attached, self._digester, live.rank, raises=raises)
         self.scaling = scaling
         ddp = attached.ddp if live.world_size > 1 else None
         hook = None if ddp is None else hook_of(ddp)
@@ -126,6 +129,7 @@ class Session:
 
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
+            RanksDiverged: If ``on_error="raise"`` and their parameters differ; on all ranks.
             StorageError: If staging memory is exhausted.
             RunInUse: If another machine took over the run; on all ranks.
         """
@@ -204,6 +208,7 @@ class Session:
             if any(note & _PREEMPTED for note in notes) and not self._is_signalled:
                 self.preempt()
             self.stager.heed([rank for rank, note in enumerate(notes) if note & _IN_TROUBLE])
+            self.divergence.heed(self.step, notes)
 
     def _rebase(self) -> None:
         """The step cannot be replayed: only a snapshot of it can be recovered."""
@@ -304,8 +309,10 @@ class Session:
     def _note(self) -> int:
         """What this rank tells the others in the step that begins."""
         stager = self.stager
+        state = self.divergence.note(self.step) if self._world_size > 1 else 0
         return (
-            _LOST_RUN * self._lock.is_lost()
+            state
+            | _LOST_RUN * self._lock.is_lost()
             | _PREEMPTED * self._is_signalled
             | _IN_TROUBLE * stager.trouble.is_there
             | _OWES_SNAPSHOT * stager.owes_snapshot

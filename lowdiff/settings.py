@@ -17,6 +17,7 @@ from lowdiff.tuner.policy import Tuning
 #: Where the tuner begins: on its grid.
 _FIRST_INTERVAL, _FIRST_BATCH = 91, 16
 SNAPSHOT = ("atomic", "rolling")
+RESIDUAL = ("exact", "snapshot")
 ON_ERROR = ("warn", "raise")
 BACKPRESSURE = ("block", "degrade")
 
@@ -36,6 +37,8 @@ class Settings:
         store: URL of the run in an object store; None for none.
         backpressure: Whether training waits for storage, or gives up durable steps, once ``2 b``
             steps are at risk or staging is full.
+        residual: Whether error feedback outlives a crash of processes as of its very step, for which
+            it lies in staging, or as of the last full snapshot.
         on_error: Whether the writer's trouble is a warning or an error at the next commit.
         tunes_interval: Whether ``snapshot_every`` is only where the tuner begins.
         tunes_batch: Whether ``batch_size`` is.
@@ -53,6 +56,7 @@ class Settings:
     retention: Retention | None = field(default_factory=Retention)
     store: str | None = None
     backpressure: str = "block"
+    residual: str = "exact"
     on_error: str = "warn"
     tunes_interval: bool = False
     tunes_batch: bool = False
@@ -96,6 +100,8 @@ class Settings:
             raise ConfigError(f"batch_size counts steps, at least 1, got {self.batch_size}")
         if self.backpressure not in BACKPRESSURE:
             raise ConfigError(f"backpressure is one of {BACKPRESSURE}, got {self.backpressure!r}")
+        if self.residual not in RESIDUAL:
+            raise ConfigError(f"residual is one of {RESIDUAL}, got {self.residual!r}")
         if self.on_error not in ON_ERROR:
             raise ConfigError(f"on_error is one of {ON_ERROR}, got {self.on_error!r}")
         if self.store is not None:

@@ -34,8 +34,13 @@ class Loop:
         self.optimizer = self.make(self.model.parameters())
         self.checkpointer = lowdiff.Checkpointer(
             self.folder / "run",
-            staging=self.folder / "staging",
-            **{"compressor": TopK(0.1), "snapshot_every": 5, "retention": None, **self.settings},
+            **{
+                "staging": self.folder / "staging",
+                "compressor": TopK(0.1),
+                "snapshot_every": 5,
+                "retention": None,
+                **self.settings,
+            },
         )
 
     def attach(self, **options: Any) -> int:

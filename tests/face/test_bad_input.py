@@ -53,6 +53,7 @@ def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> No
         ({"compressor": "topk"}, r"compressor is an object, e.g. TopK\(density=0.01\), got 'topk'"),
         ({"compressor": TopK}, "compressor is an object, .* got <class .*TopK'>"),
         ({"on_error": "ignore"}, "on_error is one of"),
+        ({"residual": "none"}, "residual is one of"),
     ],
 )
 def test_settings_out_of_range(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
