@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,16 @@ from torch import nn
 import lowdiff
 from lowdiff.compressors import TopK
 from tests.scenarios.lives import Kill, abandon
+
+PATIENCE_SECONDS = 20.0
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait for what another process does; fails if it does not."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def small_model() -> nn.Module:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,8 @@ from lowdiff.compressors import TopK
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import manifest_file
 from lowdiff.persistence.values import same
-from tests.face.loops import Loop
+from tests.face.loops import Loop, wait_until
 from tests.mounts import tmpfs_or_skip
-
-PATIENCE_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -43,13 +40,6 @@ def wide_loop(folder: Path, **settings: object) -> Loop:
     )
     options = {"compressor": TopK(0.9), "snapshot_every": 1000, "batch_size": 2, **settings}
     return Loop(folder, model, settings=options)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_degraded_training_goes_on_drops_steps_and_recovers_once_storage_is_back(

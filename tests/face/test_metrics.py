@@ -59,10 +59,10 @@ def test_every_figure_of_stats_is_there_also_those_of_a_replica(tmp_path: Path) 
     told = {family.name.removeprefix("lowdiff_") for family in registry.collect()}
     texts = {"writer_error", "remote_error", "replica_error"}
     never_compared = {"replica_drift"}
-    others = {"rank", "large_items"} | texts | never_compared
+    others = {"rank", "large_items", "diverged_ranks"} | texts | never_compared
     missing = loop.checkpointer.stats().keys() - told - others
     assert not missing
-    troubles = {"writer_in_trouble", "store_in_trouble", "replica_in_trouble"}
+    troubles = {"writer_in_trouble", "store_in_trouble", "replica_in_trouble", "ranks_diverged"}
     assert troubles <= told
     assert all(registry.get_sample_value(f"lowdiff_{t}", {"rank": "0"}) == 0 for t in troubles)
 

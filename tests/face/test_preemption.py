@@ -20,18 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.compressors import TopK
-from tests.face.loops import Loop, small_model
+from tests.face.loops import PATIENCE_SECONDS, Loop, small_model, wait_until
 from tests.scenarios.pool import Pool
 
-PATIENCE_SECONDS = 20.0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture

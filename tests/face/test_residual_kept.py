@@ -10,9 +10,11 @@ import torch
 
 from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.errors import StorageError
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Compressor
-from tests.face.loops import Loop
+from tests.face.loops import Loop, wait_until
 from tests.mounts import tmpfs_or_skip
 
 LOST = "the continuation is not bit-identical"
@@ -49,6 +51,7 @@ def test_a_killed_run_has_its_state_exactly_and_the_residual_of_its_snapshot(
     assert not same(after[5], after[8])
     assert not list((tmp_path / "staging").rglob("residual"))
     expected = killed.weights()
+    wait_until(lambda: 5 in {s.step for s in scan(RunFolder(tmp_path / "run")).snapshots})
     killed.die()
     resumed = loop_in(tmp_path, compressor)
     assert resumed.attach() == 8

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,13 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
 from lowdiff.recovery.verify import verify
 from lowdiff.stager import Stager
-from tests.face.loops import Loop
+from tests.face.loops import Loop, wait_until
 from tests.mounts import tmpfs_or_skip
-
-PATIENCE_SECONDS = 20.0
 
 
 def rolling_loop(folder: Path, **settings: Any) -> Loop:
     chosen = {"snapshot": "rolling", "snapshot_every": 6, "batch_size": 2, **settings}
     return Loop(folder, settings=chosen)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def stager_of(loop: Loop) -> Stager:
