@@ -19,7 +19,7 @@ from lowdiff.protocols import ResidualStore
 from lowdiff.types import Layout, ResidualMark
 
 NUM_SLOTS = 3
-#: Slots of copies whose records may be staged a step later (rule R3).
+#: Slots of copies whose records may be staged a step later.
 NUM_COPIED_SLOTS = 4
 
 

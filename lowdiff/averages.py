@@ -1,7 +1,7 @@
 """Averages of the parameters (EMA, SWA) in the live run: which are replayed, and what they did.
 
 An ``AveragedModel`` that follows attached parameters with one of torch's own functions costs a few
-bytes a step instead of a copy of the model (design rule R16). What else it holds (buffers, copies of
+bytes a step instead of a copy of the model. What else it holds (buffers, copies of
 frozen parameters, custom functions) is logged when it changes, like any stateful object.
 """
 

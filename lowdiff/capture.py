@@ -317,7 +317,7 @@ def check_stateful(stateful: Mapping[str, object]) -> None:
 
 
 def check_round_trip(name: str, value: Any) -> None:
-    """Prove that a value survives encoding (design rule R9).
+    """Prove that a value survives encoding.
 
     Raises:
         ConfigError: Naming the part that does not.

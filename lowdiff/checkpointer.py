@@ -415,7 +415,7 @@ class Checkpointer:
         return os.getpid(), os.path.realpath(self._settings.run)
 
     def _close_earlier(self) -> None:
-        """A notebook's cell run again, say: its old Checkpointer holds the run (design rule R13)."""
+        """A notebook's cell run again, say: its old Checkpointer holds the run."""
         earlier = _attached.get(self._key)
         if earlier is not None and earlier._opened is not None:
             _logger.warning(

@@ -32,6 +32,7 @@ from lowdiff.tune_command import plan, tune
 
 if TYPE_CHECKING:
     from lowdiff.recovery.inspection import Inspection
+    from lowdiff.recovery.replay import ReplayOptions
     from lowdiff.recovery.verify import VerifyReport
 
 _FAILED, _BAD_USAGE = 1, 2
@@ -74,7 +75,9 @@ def _print_version(wanted: bool) -> None:
 def _lowdiff(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Say which."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Differential checkpoints for PyTorch: every step saved, any step back.
@@ -198,12 +201,12 @@ def verify(
     from lowdiff.recovery.replay import ReplayOptions
     from lowdiff.recovery.verify import verify as check
 
+    options = ReplayOptions(num_workers=workers, device=device_named(device))
     if against is not None:
-        _compare(run, against, step, staging, workers, as_json=as_json)
+        _compare(run, against, step, staging, options, as_json=as_json)
     if step is not None:
         raise ConfigError("--step belongs to --against; without it every step is checked")
     with progress("Replaying") as show:
-        options = ReplayOptions(num_workers=workers, device=device_named(device))
         report = check(run, staging, options=options, progress=show)
     if as_json:
         print_json(report.document())
@@ -252,14 +255,12 @@ def _compare(
     file: Path,
     step: int | None,
     staging: Path | None,
-    workers: int | None,
+    options: ReplayOptions,
     *,
     as_json: bool,
 ) -> NoReturn:
     from lowdiff.recovery.against import compare_with
-    from lowdiff.recovery.replay import ReplayOptions
 
-    options = ReplayOptions(num_workers=workers)
     with progress("Replaying") as show:
         found = compare_with(run, file, step=step, staging=staging, options=options, progress=show)
     if as_json:

@@ -2,7 +2,7 @@
 
 It finds what nothing else can see: a parameter written through ``.data``, an embedding
 renormalised in the forward pass, a kernel that rounds differently on another machine. Every step
-checks another slice, so a difference is found within ``NUM_SLICES`` steps (design rule R6).
+checks another slice, so a difference is found within ``NUM_SLICES`` steps.
 """
 
 from __future__ import annotations

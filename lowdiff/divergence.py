@@ -1,4 +1,4 @@
-"""Whether all ranks still hold the same parameters (design rule R6).
+"""Whether all ranks still hold the same parameters.
 
 Data-parallel ranks compute one state, each for itself. Where one computes another (faulty memory,
 unequal processors, code that changes parameters on one rank only) nothing in training says so, and

@@ -1,4 +1,4 @@
-"""Noticing what replay could not reproduce (design rules R6, R9, R12)."""
+"""Noticing what replay could not reproduce."""
 
 from __future__ import annotations
 

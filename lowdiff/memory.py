@@ -1,4 +1,4 @@
-"""Where this life's staging lies and how long its log may become, agreed on by all ranks (rule R8)."""
+"""Where this life's staging lies and how long its log may become, agreed on by all ranks."""
 
 from __future__ import annotations
 

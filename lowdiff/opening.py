@@ -1,4 +1,4 @@
-"""How an incarnation begins: lock, agree, recover, fence, and only then stage (rule R4)."""
+"""How an incarnation begins: lock, agree, recover, fence, and only then stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The residual in staging: written where it survives the process, at no extra copy (rule R3)."""
+"""The residual in staging: written where it survives the process, at no extra copy."""
 
 from __future__ import annotations
 

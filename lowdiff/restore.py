@@ -43,7 +43,7 @@ def load_parameters(state: RecoveredState, attached: Attached) -> None:
 
 
 def load_gradients(state: RecoveredState, attached: Attached) -> None:
-    """Give zeros to parameters that held a gradient: absent and zero are not the same (R10)."""
+    """Give zeros to parameters that held a gradient: absent and zero are not the same."""
     held = set(state.held)
     for i, parameter in enumerate(attached.parameters):
         parameter.grad = torch.zeros_like(parameter) if i in held else None

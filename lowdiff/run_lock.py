@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RunLock:
-    """A flock per rank, and on rank 0 the lease that other machines see (design rule R13)."""
+    """A flock per rank, and on rank 0 the lease that other machines see."""
 
     def __init__(self, settings: Settings, rank: int) -> None:
         self._settings = settings

@@ -58,7 +58,10 @@ def _print(found: Timeline, out: Path | None) -> None:
     from lowdiff.recovery.timeline import first_outlier
 
     if not found.steps:
-        typer.echo(f"{found.run} holds a snapshot, but no step to measure")
+        typer.echo(
+            f"{found.run} holds a snapshot, but no step to measure: none was made since, or it was "
+            "made without a compressor, which keeps no differentials"
+        )
         return
     largest = sorted(found.steps, key=lambda s: s.update_norm, reverse=True)[:_STEPS_SHOWN]
     steps = count(len(found.steps), "step")

@@ -17,7 +17,7 @@ class TrainingLoop:
     """Restores the random generators when the first body begins, and ends steps as the loop does.
 
     A loop ends them by ``steps()`` or by ``commit()``. One that does neither has each committed
-    when the next forward pass begins (design rule R11).
+    when the next forward pass begins.
     """
 
     def __init__(

@@ -254,7 +254,7 @@ class Differential:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Facts on which the last bits of the arithmetic can depend (design rule R1)."""
+    """Facts on which the last bits of the arithmetic can depend."""
 
     device: str
     torch_version: str
@@ -267,7 +267,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """One rank's durable statement that an incarnation begins (design rule R4).
+    """One rank's durable statement that an incarnation begins.
 
     Records of the parent beyond ``base_step`` are void once every rank's fence exists.
 
@@ -275,7 +275,7 @@ class Fence:
         incarnation: Number of this life of the run, from 0.
         parent: Incarnation it continues, None for the first.
         base_step: Step it starts from.
-        compressor: Name and settings of the compressor; ``"dense"`` means that a replica was kept.
+        compressor: Name and settings of the compressor.
         names: Keys of ``model.state_dict()`` -> name of the parameter or item behind each.
         stateful: Names of the user's stateful objects -> their classes.
         averages: Those of them that average parameters, and are replayed -> names of these.
@@ -296,3 +296,8 @@ class Fence:
     stateful: Mapping[str, str] = field(default_factory=dict)
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: str = ""
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether gradients are not compressed, so that a replica uses them up (LowDiff+)."""
+        return bool(self.compressor["name"] == "dense")

@@ -1,4 +1,4 @@
-"""Taking over what the writers of dead trainers left in staging (design rule R13)."""
+"""Taking over what the writers of dead trainers left in staging."""
 
 from __future__ import annotations
 

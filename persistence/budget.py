@@ -1,4 +1,4 @@
-"""Whether staging fits where it shall lie, decided before anything is written (design rule R8).
+"""Whether staging fits where it shall lie, decided before anything is written.
 
 Memory on tmpfs counts twice: against the file system's size, and against the memory limit of the
 control group, whose breach is the kernel's SIGKILL for every process in it.

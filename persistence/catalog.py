@@ -49,7 +49,7 @@ class Incarnation:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSet:
-    """A snapshot that exists: all shard manifests of one incarnation do (design rule R17)."""
+    """A snapshot that exists: all shard manifests of one incarnation do."""
 
     incarnation: int
     step: int

@@ -1,4 +1,4 @@
-"""Frozen parameters, stored once per run under the hash of their content (design rule R16)."""
+"""Frozen parameters, stored once per run under the hash of their content."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Listing:
         return [name for name in self.sizes if NOTES_NAME.fullmatch(name)]
 
     def snapshots(self, fences: Mapping[int, Fence]) -> list[tuple[int, int]]:
-        """``(step, incarnation)`` of snapshots all of whose manifests are there (R17)."""
+        """``(step, incarnation)`` of snapshots all of whose manifests are there."""
         ranks: dict[tuple[int, int], set[int]] = {}
         for file in self.files("manifest"):
             ranks.setdefault((file.step, file.incarnation), set()).add(file.rank)

@@ -1,4 +1,4 @@
-"""A lease on a run folder: who trains this run, also where flock does not reach (design rule R13).
+"""A lease on a run folder: who trains this run, also where flock does not reach.
 
 On many network file systems ``flock`` holds on one machine only. So whoever trains a run also renews
 a line in a file. A holder on this machine is judged by its flock, which ends with its process; one

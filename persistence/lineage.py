@@ -1,4 +1,4 @@
-"""Which incarnation owns which steps (design rule R4).
+"""Which incarnation owns which steps.
 
 A new incarnation starts from step ``s`` of its parent; what the parent recorded beyond ``s`` is
 void. So the history of a run is a chain of spans, each owned by exactly one incarnation.

@@ -14,7 +14,7 @@ class FileLock:
     """An exclusive ``flock`` with the holder's description inside the file.
 
     The descriptor is closed in forked children, because a DataLoader worker that outlives its
-    killed trainer would go on holding the lock (design rule R13).
+    killed trainer would go on holding the lock.
     """
 
     def __init__(self, path: Path) -> None:

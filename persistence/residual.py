@@ -1,4 +1,4 @@
-"""Rotating slots on tmpfs for a rank's error-feedback residual (design rule R3).
+"""Rotating slots on tmpfs for a rank's error-feedback residual.
 
 The residual of step ``t`` is written straight into its slot while the step is computed, at no
 extra copy. Three slots suffice: staging ``t`` precedes this rank's first residual write of

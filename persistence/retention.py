@@ -1,4 +1,4 @@
-"""Removing what a policy no longer keeps (design rule R17), and pinning what it must.
+"""Removing what a policy no longer keeps, and pinning what it must.
 
 Whoever removes holds the run's retention lock alone; whoever must not lose a file between looking
 and acting (an attach, a pin) shares it.

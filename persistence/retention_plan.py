@@ -18,7 +18,7 @@ class StoredSnapshot:
     """One snapshot folder.
 
     Attributes:
-        complete: Whether it exists by design rule R17; a leftover otherwise.
+        complete: Whether it exists, all manifests being there; a leftover otherwise.
         written_seconds: When it became complete, in seconds since the epoch.
         first_base: The differentials after this step are part of it; None for an atomic one,
             which needs none.

@@ -3,7 +3,7 @@
 A log is a sequence of preallocated chunk files. A record is written body first, header last, so a
 reader that finds a valid header and body has a whole record whenever the writer of it died. Chunks
 whose records are durable are reused under the next number; their stale records carry an older lap
-and therefore do not count (design rule R14).
+and therefore do not count.
 """
 
 from __future__ import annotations

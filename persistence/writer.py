@@ -3,7 +3,7 @@
 Started by the trainer with ``python -m lowdiff.persistence.writer SETTINGS``, in a session of its
 own so that a launcher's kill does not reach it. It imports neither torch nor the user's script.
 When its trainer is gone it drains what is staged and exits; a later incarnation's writer adopts
-whatever a dead writer left (design rule R13).
+whatever a dead writer left.
 
 Encoding and writing overlap: one task turns records into encoded batches, another writes them.
 """

@@ -1,4 +1,4 @@
-"""Cutting the layout into pieces that replay with the very bits of the live run (rule R1).
+"""Cutting the layout into pieces that replay with the very bits of the live run.
 
 torch's kernels walk a tensor in intra-op chunks, each with a vector body and a scalar tail that
 may round differently. A block therefore never spans two parameters or two chunks, and starts at a

@@ -100,6 +100,8 @@ def first_gap(catalog: Catalog, base: int, last: int) -> Finding | None:
         return None
     if owner is None:
         return Finding(f"step {step} belongs to no incarnation that can be read")
+    if _is_replicated(catalog, owner):
+        return Finding(f"step {step} was made without a compressor, which keeps no differentials")
     path, reason = _place_of(catalog, owner, rank, step)
     return Finding(f"step {step} of rank {rank} is lost: {path} {reason}", str(path))
 
@@ -123,7 +125,7 @@ def last_kept(catalog: Catalog, base: int, last: int) -> int:
 
 def _is_replicated(catalog: Catalog, incarnation: int) -> bool:
     found = catalog.incarnations.get(incarnation)
-    return found is not None and found.fence.compressor["name"] == "dense"
+    return found is not None and found.fence.has_replica
 
 
 def _rebases(catalog: Catalog, spans: Sequence[Span], step: int) -> bool:

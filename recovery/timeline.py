@@ -148,7 +148,7 @@ def _measured(
         raise StepNotFound(catalog.root, first, recoverable(catalog), why)
     bases = [s for s in usable_snapshots(catalog) if begins <= s.step <= start]
     if not bases:
-        why = f"no snapshot lies at or before it, and step {start + 1} is measured from there"
+        why = f"no snapshot and unbroken steps lead to it, and step {start + 1} is measured from there"
         raise StepNotFound(catalog.root, start, recoverable(catalog), why)
     seen = replace(catalog, snapshots=(bases[-1],))
     plan = plan_recovery(seen, end)

@@ -205,7 +205,7 @@ class UnitState:
         for group, index in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(consumed[index])
         if done.found_inf is not None:
-            # After an explicit unscale_ the scaler hands over found_inf without a scale (R2).
+            # After an explicit unscale_ the scaler hands over found_inf without a scale.
             known = done.grad_scale is not None
             scale = torch.tensor(done.grad_scale, device=device) if known else None
             found_inf = torch.tensor(done.found_inf, device=device)

@@ -1,4 +1,4 @@
-"""Every sample is seen exactly once per epoch, however often the run is killed (rule R11)."""
+"""Every sample is seen exactly once per epoch, however often the run is killed."""
 
 from __future__ import annotations
 

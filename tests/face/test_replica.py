@@ -19,13 +19,14 @@ from torch import nn
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.errors import WriterFailed
+from lowdiff.errors import StepNotFound, WriterFailed
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.replica_status import read_replica_status
 from lowdiff.persistence.snapshots import PARAMETER
 from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.recovery import recover
+from lowdiff.recovery.forecast import forecast
 from lowdiff.recovery.replica_file import ReplicaFile
 from lowdiff.recovery.shard import Shard, share_step
 from lowdiff.recovery.unit import Scratch
@@ -266,6 +267,18 @@ def test_the_loss_of_the_memory_leads_back_to_an_image(tmp_path: Path) -> None:
     life.assert_recovered()  # from the image and what is left of the queue
     shutil.rmtree(tmp_path / "staging")
     life.assert_recovered(4)
+
+
+def test_a_step_between_images_is_said_to_have_none_not_to_be_lost(tmp_path: Path) -> None:
+    life = Life(tmp_path, snapshot_every=4)
+    life.run(6)
+    life.checkpointer.close()
+    with pytest.raises(StepNotFound, match="step 1 was made without a compressor"):
+        recover(tmp_path / "run", 3, staging=tmp_path / "staging")
+    with pytest.raises(StepNotFound, match=r"keeps no differentials.* comes? back") as refused:
+        forecast(tmp_path / "run", 3, staging=tmp_path / "staging")
+    assert "is lost" not in str(refused.value)
+    assert verify(tmp_path / "run", tmp_path / "staging").ok
 
 
 @pytest.mark.slow

@@ -208,9 +208,14 @@ def test_an_atomic_snapshot_takes_the_place_of_a_cycle_that_is_lost(
 ) -> None:
     loop = rolling_loop(tmp_path)
     live = trained(loop, 4)
-    wait_until(lambda: any((tmp_path / "run").rglob("*.safetensors.partial")))
-    partial = next((tmp_path / "run").rglob("*.safetensors.partial"))
-    partial.write_bytes(b"")
+    partials: list[Path] = []
+
+    def has_begun() -> bool:
+        partials[:] = (tmp_path / "run").rglob("*.safetensors.partial")
+        return bool(partials) and partials[0].stat().st_size > 0  # else there is nothing to lose
+
+    wait_until(has_begun)
+    partials[0].write_bytes(b"")
     steps = loop.checkpointer.steps(12)
     with caplog.at_level(logging.WARNING):
         for step in steps:

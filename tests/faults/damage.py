@@ -68,8 +68,9 @@ def newest_of_each_kind(victim: Victim) -> list[Path]:
 
 
 def cuts(victims: Sequence[Victim], *, every: int = 1, seed: int = 0) -> Outcome:
-    """Cut the last file of each kind at every byte, or at every ``every``-th and its neighbours."""
-    outcome = Outcome("the last file of each kind cut at every byte", seed)
+    """Cut the last file of each kind at every byte, or at every ``every``-th."""
+    where = "every byte" if every == 1 else f"every {every}th byte"
+    outcome = Outcome(f"the last file of each kind cut at {where}", seed)
     with outcome.timed(), _quiet():
         for victim in victims:
             for path in newest_of_each_kind(victim):

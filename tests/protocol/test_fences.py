@@ -1,4 +1,4 @@
-"""Rules R4 and R5 as a small model: lives that die between any two fences or commits.
+"""Fences and commits as a small model: lives that die between any two fences or commits.
 
 The planner is the real one; only the files are made up. A life's records carry the life they come
 from, so a history mixed from two lives would show.

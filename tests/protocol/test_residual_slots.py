@@ -1,4 +1,4 @@
-"""Rule R3 as a small model: every interleaving of the ranks, and a crash after every event.
+"""Residual slots as a small model: every interleaving of the ranks, and a crash after every event.
 
 A rank's program for step ``t``: write the residual of ``t`` into the next slot (begin, end), send
 its gradient, wait until everybody sent theirs, stage the record of ``t``. Where staging lags, as it

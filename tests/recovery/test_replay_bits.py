@@ -1,4 +1,4 @@
-"""Rule R1: replay by blocks has the bits of the live run, whatever its threads, dtype and kernel."""
+"""Replay by blocks has the bits of the live run, whatever its threads, dtype and kernel."""
 
 from __future__ import annotations
 

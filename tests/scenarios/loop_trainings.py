@@ -88,13 +88,13 @@ def scaler_unscale_clip(rank: int, world_size: int) -> Training:
 
 @training
 def scaler_fused(rank: int, world_size: int) -> Training:
-    """R2: a fused optimizer unscales and skips inside its kernel."""
+    """A fused optimizer unscales and skips inside its kernel."""
     return _scaled(rank, fused=True, clip=False)
 
 
 @training
 def scaler_fused_unscale_clip(rank: int, world_size: int) -> Training:
-    """R2 with an explicit unscale."""
+    """The same with an explicit unscale."""
     return _scaled(rank, fused=True, clip=True)
 
 
@@ -144,7 +144,7 @@ def evaluation_between_steps(rank: int, world_size: int) -> Training:
 
 @training
 def nan_gradients(rank: int, world_size: int) -> Training:
-    """R7: NaN in one gradient, spread by clipping to all of them; training goes on."""
+    """NaN in one gradient, spread by clipping to all of them; training goes on."""
     ddp = wrapped(classifier())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
 
@@ -181,14 +181,14 @@ def plain_module(rank: int, world_size: int) -> Training:
 
 @training
 def never_commits(rank: int, world_size: int) -> Training:
-    """R11: a loop that knows nothing of lowdiff but ``attach``."""
+    """A loop that knows nothing of lowdiff but ``attach``."""
     made = one_cycle(rank, world_size)
     return Training(made.model, made.optimizer, made.step, made.stateful, commits="never")
 
 
 @training
 def clamped_weights(rank: int, world_size: int) -> Training:
-    """R6: weights changed outside the optimizer, now and then."""
+    """Weights changed outside the optimizer, now and then."""
     ddp = wrapped(classifier())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     train = plain_loop(ddp, optimizer, rank)

@@ -58,7 +58,7 @@ def _two_heads(rank: int, *, set_to_none: bool, bucket_view: bool) -> Training:
 
 @training
 def unused_parameters(rank: int, world_size: int) -> Training:
-    """A head that no rank uses has no gradient; R10: that is not a zero gradient."""
+    """A head that no rank uses has no gradient; that is not a zero gradient."""
     return _two_heads(rank, set_to_none=True, bucket_view=False)
 
 
