@@ -11,7 +11,7 @@ from lowdiff.errors import ConfigError
 from lowdiff.terminal import AsJson
 
 Folder = Annotated[
-    Path | None,
+    str | None,
     typer.Argument(
         metavar="RUN",
         help="Run folder; with --staging the folder given to Checkpointer(staging=...), if one was.",
@@ -32,8 +32,12 @@ AgeHours = Annotated[
     typer.Option("--age-hours", metavar="H", help="Keep also snapshots younger than this."),
 ]
 TotalBytes = Annotated[
-    int | None,
-    typer.Option("--total-bytes", min=1, metavar="B", help="Keep fewer snapshots until all fits."),
+    str | None,
+    typer.Option(
+        "--total-bytes",
+        metavar="SIZE",
+        help="Keep fewer snapshots until all fits, e.g. 80GB or 80000000000.",
+    ),
 ]
 Unpin = Annotated[
     list[str] | None,
@@ -68,21 +72,27 @@ def gc(
     when it is interrupted.
     """
     from lowdiff.collecting import clear_memory, collect_run
+    from lowdiff.persistence.object_store import is_url
+    from lowdiff.tuner import units
 
+    if run is not None and is_url(run):
+        raise ConfigError(
+            f"{run} is an object store; collecting works on a run folder, give that folder"
+        )
     given = {
         "snapshots": keep_snapshots,
         "every_steps": every_steps,
         "age_hours": age_hours,
-        "total_bytes": total_bytes,
+        "total_bytes": None if total_bytes is None else int(units.num_bytes(total_bytes)),
     }
     changes = {name: value for name, value in given.items() if value is not None}
     if staging:
         if changes or unpin:
             raise ConfigError("--staging goes with --force, --dry-run and --json only")
-        clear_memory(run, force, dry_run, as_json)
+        clear_memory(None if run is None else Path(run), force, dry_run, as_json)
     elif run is None:
         raise ConfigError("say which run: lowdiff gc RUN, or lowdiff gc --staging")
     elif force:
         raise ConfigError("--force goes with --staging only")
     else:
-        collect_run(run, changes, unpin or [], dry_run, as_json)
+        collect_run(Path(run), changes, unpin or [], dry_run, as_json)

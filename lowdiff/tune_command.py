@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-from lowdiff.terminal import AsJson, RunArgument
+from lowdiff.terminal import AsJson
+
+#: Beyond any machine, and still a number that a model can calculate with.
+_MOST_RANKS = 10_000_000
 
 Html = Annotated[
     Path | None,
@@ -40,7 +43,12 @@ LossSteps = Annotated[
 ]
 StagingMemory = Annotated[
     str | None,
-    typer.Option("--memory", metavar="SIZE", help="Staging memory of a rank, e.g. 16GB."),
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Staging memory of a rank for a snapshot and two batches, e.g. 16GB; the copies of "
+        "its error-feedback residual come on top.",
+    ),
 ]
 PerHour = Annotated[
     str | None,
@@ -53,7 +61,7 @@ Total = Annotated[
 
 
 def tune(
-    run: RunArgument,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
     mtbf: Annotated[
         str | None,
         typer.Option(
@@ -67,6 +75,7 @@ def tune(
         typer.Option(
             "--world-size",
             min=1,
+            max=_MOST_RANKS,
             metavar="N",
             help="Ranks of the job in question, if not the run's; failures it has had count so "
             "many times as often.",
@@ -106,8 +115,11 @@ def tune(
 
 
 def plan(
+    context: typer.Context,
     params: Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 7e9.")],
-    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs, each a rank.")],
+    gpus: Annotated[
+        int, typer.Option(min=1, max=_MOST_RANKS, metavar="N", help="GPUs, each a rank.")
+    ],
     mtbf: Annotated[
         str, typer.Option(metavar="TIME", help="Time between failures of the whole job, e.g. 6h.")
     ],
@@ -125,12 +137,25 @@ def plan(
         typer.Option(metavar="NAME", help="sgd, momentum, adagrad, rmsprop, lion, adam, adamw."),
     ] = "adamw",
     density: Annotated[
-        float, typer.Option(metavar="P", help="Share of each gradient that is kept.")
+        float,
+        typer.Option(
+            metavar="P",
+            help="Share of each gradient that TopK keeps; the residual that it needs is counted.",
+        ),
     ] = 0.01,
     step_time: Annotated[
         str | None, typer.Option("--step-time", metavar="TIME", help="One training step, e.g. 5s.")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, metavar="N")] = 8,
+    gpus_per_node: Annotated[
+        int,
+        typer.Option(
+            "--gpus-per-node",
+            min=1,
+            max=_MOST_RANKS,
+            metavar="N",
+            help="Ranks that share a node's disk.",
+        ),
+    ] = 8,
     copy: Annotated[
         str, typer.Option(metavar="RATE", help="From a GPU to the node's memory.")
     ] = "10GB/s",
@@ -149,9 +174,9 @@ def plan(
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say the same before there is a run, from the sizes of model and machines.
+    """Say how often a job that does not exist yet should snapshot, and how much to write at once.
 
-    What is not given is assumed, and the report says so.
+    From the sizes of model and machines. What is not given is assumed, and the report says so.
     """
     from lowdiff.tuner import units
     from lowdiff.tuner.plan import ASSUMED_STEP_SECONDS, Job
@@ -176,6 +201,13 @@ def plan(
         limits=limits_of(max_loss, memory, per_hour, total),
         failure_shape=failure_shape,
         network_bytes_per_second=units.bytes_per_second(network),
-        assumes_step=step_time is None,
+        given=_given(context),
     )
     show(question, html, as_json=as_json)
+
+
+def _given(context: typer.Context) -> set[str]:
+    """Options that somebody typed, which their values do not tell: a default may be typed as well."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    # By its name, because which package the enumeration is in depends on the release of typer.
+    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
+
+import typer
 
 from lowdiff.errors import ConfigError
 from lowdiff.lives import life_of, read_lives
-from lowdiff.persistence.durable import write_file
+from lowdiff.persistence.durable import make_directory, unwritable, write_file
 from lowdiff.persistence.fences import read_fence, read_run_id
 from lowdiff.persistence.measurements import Measurements, gather_measurements
 from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.policy import Retention
+from lowdiff.persistence.retention_notes import read_notes
 from lowdiff.terminal import print_json
 from lowdiff.tuner import units
 from lowdiff.tuner.choice import Limits, Setting
+from lowdiff.tuner.estimates import Estimate
 from lowdiff.tuner.facts import basis, facts
 from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
-from lowdiff.tuner.measured import failures_of, measure, number
+from lowdiff.tuner.measured import Measured, failures_of, measure, number
 from lowdiff.tuner.plan import Job, planned
 from lowdiff.tuner.report import Question, Report, make_report
+from lowdiff.types import Fence
+
+#: Compressors that leave nothing out, so that they keep no residual.
+_WITHOUT_RESIDUAL = ("cast", "dense")
 
 
 def limits_of(
@@ -52,15 +63,29 @@ def question_of_run(
 
     Raises:
         NotARun: If the folder holds no run.
-        ConfigError: If nothing was measured, or no failures are known or given.
+        ConfigError: If nothing was measured, no failures are known or given, or there is nothing to
+            tune.
     """
     if is_url(run):
-        raise ConfigError("measurements are in the run folder, not in its store; give that")
+        raise ConfigError(
+            f"{run} is an object store; measurements are only in the run folder, give that folder"
+        )
     folder = RunFolder(Path(run))
-    documents = _documents(folder, staging)
+    run_id = read_run_id(folder)
+    fence = _newest_fence(folder)
+    if fence is not None and fence.compressor["name"] == "dense":
+        raise ConfigError(
+            f"{run} was trained without a compressor (LowDiff+): its replica makes the snapshots and "
+            "batch_size has no effect, so there is nothing to tune; snapshot_every bounds what the "
+            "loss of the machine costs, at most 2 * snapshot_every steps"
+        )
+    policy = read_notes(folder, run_id).policy
+    if policy is not None and policy.snapshots is not None:
+        limits = replace(limits, kept_snapshots=policy.snapshots)
+    documents = _documents(folder, run_id, staging)
     lives = [life_of(document) for document in documents]
     ranks = documents[-1].world_size if documents else 1
-    measured = measure(lives, world_size=world_size or ranks)
+    measured = _with_residual(measure(lives, world_size=world_size or ranks), fence)
     history = failures_of(lives).scaled((world_size or ranks) / ranks)
     if mtbf_seconds is None and history.failures == 0:
         raise ConfigError(
@@ -78,14 +103,35 @@ def question_of_run(
         limits=limits,
         current=Setting(round(used[0]), round(used[1])) if min(used) >= 1 else None,
         failure_shape=failure_shape,
-        notes=tuple(_notes(documents, world_size)),
+        notes=(*_notes(documents, world_size), *_notes_of_retention(policy)),
         decisions=[decision for document in documents for decision in document.decisions],
     )
 
 
-def _documents(folder: RunFolder, staging: Path | None) -> list[Measurements]:
+def _newest_fence(folder: RunFolder) -> Fence | None:
+    """Any rank's of the newest life; None before the first."""
+    path = max(((number, path) for number, _, path in folder.fences()), default=(0, None))[1]
+    return None if path is None else read_fence(path)
+
+
+def _with_residual(measured: Measured, fence: Fence | None) -> Measured:
+    """With what of a snapshot is error feedback, which other ways to save a run do not have."""
+    if fence is None or fence.compressor["name"] in _WITHOUT_RESIDUAL:
+        return measured
+    size = float(
+        sum(
+            4 * p.numel if p.dtype == "float16" else p.nbytes  # as compressors/feedback.py keeps it
+            for p in fence.layout.parameters
+        )
+    )
+    if not size < measured.costs.snapshot_bytes:
+        return measured  # a snapshot was not measured yet
+    estimates = {**measured.estimates, "residual_bytes": Estimate(size, size, size, 1)}
+    return Measured(replace(measured.costs, residual_bytes=size), estimates)
+
+
+def _documents(folder: RunFolder, run_id: str, staging: Path | None) -> list[Measurements]:
     """Rank 0's measurements of all lives; of one that goes on, what its pages in memory say."""
-    run_id = read_run_id(folder)
     found = {life.incarnation: life for life in read_lives(folder, run_id, rank=0)}
     root = default_staging_root(folder.root) if staging is None else staging
     for stage in staging_of_run(root, folder, run_id):
@@ -123,6 +169,22 @@ def _notes(documents: list[Measurements], world_size: int | None) -> list[str]:
     return notes
 
 
+def _notes_of_retention(policy: Retention | None) -> list[str]:
+    """Where the run holds more than its newest snapshots and what follows them."""
+    if policy is None:
+        return ["this run's retention keeps every step: it comes to hold more than is said here"]
+    more = []
+    if policy.snapshots is None:
+        more.append("snapshots without limit of their number")
+    if policy.every_steps is not None:
+        more.append(f"each step that is a multiple of {policy.every_steps:,}")
+    if policy.age_hours is not None:
+        more.append(f"all snapshots of the last {policy.age_hours:g} hours")
+    if not more:
+        return []
+    return [f"this run's retention also keeps {' and '.join(more)}: add that to what is stored"]
+
+
 def question_of_plan(
     job: Job,
     *,
@@ -131,19 +193,22 @@ def question_of_plan(
     limits: Limits,
     failure_shape: float,
     network_bytes_per_second: float,
-    assumes_step: bool,
+    given: Collection[str],
 ) -> Question:
-    """What a job that does not exist yet asks."""
-    measured = planned(job)
+    """What a job that does not exist yet asks; ``given`` are the options that somebody typed."""
+    measured = planned(job, given)
     notes = []
-    if assumes_step:
+    if "step_time" not in given:
         notes.append(
             f"a step is assumed to take {job.step_seconds:.0f} s; give --step-time, much depends "
             "on it"
         )
     known = FailureRates.known(mtbf_seconds, node_share=node_share)
     return Question(
-        title=f"{job.params:.3g} parameters, {job.optimizer}, on {job.gpus:,} GPUs",
+        title=(
+            f"{job.params:.3g} parameters, {job.optimizer}, TopK({job.density:g}), on "
+            f"{job.gpus:,} GPUs"
+        ),
         costs=measured.costs,
         estimates=measured.estimates,
         rates=known,
@@ -151,26 +216,42 @@ def question_of_plan(
         failure_shape=failure_shape,
         network_bytes_per_second=network_bytes_per_second,
         notes=tuple(notes),
+        assumed_because="not given",
     )
 
 
 def show(question: Question, html: Path | None, *, as_json: bool) -> None:
-    """Answer on the terminal or as JSON, and into a file if one is named."""
+    """Answer on the terminal or as JSON, and then into a file if one is named.
+
+    Raises:
+        ConfigError: If that is a folder.
+        StorageError: If it cannot be written.
+    """
+    if html is not None and html.is_dir():
+        raise ConfigError(f"--html {html} is a folder; give the name of a file")
     report = make_report(question)
-    if html is not None:
-        write_file(html, html_page(report).encode())
     if as_json:
         print_json(report.document())
     else:
-        _print(report, html)
+        _print(report)
+    if html is None:
+        return
+    try:
+        make_directory(html.parent)
+        write_file(html, html_page(report).encode())
+    except OSError as error:
+        raise unwritable(html, error) from error
+    if not as_json:
+        typer.echo(f"Report with charts: {html}")
 
 
-def _print(report: Report, html: Path | None) -> None:
+def _print(report: Report) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    # The name of a run may hold what rich takes for markup.
+    console = Console(markup=False, emoji=False)
     answer = Table(title=report.question.title, title_justify="left", show_header=False)
     answer.box = box.SIMPLE
     answer.add_column(style="bold")
@@ -198,5 +279,3 @@ def _print(report: Report, html: Path | None) -> None:
         console.print(others)
     for warning in report.warnings:
         console.print(f"Note: {warning}", style="yellow", highlight=False)
-    if html is not None:
-        console.print(f"Report with charts: {html}", highlight=False)

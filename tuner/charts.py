@@ -156,7 +156,8 @@ def sensitivity(found: Sensitivity) -> str:
 def strategies(found: Sequence[Simulated]) -> str:
     """What each strategy wastes of the time, and on what; a bar that is cut off ends in an arrow."""
     left, right = 4.0, _WIDTH - 4.0
-    most = max((1 - one.effective_share for one in found if one.effective_share > 0.5), default=1)
+    wasted = (1 - one.effective_share for one in found if one.effective_share > 0.5)
+    most = max(wasted, default=0.0) or 1.0
     parts, y = [], 4.0
     for one in found:
         css = "name ours" if one is found[0] else "name"

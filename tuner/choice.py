@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowdiff.errors import ConfigError
@@ -12,9 +13,11 @@ from lowdiff.tuner.costs import (
     batch_seconds,
     best_interval,
     disk_seconds_per_step,
+    fixed_recovery_seconds,
     loop_seconds,
     recovery_seconds,
     waste,
+    writer_share,
     written_bytes_per_step,
 )  # fmt: skip
 from lowdiff.tuner.failures import FailureRates
@@ -30,7 +33,8 @@ class Limits:
 
     Attributes:
         writer_share: Most that the writer's disk or core may be busy.
-        staging_bytes: Staging memory of one rank.
+        staging_bytes: Staging memory of one rank for the image of a snapshot and two batches. The
+            copies of the error-feedback residual come on top.
         loss_steps: Steps that the loss of a node may take: at most ``2 b`` are at risk.
         bytes_per_hour: Written by all ranks in an hour of training.
         total_bytes: Held by all ranks in the run folder.
@@ -197,15 +201,15 @@ def largest_batch(costs: Costs, limits: Limits) -> tuple[int, str]:
     """The largest batch that loss and memory allow, and which of them says so; below 1 if none."""
     found = [(float(MAX_BATCH), "")]
     if limits.loss_steps is not None:
-        found.append((limits.loss_steps / 2, f"at most {limits.loss_steps} steps may be lost"))
+        found.append((limits.loss_steps // 2, f"at most {limits.loss_steps} steps may be lost"))
     if limits.staging_bytes is not None:
         room = limits.staging_bytes - costs.snapshot_bytes
         memory = readable_bytes(limits.staging_bytes)
         because = f"2 b differentials and a snapshot fit into {memory}"
-        if costs.staged_bytes:
-            found.append((room / (2 * costs.staged_bytes), because))
-        elif room < 0:
+        if room < 0:
             found.append((0.0, because))
+        elif costs.staged_bytes:
+            found.append((room / (2 * costs.staged_bytes), because))
     most, because = min(found, key=lambda limit: limit[0])
     return math.floor(most), because
 
@@ -281,21 +285,59 @@ def _no_room(costs: Costs, limits: Limits) -> str:
 
 
 def _conflict(costs: Costs, limits: Limits, most: int) -> list[str]:
-    """What cannot be kept even with the largest batch."""
+    """What cannot be kept even with the largest batch, whose interval is not limited otherwise."""
+    found = [*_writer_too_slow(costs, limits, most), *_storage_too_small(costs, limits)]
+    if found:
+        return found
     allowed = allowed_intervals(costs, limits, most)
-    if math.isinf(allowed.low):
-        busy = disk_seconds_per_step(costs, math.inf, most) / costs.step_seconds
-        text = (
-            f"{allowed.low_because}: even without snapshots differentials alone keep the disk "
-            f"busy for {busy:.0%} of a step with b = {most}; more bandwidth, a lower density or "
-            "larger batches are needed"
-        )
-        return [text]
+    high_because = allowed.high_because or "no longer interval is considered"
     text = (
-        f"{allowed.low_because or 'f is at least 1'}, which needs f of at least {allowed.low:.0f}, "
-        f"but {allowed.high_because}, which needs f of at most {allowed.high:.0f}"
+        f"{allowed.low_because}, which needs f of at least {allowed.low:,.0f}, but {high_because}, "
+        f"which needs f of at most {allowed.high:,.0f}"
     )
     return [text]
+
+
+def _writer_too_slow(costs: Costs, limits: Limits, most: int) -> Iterator[str]:
+    """That the writer cannot keep up with differentials, even without any snapshot."""
+    own = costs.step_seconds + costs.differential_seconds
+    if costs.encode_seconds > own:
+        yield (
+            f"the writer cannot keep up: compressing a step takes it "
+            f"{readable_seconds(costs.encode_seconds)} of a core, a step "
+            f"{readable_seconds(own)}; lower the density"
+        )
+    busy = disk_seconds_per_step(costs, math.inf, most) / own
+    if busy >= limits.writer_share:
+        larger = "larger batches, " if most < MAX_BATCH else ""
+        yield (
+            f"the writer cannot keep up: even without snapshots differentials alone keep the disk "
+            f"busy for {busy:.0%} of a step with b = {most}, more than {limits.writer_share:.0%}; "
+            f"{larger}more bandwidth or a lower density is needed"
+        )
+
+
+def _storage_too_small(costs: Costs, limits: Limits) -> Iterator[str]:
+    """That a limit of bytes forbids what is needed whatever the interval."""
+    own = costs.step_seconds + costs.differential_seconds
+    hourly = 3600 / own * costs.differential_bytes * costs.world_size
+    if limits.bytes_per_hour is not None and hourly >= limits.bytes_per_hour:
+        yield (
+            f"{readable_bytes(limits.bytes_per_hour)} may be written in an hour, but differentials "
+            f"alone are {readable_bytes(hourly)}; raise --per-hour or lower the density"
+        )
+    if limits.total_bytes is None:
+        return
+    snapshots = (limits.kept_snapshots + 1) * costs.snapshot_bytes * costs.world_size
+    least = stored_bytes(costs, limits, 1)
+    if least > limits.total_bytes:
+        alone, takes = "snapshots alone take", readable_bytes(snapshots)
+        if snapshots <= limits.total_bytes:
+            alone, takes = "snapshots, a step apart, take", readable_bytes(least)
+        yield (
+            f"the run may hold {readable_bytes(limits.total_bytes)}, but "
+            f"{limits.kept_snapshots + 1} {alone} {takes}; raise --total"
+        )
 
 
 def _reasons(
@@ -309,26 +351,45 @@ def _reasons(
     most_because: str,
 ) -> list[str]:
     f, b = setting.snapshot_every, setting.batch_size
-    weighed = (
-        f"f = sqrt(2 C M / (r T)) = {ideal:,.0f}: a snapshot takes "
-        f"{readable_seconds(costs.snapshot_seconds)} of training, a failure comes every "
-        f"{readable_seconds(rates.total.mtbf_seconds)}, and replaying one of the steps since the "
-        f"snapshot takes {readable_seconds(costs.replay_seconds)}"
-    )
-    found = [weighed]
+    found = [_weighed(costs, rates, ideal)]
     if f > ideal + 1:
         why = allowed.low_because or "training would wait for snapshots even more"
         found.append(f"raised to {f:,}: {why}")
     elif f < ideal - 1:
         found.append(f"lowered to {f:,}: {allowed.high_because or 'no larger one is considered'}")
-    if b == 1:
-        found.append("b = 1: the writer keeps up with every step by itself, so nothing is gained")
-    else:
-        found.append(
-            f"b = {b}: a durable write takes {readable_seconds(batch_seconds(costs, b))}, and in "
-            f"smaller batches the disk would be busy for more than {limits.writer_share:.0%}, or "
-            "snapshots would have to be rarer"
-        )
+    found.append(_why_batch(costs, limits, setting, most))
     if b == most and most_because:
         found.append(f"no larger batch: {most_because}")
     return found
+
+
+def _weighed(costs: Costs, rates: FailureRates, ideal: float) -> str:
+    """The formula of `best_interval`, and every number in it."""
+    fixed = fixed_recovery_seconds(costs)
+    sign = "-" if fixed < 0 else ""
+    return (
+        f"f = sqrt(2 C (M + K) / (r (T + d))) = {ideal:,.0f}: a snapshot takes C = "
+        f"{readable_seconds(costs.snapshot_seconds)} of training, a failure comes every M = "
+        f"{readable_seconds(rates.total.mtbf_seconds)}, a restart with its loading, less r/2, "
+        f"takes K = {sign}{readable_seconds(abs(fixed))}, replaying one of the steps since the "
+        f"snapshot r = {readable_seconds(costs.replay_seconds)}, and a step with its differential takes "
+        f"T + d = {readable_seconds(costs.step_seconds + costs.differential_seconds)}"
+    )
+
+
+def _why_batch(costs: Costs, limits: Limits, setting: Setting, most: int) -> str:
+    f, b = setting.snapshot_every, setting.batch_size
+    busy = writer_share(costs, f, b)
+    if busy > limits.writer_share + 1e-9:
+        others = "" if most == 1 else ", and no larger batch would waste less"
+        return (
+            f"b = {b}: the writer is busy for {busy:.0%} of a step, more than the "
+            f"{limits.writer_share:.0%} it should be{others}"
+        )
+    if b == 1:
+        return "b = 1: the writer keeps up with every step by itself, so nothing is gained"
+    return (
+        f"b = {b}: a durable write takes {readable_seconds(batch_seconds(costs, b))}, and in "
+        f"smaller batches the disk would be busy for more than {limits.writer_share:.0%}, or "
+        "snapshots would have to be rarer"
+    )

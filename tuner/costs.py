@@ -8,7 +8,7 @@ steps would take without checkpoints and failures.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.failures import FailureRates
@@ -34,6 +34,7 @@ class Costs:
             scheduling, imports, locks, the new writer.
         store_latency_seconds: What an upload takes whatever its size; 0 without a store.
         store_bytes_per_second: What one rank uploads (``W_s``); 0 without a store.
+        residual_bytes: Error feedback in ``snapshot_bytes``, which only lowdiff saves.
         world_size: Ranks.
 
     Raises:
@@ -54,6 +55,7 @@ class Costs:
     restart_seconds: float
     store_latency_seconds: float = 0.0
     store_bytes_per_second: float = 0.0
+    residual_bytes: float = 0.0
     world_size: int = 1
 
     def __post_init__(self) -> None:
@@ -63,6 +65,18 @@ class Costs:
             least = "positive" if field.name in positive else "at least 0"
             if not (value > 0 or (value == 0 and field.name not in positive)) or value == math.inf:
                 raise ConfigError(f"{field.name} must be {least}, got {value}")
+
+
+def without_residual(costs: Costs) -> Costs:
+    """Costs of snapshots that hold no error feedback: copied, written and loaded as much faster."""
+    share = 1 - costs.residual_bytes / costs.snapshot_bytes if costs.residual_bytes else 1.0
+    return replace(
+        costs,
+        snapshot_seconds=share * costs.snapshot_seconds,
+        snapshot_bytes=share * costs.snapshot_bytes,
+        load_seconds=share * costs.load_seconds,
+        residual_bytes=0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +229,20 @@ def effective_share(costs: Costs, rates: FailureRates, f: float, b: float) -> fl
 
 
 def best_interval(costs: Costs, rates: FailureRates) -> float:
-    """Steps between snapshots that waste least: ``sqrt(2 C M / (r T'))``, with ``T' = T + d``.
+    """Steps between snapshots that waste least: ``sqrt(2 C (M + K) / (r (T + d)))``.
 
     Where Young (1974, https://doi.org/10.1145/361147.361115) weighs lost work against snapshots,
     here replay takes the place of lost work, and is cheaper by ``r / T``. ``C`` also delays the
     failures: a rate is per second of running; the exact minimiser of ``waste`` follows from its
-    two terms in ``1/f`` and ``f``, with the recovery's fixed part counted.
+    two terms in ``1/f`` and ``f``, with ``K``, what a recovery takes besides, counted.
     """
     if math.isinf(rates.total.mtbf_seconds):
         return math.inf
     own = costs.step_seconds + costs.differential_seconds
-    mtbf = rates.total.mtbf_seconds
-    fixed = costs.restart_seconds + costs.load_seconds - costs.replay_seconds / 2
-    snapshot = costs.snapshot_seconds * (1 + fixed / mtbf)
-    return math.sqrt(2 * max(snapshot, 0.0) * mtbf / (costs.replay_seconds * own))
+    weighed = max(0.0, rates.total.mtbf_seconds + fixed_recovery_seconds(costs))
+    return math.sqrt(2 * costs.snapshot_seconds * weighed / (costs.replay_seconds * own))
+
+
+def fixed_recovery_seconds(costs: Costs) -> float:
+    """Starting and loading, less the half step by which ``(f - 1)/2`` is below ``f/2`` (``K``)."""
+    return costs.restart_seconds + costs.load_seconds - costs.replay_seconds / 2

@@ -36,7 +36,7 @@ class Estimate:
 
     @classmethod
     def given(cls, value: float) -> Estimate:
-        """What the user said."""
+        """What the user said, or what follows from that alone."""
         return cls(value, value, value, 0, "given")
 
     @classmethod

@@ -42,7 +42,13 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("steps lost", f"process crash {process:.1f}, loss of a node {node:.1f}"),
         *_store_facts(costs, f, b),
         ("written", f"{readable_bytes(report.bytes_per_day)} a day, all ranks"),
-        ("stored", f"up to {readable_bytes(report.stored_bytes)}, all ranks"),
+        (
+            "stored",
+            (
+                f"up to {readable_bytes(report.stored_bytes)}, all ranks, "
+                f"{_kept(question.limits.kept_snapshots)}"
+            ),
+        ),
         (
             "LowDiff's published model",
             (
@@ -52,6 +58,12 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ),
     ]
     return rows
+
+
+def _kept(snapshots: int) -> str:
+    if snapshots == 1:
+        return "with the newest snapshot kept"
+    return f"with the {snapshots} newest snapshots kept"
 
 
 def _store_facts(costs: Costs, f: float, b: float) -> list[tuple[str, str]]:

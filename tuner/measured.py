@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.costs import Costs
@@ -12,6 +12,8 @@ from lowdiff.tuner.failures import KINDS, FailureHistory
 
 #: Storage changes, so only its newest behaviour counts; one hiccup among so many moves nothing.
 _RECENT_BATCHES, _RECENT_SNAPSHOTS = 15, 5
+#: A batch of at least so much of a snapshot's bytes is of like size.
+_LIKE_SIZE = 0.25
 
 #: Replay of one element by a block: measured here at 1 to 3.1 ns (docs/benchmarks.md).
 ASSUMED_REPLAY_SECONDS_PER_ELEMENT = 3e-9
@@ -128,8 +130,6 @@ def _writing(lives: Sequence[Life]) -> dict[str, Estimate]:
     timed = _newest_with(lives, "snapshot_write_seconds", fact="snapshot_bytes")
     size = number(timed.facts, "snapshot_bytes")
     recent = timed.samples.get("snapshot_write_seconds", ())[-_RECENT_SNAPSHOTS:]
-    bandwidth = Estimate.of([size / seconds for seconds in recent if seconds > 0])
-    bandwidth = bandwidth or Estimate.assumed(ASSUMED_WRITE_BYTES_PER_SECOND)
     samples = _newest_with(lives, *(f"batch_{name}" for name in _BATCH)).samples
     batches = list(
         zip(
@@ -137,7 +137,9 @@ def _writing(lives: Sequence[Life]) -> dict[str, Estimate]:
             strict=False,
         )
     )
-    latency = _latencies([(seconds, size) for seconds, size, _ in batches], bandwidth)
+    timings = [(seconds, size) for seconds, size, _ in batches]
+    bandwidth = _bandwidth(recent, size, timings)
+    latency = _latencies(timings, bandwidth)
     each = [size / steps for _, size, steps in batches if steps]
     staged = _known(lives, "step_bytes", 0.0).median
     return {
@@ -149,6 +151,30 @@ def _writing(lives: Sequence[Life]) -> dict[str, Estimate]:
 
 
 _BATCH = ("seconds", "bytes", "steps")
+
+
+def _bandwidth(
+    snapshots: Sequence[float], snapshot_bytes: float, batches: Sequence[tuple[float, float]]
+) -> Estimate:
+    """Bytes per second, of the seconds of snapshots and the seconds and bytes of batches.
+
+    Snapshots are large beside batches, so their rate is the bandwidth. Where batches are of like
+    size it need not be: of a small model both are latency, and a snapshot, which is fsynced more
+    often than a batch, has more of it. But a latency only slows a write down, so the bandwidth is
+    not below any rate, and the highest is nearest to it: the ninth decile, for a clock may jump.
+    Batches that are much smaller do not count: if they are faster nevertheless, a cache is.
+    """
+    rates = [snapshot_bytes / seconds for seconds in snapshots if seconds > 0]
+    found = Estimate.of(rates)
+    if found is None:
+        return Estimate.assumed(ASSUMED_WRITE_BYTES_PER_SECOND)
+    alike = [
+        size / seconds
+        for seconds, size in batches
+        if seconds > 0 and size >= _LIKE_SIZE * snapshot_bytes
+    ]
+    fastest = Estimate.of([*rates, *alike]) if alike else None
+    return found if fastest is None else replace(fastest, median=fastest.high)
 
 
 def _storing(samples: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowdiff.tuner.costs import Costs
+from lowdiff.tuner.costs import Costs, without_residual
 from lowdiff.tuner.failures import FailureRates
+
+#: Where somebody's figures put the optimum beyond, it is out of every run's reach anyway.
+_MAX_STEPS = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class PublishedModel:
     @classmethod
     def of(cls, costs: Costs, rates: FailureRates) -> PublishedModel:
         """From this framework's costs; a merge steps the whole optimizer once, as a replay does."""
+        costs = without_residual(costs)
         return cls(
             full_bytes=costs.snapshot_bytes,
             write_bytes_per_second=costs.write_bytes_per_second,
@@ -64,5 +68,5 @@ class PublishedModel:
 def published_choice(costs: Costs, rates: FailureRates) -> tuple[int, int]:
     """The published optimum in this framework's units: steps between snapshots, steps per batch."""
     frequency, batch = PublishedModel.of(costs, rates).optimum()
-    b = max(1, round(batch / costs.step_seconds))
-    return max(b, round(1 / (frequency * costs.step_seconds))), b
+    b = min(_MAX_STEPS, max(1, round(batch / costs.step_seconds)))
+    return min(_MAX_STEPS, max(b, round(1 / (frequency * costs.step_seconds)))), b

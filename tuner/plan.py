@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lowdiff.errors import ConfigError
@@ -24,6 +24,21 @@ _ENCODE_ENTRIES_PER_SECOND = 50e6
 
 #: One request to an object store in the same region.
 _STORE_LATENCY_SECONDS = 0.1
+#: Cost -> options of ``lowdiff plan`` with a default from which it follows, besides those that must
+#: be given. What is not here follows from a figure of docs/benchmarks.md, or from experience.
+_FOLLOWS_FROM: Mapping[str, tuple[str, ...]] = {
+    "step_seconds": ("step_time",),
+    "differential_seconds": ("density", "copy"),
+    "snapshot_seconds": ("optimizer", "copy"),
+    "staged_bytes": ("density",),
+    "differential_bytes": ("density",),
+    "snapshot_bytes": ("optimizer",),
+    "residual_bytes": (),
+    "write_bytes_per_second": ("gpus_per_node",),
+    "load_seconds": ("optimizer",),
+    "restart_seconds": ("restart",),
+    "store_bytes_per_second": ("gpus_per_node",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +48,7 @@ class Job:
     Attributes:
         params: Parameters of the model.
         optimizer: A name of `OPTIMIZERS`.
-        density: Share of each gradient that is kept.
+        density: Share of each gradient that `TopK` keeps.
         gpus: Ranks.
         step_seconds: One training step.
         disk_bytes_per_second: Durable bandwidth of one node.
@@ -74,19 +89,26 @@ class Job:
             raise ConfigError(f"a model has at least 1 parameter, got {self.params}")
 
 
-def planned(job: Job) -> Measured:
+def planned(job: Job, given: Collection[str] = ()) -> Measured:
     """Costs of a job, each given or assumed.
 
-    A snapshot is 4 bytes for each parameter and optimizer state element, sharded over the ranks.
+    A snapshot is 4 bytes for each parameter and optimizer state element, sharded over the ranks, and
+    4 for each parameter once more on every rank: its error-feedback residual, which no other has.
     A differential is ``density * params`` entries of every rank. Replay steps the whole optimizer
     once per step on every node.
+
+    Args:
+        job: The job.
+        given: Options of ``lowdiff plan`` that were given: a cost that follows from another is
+            assumed.
     """
     entries = job.density * job.params
     state = 4.0 * job.params * (1 + OPTIMIZERS[job.optimizer])
     ranks = min(job.gpus, job.gpus_per_node)
-    shard = state / job.gpus
-    # Loading reads the whole state, each node through its own disk.
-    load = state / job.disk_bytes_per_second
+    residual = 4.0 * job.params
+    shard = state / job.gpus + residual
+    # Every rank reads and checks all shards, with the residuals in them, once through its node's disk.
+    load = shard * job.gpus / job.disk_bytes_per_second
     decode = entries * min(job.gpus, 1 / job.density) * 2e-9
     replay = (job.params * ASSUMED_REPLAY_SECONDS_PER_ELEMENT + decode) / job.replay_workers
     costs = Costs(
@@ -104,11 +126,13 @@ def planned(job: Job) -> Measured:
         restart_seconds=job.restart_seconds,
         store_latency_seconds=_STORE_LATENCY_SECONDS if job.store_bytes_per_second else 0.0,
         store_bytes_per_second=job.store_bytes_per_second / ranks,
+        residual_bytes=residual,
         world_size=job.gpus,
     )
-    given = ("step_seconds", "write_bytes_per_second", "store_bytes_per_second")
+    said = {*given, "gpus_per_node"} if job.gpus == 1 else set(given)
+    known = {name for name, options in _FOLLOWS_FROM.items() if said.issuperset(options)}
     estimates = {
-        name: (Estimate.given if name in given else Estimate.assumed)(getattr(costs, name))
+        name: (Estimate.given if name in known else Estimate.assumed)(getattr(costs, name))
         for name in Costs.__dataclass_fields__
         if name != "world_size" and (job.store_bytes_per_second or not name.startswith("store_"))
     }

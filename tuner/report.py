@@ -55,6 +55,7 @@ class Question:
         network_bytes_per_second: For Gemini's copies.
         failure_shape: Weibull shape of the simulated failures.
         notes: Warnings that are known before anything is computed.
+        assumed_because: Why costs are assumed, where they are.
         decisions: Of the online policy, oldest first.
     """
 
@@ -67,6 +68,7 @@ class Question:
     network_bytes_per_second: float = 10e9
     failure_shape: float = 1.0
     notes: tuple[str, ...] = ()
+    assumed_because: str = "never measured"
     decisions: Sequence[Mapping[str, Any]] = ()
 
 
@@ -252,6 +254,7 @@ def _sensitivities(question: Question, setting: Setting) -> tuple[Sensitivity, .
         grown = (
             "differential_seconds", "snapshot_seconds", "staged_bytes", "differential_bytes",
             "snapshot_bytes", "encode_seconds", "load_seconds", "replay_seconds", "step_seconds",
+            "residual_bytes",
         )  # fmt: skip
         return replace(costs, **{name: getattr(costs, name) * x for name in grown}), rates
 
@@ -340,7 +343,8 @@ def _warnings(question: Question, choice: Choice) -> list[str]:
     guessed = [name for name, e in question.estimates.items() if e.source == "assumed"]
     if guessed:
         found.append(
-            f"assumed, because never measured: {', '.join(sorted(guessed)).replace('_', ' ')}"
+            f"assumed, because {question.assumed_because}: "
+            f"{', '.join(sorted(guessed)).replace('_', ' ')}"
         )
     if costs.replay_seconds > costs.step_seconds:
         found.append(

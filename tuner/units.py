@@ -24,7 +24,12 @@ _BYTES: Mapping[str, float] = {
     **{f"{prefix}b": 1000.0**power for power, prefix in enumerate("kmgtp", 1)},
     **{f"{prefix}ib": 1024.0**power for power, prefix in enumerate("kmgtp", 1)},
 }
+#: Of a size, a number without a unit counts bytes, as it does in JSON and in Python.
+_SIZES: Mapping[str, float] = {"": 1.0, **_BYTES}
 _COUNTS: Mapping[str, float] = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+#: What anybody can mean. Beyond, figures of a report would leave the range of numbers.
+_DURATIONS = (1e-9, 1000 * 365.25 * 86400.0)
+_AMOUNTS = (1.0, 1e21)
 #: Unit, its seconds, and from how many of it on it is used.
 _READABLE = (
     ("d", 86400.0, 2),
@@ -40,29 +45,33 @@ def seconds(text: str) -> float:
     """Seconds of a duration such as ``4h``, ``90min`` or ``1.5 d``.
 
     Raises:
-        ConfigError: If it is no positive duration, or has no unit.
+        ConfigError: If it is no positive duration, has no unit, or is beyond all reason.
     """
-    return _positive(text, _SECONDS, "a duration", "30s, 90min, 4h or 2d")
+    value = _positive(text, _SECONDS, "a duration", "30s, 90min, 4h or 2d")
+    return _plausible(text, value, _DURATIONS, "duration", "1 ns to 1000 years")
 
 
 def num_bytes(text: str) -> float:
-    """Bytes of a size such as ``80GB`` (1000s) or ``64GiB`` (1024s).
+    """Bytes of a size such as ``80GB`` (1000s), ``64GiB`` (1024s) or ``80000000000``.
 
     Raises:
-        ConfigError: If it is no positive size, or has no unit.
+        ConfigError: If it is no positive size, or is beyond all reason.
     """
-    return _positive(text, _BYTES, "a size", "500MB, 80GB or 64GiB")
+    value = _positive(text, _SIZES, "a size", "500MB, 80GB or 64GiB")
+    return _plausible(text, value, _AMOUNTS, "size", "1 B to 1e21 B")
 
 
 def bytes_per_second(text: str) -> float:
     """Bytes per second of a rate such as ``2GB/s``.
 
     Raises:
-        ConfigError: If it is no positive rate, or has no unit.
+        ConfigError: If it is no positive rate, has no unit, or is beyond all reason.
     """
     size, slash, per = text.partition("/")
     if slash and per.strip().lower() in _SECONDS:
-        return num_bytes(size) / _SECONDS[per.strip().lower()]
+        value = _positive(size, _BYTES, "a size", "500MB, 80GB or 64GiB")
+        value /= _SECONDS[per.strip().lower()]
+        return _plausible(text, value, _AMOUNTS, "rate", "1 B/s to 1e21 B/s")
     raise ConfigError(f"{text!r} is not a rate; write it as 500MB/s or 2GB/s")
 
 
@@ -70,9 +79,10 @@ def count(text: str) -> float:
     """A number such as ``7e9``, ``7B`` or ``350M``.
 
     Raises:
-        ConfigError: If it is no positive number.
+        ConfigError: If it is no positive number, or is beyond all reason.
     """
-    return _positive(text, _COUNTS, "a number", "7e9, 7B or 350M")
+    value = _positive(text, _COUNTS, "a number", "7e9, 7B or 350M")
+    return _plausible(text, value, _AMOUNTS, "number", "1 to 1e21")
 
 
 def _positive(text: str, units: Mapping[str, float], what: str, examples: str) -> float:
@@ -85,6 +95,15 @@ def _positive(text: str, units: Mapping[str, float], what: str, examples: str) -
     if not 0 < value < math.inf:
         unit = f": {match[2]!r} is no unit of it" if match and factor is None and match[2] else ""
         raise ConfigError(f"{text!r} is not {what}{unit}; write it as {examples}")
+    return value
+
+
+def _plausible(
+    text: str, value: float, bounds: tuple[float, float], what: str, readable: str
+) -> float:
+    low, high = bounds
+    if not low <= value <= high:
+        raise ConfigError(f"{text!r} is no plausible {what}; give one from {readable}")
     return value
 
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import astuple, replace
 
 import pytest
 
 from lowdiff.errors import ConfigError
+from lowdiff.tuner import units
 from lowdiff.tuner.choice import (
     Limits,
     Setting,
@@ -13,7 +16,7 @@ from lowdiff.tuner.choice import (
     stored_bytes,
     written_bytes_per_hour,
 )  # fmt: skip
-from lowdiff.tuner.costs import store_share, waste, writer_share
+from lowdiff.tuner.costs import Costs, store_share, waste, writer_share
 from lowdiff.tuner.failures import FailureRates
 from tests.tuner.jobs import CLUSTER, JOBS, LAPTOP, SLOW_DISK
 
@@ -142,6 +145,91 @@ def test_a_disk_too_slow_for_differentials_alone_is_named() -> None:
     slow = replace(LAPTOP, write_bytes_per_second=1e6)
     choice = recommend(slow, FailureRates.known(3600.0), Limits())
     assert "cannot keep up" in choice.broken[0]
+
+
+def broken(costs: Costs, limits: Limits) -> str:
+    """The only limit that cannot be kept."""
+    (text,) = recommend(costs, FailureRates.known(4 * 3600.0), limits).broken
+    return text
+
+
+def test_each_limit_that_cannot_be_kept_is_explained_by_its_own_cause() -> None:
+    # 0.9 MB in each step of 0.306 s.
+    assert broken(LAPTOP, Limits(bytes_per_hour=1e9)) == (
+        "1 GB may be written in an hour, but differentials alone are 10.6 GB; raise --per-hour or "
+        "lower the density"
+    )
+    assert broken(LAPTOP, Limits(total_bytes=0.5e9)) == (
+        "the run may hold 500 MB, but 3 snapshots alone take 720 MB; raise --total"
+    )
+    assert broken(LAPTOP, Limits(total_bytes=0.5e9, kept_snapshots=4)).startswith(
+        "the run may hold 500 MB, but 5 snapshots alone take 1.2 GB"
+    )
+    assert broken(LAPTOP, Limits(total_bytes=720.5e6)) == (
+        "the run may hold 720 MB, but 3 snapshots, a step apart, take 722 MB; raise --total"
+    )
+    slow_core = replace(LAPTOP, encode_seconds=0.5)
+    assert broken(slow_core, Limits()) == (
+        "the writer cannot keep up: compressing a step takes it 500 ms of a core, a step 306 ms; "
+        "lower the density"
+    )
+    slow_disk = replace(LAPTOP, write_bytes_per_second=3e6)
+    assert broken(slow_disk, Limits(loss_steps=8)) == (
+        "the writer cannot keep up: even without snapshots differentials alone keep the disk busy "
+        "for 98% of a step with b = 4, more than 80%; larger batches, more bandwidth or a lower "
+        "density is needed"
+    )
+
+
+def test_several_causes_are_all_named() -> None:
+    costs = replace(LAPTOP, encode_seconds=0.5)
+    limits = Limits(bytes_per_hour=1e9, total_bytes=0.5e9)
+    found = recommend(costs, FailureRates.known(3600.0), limits).broken
+    assert [text.partition(" ")[0] for text in found] == ["the", "1", "the"]
+
+
+def test_the_least_that_a_limit_may_be_is_enough() -> None:
+    rates = FailureRates.known(3600.0)
+    held = stored_bytes(LAPTOP, Limits(), 3)  # more often the disk does not take snapshots
+    assert recommend(LAPTOP, rates, Limits(total_bytes=held)).setting.snapshot_every == 3
+    differentials = 3600 / 0.306 * LAPTOP.differential_bytes
+    assert not recommend(LAPTOP, rates, Limits(bytes_per_hour=1.01 * differentials)).broken
+
+
+def test_a_writer_that_cannot_keep_up_is_not_said_to_keep_up() -> None:
+    slow = replace(LAPTOP, write_bytes_per_second=3e6, encode_seconds=0.5)
+    choice = recommend(slow, FailureRates.known(3600.0), Limits())
+    assert choice.setting.batch_size == 1
+    assert not any("keeps up" in reason for reason in choice.reasons)
+    assert any(
+        "b = 1: the writer is busy for 163% of a step, more than the 80% it should be" in reason
+        for reason in choice.reasons
+    )
+    fine = recommend(LAPTOP, FailureRates.known(3600.0), Limits())
+    assert "b = 1: the writer keeps up with every step by itself" in " ".join(fine.reasons)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_formula_that_is_said_gives_the_number_that_is_said(job: str) -> None:
+    costs, rates = JOBS[job]
+    text = recommend(costs, rates, Limits()).reasons[0]
+    assert text.startswith("f = sqrt(2 C (M + K) / (r (T + d))) = ")
+    said = float(text.partition(") = ")[2].partition(":")[0].replace(",", ""))
+    found = re.search(r"C = (.+?) of .+ M = (.+?), .+ K = (.+?), .+ r = (.+?), .+ = (.+)$", text)
+    assert found is not None
+    c, m, k, r, own = (units.seconds(figure.replace(",", "")) for figure in found.groups())
+    assert math.sqrt(2 * c * (m + k) / (r * own)) == pytest.approx(said, rel=0.02)
+
+
+def test_recoveries_that_take_next_to_nothing_are_said_rightly() -> None:
+    quick = replace(LAPTOP, restart_seconds=0.0, load_seconds=0.0, replay_seconds=0.2)
+    assert "K = -100 ms, " in recommend(quick, FailureRates.known(3600.0), Limits()).reasons[0]
+
+
+def test_a_loss_without_bound_is_no_limit() -> None:
+    rates = FailureRates.known(3600.0)
+    free = recommend(LAPTOP, rates, Limits())
+    assert recommend(LAPTOP, rates, Limits(loss_steps=10**400)).setting == free.setting
 
 
 def test_failures_faster_than_restarts_cannot_progress() -> None:

@@ -16,6 +16,7 @@ from lowdiff.tuner.costs import (
     lost_steps,
     replayed_steps,
     waste,
+    without_residual,
     writer_share,
 )  # fmt: skip
 from lowdiff.tuner.failures import FailureRates
@@ -122,6 +123,15 @@ def test_the_published_optimum_is_the_minimum_of_the_published_model() -> None:
     others = [model.waste(frequency * x, batch * y) for x in around for y in around]
     assert best <= min(others) * (1 + 1e-12)
     assert model.waste(frequency * 1.3, batch) > best < model.waste(frequency, batch * 0.7)
+
+
+def test_without_error_feedback_snapshots_are_as_much_cheaper_as_they_are_smaller() -> None:
+    whole = replace(LAPTOP, residual_bytes=60e6)
+    small = without_residual(whole)
+    assert (small.snapshot_bytes, small.residual_bytes) == (180e6, 0.0)
+    assert small.snapshot_seconds == pytest.approx(0.75 * LAPTOP.snapshot_seconds)
+    assert small.load_seconds == pytest.approx(0.75 * LAPTOP.load_seconds)
+    assert without_residual(LAPTOP) == LAPTOP
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 
 from lowdiff.errors import ConfigError
+from lowdiff.tuner.choice import Limits, recommend
+from lowdiff.tuner.costs import writer_share
+from lowdiff.tuner.failures import FailureRates
 from lowdiff.tuner.measured import ASSUMED_RESTART_SECONDS, Life, failures_of, measure
 
 
@@ -41,6 +44,46 @@ def test_only_the_newest_writes_count() -> None:
     costs = measure([replace(now, samples=slowed)], world_size=1).costs
     assert costs.write_bytes_per_second == 10e6
     assert costs.write_latency_seconds == pytest.approx(0.2)
+
+
+SMALL = {
+    "iteration_seconds": [0.002] * 30,
+    "batch_seconds": [0.0012, 0.003, 0.0025, 0.007, 0.004, 0.0028],
+    "batch_bytes": [60e3] * 6,
+    "batch_steps": [16.0] * 6,
+    "snapshot_write_seconds": [0.026],
+    "encode_seconds": [1e-5] * 4,
+}
+
+
+def test_fsyncs_of_a_small_model_are_latency_and_no_bandwidth() -> None:
+    facts = {"snapshot_bytes": 47e3, "elements": 4e3}
+    small = Life(0, {**life().samples, **SMALL}, facts)
+    measured = measure([small], world_size=1)
+    costs = measured.costs
+    assert measured.estimates["write_bytes_per_second"].source == "measured"
+    # No write was faster than that; what a batch takes is as it was seen, however it is split.
+    assert 60e3 / 0.003 < costs.write_bytes_per_second <= 60e3 / 0.0012
+    batch = costs.write_latency_seconds + 60e3 / costs.write_bytes_per_second
+    assert batch == pytest.approx(0.0029, rel=0.1)
+    assert costs.write_latency_seconds > 0.001
+    assert writer_share(costs, 100, 16) < 0.25  # of a step; nothing waited
+    assert not recommend(costs, FailureRates.known(4 * 3600.0), Limits()).broken
+
+
+def test_a_cache_that_takes_small_batches_fast_is_no_bandwidth_either() -> None:
+    now = life()
+    cached = {**now.samples, "batch_seconds": [0.004] * 4}  # 1 GB/s, of a 25th of a snapshot
+    costs = measure([replace(now, samples=cached)], world_size=1).costs
+    assert (costs.write_bytes_per_second, costs.write_latency_seconds) == (100e6, 0.0)
+
+
+def test_large_batches_on_a_slow_disk_agree_with_its_snapshots() -> None:
+    now = life()
+    large = {**now.samples, "batch_bytes": [50e6] * 4, "batch_seconds": [1.5] * 4}
+    costs = measure([replace(now, samples=large)], world_size=1).costs
+    assert costs.write_bytes_per_second == 100e6
+    assert costs.write_latency_seconds == pytest.approx(1.0)
 
 
 def test_a_store_is_known_by_its_uploads() -> None:

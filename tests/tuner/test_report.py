@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from lowdiff.errors import ConfigError
+from lowdiff.tuner import charts
 from lowdiff.tuner.choice import Limits, Setting
+from lowdiff.tuner.costs import recovery_seconds, without_residual
 from lowdiff.tuner.estimates import Estimate
 from lowdiff.tuner.facts import facts
 from lowdiff.tuner.failures import FailureRates
 from lowdiff.tuner.html import html_page
+from lowdiff.tuner.paper import published_choice
 from lowdiff.tuner.plan import Job, planned
 from lowdiff.tuner.report import Question, make_report
+from lowdiff.tuner.strategies import alternatives
+from lowdiff.tuner.units import readable_bytes
 from tests.tuner.jobs import JOBS, LAPTOP
 
 
@@ -154,9 +159,9 @@ def test_a_current_setting_that_makes_training_wait_is_named() -> None:
 
 def test_assumed_costs_are_named() -> None:
     asked = replace(question(), estimates={"replay_seconds": Estimate.assumed(0.1)})
-    assert any(
-        "assumed, because never measured: replay seconds" in w for w in make_report(asked).warnings
-    )
+    assert "assumed, because never measured: replay seconds" in make_report(asked).warnings
+    planned = replace(asked, assumed_because="not given")
+    assert "assumed, because not given: replay seconds" in make_report(planned).warnings
 
 
 def test_the_first_figures_are_the_setting_and_what_it_wastes() -> None:
@@ -185,7 +190,11 @@ JOB = Job(
 
 def test_a_plan_knows_the_sizes_of_things() -> None:
     costs = planned(JOB).costs
-    assert costs.snapshot_bytes * 1024 == 3 * 4 * 7e9
+    # Parameters and two moments, sharded; and on each rank the residual of all parameters.
+    assert costs.residual_bytes == 4 * 7e9
+    assert (costs.snapshot_bytes - costs.residual_bytes) * 1024 == 3 * 4 * 7e9
+    assert costs.snapshot_seconds == costs.snapshot_bytes / 10e9
+    assert costs.load_seconds == costs.snapshot_bytes * 1024 / 2e9  # every rank reads all shards
     assert costs.differential_bytes == pytest.approx(0.01 * 7e9 * 4.3)
     assert costs.write_bytes_per_second == 2e9 / 8
 
@@ -193,6 +202,95 @@ def test_a_plan_knows_the_sizes_of_things() -> None:
 def test_a_plan_of_one_gpu_has_the_whole_disk() -> None:
     costs = planned(replace(JOB, gpus=1, params=1e6)).costs
     assert costs.write_bytes_per_second == 2e9
+
+
+def test_other_strategies_are_not_charged_for_error_feedback() -> None:
+    costs = planned(replace(JOB, gpus=16)).costs
+    rates = FailureRates.known(8 * 3600.0)
+    others = alternatives(costs, rates, 10e9)
+    assert others == alternatives(without_residual(costs), rates, 10e9)
+    assert published_choice(costs, rates) == published_choice(without_residual(costs), rates)
+    (periodic,) = (one for one in others if one.name == "periodic full")
+    assert periodic.stall_seconds == pytest.approx(3 * 4 * 7e9 / 2 / 2e9 + 0.01 + 0.525)
+
+
+@pytest.mark.parametrize(
+    ("given", "costs"),
+    [
+        ((), {"residual_bytes"}),
+        (("step_time",), {"step_seconds"}),
+        (("restart",), {"restart_seconds"}),
+        (("copy",), set()),
+        (("copy", "density"), {"differential_seconds", "differential_bytes", "staged_bytes"}),
+        (("copy", "optimizer"), {"snapshot_seconds", "snapshot_bytes", "load_seconds"}),
+        (("gpus_per_node",), {"write_bytes_per_second"}),
+    ],
+)
+def test_what_follows_from_what_was_given_is_given(given: tuple[str, ...], costs: set[str]) -> None:
+    estimates = planned(JOB, given).estimates
+    found = {name for name, estimate in estimates.items() if estimate.source == "given"}
+    assert found == {"residual_bytes", *costs}
+    assert {e.source for e in estimates.values()} == {"given", "assumed"}
+
+
+def test_a_single_gpu_shares_its_disk_with_nobody() -> None:
+    estimates = planned(replace(JOB, gpus=1)).estimates
+    assert estimates["write_bytes_per_second"].source == "given"
+
+
+def test_a_run_that_wastes_nothing_at_all_can_be_drawn() -> None:
+    nothing = [replace(one, effective_share=1.0) for one in make_report(question()).simulated]
+    assert charts.strategies(nothing).count("100.00% useful") == len(nothing)
+
+
+@pytest.mark.parametrize(
+    ("kept", "text"), [(1, "the newest snapshot kept"), (5, "the 5 newest snapshots kept")]
+)
+def test_how_many_snapshots_are_kept_is_said_beside_what_they_take(kept: int, text: str) -> None:
+    report = make_report(replace(question(), limits=Limits(kept_snapshots=kept)))
+    assert dict(facts(report))["stored"].endswith(f"all ranks, with {text}")
+    assert dict(facts(report))["stored"].startswith(f"up to {readable_bytes(report.stored_bytes)}")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step_seconds": 1e-9},
+        {"step_seconds": 3e10},
+        {"disk_bytes_per_second": 1.0, "params": 1.0},
+        {"disk_bytes_per_second": 1e21},
+        {"disk_bytes_per_second": 10.0, "params": 1e9, "step_seconds": 1e-9},
+        {
+            "copy_bytes_per_second": 1.0,
+            "params": 1e20,
+            "disk_bytes_per_second": 1e21,
+            "step_seconds": 1e-9,
+        },
+        {"density": 5e-324},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mtbf_seconds", [1e-9, 3e10])
+def test_the_ends_of_what_units_allow_are_reported_on_or_refused(
+    mtbf_seconds: float, changes: dict[str, Any]
+) -> None:
+    job = replace(JOB, gpus=8, restart_seconds=1e-9, **changes)
+    measured = planned(job)
+    asked = replace(
+        question(),
+        costs=measured.costs,
+        estimates=measured.estimates,
+        rates=FailureRates.known(mtbf_seconds),
+        current=None,
+        limits=Limits(staging_bytes=1.0, bytes_per_hour=1e21),
+    )
+    if mtbf_seconds <= recovery_seconds(measured.costs, 1, 1):
+        with pytest.raises(ConfigError, match="cannot progress"):
+            make_report(asked)
+        return
+    report = make_report(asked)
+    json.dumps(report.document(), allow_nan=False)
+    assert "nan" not in re.findall(r'"([^"]*)"', html_page(report))
 
 
 @pytest.mark.parametrize(

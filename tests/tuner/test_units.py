@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -24,9 +25,17 @@ def test_a_duration_is_read_with_its_unit(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("80GB", 80e9), ("64 GiB", 64 * 2**30), ("500kb", 5e5), ("12B", 12)]
+    ("text", "size"),
+    [
+        ("80GB", 80e9),
+        ("64 GiB", 64 * 2**30),
+        ("500kb", 5e5),
+        ("12B", 12),
+        ("80000000000", 80e9),
+        (" 7e9 ", 7e9),
+    ],
 )
-def test_a_size_is_read_with_its_unit(text: str, size: float) -> None:
+def test_a_size_is_read_with_its_unit_or_as_bytes(text: str, size: float) -> None:
     assert units.num_bytes(text) == size
 
 
@@ -59,6 +68,33 @@ def test_an_unknown_unit_is_named() -> None:
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         units.bytes_per_second(text)
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "what"),
+    [
+        (units.seconds, "1e300d", "duration"),
+        (units.seconds, "1e-300s", "duration"),
+        (units.num_bytes, "1e300", "size"),
+        (units.num_bytes, "0.5B", "size"),
+        (units.bytes_per_second, "1e300B/s", "rate"),
+        (units.bytes_per_second, "1e-300 GB/s", "rate"),
+        (units.count, "1e300", "number"),
+        (units.count, "0.1", "number"),
+    ],
+)
+def test_what_nobody_can_mean_is_refused(
+    read: Callable[[str], float], text: str, what: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{text}' is no plausible {what}; give one from 1"):
+        read(text)
+
+
+def test_what_somebody_may_just_mean_is_read() -> None:
+    assert units.seconds("1ms") == 1e-3
+    assert units.seconds("365000d") == 365_000 * 86400
+    assert units.bytes_per_second("1B/s") == units.num_bytes("1B") == 1
+    assert units.bytes_per_second("0.5B/ms") == 500
 
 
 @pytest.mark.parametrize(
