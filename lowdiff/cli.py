@@ -246,7 +246,7 @@ app.command(
 )(tune)
 app.command(
     epilog="Example:\n\n"
-    "lowdiff plan --params 7e9 --optimizer adamw --density 0.01 --gpus 1024 --mtbf 6h --disk 2GB/s"
+    "lowdiff plan --params 1.3e9 --optimizer adamw --density 0.01 --gpus 16 --mtbf 8h --disk 1GB/s"
 )(plan)
 
 
@@ -283,7 +283,8 @@ def _print_inspection(run: str, found: Inspection) -> None:
     table.add_column(overflow="fold")
     for name, value in _rows(found):
         table.add_row(name, value)
-    Console().print(table)
+    # Names of runs, pins and settings may hold what rich takes for markup.
+    Console(markup=False, emoji=False).print(table)
 
 
 def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -305,7 +306,11 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
         staged = f", {stored.staged} only in staging" if stored.staged else ""
         yield "differentials", f"{steps} ({size(stored.bytes)}, {mean} a step{staged})"
     ranges = [span(r.first, r.last) for r in found.recoverable_ranges]
-    yield "recoverable", f"steps {', '.join(ranges)}" if ranges else "no step"
+    told = f"steps {', '.join(ranges)}" if ranges else "no step"
+    if found.in_memory is not None:
+        first, last = found.in_memory.first, found.in_memory.last
+        told += f" ({span(first, last)}: in the replicas' memory, until a reboot)"
+    yield "recoverable", told
     if found.pins:
         pins = (f"{p.label}: step {p.step}{' (void)' if p.is_void else ''}" for p in found.pins)
         yield "pinned", ", ".join(pins)
@@ -326,6 +331,10 @@ def _print_report(report: VerifyReport) -> None:
         if not replay.compared:
             against = "agrees with the digests of the live run"
         typer.echo(f"Replayed {replay.first} to {replay.last}: {against}")
+    if report.in_memory is not None:
+        typer.echo(
+            f"Rebuilt {span(*report.in_memory)} from the replicas' memory, which a reboot ends"
+        )
     for note in report.notes:
         typer.echo(f"Note: {note.message}")
     for failure in report.failures:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from lowdiff.capture import Stateful
 from lowdiff.errors import ConfigError
 
+_logger = logging.getLogger(__name__)
+
 _NUM_SEEDS = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What the order and the augmentation of an epoch are made from."""
+
+    seed: int
+    shuffle: bool
 
 
 class ResumableLoader:
@@ -47,8 +59,9 @@ class ResumableLoader:
             batch_size: Samples per batch and rank.
             shuffle: Whether each epoch has an order of its own.
             drop_last: Whether an incomplete last batch is left out.
-            seed: Seeds orders and augmentation.
-            before_batch: Called before a batch is handed out, which is where a step begins.
+            seed: Seeds orders and augmentation. A run that resumes in the middle of an epoch
+                ends it with the seed and the ``shuffle`` that it was begun with.
+            before_batch: Called before the first batch is fetched, which is where a step begins.
             options: Further arguments of ``torch.utils.data.DataLoader``.
 
         Raises:
@@ -59,6 +72,11 @@ class ResumableLoader:
                 "an IterableDataset keeps its position to itself; give "
                 "checkpointer.dataloader(...) a StatefulDataLoader of torchdata instead"
             )
+        if not isinstance(dataset, Sized):
+            raise ConfigError(
+                f"a {type(dataset).__name__} has no length, so its samples cannot be put in an "
+                "order; give it a __len__"
+            )
         if batch_size is None or batch_size < 1:
             raise ConfigError(f"batch_size counts samples, at least 1, got {batch_size}")
         own = {"sampler", "batch_sampler", "generator", "worker_init_fn"} & set(options)
@@ -67,10 +85,11 @@ class ResumableLoader:
         self.epoch = 0
         self.consumed = 0
         self._dataset = dataset
+        self._samples: Sized = dataset
         self._batch_size = batch_size
-        self._shuffle = shuffle
         self._drop_last = drop_last
-        self._seed = seed
+        self._given = _Order(int(seed) % _NUM_SEEDS, bool(shuffle))
+        self._order = self._given  # of the epoch at hand
         self._before_batch = before_batch or (lambda: None)
         self._options = options
         joined = dist.is_available() and dist.is_initialized()
@@ -79,41 +98,89 @@ class ResumableLoader:
 
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank."""
-        return len(self._batches())
+        count = len(self._samples)
+        return count // self._stride if self._drop_last else -(-count // self._stride)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the current epoch that were not consumed yet."""
         loader = DataLoader(
-            _SeededSamples(self._dataset, self._seed, self.epoch),
+            _SeededSamples(self._dataset, self._order.seed, self.epoch),
             batch_sampler=self._batches()[self.consumed :],
-            generator=torch.Generator().manual_seed(_mixed(self._seed, self.epoch)),
+            generator=torch.Generator().manual_seed(_mixed(self._order.seed, self.epoch)),
             **self._options,
         )
-        for batch in loader:
-            self._before_batch()
+        batches = iter(loader)
+        # Without workers, collating a batch may draw from the generators of the step; and so may
+        # what follows an epoch of which nothing is left.
+        self._before_batch()
+        for batch in batches:
             self.consumed += 1
             yield batch
         self.epoch += 1
         self.consumed = 0
+        self._order = self._given
 
     def state_dict(self) -> dict[str, int]:
-        """Position in the data."""
-        return {"epoch": self.epoch, "samples": self.consumed * self._batch_size * self._world_size}
+        """Position in the data, and what the epoch is made from."""
+        return {
+            "epoch": self.epoch,
+            "samples": self.consumed * self._stride,
+            "is_over": 0 < len(self) <= self.consumed,
+            "length": len(self._samples),
+            "seed": self._order.seed,
+            "shuffle": self._order.shuffle,
+        }
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Take a position; with another world size rounded down to whole batches."""
+        """Take a position; with another world size rounded down to whole batches.
+
+        Raises:
+            ConfigError: If it is in the middle of an epoch, and the dataset has another length.
+        """
         self.epoch = state_dict["epoch"]
-        self.consumed = state_dict["samples"] // (self._batch_size * self._world_size)
+        self.consumed = state_dict["samples"] // self._stride
+        self._order = self._given
+        if state_dict.get("is_over"):
+            self.consumed = len(self)  # whatever is different now
+        elif state_dict["samples"]:
+            self._order = self._begun(state_dict)
+
+    def _begun(self, epoch: Mapping[str, int]) -> _Order:
+        """What an epoch that is half seen was begun with; nothing else shows the other half."""
+        length = len(self._samples)
+        if epoch.get("length", length) != length:
+            raise ConfigError(
+                f"the dataset has {length} samples, but the run is in the middle of an epoch of "
+                f"{epoch['length']}, and which of them it has not seen cannot be told; give it the "
+                "dataset that it had until that epoch is over: then another is welcome"
+            )
+        given = self._given
+        begun = _Order(epoch.get("seed", given.seed), bool(epoch.get("shuffle", given.shuffle)))
+        if begun != given and self._rank == 0:
+            _logger.warning(
+                "epoch %d was begun with seed=%d and shuffle=%s and goes on with them, so that it "
+                "has every sample once; seed=%d and shuffle=%s hold from the next epoch on",
+                self.epoch,
+                begun.seed,
+                begun.shuffle,
+                given.seed,
+                given.shuffle,
+            )
+        return begun
+
+    @property
+    def _stride(self) -> int:
+        """Samples of a round: one batch per rank."""
+        return self._batch_size * self._world_size
 
     def _batches(self) -> list[list[int]]:
-        count = len(self._dataset)  # type: ignore[arg-type]
+        count, stride = len(self._samples), self._stride
         order = torch.arange(count)
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(_mixed(self._seed, self.epoch))
+        if self._order.shuffle:
+            generator = torch.Generator().manual_seed(_mixed(self._order.seed, self.epoch))
             order = torch.randperm(count, generator=generator)
-        # Rounds of one batch per rank: whatever the world size, a prefix of the epoch is a prefix
-        # of the same permutation.
-        stride = self._batch_size * self._world_size
+        # In rounds, so that whatever the world size, a prefix of the epoch is a prefix of the same
+        # permutation.
         batches = []
         for start in range(0, count, stride):
             share = order[start : start + stride][self._rank :: self._world_size].tolist()

@@ -2,7 +2,7 @@
 
 # No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, known to type checkers
@@ -16,17 +16,24 @@ from lowdiff.protocols import Reducer
 class HookState:
     """What `comm_hook` needs; a `Checkpointer` owns one and fills it at ``attach``.
 
+    A copy of the model, deep or pickled, gets an empty one.
+
     Attributes:
+        is_copy: Whether it came with a copy of a model.
         has_exchanged: Whether anything was reduced in the step at hand; who counts steps resets it.
         averaged: Layout indices of what was reduced and not consumed since; who sees it consumed
             takes it out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_copy: bool = False) -> None:
+        self.is_copy = is_copy
         self._reducer: Reducer | None = None
         self._index_of: dict[int, int] = {}
         self.has_exchanged = False
         self.averaged: set[int] = set()
+
+    def __reduce__(self) -> tuple[Callable[[], "HookState"], tuple[()]]:
+        return _state_of_a_copy, ()
 
     def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
         """Start to reduce for these parameters, in layout order."""
@@ -61,6 +68,10 @@ class HookState:
         )
 
 
+def _state_of_a_copy() -> HookState:
+    return HookState(is_copy=True)
+
+
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook that compresses gradients and remembers what this rank sent.
 
@@ -90,6 +101,12 @@ def hook_of(ddp: DistributedDataParallel) -> HookState | None:
 
 def registered(ddp: DistributedDataParallel, state: HookState) -> HookState:
     """The state that DDP's hook gets: DDP takes one hook for life, perhaps an earlier one of ours."""
+    # A copy of a DDP module lists its original's hooks, but its reducer, which is new, has none.
+    ddp._comm_hooks = [
+        (hook, of_hook)
+        for hook, of_hook in getattr(ddp, "_comm_hooks", [])
+        if not (isinstance(of_hook, HookState) and of_hook.is_copy)
+    ]
     earlier = hook_of(ddp)
     if earlier is not None:
         return earlier

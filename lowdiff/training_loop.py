@@ -29,14 +29,13 @@ class TrainingLoop:
             attached: What trains.
             session: What commits.
             random_states: Generators to restore when the first body begins: building a
-                DataLoader's iterator draws from them before.
+                DataLoader's iterator draws from them before. A run that is at step 0 has drawn
+                nothing, so its generators stay as the script seeded them, also after attach.
         """
         self._model = attached.model
         self._session = session
-        self._random_states: Mapping[str, bytes] | None = random_states
+        self._random_states = random_states if session.step else None
         self._is_restored = False
-        self._is_new = session.step == 0
-        self._seed = torch.initial_seed()
         self._ends = "unknown"
         self._has_trained = False
         self._has_stepped = False
@@ -119,17 +118,14 @@ class TrainingLoop:
     def _restore(self, *, for_good: bool) -> None:
         if self._random_states is None or (self._is_restored and not for_good):
             return
-        # Nothing was drawn yet where a run begins, so seeds that were set after attach hold.
-        if not self._is_new or torch.initial_seed() == self._seed:
-            self._session.restore_random_states(self._random_states)
-            self._seed = torch.initial_seed()
+        self._session.restore_random_states(self._random_states)
         self._is_restored = True
         if for_good:
             self._random_states = None
 
     def _leave_generators(self) -> None:
         """The first body is over: to restore them now would repeat its numbers in the second."""
-        if not (self._random_states is None or self._is_restored or self._is_new):
+        if not (self._random_states is None or self._is_restored):
             _logger.warning(
                 "the random generators were not restored, because the first step after attach "
                 "began without a forward pass of the attached model with gradients on: this run "

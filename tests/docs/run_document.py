@@ -20,21 +20,32 @@ def main() -> None:
     """Python blocks share this process, shell blocks get one each."""
     document, *given = sys.argv[1:]
     names: dict[str, Any] = runpy.run_path(given[0]) if given else {}
+    saved: list[str] = []
     try:
         for block in blocks_of(document):
             if is_listed(block):
                 continue
             if block.file:
                 Path(block.file).write_text(block.text)
+                saved.append(block.file)
             elif block.language == "python":
                 Path("block.py").write_text(block.text)
                 names = runpy.run_path("block.py", init_globals=names)
             elif block.language == "bash":
-                subprocess.run(["bash", "-euxc", block.text], check=True, env=environment())
+                run(block.text)
+                if any(name in block.text for name in saved):
+                    again = run(block.text, stdout=subprocess.PIPE)
+                    assert again == b"", f"started again when it had finished, it prints {again!r}"
     finally:
         for identity in Path("runs").glob("*/run.json"):
             run_id = json.loads(identity.read_text())["run_id"]
             shutil.rmtree(shared_staging_root() / run_id, ignore_errors=True)
+
+
+def run(commands: str, stdout: int | None = None) -> bytes | None:
+    """Run shell commands that must succeed; what they print, if it is asked for."""
+    command = ["bash", "-euxc", commands]
+    return subprocess.run(command, check=True, env=environment(), stdout=stdout).stdout
 
 
 def environment() -> dict[str, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -37,6 +39,20 @@ class Indices(Noisy):
 def ours(checkpointer: lowdiff.Checkpointer, num_workers: int) -> Any:
     """lowdiff's own loader."""
     return checkpointer.dataloader(Noisy(), batch_size=4, num_workers=num_workers, seed=1)
+
+
+def masked(samples: list[tuple[int, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch with a part of it hidden, and mixed with itself."""
+    inputs = torch.stack([values for _, values in samples])
+    mixed = random.random() * inputs + np.random.rand() * inputs.flip(0)
+    return torch.tensor([i for i, _ in samples]), mixed * (torch.rand(inputs.shape) > 0.3)
+
+
+def masking(checkpointer: lowdiff.Checkpointer, num_workers: int) -> Any:
+    """lowdiff's own loader with random numbers in what collates a batch."""
+    return checkpointer.dataloader(
+        Noisy(), batch_size=4, num_workers=num_workers, seed=1, collate_fn=masked
+    )
 
 
 def seeded(checkpointer: lowdiff.Checkpointer, num_workers: int) -> Any:
@@ -74,6 +90,8 @@ def life(
 ) -> list[Any]:
     """What a process saw: ``(epoch, indices, augmentation)`` of every step it committed."""
     torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     checkpointer = lowdiff.Checkpointer(
@@ -104,7 +122,11 @@ def life(
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize(
-    ("make", "num_workers"), [(ours, 0), (ours, 2), (torchdatas, 0), (torchdatas, 2), (seeded, 0)]
+    ("make", "num_workers"),
+    [
+        *[(ours, 0), (ours, 2), (masking, 0), (masking, 2)],
+        *[(torchdatas, 0), (torchdatas, 2), (seeded, 0)],
+    ],
 )
 def test_three_kills_show_the_same_batches_as_none(
     tmp_path: Path, make: Any, num_workers: int
@@ -119,6 +141,46 @@ def test_three_kills_show_the_same_batches_as_none(
         samples = [i for e, indices, *_ in seen if e == epoch for i in indices]
         assert sorted(samples) == list(range(23))
     assert whole[0][1] != whole[6][1]  # another order in another epoch
+
+
+def evaluating(folder: Path, until: int, die_at: int | None, make: Any) -> dict[str, float]:
+    """What a life drew for each step, and for the evaluation that follows each epoch."""
+    torch.manual_seed(3)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    checkpointer = lowdiff.Checkpointer(
+        folder / "run", compressor=TopK(1.0), staging=folder / "staging", snapshot_every=5
+    )
+    loader = make(checkpointer, 0)
+    step = checkpointer.attach(model, optimizer)
+    drawn: dict[str, float] = {}
+    while step < until:
+        for _, inputs in loader:
+            noise = torch.rand(1)
+            model(inputs + noise).square().mean().backward()
+            optimizer.step()
+            checkpointer.commit()
+            step += 1
+            drawn[f"step {step}"] = noise.item()
+            if step == die_at:
+                abandon(checkpointer, Kill(step))
+                return drawn
+        drawn[f"epoch {loader.epoch}"] = torch.rand(1).item()
+    checkpointer.close()
+    return drawn
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("make", [ours, torchdatas])
+def test_what_follows_an_epoch_is_repeated_with_its_random_numbers(
+    tmp_path: Path, make: Any
+) -> None:
+    whole = evaluating(tmp_path / "whole", 18, None, make)
+    drawn = evaluating(tmp_path / "killed", 18, 6, make)
+    assert len(drawn) == 6  # it died between the last commit of an epoch and what follows
+    drawn |= evaluating(tmp_path / "killed", 18, None, make)
+    assert drawn == whole
+    assert len(drawn) == 18 + 3
 
 
 def attached_by_hand(
@@ -183,15 +245,93 @@ def test_ranks_share_an_epoch_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {len(loader) for loader in loaders} == {2}
 
 
+def samples_of(loader: ResumableLoader) -> list[int]:
+    """Indices of the rest of its epoch."""
+    return [i for indices, *_ in loader for i in indices.tolist()]
+
+
+def interrupted(batches: int, **options: Any) -> tuple[list[int], dict[str, int]]:
+    """The samples of so many batches of an epoch, and the position after them."""
+    loader = ResumableLoader(Noisy(), batch_size=4, **options)
+    seen = [i for _, (indices, _) in zip(range(batches), loader, strict=False) for i in indices]
+    return list(map(int, seen)), loader.state_dict()
+
+
+@pytest.mark.parametrize("other", [{"seed": 2}, {"shuffle": False}])
+def test_another_seed_or_order_begins_with_the_next_epoch(
+    other: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    seen, position = interrupted(3, seed=1)
+    again, same, new = (
+        ResumableLoader(Noisy(), batch_size=4, **options) for options in (other, {"seed": 1}, other)
+    )
+    again.load_state_dict(position)
+    assert "begun with seed=1 and shuffle=True and goes on with them" in caplog.text
+    same.load_state_dict(position)
+    assert len(caplog.messages) == 1
+    for _, (ours, theirs) in zip(range(2), zip(again, same, strict=True), strict=False):
+        assert torch.equal(ours[1], theirs[1])  # the augmentation as well
+        seen += ours[0].tolist()
+    # A second kill in the same epoch still knows what it was begun with.
+    last = ResumableLoader(Noisy(), batch_size=4, **other)
+    last.load_state_dict(again.state_dict())
+    seen += samples_of(last)
+    assert sorted(seen) == list(range(23))
+    new.epoch = 1
+    assert samples_of(last) == samples_of(new)
+
+
+class Longer(Noisy):
+    """More data came in."""
+
+    def __len__(self) -> int:
+        return 40
+
+
+def test_another_dataset_waits_for_the_epoch_s_end() -> None:
+    _, position = interrupted(3)
+    with pytest.raises(ConfigError, match=r"40 samples, but .* middle of an epoch of 23"):
+        ResumableLoader(Longer(), batch_size=4).load_state_dict(position)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_that_is_over_stays_so_whatever_is_different_now(drop_last: bool) -> None:
+    _, position = interrupted(5 if drop_last else 6, drop_last=drop_last)
+    for loader in (
+        ResumableLoader(Longer(), batch_size=4, seed=2),
+        ResumableLoader(Noisy(), batch_size=5),
+    ):
+        loader.load_state_dict(position)
+        assert samples_of(loader) == []
+        assert loader.epoch == 1
+        assert len(samples_of(loader)) == len(loader._samples)
+
+
+def test_a_position_of_an_older_lowdiff_is_taken_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen, _ = interrupted(3, seed=1)
+    loader = ResumableLoader(Noisy(), batch_size=4, seed=1)
+    loader.load_state_dict({"epoch": 0, "samples": 12})
+    assert sorted(seen + samples_of(loader)) == list(range(23))
+    assert not caplog.messages
+
+
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
 
+    class Endless(Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            return index
+
     with pytest.raises(ConfigError, match="StatefulDataLoader"):
         ResumableLoader(Stream(), batch_size=1)
     with pytest.raises(ConfigError, match="generator is what makes"):
         ResumableLoader(Noisy(), batch_size=1, generator=torch.Generator())
+    with pytest.raises(ConfigError, match="Endless has no length"):
+        ResumableLoader(Endless(), batch_size=1)
     with pytest.raises(ConfigError, match="at least 1, got 0"):
         ResumableLoader(Noisy(), batch_size=0)
     model = torch.nn.Linear(4, 1)

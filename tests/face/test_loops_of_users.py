@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowdiff
+from lowdiff.errors import UsageError
 from tests.face.loops import Loop
 
 
@@ -289,6 +292,50 @@ def test_seeding_after_attach_holds_where_a_run_begins(
         drawn += loop.noisy.drawn
         loop.die()
     assert drawn == noise
+
+
+def test_a_new_run_draws_what_it_would_draw_without_lowdiff(tmp_path: Path) -> None:
+    def drawn(attach: Callable[[], object]) -> list[float]:
+        for seed in (0, 7):  # the same again for one generator, another for the others
+            torch.manual_seed(0)
+            random.seed(seed)
+            np.random.seed(seed)
+            if seed == 0:
+                attach()
+        torch.rand(3)  # an iterator draws the seed of its workers
+        loop.call(torch.zeros(8, 20)).sum().backward()
+        return [loop.noisy.drawn[-1], float(torch.rand(1)), random.random(), np.random.rand()]
+
+    loop = UserLoop(tmp_path, "called")
+    expected = drawn(lambda: None)
+    assert drawn(loop.attach) == expected
+    loop.die()
+
+
+def test_a_commit_inside_steps_is_refused_before_it_leaves_steps_out(tmp_path: Path) -> None:
+    loop = UserLoop(tmp_path, "called")
+    loop.attach()
+    bodies = []
+
+    def train() -> None:
+        with loop.checkpointer:
+            for number in loop.checkpointer.steps(until=10):
+                bodies.append(number)
+                loop.step(number)
+                loop.checkpointer.commit()
+
+    with pytest.raises(UsageError, match=r"body of step 0 in steps\(\) called commit\(\).*take"):
+        train()
+    assert bodies == [0]
+    again = UserLoop(tmp_path, "called")
+    assert again.attach() == 1
+    for number in again.checkpointer.steps(until=3):
+        again.step(number)
+        if number == 1:
+            again.checkpointer.commit()
+            break  # nothing is left out then
+    again.checkpointer.close()
+    assert lowdiff.recover(tmp_path / "run").step == 2
 
 
 def test_an_error_of_the_training_comes_out_when_the_disk_takes_nothing(

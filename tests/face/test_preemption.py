@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +38,19 @@ def handlers() -> Iterator[dict[int, list[int]]]:
     yield calls
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def threads() -> list[threading.Thread]:
+    """Threads that read signals."""
+    return [thread for thread in threading.enumerate() if thread.name == "lowdiff-signals"]
+
+
+def twins(folder: Path) -> tuple[Loop, Loop]:
+    """Two runs in one process, the second attached in front of the first."""
+    loops = Loop(folder / "first"), Loop(folder / "second")
+    for loop in loops:
+        loop.attach()
+    return loops
 
 
 def patient(loop: Loop) -> Loop:
@@ -80,6 +97,112 @@ def test_handlers_and_wakeup_descriptor_are_put_back(tmp_path: Path) -> None:
     assert ended == {"lowdiff-lease", "lowdiff-signals"}
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_runs_of_a_process_may_be_closed_in_any_order(
+    tmp_path: Path, handlers: dict[int, list[int]], order: tuple[int, int]
+) -> None:
+    with (tmp_path / "wakeups").open("wb") as wakeups:
+        os.set_blocking(wakeups.fileno(), False)
+        signal.set_wakeup_fd(wakeups.fileno())
+        before = [signal.getsignal(number) for number in SIGNALS]
+        loops = twins(tmp_path)
+        loops[order[0]].checkpointer.close()
+        assert len(threads()) == 1
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(lambda: loops[order[1]].checkpointer.preempted)
+        assert handlers[signal.SIGUSR1] == [signal.SIGUSR1]
+        loops[order[1]].checkpointer.close()
+        assert not loops[order[0]].checkpointer.preempted
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+        assert not threads()
+        assert signal.set_wakeup_fd(-1) == wakeups.fileno()
+    # Others may be there: once a DataLoader had workers, each child's end is a signal.
+    assert (tmp_path / "wakeups").read_bytes().count(signal.SIGUSR1) == 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_was_closed_in_another_thread_is_put_back_by_the_next_of_the_main_thread(
+    tmp_path: Path, handlers: dict[int, list[int]], first: int
+) -> None:
+    signal.set_wakeup_fd(-1)
+    before = [signal.getsignal(number) for number in SIGNALS]
+    loops = twins(tmp_path)
+    thread = threading.Thread(target=loops[first].checkpointer.close)
+    thread.start()
+    thread.join()
+    assert len(threads()) == 1
+    os.kill(os.getpid(), signal.SIGUSR1)
+    wait_until(lambda: loops[1 - first].checkpointer.preempted)
+    assert handlers[signal.SIGUSR1] == [signal.SIGUSR1]
+    loops[1 - first].checkpointer.close()
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_closed_session_is_held_by_nothing(tmp_path: Path) -> None:
+    """Neither by a watch behind another, nor by one that another thread closed."""
+    loops = twins(tmp_path)
+    sessions = [weakref.ref(loop.checkpointer._session) for loop in loops]
+    loops[0].checkpointer.close()
+    gc.collect()
+    assert sessions[0]() is None
+    thread = threading.Thread(target=loops[1].checkpointer.close)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert sessions[1]() is None
+    assert not threads()
+    Loop(tmp_path / "third").run(1)  # sweeps up what is left of the second
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+ENDS = {
+    "closed in turn": "first.close(); second.close()",
+    "closed in another thread": """
+for checkpointer in (first, second):
+    thread = threading.Thread(target=checkpointer.close)
+    thread.start()
+    thread.join()
+""",
+    "with a handler in front": """
+ours = signal.getsignal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda number, frame: ours(number, frame))
+second.close(); first.close()
+""",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_sigterm_ends_a_process_again_once_all_is_closed(tmp_path: Path, end: str) -> None:
+    code = f"""
+import signal, sys, threading, torch, lowdiff
+from lowdiff.compressors import TopK
+
+def attached(name):
+    model = torch.nn.Linear(4, 4)
+    made = lowdiff.Checkpointer(name, compressor=TopK(0.5), staging=name + "-staging")
+    made.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return made
+
+first, second = attached("first"), attached("second")
+{ENDS[end]}
+print("closed", [t.name for t in threading.enumerate()], flush=True)
+signal.raise_signal(signal.SIGTERM)
+signal.pause()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(lowdiff.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS + 40,
+    )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGTERM, "")
+    assert ended.stdout == "closed ['MainThread']\n"
+
+
 def test_a_handler_installed_later_stays_and_may_pass_signals_on(
     tmp_path: Path, handlers: dict[int, list[int]]
 ) -> None:
@@ -98,7 +221,8 @@ def test_a_handler_installed_later_stays_and_may_pass_signals_on(
     os.kill(os.getpid(), signal.SIGTERM)
     assert handlers[signal.SIGTERM] == [signal.SIGTERM]
     assert not loop.checkpointer.preempted
-    signal.set_wakeup_fd(-1)  # what was left in place for `theirs`
+    assert signal.set_wakeup_fd(-1) == -1
+    assert not threads()
 
 
 @pytest.mark.parametrize("asyncio_first", [True, False])
@@ -163,6 +287,25 @@ def test_a_forked_child_dies_of_sigterm_and_its_parent_is_not_preempted(tmp_path
     os.kill(os.getpid(), signal.SIGUSR1)
     wait_until(lambda: loop.checkpointer.preempted)
     loop.checkpointer.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_that_inherits_a_handler_in_front_still_dies_of_sigterm(
+    tmp_path: Path,
+) -> None:
+    loop = Loop(tmp_path)
+    loop.attach()
+    ours: Any = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, frame: ours(number, frame))
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+    child.start()
+    child.terminate()
+    child.join(PATIENCE_SECONDS)
+    assert child.exitcode == -signal.SIGTERM
+    assert not loop.checkpointer.preempted
+    signal.signal(signal.SIGTERM, ours)
+    loop.checkpointer.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def leave_when_preempted(rank: int, world_size: int, folder: str) -> tuple[int, bool]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
+import lowdiff
 from lowdiff.attached import bare_optimizers, describe
-from lowdiff.errors import ConfigError
+from lowdiff.compressors import TopK
+from lowdiff.errors import ConfigError, UsageError
 
 
 def wrapped_by(package: str, optimizer: torch.optim.Optimizer) -> object:
@@ -53,3 +58,47 @@ def test_ddp_is_found_inside_a_compiled_model(ddp: DistributedDataParallel) -> N
     assert attached.ddp is ddp
     assert attached.module is ddp.module
     assert describe(ddp.module, [optimizer]).ddp is None
+
+
+def checkpointed(folder: Path, ddp: DistributedDataParallel) -> lowdiff.Checkpointer:
+    """A checkpointer with the model attached."""
+    made = lowdiff.Checkpointer(
+        folder / "run", compressor=TopK(0.5, dense_below=1), staging=folder / "staging"
+    )
+    made.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    return made
+
+
+def pickled(ddp: DistributedDataParallel) -> DistributedDataParallel:
+    """What ``torch.save`` and ``torch.load`` make of it."""
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    loaded: DistributedDataParallel = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, lambda ddp: AveragedModel(ddp).module])
+def test_a_model_is_copied_while_it_is_attached(
+    ddp: DistributedDataParallel,
+    tmp_path: Path,
+    copied: Callable[[DistributedDataParallel], DistributedDataParallel],
+) -> None:
+    def num_kept(model: DistributedDataParallel) -> int:
+        model.zero_grad()
+        model(torch.randn(3, 4)).square().sum().backward()
+        return sum(int(p.grad.count_nonzero()) for p in model.parameters() if p.grad is not None)
+
+    checkpointer = checkpointed(tmp_path, ddp)
+    twin = copied(ddp)
+    hook, state = twin._comm_hooks[0]
+    with pytest.raises(UsageError, match="outside the life of its Checkpointer"):
+        hook(state, None)
+    assert num_kept(twin) == 10  # averaged by DDP itself: PyTorch gives a copy's reducer no hook
+    assert num_kept(ddp) == 5
+    checkpointer.close()
+    again = checkpointed(tmp_path / "twin", twin)
+    assert num_kept(twin) == 5
+    again.close()
+    with pytest.raises(UsageError, match="outside the life of its Checkpointer"):
+        num_kept(twin)
