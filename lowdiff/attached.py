@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
-from lowdiff.layout import canonical_name, dtype_name, flat_like, layout_of
-from lowdiff.recovery.optimizers import class_name
+from lowdiff.layout import dtype_name, flat_like, layout_of, own_name
+from lowdiff.recovery.optimizers import class_name, refuse_foreign_state
 from lowdiff.recovery.state import BUFFER_ITEM, FROZEN_ITEM
 from lowdiff.types import Layout, OptimizerSpec
 
@@ -34,6 +34,7 @@ class Attached:
         specs: One per optimizer.
         frozen: Item name -> parameter that no optimizer trains.
         names: Keys of the model's state dict -> parameter or item name.
+        shared: Names of buffers that were an earlier one's tensor at attach, and are no item then.
     """
 
     model: torch.nn.Module
@@ -45,6 +46,7 @@ class Attached:
     specs: tuple[OptimizerSpec, ...]
     frozen: Mapping[str, torch.Tensor]
     names: Mapping[str, str]
+    shared: frozenset[str]
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -61,11 +63,19 @@ class Attached:
 
         Buffers are looked up anew, because models may assign new tensors to them.
         """
-        return {
-            BUFFER_ITEM + canonical_name(name): buffer
-            for name, buffer in self.module.named_buffers()
-            if buffer is not None
-        } | {name: parameter.detach() for name, parameter in self.frozen.items()}
+        found: dict[str, torch.Tensor] = {}
+        listed: set[int] = set()
+        for name, buffer, _, _ in _buffers(self.module):
+            # One that comes to share a tensor only while it trains stays an item of its own, because
+            # the next life's model begins with two.
+            if buffer is not None and not (name in self.shared and id(buffer) in listed):
+                found[name] = buffer
+                listed.add(id(buffer))
+        return found | {name: parameter.detach() for name, parameter in self.frozen.items()}
+
+    def buffer_slots(self) -> dict[str, tuple[torch.nn.Module, str]]:
+        """Item name -> module and attribute of every buffer, whether it holds a tensor or None."""
+        return {name: (owner, key) for name, _, owner, key in _buffers(self.module)}
 
     def gradients(self, optimizer: int) -> list[torch.Tensor | None]:
         """Flat gradients in layout order; None where absent or owned by another optimizer."""
@@ -136,21 +146,10 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         raise ConfigError("attach needs the optimizer that trains the model, or a list of several")
     _refuse_sharded(model)
     module = _wrappers(model)[-1]
-    named = {canonical_name(n): p for n, p in module.named_parameters()}
+    _refuse_one_name(module)
+    named = {own_name(n): p for n, p in module.named_parameters()}
     name_of = {id(p): n for n, p in named.items()}
-    owner_of: dict[str, int] = {}
-    specs = []
-    for index, optimizer in enumerate(optimizers):
-        groups = []
-        for group in optimizer.param_groups:
-            names = [_owned_name(p, name_of) for p in group["params"]]
-            for name in names:
-                if name in owner_of:
-                    raise ConfigError(f"parameter {name!r} is in two optimizers; give it to one")
-                owner_of[name] = index
-            groups.append(tuple(names))
-        specs.append(OptimizerSpec(class_name(optimizer), tuple(groups)))
-        _refuse_master_copies(optimizer, name_of)
+    owner_of, specs = _divided(optimizers, name_of)
     trained = {n: p for n, p in named.items() if n in owner_of and p.requires_grad}
     forgotten = [n for n, p in named.items() if p.requires_grad and n not in owner_of]
     if forgotten:
@@ -174,7 +173,8 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ddp = ddp_of(model)
     if ddp is not None:
         _compare_with_averaged(ddp, trained, name_of)
-    buffers = {BUFFER_ITEM + canonical_name(n): b for n, b in module.named_buffers()}
+    buffers = {BUFFER_ITEM + own_name(n): b for n, b in module.named_buffers()}
+    filled = {name for name, buffer, _, _ in _buffers(module) if buffer is not None}
     return Attached(
         model=model,
         module=module,
@@ -185,7 +185,51 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         specs=tuple(specs),
         frozen=frozen,
         names=_state_dict_names(module, trained, {**buffers, **frozen}),
+        shared=frozenset(filled - buffers.keys()),
     )
+
+
+def _divided(
+    optimizers: Sequence[torch.optim.Optimizer], name_of: Mapping[int, str]
+) -> tuple[dict[str, int], list[OptimizerSpec]]:
+    """Parameter name -> which optimizer has it, and the groups of each by name."""
+    owner_of: dict[str, int] = {}
+    specs = []
+    for index, optimizer in enumerate(optimizers):
+        groups = []
+        for group in optimizer.param_groups:
+            names = [_owned_name(p, name_of) for p in group["params"]]
+            for name in names:
+                if name in owner_of:
+                    raise ConfigError(f"parameter {name!r} is in two optimizers; give it to one")
+                owner_of[name] = index
+            groups.append(tuple(names))
+        specs.append(OptimizerSpec(class_name(optimizer), tuple(groups)))
+        refuse_foreign_state(optimizer)
+        _refuse_master_copies(optimizer, name_of)
+    return owner_of, specs
+
+
+def _buffers(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str, torch.Tensor | None, torch.nn.Module, str]]:
+    """Item name, tensor, owner and attribute of every buffer, also of those that are None."""
+    for prefix, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            yield BUFFER_ITEM + own_name(f"{prefix}.{key}" if prefix else key), buffer, part, key
+
+
+def _refuse_one_name(module: torch.nn.Module) -> None:
+    """See that no two tensors get one name where what `torch.compile` puts in is left out."""
+    given: dict[str, str] = {}
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    for name in (name for name, _ in tensors):
+        other = given.setdefault(own_name(name), name)
+        if other != name:
+            raise UnsupportedModel(
+                f"{other!r} and {name!r} are one name to lowdiff, which leaves out _orig_mod, the "
+                "part that torch.compile puts in; register the tensor inside the compiled module"
+            )
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
@@ -291,10 +335,10 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _wrappers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The model as given, what DDP and torch.compile wrapped, and last the user's own module."""
+    """The model as given, what DDP, DataParallel and torch.compile wrapped, and last the user's own."""
     found = [model]
     while True:
-        if isinstance(found[-1], DistributedDataParallel):
+        if isinstance(found[-1], DistributedDataParallel | torch.nn.DataParallel):
             found.append(found[-1].module)
         elif isinstance(inner := getattr(found[-1], "_orig_mod", None), torch.nn.Module):
             found.append(inner)
@@ -335,5 +379,5 @@ def _state_dict_names(
         if isinstance(value, torch.Tensor):
             source = source_of.get(id(value)) or by_place.get((value.data_ptr(), value.shape))
             if source is not None:
-                names[canonical_name(key)] = source
+                names[own_name(key)] = source
     return names

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from lowdiff.errors import ConfigError
 from lowdiff.events import log_event
@@ -148,8 +148,7 @@ class Cadence:
         if self._rank == 0:
             log_event(_logger, logging.INFO, "tuned", text, step=step)
         self._note_setting()
-        append_decision(
-            self._folder.decisions,
+        self._record(
             {
                 "step": step,
                 "unix_seconds": time.time(),
@@ -158,8 +157,15 @@ class Cadence:
                 "snapshot_every_before": before.snapshot_every,
                 "batch_size_before": before.batch_size,
                 "reasons": reasons,
-            },
+            }
         )
+
+    def _record(self, decision: Mapping[str, Any]) -> None:
+        try:
+            append_decision(self._folder.decisions, decision)
+        except OSError as error:  # no memory is left for it: training needs none of this
+            text = "rank %d: measurements are incomplete: a decision of the tuner is not kept: %s"
+            _logger.warning(text, self._rank, error)
 
     def _take_effect(self) -> None:
         setting = self._levels.setting

@@ -22,11 +22,20 @@ from lowdiff.host_copy import fetch_now
 from lowdiff.layout import byte_view, dtype_name
 from lowdiff.persistence.values import decode, encode, same
 from lowdiff.protocols import Fetch
-from lowdiff.recovery.state import FROZEN_ITEM, RNG_ITEM, STATEFUL_ITEM, TENSOR_ITEM
+from lowdiff.recovery.state import (
+    BUFFER_ITEM,
+    FROZEN_ITEM,
+    RNG_ITEM,
+    STATEFUL_ITEM,
+    TENSOR_ITEM,
+)
 from lowdiff.types import ITEM_BYTES, ItemRef
 
 _logger = logging.getLogger(__name__)
 
+#: Prefix of the name of a buffer that held a tensor once and is None now.
+ABSENT_ITEM = "absent/"
+_ABSENT = encode(None)
 #: An item of more than this in one step is named to the user.
 LARGE_ITEM_BYTES = 1 << 20
 #: Tensors in stateful objects from this size on are logged apart, and only when they changed.
@@ -93,6 +102,8 @@ class ItemTracker:
         self._apart: dict[str, torch.Tensor] = {}
         self._frozen_at_start: dict[str, int] = {}
         self._trusts_versions = True
+        self._buffers = {name for name in constants() if name.startswith(BUFFER_ITEM)}
+        self._absent: frozenset[str] = frozenset()
         #: Item name -> most bytes that one step logged of it, of those over `LARGE_ITEM_BYTES`.
         self.large_items: dict[str, int] = {}
         for name, read in self._stateful.items():
@@ -118,7 +129,7 @@ class ItemTracker:
     @property
     def committed(self) -> Mapping[str, bytes]:
         """Every item but the tensors, as of the last ``start`` or ``changed``."""
-        return self._committed
+        return self._committed | {ABSENT_ITEM + name: _ABSENT for name in self._absent}
 
     def read(self) -> dict[str, bytes]:
         """Every item but the tensors, as it is now."""
@@ -144,14 +155,22 @@ class ItemTracker:
         Generators and stateful objects are left out: of these a snapshot holds what was committed,
         and a data loader moves on when its epoch ends, after the last commit.
         """
-        return not self._changed_tensors()()
+        tensors = self.tensors
+        return not self._changed_tensors(tensors)() and self._now_absent(tensors) == self._absent
 
     def start(self, items: Mapping[str, bytes]) -> None:
         """Begin with what recovery knows, whatever the generators hold at the moment."""
         names = [*self._random, *(STATEFUL_ITEM + name for name in self._stateful)]
         self._committed = {name: items[name] for name in names if name in items}
         self.read()
-        self._changed_tensors()()
+        tensors = self.tensors
+        self._changed_tensors(tensors)()
+        self._buffers |= {
+            name.removeprefix(ABSENT_ITEM)
+            for name in items
+            if name.startswith((ABSENT_ITEM, BUFFER_ITEM))
+        }
+        self._absent = self._now_absent(tensors)
         for name, tensor in self._apart.items():
             # What no record holds is logged with the first step: an object may be new, or may not
             # have taken its tensor back.
@@ -180,16 +199,19 @@ class ItemTracker:
             name: data for name, data in self.read().items() if self._committed.get(name) != data
         }
         self._committed.update(found)
-        changed_tensors = self._changed_tensors(thorough=thorough, fetch=fetch)
-        apart = self._apart
+        tensors = self.tensors
+        changed_tensors = self._changed_tensors(tensors, thorough=thorough, fetch=fetch)
+        absent = self._now_absent(tensors)
+        found |= {ABSENT_ITEM + name: _ABSENT for name in absent - self._absent}
+        found |= {ABSENT_ITEM + name: b"" for name in self._absent - absent}
+        self._absent = absent
 
         def all_found() -> dict[str, bytes]:
             for name, tensor in changed_tensors().items():
                 found[name] = encode(tensor, name=name)
-            for name in [n for n in self._checksums if n.startswith(TENSOR_ITEM)]:
-                if name not in apart:
-                    del self._checksums[name]
-                    found[name] = b""
+            for name in [n for n in self._checksums if n not in tensors]:
+                del self._checksums[name]
+                found[name] = b""
             for name, data in found.items():
                 if len(data) > max(LARGE_ITEM_BYTES, self.large_items.get(name, 0)):
                     self.large_items[name] = len(data)
@@ -197,8 +219,17 @@ class ItemTracker:
 
         return all_found
 
+    def _now_absent(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Buffers that held a tensor once and are not among ``tensors``, which it learns."""
+        self._buffers.update(name for name in tensors if name.startswith(BUFFER_ITEM))
+        return frozenset(self._buffers.difference(tensors))
+
     def _changed_tensors(
-        self, *, thorough: bool = True, fetch: Fetch = fetch_now
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        thorough: bool = True,
+        fetch: Fetch = fetch_now,
     ) -> Callable[[], dict[str, torch.Tensor]]:
         """Read `tensors`; called once they are there: those that differ from the last call's."""
         fetched: list[tuple[str, torch.Tensor]] = []
@@ -213,7 +244,7 @@ class ItemTracker:
                 self._checksums[name] = checksum
                 found[name] = host
 
-        for name, tensor in self.tensors.items():
+        for name, tensor in tensors.items():
             # Version counters are right for frozen parameters, which only in-place operations
             # write, but not for buffers: batch norm updates its statistics behind their back.
             version = (tensor._version, tensor.data_ptr())

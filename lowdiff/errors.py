@@ -192,8 +192,8 @@ class NotEnoughMemory(RecoveryError):
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
         super().__init__(
-            f"recovery needs up to {needed_bytes / 2**20:,.0f} MiB of memory (the state, a quarter "
-            f"of it, and 256 MiB), and {free_bytes / 2**20:,.0f} MiB are free; free some, raise the "
+            f"recovery needs up to {needed_bytes / 2**20:,.0f} MiB of memory (the states it "
+            f"holds, a quarter of them, and 256 MiB), and {free_bytes / 2**20:,.0f} MiB are free; free some, raise the "
             "container's limit, or recover on a larger machine"
         )
 

@@ -9,6 +9,7 @@ from functools import partial
 from lowdiff.attached import Attached
 from lowdiff.averages import LiveAverage, find_averages
 from lowdiff.capture import ItemTracker, Stateful, check_stateful
+from lowdiff.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +37,9 @@ def watch(attached: Attached, stateful: Mapping[str, Stateful]) -> Given:
     """
     check_stateful(stateful)
     averages = find_averages(stateful, attached)
+    for name in averages:
+        if "/" in name:  # in snapshots one ends it, and a parameter's name follows
+            raise ConfigError(f"the average {name!r} cannot have a slash in its name; leave it out")
     readers = {name: thing.state_dict for name, thing in stateful.items()} | {
         name: partial(average.outline, attached.layout) for name, average in averages.items()
     }

@@ -6,12 +6,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from lowdiff.attached import Attached
 from lowdiff.errors import UnsupportedOptimizer, UsageError
+from lowdiff.recovery.optimizers import refuse_foreign_state
+
+#: Steps of an optimizer in which its parameters are looked at closely: the first, and then a few.
+_AUDITED_FIRST = 3
+_AUDITED_EVERY = 64
+
+#: What a user can do whose parameters are to be trained otherwise from some step on.
+_TRAINED_OTHERWISE = (
+    "a run keeps the parameters and groups that it began with: close this checkpointer and attach "
+    "model and optimizer as they are now to one with a new run folder, or to one with this folder "
+    'by attach(..., restore="model"), which counts from step 0; wrap the module anew first if it is '
+    "in DDP"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +70,9 @@ class StepGuard:
         self._own = [[p for p, owner in pairs if owner == i] for i in range(len(self._groups))]
         self._seen = [self._look(i) for i in range(len(self._groups))]
         self._known = {id(parameter) for parameter in attached.parameters}
+        self._forms = {id(parameter): _form(parameter) for parameter in attached.parameters}
+        self._num_steps = [0] * len(self._groups)
+        self._num_entries = [len(optimizer.state) for optimizer in attached.optimizers]
         self._hook_ids: dict[int, int] = {}
 
     def registered(self, index: int, handle: torch.utils.hooks.RemovableHandle) -> None:
@@ -70,7 +86,8 @@ class StepGuard:
             Whether its parameters or state were changed since they were last seen.
 
         Raises:
-            UsageError: If its groups changed, or a later hook could change the gradients.
+            UsageError: If its groups or the form of its parameters changed, or a later hook could
+                change the gradients.
             UnsupportedOptimizer: If it is called with a closure.
         """
         optimizer = self._attached.optimizers[index]
@@ -82,8 +99,7 @@ class StepGuard:
             )
         if _group_ids(optimizer) != self._groups[index]:
             raise UsageError(
-                "the optimizer's parameter groups changed after attach; close the checkpointer "
-                "and attach again with the new groups"
+                f"the optimizer's parameter groups changed after attach, and {_TRAINED_OTHERWISE}"
             )
         thawed = [
             parameter
@@ -94,23 +110,55 @@ class StepGuard:
         if thawed:
             raise UsageError(
                 f"a parameter of shape {tuple(thawed[0].shape)} was frozen at attach and has a "
-                "gradient now; close the checkpointer, wrap the module anew if it is in DDP, "
-                "and attach again after unfreezing"
+                f"gradient now, but {_TRAINED_OTHERWISE}"
             )
         if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hook_ids[index]:
             raise UsageError(
                 "a step pre-hook was registered on the optimizer after attach and could change "
                 "the gradient unseen; register it before attach"
             )
+        self._num_steps[index] += 1
+        if self._num_steps[index] <= _AUDITED_FIRST or not self._num_steps[index] % _AUDITED_EVERY:
+            self._refuse_converted(index)
         return self._look_again(index)
+
+    def _refuse_converted(self, index: int) -> None:
+        """Replay goes by what the parameters were at attach."""
+        for parameter in self._own[index]:
+            was, now = self._forms[id(parameter)], _form(parameter)
+            if now != was:
+                raise UsageError(
+                    f"{self._name_of(parameter)} was {_worded(was)} at attach and is {_worded(now)} "
+                    "now, so that its steps could not be replayed; convert the model, by .to(...), "
+                    ".half() or .double(), before its optimizer is built and attached"
+                )
+            gradient = parameter.grad
+            if gradient is not None and gradient.dtype != parameter.dtype:
+                raise UsageError(
+                    f"the gradient of {self._name_of(parameter)} is {gradient.dtype}, and the log "
+                    f"holds it in the parameter's {parameter.dtype}; leave grad_dtype alone, or "
+                    "train fp32 parameters under torch.autocast"
+                )
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        layout = self._attached.layout.parameters
+        pairs = zip(layout, self._attached.parameters, strict=True)
+        return repr(next(spec.name for spec, own in pairs if own is parameter))
 
     def after_step(self, index: int) -> None:
         """Note the state that the optimizer left, in new tensors or in those it had.
 
         Gradients are not compared: no other hook comes after `before_step`, and what the step
         itself writes (``foreach`` adds Nesterov's momentum in place), replay writes as well.
+
+        Raises:
+            UnsupportedOptimizer: If it keeps state that belongs to no parameter.
         """
         self._look_again(index)
+        optimizer = self._attached.optimizers[index]
+        if len(optimizer.state) != self._num_entries[index]:
+            refuse_foreign_state(optimizer)
+            self._num_entries[index] = len(optimizer.state)
 
     def at_commit(self) -> bool:
         """Whether anything was changed since the optimizers stepped; forgets it."""
@@ -158,3 +206,19 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+#: Dtype, shape, strides and device.
+_Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]"
+
+
+def _form(tensor: torch.Tensor) -> _Form:
+    # The stride of a dimension of one element says nothing of where its elements lie.
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = tuple(stride for size, stride in sizes if size > 1)
+    return tensor.dtype, tuple(tensor.shape), strides, tensor.device
+
+
+def _worded(form: _Form) -> str:
+    dtype, shape, strides, device = form
+    return f"{dtype} {shape} with strides {strides} on {device}"

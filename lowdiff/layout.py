@@ -7,7 +7,8 @@ so a channels-last weight is one contiguous range here as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,11 +26,22 @@ INT_OF_BYTES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without what DDP and ``torch.compile`` put into it."""
+    """A tensor's name without what DDP and ``torch.compile`` put into it.
+
+    For names out of a file, of which nothing else is known: a part of the user's own model may be
+    called ``module`` as well, and `own_name` leaves that.
+    """
     parts = name.split(".")
     while parts and parts[0] == "module":
         parts.pop(0)
-    return ".".join(part for part in parts if part != "_orig_mod")
+    return own_name(".".join(parts))
+
+
+def own_name(name: str) -> str:
+    """A tensor's name in the user's own module, some parts of which may be compiled."""
+    if "_orig_mod" not in name:  # asked for every buffer in every step
+        return name
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -101,10 +113,10 @@ def layout_of(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Lay
     Raises:
         UnsupportedModel: For sharded, sparse, complex or overlapping parameters.
     """
+    named = dict(named_parameters)
     specs: list[ParameterSpec] = []
     offset = 0
-    for raw_name, parameter in named_parameters:
-        name = canonical_name(raw_name)
+    for name, parameter in named.items():
         _refuse_unsupported(name, parameter)
         spec = ParameterSpec(
             name=name,
@@ -120,6 +132,7 @@ def layout_of(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Lay
             "the model has no trainable parameter that an attached optimizer owns; attach the "
             "model after building its optimizer, with requires_grad set"
         )
+    _refuse_shared_memory(named)
     return Layout(tuple(specs))
 
 
@@ -139,6 +152,30 @@ def _refuse_unsupported(name: str, parameter: torch.nn.Parameter) -> None:
             f"parameter {name!r} does not cover its memory densely (layout {parameter.layout}, "
             f"strides {tuple(parameter.stride())}); make it contiguous before attach"
         )
+    kept_as = getattr(parameter, "grad_dtype", None)  # new in PyTorch
+    if kept_as not in (None, parameter.dtype):
+        raise UnsupportedModel(
+            f"parameter {name!r} is {parameter.dtype} and keeps gradients in {kept_as} "
+            "(grad_dtype), while the log holds them in the parameter's dtype; leave grad_dtype "
+            "alone, or train fp32 parameters under torch.autocast"
+        )
+
+
+def _refuse_shared_memory(named: Mapping[str, torch.nn.Parameter]) -> None:
+    """Two parameters in one place are both updated by both, which replay does not repeat."""
+    ranges = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
+        for name, parameter in named.items()
+        if parameter.numel() and not parameter.is_meta
+    )
+    for (_, end, first), (start, _, second) in pairwise(ranges):
+        if start < end:
+            raise UnsupportedModel(
+                f"parameters {first!r} and {second!r} share memory (one's .data was assigned to the "
+                "other's?), so that an update of either changes both; tie them by assigning the "
+                "Parameter itself, e.g. decoder.weight = encoder.weight, before the model is "
+                "wrapped and its optimizer built"
+            )
 
 
 def shard_owners(layout: Layout, world_size: int) -> list[int]:

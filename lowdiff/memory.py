@@ -20,6 +20,7 @@ from lowdiff.given import Given
 from lowdiff.layout import shard_owners
 from lowdiff.persistence.budget import Room, StagingNeed, existing_part, log_cap, room_at
 from lowdiff.persistence.durable import make_directory
+from lowdiff.persistence.paths import shared_staging_root, staging_in
 from lowdiff.settings import Settings
 
 _logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class Memory:
 def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_staged: bool) -> Memory:
     """Measure what there is and what is needed; say so.
 
-    Where the default folder has no room, the run folder serves instead, with a notice.
+    Where the default folder has no room, the run folder serves instead, with a notice; and where a
+    killed life left steps there, once more.
 
     Args:
         settings: Say which folder.
@@ -73,15 +75,24 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
         staged = kept.parameters if settings.residual == "exact" else ()
         residual_bytes = num_slots * sum(spec.nbytes for spec in staged)
         need, chunk_bytes = _need(given, ranks.world_size, residual_bytes)
-    root = settings.staging_root
+    root, instead = settings.staging_root, staging_in(settings.run)
+    if settings.staging is None and root == instead:
+        _logger.warning(
+            "staging in %s, where the life before this one left steps, which may be slower than %s; "
+            "that is tried again after a life that was closed",
+            root,
+            shared_staging_root(),
+        )
     cap, error = _cap(root, need, ranks)
     errors = [text for text in ranks.gather(error) if text]
-    if errors and settings.staging is None and not any(ranks.gather(has_staged)):
-        root = settings.run / "staging"
+    if errors and settings.staging is None:
+        # Where steps are staged they are looked for, so there it has to fit.
+        if not has_staged:
+            root = instead
+            _logger.warning("%s; staging in %s instead, which may be slower", errors[0], root)
         with ranks.together():
             make_directory(root)
         cap, error = _cap(root, need, ranks)
-        _logger.warning("%s; staging in %s instead, which may be slower", errors[0], root)
     with ranks.together():
         if error:
             raise StorageError(error)

@@ -30,7 +30,7 @@ from lowdiff.memory import Memory, agree_on_memory
 from lowdiff.meter import RecoveryClock
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.constants import write_constants
-from lowdiff.persistence.fences import write_fence
+from lowdiff.persistence.fences import new_life, write_fence
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import claim
 from lowdiff.persistence.paths import StagingFolder
@@ -40,13 +40,13 @@ from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.strange_entries import refuse_strange_entries
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
-from lowdiff.recovery.optimizers import settle_kernels
+from lowdiff.recovery.optimizers import refuse_registered, settle_kernels
 from lowdiff.remote import fetch_from_store
 from lowdiff.replicating import begin_replicated
 from lowdiff.residuals import CopiedResidual, StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.run_lock import RunLock
-from lowdiff.run_view import agreed_run, shared_catalog
+from lowdiff.run_view import agreed_run, name_other_lives, shared_catalog
 from lowdiff.scaling import Scaling
 from lowdiff.session import Session
 from lowdiff.settings import Settings
@@ -162,8 +162,15 @@ def _opened(
     settle_kernels()
     with ExitStack() as undo:
         with ranks.together():
+            if restore == "none" and step is not None:
+                raise ConfigError(
+                    f'restore="none" starts afresh and has no use for step={step}; leave one of '
+                    "them out"
+                )
             given = watch(attached, stateful)
             settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
+            if settings.has_replica:
+                refuse_registered(attached.specs)
         refuse_disagreement(ranks, settings.compressor, attached.layout)
         lock = _locked(settings, ranks)
         undo.callback(lock.release)
@@ -179,10 +186,13 @@ def _opened(
                 roots = [settings.staging_root, imported]
                 fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
                 catalog = shared_catalog(settings, ranks, run_id, stages, imported)
+            name_other_lives(settings, stages)
             state = None
             clock = RecoveryClock()
             if restore != "none":
-                state = recover_together(settings, attached, catalog, ranks, step, clock)
+                state = recover_together(
+                    settings, attached, catalog, ranks, step, clock, restore=restore
+                )
             with ranks.together():
                 start = load_start(settings, given, catalog, ranks, state, restore)
                 lock.check()  # recovery may have taken hours
@@ -211,7 +221,9 @@ def _fenced(
             "the ranks attached different objects; every rank attaches all of them, and updates an "
             f"AveragedModel in the same steps: {names}"
         )
-    incarnation: int = max(ranks.gather(catalog.num_incarnations))
+    told = ranks.gather([catalog.num_incarnations, new_life()])
+    incarnation = max(number for number, _ in told)
+    life: str = told[0][1]
     parent = max(catalog.incarnations, default=None) if start.continues else None
     compressor = settings.compressor
     with ranks.together():
@@ -234,6 +246,7 @@ def _fenced(
         stateful={name: class_of(thing) for name, thing in stateful.items()},
         averages=followed_names(given.averages, attached.layout),
         constants=constants,
+        life=life,
     )
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)
@@ -255,7 +268,7 @@ def _begin(
     staging = StagingFolder.of(memory.root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo:
         with ranks.together():
-            staging_lock = _new_staging(settings, staging)
+            staging_lock = _new_staging(settings, staging, fence.life)
             undo.callback(staging_lock.release)
             session = _session(
                 settings, given, ranks, fence, start, memory, staging, lock, undo, story
@@ -359,7 +372,7 @@ def _session(
     return session
 
 
-def _new_staging(settings: Settings, staging: StagingFolder) -> FileLock:
+def _new_staging(settings: Settings, staging: StagingFolder, life: str) -> FileLock:
     """Make this rank's staging folder, and hold its lock."""
     lock = FileLock(staging.trainer_lock)
     try:
@@ -368,7 +381,7 @@ def _new_staging(settings: Settings, staging: StagingFolder) -> FileLock:
         raise RunInUse(staging.root, "a trainer of a copy of the run folder", 0.0) from error
     lock.acquire(f"process {os.getpid()}")
     try:
-        claim(staging, settings.folder)
+        claim(staging, settings.folder, life)
     except BaseException:
         lock.release()
         raise

@@ -19,6 +19,7 @@ from lowdiff.terminal import (
     RunArgument,
     Staging,
     Workers,
+    check_writable,
     count,
     device_named,
     print_json,
@@ -116,6 +117,9 @@ def recover(
         raise ConfigError(f"{as_run} exists; give the name of a new folder")
     started = time.perf_counter()
     with _ranks() as group, progress("Replaying") as show:
+        wanted = out or as_run
+        if wanted is not None and (group is None or group.rank() == 0):  # who writes it
+            check_writable(wanted)
         state = rebuild(
             run, step, staging=staging, options=replace(options, group=group), progress=show
         )
@@ -124,7 +128,7 @@ def recover(
     target = start_run(state, as_run) if as_run else export(state, out or "", overwrite=force)
     written = sum(f.stat().st_size for f in [target, *target.rglob("*")] if f.is_file())
     typer.echo(
-        f"{out or as_run}: step {state.step} of {run}, {size(written)}, rebuilt from snapshot "
+        f"{out or as_run}: step {state.step} of {run}, {size(written)}, rebuilt from step "
         f"{state.base_step} in {time.perf_counter() - started:.1f} s"
     )
 
@@ -132,7 +136,9 @@ def recover(
 @contextmanager
 def _ranks() -> Iterator[dist.ProcessGroup | None]:
     """All processes, when torchrun has started several."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    # Batch systems export WORLD_SIZE, too, but start this command once.
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+    if not is_launched or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
     import torch.distributed as dist
@@ -146,7 +152,10 @@ def _ranks() -> Iterator[dist.ProcessGroup | None]:
 
 def _print_plan(run: str, found: Forecast) -> None:
     typer.echo(f"Step {found.step} of {run}")
-    typer.echo(f"  base         snapshot {found.base}, {size(found.snapshot_bytes)}")
+    base = f"snapshot {found.base}"
+    if found.in_memory:
+        base = f"step {found.base} in the replicas' memory, which a reboot ends"
+    typer.echo(f"  base         {base}, {size(found.snapshot_bytes)}")
     if found.differentials:
         tiers = ", ".join(f"{count(n, 'shard')} in {tier}" for tier, n in found.shards.items())
         steps = count(found.differentials, "differential")
@@ -154,7 +163,8 @@ def _print_plan(run: str, found: Forecast) -> None:
         lives = ", ".join(map(str, found.incarnations))
         typer.echo(f"  ranks        {', '.join(map(str, found.ranks))}; incarnations {lives}")
     else:
-        typer.echo("  replay       nothing: the snapshot is of that step")
+        held = "memory" if found.in_memory else "the snapshot"
+        typer.echo(f"  replay       nothing: {held} is of that step")
     typer.echo(
         f"  memory       up to {size(found.memory_bytes)}, {size(found.free_bytes)} are free"
     )

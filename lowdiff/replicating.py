@@ -10,9 +10,10 @@ from typing import Any
 
 from lowdiff.events import log_event
 from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.replica_status import MarkPage, ReplicaSettings
+from lowdiff.persistence.replica_status import MarkPage, ReplicaSettings, ReplicaStatus
 from lowdiff.persistence.snapshots import ImageTensor
 from lowdiff.persistence.staging import StagingLog
+from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.replica_process import ReplicaProcess
@@ -38,16 +39,18 @@ class ReplicatedStager(Stager):
         super().__init__(log, writer, settings, rank, world_size)
         self._marks = MarkPage(log.folder.snapshot_mark)
         self._step = self._given_up = self._told_step = -1
-        self._holds_image = self._is_dropping = False
+        self._holds_image = self._is_dropping = self._needs_image = False
         #: Gradients of the step under way that found no room yet.
         self._pending: Sequence[Section] = ()
-        self._error_of_replica = ""
+        #: With what error the replica asked for an image last.
+        self._asked_with = ""
+        self._replica_makes_images = replica.image_every > 0
         self.replica = ReplicaProcess(replica)
 
     def stage_ahead(self, step: int, reducer: Reducer) -> None:
         """Queue gradients before their step's record, straight from where the optimizer has them."""
         self._pending = [*self._pending, *reducer.payload().sections]
-        if self._owes_snapshot or self._given_up == step:
+        if self._needs_image or self._given_up == step:
             self._pending = ()
         elif self._degrades:
             if not self._has_put():
@@ -58,9 +61,7 @@ class ReplicatedStager(Stager):
                 # What is wrong is raised by the commit, not in the middle of the step.
                 self._wait_until(
                     lambda status: (
-                        self._has_put()
-                        or self.owes_snapshot
-                        or (self._raises and status.error != "")
+                        self._has_put() or self.needs_image or (self._raises and status.error != "")
                     ),
                     "the replica to make room",
                 )
@@ -89,12 +90,16 @@ class ReplicatedStager(Stager):
 
         With ``backpressure="block"`` training waits for room, and where the newest durable image is
         two snapshot intervals old. With ``"degrade"`` a step that finds no room is given up, with
-        all that follow, until a fresh snapshot of the trainer's takes their place.
+        all that follow, until a fresh snapshot of the trainer's takes their place. So are steps after
+        one that the replica cannot apply.
         """
+        if kind is RecordKind.SNAPSHOT and self.replica.is_stopped:
+            # Nobody reads it here any more: the writer goes by the image's mark.
+            return self._log.body_checksum
         if kind is RecordKind.DIFFERENTIAL:
             self._forget_image()
             self._bound_risk(step - self._most_at_risk)
-            if (self._owes_snapshot or self._given_up == step) and not rebases:
+            if (self.needs_image or self._given_up == step) and not rebases:
                 self._drop(step)
                 return self._log.body_checksum
 
@@ -120,13 +125,14 @@ class ReplicatedStager(Stager):
             fits(None)
         else:
             self._wait_until(
-                lambda _: fits(None) or (is_step and not rebases and self.owes_snapshot),
+                lambda _: fits(None) or (is_step and not rebases and self.needs_image),
                 "the replica to make room",
             )
         if not size:
             self._drop(step)
             return self._log.body_checksum
         self._step = step
+        self._needs_image |= rebases
         self.counters.staged_bytes += size[0]
         return self._log.body_checksum
 
@@ -136,9 +142,13 @@ class ReplicatedStager(Stager):
         return 2 * self._settings.snapshot_every
 
     def _wait_for_step(self, limit: int) -> None:
-        """See ``Stager._wait_for_step``; a replica that begins anew makes no image until then."""
+        """See ``Stager._wait_for_step``; not for an image that comes only once training goes on."""
         self._wait_until(
-            lambda status: status.durable_step >= limit or self.owes_snapshot,
+            lambda status: (
+                status.durable_step >= limit
+                or self.needs_image
+                or (self._owes_snapshot and not self._replica_makes_images)
+            ),
             f"an image of step {limit} to be durable",
         )
 
@@ -161,7 +171,7 @@ class ReplicatedStager(Stager):
                 rank=self._rank,
                 step=step,
             )
-        self._owes_snapshot = self._is_dropping = True
+        self._owes_snapshot = self._is_dropping = self._needs_image = True
         self.counters.dropped_steps += 1
 
     def stage_snapshot(
@@ -179,7 +189,7 @@ class ReplicatedStager(Stager):
         if mark is not None:
             self._marks.publish(mark)
             self._holds_image = True
-            self._is_dropping = False
+            self._is_dropping = self._needs_image = False
 
     def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
         """See ``Stager.show``."""
@@ -188,20 +198,32 @@ class ReplicatedStager(Stager):
 
     @property
     def owes_snapshot(self) -> bool:
-        """Whether steps were given up, or the replica asks for an image."""
-        error = self.replica.status().error
-        if error and error != self._error_of_replica:
-            log_event(
-                _logger,
-                logging.WARNING,
-                "replica_error",
-                f"rank {self._rank}: the replica begins anew with a full snapshot: {error}",
-                rank=self._rank,
-                error=error,
-            )
-            self._owes_snapshot = True
-        self._error_of_replica = error
-        return self._owes_snapshot
+        """Whether a snapshot could not be taken and should be, or the replica needs an image."""
+        return self.needs_image or self._owes_snapshot
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether the replica has no use for steps before it has a fresh snapshot of the trainer's."""
+        status = self.replica.status()
+        if self._asks_for_image(status):
+            if status.error != self._asked_with:
+                log_event(
+                    _logger,
+                    logging.WARNING,
+                    "replica_error",
+                    f"rank {self._rank}: the replica begins anew with a full snapshot: {status.error}",
+                    rank=self._rank,
+                    error=status.error,
+                )
+            self._asked_with = status.error
+            self._needs_image = True
+        elif not status.error:
+            self._asked_with = ""
+        return self._needs_image
+
+    def _asks_for_image(self, status: ReplicaStatus) -> bool:
+        """Whether it holds no state although it has taken over every image there was."""
+        return status.generation < 0 and status.image_step >= self._snapshot_step >= 0
 
     def is_ready_for_snapshot(self, step: int) -> bool:
         """Whether the replica has used up all before it, and can take an image."""
@@ -231,10 +253,19 @@ class ReplicatedStager(Stager):
             "replica_lag_steps": max(0, self._step - status.consumed_step),
             "replica_seconds_per_step": status.apply_seconds / applied,
             "replica_restarts": self.replica.restarts,
-            "replica_error": status.error,
+            "replica_error": status.error or self.replica.error,
             "replica_drift": status.drift,
             "queue_bytes": self._log.bytes_held,
         }
+
+    def _reported(self) -> WriterStatus:
+        """See ``Stager._reported``: without the replica's images nothing becomes durable, either."""
+        status, replica = super()._reported(), self.replica.read_status()
+        # Not what ends with the trainer's next snapshot.
+        is_asking = self._asks_for_image(replica) or replica.error == self._asked_with
+        trouble = "" if is_asking else replica.error
+        error = "; ".join(filter(None, (status.error, trouble, self.replica.error)))
+        return status if error == status.error else replace(status, error=error)
 
     def _consumed_step(self) -> int:
         return self.replica.status().consumed_step

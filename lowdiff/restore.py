@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NoReturn, TypeAlias
 
 import torch
 
 from lowdiff.attached import Attached
-from lowdiff.capture import Stateful
+from lowdiff.capture import ABSENT_ITEM, Stateful
 from lowdiff.errors import RunMismatch
 from lowdiff.layout import shaped
 from lowdiff.persistence.values import same
-from lowdiff.recovery.optimizers import placed_scalar
-from lowdiff.recovery.state import STATEFUL_ITEM, RecoveredState, is_aligned
+from lowdiff.recovery.optimizers import placed_scalar, take_scales_by_groups
+from lowdiff.recovery.state import (
+    BUFFER_ITEM,
+    FROZEN_ITEM,
+    STATEFUL_ITEM,
+    RecoveredState,
+    is_aligned,
+)
 from lowdiff.types import Fence, Layout
 
+#: Item name -> module and attribute of a buffer.
+Slots: TypeAlias = "Mapping[str, tuple[torch.nn.Module, str]]"
+
 _NEW_RUN = (
-    "start a new run folder, or take the old weights along with "
-    "`lowdiff recover RUN --out weights.safetensors`"
+    "start a new run folder, or take the old weights along, where names and shapes fit with "
+    'attach(..., restore="model"), else with `lowdiff recover RUN --out weights.safetensors`'
 )
 
 
@@ -58,10 +68,11 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
     differences = []
     for index, optimizer in enumerate(attached.optimizers):
         recovered = state.optimizers[index]
+        given = [bool(group.get("fused")) for group in optimizer.param_groups]
         pairs = zip(optimizer.param_groups, recovered.groups, strict=True)
         for number, (group, hyper) in enumerate(pairs):
             differences += [
-                f"{key}={value!r} of group {number} (given: {group[key]!r})"
+                f"restored {key}={value!r} of group {number} (given: {group[key]!r})"
                 for key, value in hyper.items()
                 if key in group and not same(group[key], value)
             ]
@@ -70,6 +81,8 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
             group.update(hyper, params=kept)
             for key, value in optimizer.defaults.items():
                 group.setdefault(key, value)  # the run's PyTorch did not have it yet
+        if given != [bool(group.get("fused")) for group in optimizer.param_groups]:
+            take_scales_by_groups(optimizer)
         optimizer.state.clear()
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         for i, parameter in enumerate(attached.parameters):
@@ -87,39 +100,171 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
     return differences
 
 
-def load_items(
-    state: RecoveredState,
-    items: Mapping[str, bytes],
-    constants: Mapping[str, torch.Tensor],
-    stateful: Mapping[str, Stateful],
+def load_stateful(
+    state: RecoveredState, items: Mapping[str, bytes], stateful: Mapping[str, Stateful]
 ) -> None:
-    """Restore buffers, frozen parameters and stateful objects of one rank.
+    """Restore one rank's stateful objects.
 
     Args:
         state: What was recovered.
         items: Those of its items that are this rank's.
-        constants: Item name -> live tensor.
         stateful: Name -> live object.
-
-    Raises:
-        RunMismatch: If a buffer is new or has another shape.
     """
-    with torch.no_grad():
-        for name, tensor in constants.items():
-            if name not in items:
-                raise RunMismatch(
-                    f"{name} is not in the run, whose model had no such tensor; {_NEW_RUN}"
-                )
-            value = state.resolved(name, items)
-            if value.shape != tensor.shape or value.dtype != tensor.dtype:
-                raise RunMismatch(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but the run holds "
-                    f"{value.dtype} {tuple(value.shape)}; {_NEW_RUN}"
-                )
-            tensor.copy_(value)
     for name, thing in stateful.items():
         if STATEFUL_ITEM + name in items:
             thing.load_state_dict(state.resolved(STATEFUL_ITEM + name, items))
+
+
+def load_constants(
+    state: RecoveredState, items: Mapping[str, bytes], attached: Attached
+) -> list[str]:
+    """Restore one rank's buffers and frozen parameters, bit for bit.
+
+    Training may have filled a buffer that the model is built without, or given it another shape:
+    then the module that has it gets a new tensor.
+
+    Args:
+        state: What was recovered.
+        items: Those of its items that are this rank's.
+        attached: Model and optimizers.
+
+    Returns:
+        Which buffers have another shape or dtype in the run than the model was built with.
+
+    Raises:
+        RunMismatch: If the model has a tensor that the run does not know, or the other way round.
+    """
+    live, slots = attached.constants(), attached.buffer_slots()
+    for name in live:
+        if name not in items and ABSENT_ITEM + name not in items:
+            raise RunMismatch(
+                f"{name} is not in the run, whose model had no such tensor; {_NEW_RUN}"
+            )
+    differences = []
+    for name in [n for n in items if n.startswith((BUFFER_ITEM, FROZEN_ITEM))]:
+        value, tensor = state.resolved(name, items), live.get(name)
+        if tensor is not None and _takes(tensor, value):
+            with torch.no_grad():
+                tensor.copy_(value)  # in place, because other tensors may be views of it
+        elif name not in slots:
+            _refuse(name, tensor, value)
+        else:
+            _assign(name, value.to(attached.device if tensor is None else tensor.device), slots)
+            if tensor is not None:
+                _assign_to_others(tensor, name, items, slots)
+                differences.append(f"{name} is {_form(value)} in the run, built as {_form(tensor)}")
+    for name in live:
+        # A buffer that shared its tensor with another as the model was built does so again.
+        if ABSENT_ITEM + name in items and name not in attached.shared:
+            _assign(name, None, slots)
+    return differences
+
+
+def load_weights(
+    state: RecoveredState, items: Mapping[str, bytes], attached: Attached
+) -> list[str]:
+    """Copy a run's weights and buffers by name into a model that may train others of them.
+
+    Buffers that are in no state dict are left alone where they do not fit: the model makes them
+    itself, perhaps for another length of its input.
+
+    Args:
+        state: What was recovered.
+        items: Those of its items that are this rank's.
+        attached: Model and optimizers.
+
+    Returns:
+        What keeps the value that the model was built with.
+
+    Raises:
+        RunMismatch: Naming what the model lacks, or has in another shape.
+    """
+    slots = attached.buffer_slots()
+    names = (spec.name for spec in attached.layout.parameters)
+    live: dict[str, torch.Tensor] = dict(zip(names, attached.parameters, strict=True))
+    live |= {name.removeprefix(FROZEN_ITEM): t for name, t in attached.constants().items()}
+    made = {name for name, (part, key) in slots.items() if key in part._non_persistent_buffers_set}
+    made_there = {name for name in items if name.startswith(BUFFER_ITEM)}
+    made_there.difference_update(slots, state.fence.names.values())
+    wrong, taken = [], set()
+    for name, value in _weights(state, items):
+        tensor = live.get(name)
+        fits = name in slots if tensor is None else tensor.shape == value.shape
+        if fits:
+            taken.add(name)
+        elif tensor is not None and name not in made:
+            wrong.append(f"{name} is {_form(value)} there and {_form(tensor)} here")
+        elif tensor is None and name not in made_there:
+            wrong.append(f"{name} is not in the model")
+    if wrong:
+        raise RunMismatch(
+            f"the run's weights do not fit the model: {'; '.join(wrong)}. Rename such parts, or "
+            "load what fits by hand from what `lowdiff recover RUN --out weights.safetensors` writes"
+        )
+    for name, value in _weights(state, items):
+        tensor = live.get(name)
+        if name not in taken:
+            continue
+        if tensor is None or (name in slots and not _is_whole(tensor)):
+            _assign(name, value.to(attached.device if tensor is None else tensor.device), slots)
+        else:
+            with torch.no_grad():
+                tensor.copy_(value)
+    return [name for name in live if name not in taken | made]
+
+
+def _weights(
+    state: RecoveredState, items: Mapping[str, bytes]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters by their own names, frozen or not, and buffers by item name; one at a time."""
+    yield from state.tensors().items()
+    for name in items:
+        if name.startswith((BUFFER_ITEM, FROZEN_ITEM)):
+            yield name.removeprefix(FROZEN_ITEM), state.resolved(name, items)
+
+
+def _takes(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether ``value`` can be copied into a live tensor, bit for bit."""
+    is_same = value.shape == tensor.shape and value.dtype == tensor.dtype
+    return is_same and _is_whole(tensor)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether every element has memory of its own, which an expanded tensor's do not."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return all(stride or size < 2 for size, stride in sizes)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _refuse(name: str, tensor: torch.Tensor | None, value: torch.Tensor) -> NoReturn:
+    """Say why a buffer or a frozen parameter has no place to be restored to."""
+    if tensor is not None:
+        raise RunMismatch(
+            f"{name} is {_form(tensor)}, but the run holds {_form(value)}; {_NEW_RUN}"
+        )
+    way = _NEW_RUN
+    if name.startswith(BUFFER_ITEM):
+        key = name.rpartition(".")[2].removeprefix(BUFFER_ITEM)
+        way = f"build the model with register_buffer({key!r}, None) if forward makes it, else {way}"
+    raise RunMismatch(f"{name} is in the run and not in the model; {way}")
+
+
+def _assign(name: str, value: torch.Tensor | None, slots: Slots) -> None:
+    part, key = slots[name]
+    setattr(part, key, value)
+
+
+def _assign_to_others(
+    old: torch.Tensor, name: str, items: Mapping[str, bytes], slots: Slots
+) -> None:
+    """Give a buffer's new tensor to all that shared the old one, and have none of their own."""
+    part, key = slots[name]
+    for other, (owner, attribute) in slots.items():
+        if other not in items and getattr(owner, attribute) is old:
+            setattr(owner, attribute, getattr(part, key))
 
 
 def _layout_difference(old: Layout, new: Layout) -> str | None:

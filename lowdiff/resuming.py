@@ -24,17 +24,25 @@ from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.damage import judge
-from lowdiff.recovery.engine import newest_step, recover_from_disk, recover_from_memory
+from lowdiff.recovery.engine import (
+    OutOfReach,
+    newest_step,
+    recover_from_memory,
+    try_from_disk,
+    without,
+)
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.state import RNG_ITEM, STATEFUL_ITEM, RecoveredState, inherit
 from lowdiff.residuals import read_residual
 from lowdiff.restore import (
     check_match,
+    load_constants,
     load_gradients,
-    load_items,
     load_optimizers,
     load_parameters,
+    load_stateful,
+    load_weights,
 )
 from lowdiff.settings import Settings
 from lowdiff.types import Fence, Layout, ResidualMark
@@ -75,43 +83,89 @@ def load_start(
     own = {name: data for name, data in tracker.read().items() if name.startswith(RNG_ITEM)}
     items = own | items
     if restore == "model":
-        load_parameters(state, attached)
-        load_items(state, items, attached.constants(), {})
+        kept = load_weights(state, items, attached)
+        if ranks.rank == 0 and kept:
+            _logger.warning(
+                "these are not in step %d of the run, and stay as the model was built: %s",
+                state.step,
+                ", ".join(kept),
+            )
         return Start(0, False, True, [], tracker.read())
     residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
     load_parameters(state, attached)
     differences = load_optimizers(state, attached)
     load_gradients(state, attached)
-    fence = state.fence
-    replaced = [
-        name for name, thing in stateful.items() if fence.stateful.get(name) != class_of(thing)
-    ]
-    load_items(
-        state,
-        items,
-        attached.constants(),
-        {name: thing for name, thing in stateful.items() if name not in replaced},
-    )
-    changes = _changes(settings, fence, ranks, followed_names(given.averages, attached.layout))
-    if ranks.rank == 0 and (differences or replaced or changes):
-        _logger.info(
+    reshaped = load_constants(state, items, attached)
+    objects = _Objects.of(stateful, state.fence)
+    afresh = {*objects.new, *objects.replaced}
+    load_stateful(state, items, {n: thing for n, thing in stateful.items() if n not in afresh})
+    averages = followed_names(given.averages, attached.layout)
+    changes = _changes(settings, state.fence, ranks, averages)
+    if ranks.rank == 0 and (said := [*changes, *objects.said(), *reshaped, *differences]):
+        _logger.log(
+            logging.WARNING if objects.said() or reshaped else logging.INFO,
             "resuming at step %d: %s",
             state.step,
-            "; ".join(
-                [*changes]
-                + [f"{name} is new or of another class and starts afresh" for name in replaced]
-                + [f"restored {difference}" for difference in differences]
-            ),
+            "; ".join(said),
         )
-    if replaced:
-        live = {STATEFUL_ITEM + name for name in replaced}
+    if afresh:
+        live = {STATEFUL_ITEM + name for name in afresh}
         items |= {name: data for name, data in tracker.read().items() if name in live}
-    return Start(state.step, True, bool(changes or replaced), residual, items)
+    return Start(state.step, True, bool(changes or objects.said()), residual, items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Objects:
+    """How the stateful objects differ from the run's, by name.
+
+    Attributes:
+        new: The run has none of that name.
+        replaced: Those of another class, with the run's and their own.
+        missing: Those of the run's that were not attached again.
+    """
+
+    new: tuple[str, ...]
+    replaced: Mapping[str, tuple[str, str]]
+    missing: tuple[str, ...]
+
+    @staticmethod
+    def of(stateful: Mapping[str, object], fence: Fence) -> _Objects:
+        """Compare what is attached with what the run had."""
+        before = fence.stateful
+        return _Objects(
+            new=tuple(name for name in stateful if name not in before),
+            replaced={
+                name: (before[name], class_of(thing))
+                for name, thing in stateful.items()
+                if name in before and not _is_same_class(before[name], thing)
+            },
+            missing=tuple(name for name in before if name not in stateful),
+        )
+
+    def said(self) -> list[str]:
+        """What the user is told."""
+        return [
+            *(f"{name} is new and starts afresh" for name in self.new),
+            *(
+                f"{name} is {own} instead of {other} and starts afresh"
+                for name, (other, own) in self.replaced.items()
+            ),
+            *(f"{name} was not attached again, and its state is left out" for name in self.missing),
+        ]
 
 
 def class_of(thing: object) -> str:
     """Qualified name of an object's class."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _is_same_class(name: str, thing: object) -> bool:
+    """Whether a class of that name may be an object's own.
+
+    Where it is found does not count: one class is ``__main__.Warmup`` in a script and
+    ``train.Warmup`` where that is imported. Whether the state fits, ``load_state_dict`` tells.
+    """
+    return name.rpartition(".")[2] == type(thing).__qualname__.rpartition(".")[2]
 
 
 def _changes(
@@ -142,6 +196,8 @@ def recover_together(
     ranks: Ranks,
     step: int | None,
     clock: RecoveryClock,
+    *,
+    restore: str,
 ) -> RecoveredState | None:
     """The state to start from, the same on every rank; None for a run without history."""
     for finding in judge(settings.folder, catalog)[0]:
@@ -157,16 +213,39 @@ def recover_together(
     )
     with ranks.together():
         newest_step(catalog, target)
-        check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
+        if restore == "all":
+            check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
         state = recover_from_memory(catalog, target, options)
     if all(ranks.gather(state is not None)):
         return state
     # Where one rank cannot read its memory, all go back to what is on disk, to the same step.
-    with ranks.together():
-        target = plan_recovery(catalog, step).step if ranks.rank == 0 else -1
-    target = ranks.gather(target)[0]
-    with ranks.together():
-        return recover_from_disk(catalog, target, options)
+    return _recover_from_disk(catalog, ranks, step, options)
+
+
+def _recover_from_disk(
+    catalog: Catalog, ranks: Ranks, step: int | None, options: ReplayOptions
+) -> RecoveredState:
+    """What all ranks find on disk of a step.
+
+    If it is the newest, and snapshots that alone lead there are damaged on one rank, all go back to
+    the newest step without them.
+    """
+    while True:
+        with ranks.together():
+            target = plan_recovery(catalog, step).step if ranks.rank == 0 else -1
+        target = ranks.gather(target)[0]
+        with ranks.together():
+            found = try_from_disk(catalog, plan_recovery(catalog, target), options)
+            if isinstance(found, OutOfReach) and step is not None:
+                raise found.error
+        mine = found.snapshots if isinstance(found, OutOfReach) else ()
+        damaged = {snapshot for other in ranks.gather(mine) for snapshot in other}
+        if isinstance(found, OutOfReach):
+            _logger.warning("rank %d: %s; going back to an earlier one", ranks.rank, found.error)
+        elif not damaged:
+            return found
+        del found  # where it is a state, another one takes its place
+        catalog = without(catalog, damaged)
 
 
 def _has_history(catalog: Catalog) -> bool:

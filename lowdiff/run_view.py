@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
 from lowdiff.agreement import Ranks
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch
 from lowdiff.persistence.catalog import Catalog, scan
-from lowdiff.persistence.fences import create_run, known_run_id, new_run_id
+from lowdiff.persistence.constants import sweep_constants
+from lowdiff.persistence.fences import create_run, known_run_id, life_of, new_run_id
 from lowdiff.persistence.locks import FileLock
-from lowdiff.persistence.ownership import staging_of_run
+from lowdiff.persistence.ownership import is_known, staging_of_run
 from lowdiff.persistence.paths import StagingFolder, default_staging_root
 from lowdiff.persistence.replica_status import has_replica
+from lowdiff.recovery.replica_file import note_kernel, sound_files
 from lowdiff.remote import run_in_store
 from lowdiff.settings import Settings
 
@@ -47,6 +50,7 @@ def agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolde
     run_id = remote_id or (ids.pop() if ids else proposal)
     with ranks.together():
         create_run(folder, run_id)
+        sweep_constants(folder)  # nobody writes any before all ranks have been here
         _refuse_to_lose_staged(settings, run_id)
         stages = _wait_for_writers(settings, run_id)
     return run_id, stages, remote_id is not None
@@ -76,16 +80,65 @@ def shared_catalog(
         return scan(settings.folder, [settings.staging_root, imported])
 
 
+def name_other_lives(settings: Settings, stages: list[StagingFolder]) -> None:
+    """Say which memory counts for nothing, because the run has gone on elsewhere from an older step."""
+    for stage in stages:
+        if not is_known(stage, settings.folder):
+            _logger.warning(
+                "what is staged in %s is of a life %d that %s knows nothing of: the run went on "
+                "without it. It stays there; remove that folder to give it up",
+                stage.root,
+                stage.incarnation,
+                settings.run,
+            )
+
+
+def _refuse_other_lives(settings: Settings, ranks: Ranks) -> None:
+    """Where each node has a run folder, two may know different lives under one number.
+
+    As after one of them had gone on alone; which of the two counts is not for this run to say.
+    """
+    with ranks.together():
+        numbers = {number: rank for number, rank, _ in settings.folder.fences()}
+        found = ((n, life_of(settings.folder, n, rank)) for n, rank in numbers.items())
+        mine = {n: life for n, life in found if life is not None}
+    seen: dict[int, tuple[int, str]] = {}
+    for rank, theirs in enumerate(ranks.gather(mine)):
+        for number, life in theirs.items():
+            first, known = seen.setdefault(number, (rank, life))
+            if life != known:
+                raise RunMismatch(
+                    f"the folders {settings.run} of ranks {first} and {rank} hold different "
+                    f"histories: another life {number} each; move the one away whose steps are to "
+                    "be given up, and what it staged stays in memory"
+                )
+
+
 def _share(
     settings: Settings, ranks: Ranks, run_id: str, stages: list[StagingFolder], imported: Path
 ) -> None:
+    _refuse_other_lives(settings, ranks)
+    with ranks.together():
+        fences = sorted(visible_files(settings.run, ("incarnations",)))
+    # First, because they say which memory is of the run's own lives.
+    ranks.share_files([(name, settings.run / name) for name in fences], settings.run)
+    with ranks.together():
+        there = staging_of_run(settings.staging_root, settings.folder, run_id)
+    other = [stage.root.name for stage in stages if stage not in there]
+    for name in {name for names in ranks.gather(other) for name in names}:
+        # It came before the fences did. Of another machine's folder of that name, all comes again.
+        shutil.rmtree(imported / run_id / name, ignore_errors=True)
     chunks = [
         (f"{s.root.name}/{path.name}", path)
         for s in stages
-        for path in [*(path for _, path in s.chunks()), *s.replica_files()]
+        if s in there
+        for path in [s.owner, *(path for _, path in s.chunks()), *sound_files(s)]
+        if path.exists()
     ]
     ranks.share_files(chunks, imported / run_id)
     with ranks.together():
+        for stage in StagingFolder.all_of_run(imported, run_id):
+            note_kernel(stage)  # what is torn was not sent
         visible = sorted(visible_files(settings.run))
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
         files = [(name, settings.run / name) for name in visible if fnmatch(name, f"*/{pattern}")]
@@ -114,13 +167,13 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     return stages
 
 
-def visible_files(run: Path) -> Iterator[str]:
+def visible_files(run: Path, folders: Sequence[str] = _SHARED) -> Iterator[str]:
     """Names of the files of a run that ranks share, without those that links lead to.
 
     The rest of the folder is passed over, and so is what goes while it is listed: the folder may
     be a disk's root, and a life before this one still collects.
     """
-    pending = [f"{name}/" for name in _SHARED]
+    pending = [f"{name}/" for name in folders]
     while pending:
         within = pending.pop()
         try:

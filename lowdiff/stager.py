@@ -59,7 +59,7 @@ class Stager:
         self._owes_snapshot = False
         self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
-        self.trouble = Trouble(log.folder, rank, self._effect_of_trouble, raises=self._raises)
+        self.trouble = Trouble(log.folder, rank, settings, lambda: self._most_at_risk)
 
     def begin(self, step: int, story: Story, layout: Layout) -> None:
         """Start at a step, knowing the lives before this one."""
@@ -191,8 +191,12 @@ class Stager:
         return self._owes_snapshot
 
     def _is_settled(self, status: WriterStatus) -> bool:
-        """Whether the last staged snapshot is durable, or a rolling one that is lost."""
-        return max(status.durable_snapshot, status.lost_snapshot) >= self._snapshot_step
+        """Whether the last staged snapshot is durable, or a rolling one that is lost.
+
+        An image is never lost, and as long as it is not durable no other may take its memory.
+        """
+        settled = max(status.durable_snapshot, status.lost_snapshot)
+        return settled >= self._snapshot_step and status.durable_snapshot >= self._atomic_step
 
     def is_ready_for_snapshot(self, step: int) -> bool:
         """Whether one after ``step`` would not stop training, as far as this rank knows."""
@@ -342,13 +346,6 @@ class Stager:
     def _raises(self) -> bool:
         return self._settings.on_error == "raise"
 
-    def _effect_of_trouble(self) -> str:
-        if self._raises:
-            return "this is an error at the next commit"
-        if self._degrades:
-            return "training goes on"
-        return f"training goes on, and waits once {self._most_at_risk} steps are at risk"
-
     def heed(self, troubled: Sequence[int]) -> None:
         """Say, or raise, that durable writing is in trouble; on all ranks at the same commit.
 
@@ -374,8 +371,12 @@ class Stager:
         """Tell whoever watches the run how far this rank is."""
         self._page.publish(TrainerStatus(os.getpid(), step, committed_step, time.time(), preempted))
 
+    def _reported(self) -> WriterStatus:
+        """What the writer says."""
+        return self.writer.status()
+
     def _status(self) -> WriterStatus:
-        status = self.writer.status()
+        status = self._reported()
         self.trouble.notice(status)
         if status.lost_snapshot > self._lost_step:
             self._note_lost(status.lost_snapshot)

@@ -21,6 +21,12 @@ from lowdiff.protocols import Reducer
 from lowdiff.scaling import Scaling
 from lowdiff.types import OptimizerStep
 
+#: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
+#: 2.6 does not tell.
+_compiling_callback: Callable[[], object] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
+)
+
 
 class StepCapture:
     """Reads one step after the other; `begin` forgets the last one.
@@ -183,6 +189,14 @@ class StepCapture:
         def before_step(
             optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         ) -> None:
+            # torch.compile goes on without compiling what raises while it is traced, but it still
+            # compiles what that calls: the update itself, and any function that is called here.
+            if torch.compiler.is_compiling() or _compiling_callback() is not None:
+                raise UsageError(
+                    "optimizer.step() runs inside torch.compile, whose arithmetic replay does not "
+                    "repeat; compile the model alone, or mark the function that calls "
+                    "optimizer.step() with torch.compiler.disable"
+                )
             with timed():
                 self._refuse_second_step(index)
                 will_step()

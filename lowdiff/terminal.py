@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,22 @@ def device_named(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from error
     return torch.device(name)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse an output whose folder takes no files, before the work is done; leaves no trace.
+
+    Raises:
+        StorageError: As writing there would.
+    """
+    from lowdiff.persistence.durable import unwritable
+
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def size(num_bytes: int) -> str:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lowdiff.errors import ConfigError
-from lowdiff.terminal import AsJson, RunArgument, Staging, Workers, count, print_json, progress
+from lowdiff.terminal import (
+    AsJson,
+    RunArgument,
+    Staging,
+    Workers,
+    check_writable,
+    count,
+    print_json,
+    progress,
+    span,
+)
 
 if TYPE_CHECKING:
     from lowdiff.recovery.timeline import Timeline
@@ -39,28 +50,43 @@ def timeline(
     from lowdiff.recovery.replay import ReplayOptions
     from lowdiff.recovery.timeline import timeline as measure
 
-    if out is not None and out.suffix != ".png":
-        raise ConfigError(f"{out} does not end in .png; for numbers use --json")
+    if out is not None:
+        _check_picture(out)
     options = ReplayOptions(num_workers=workers)
     with progress("Replaying") as show:
         found = measure(
             run, first=first, last=last, staging=staging, options=options, progress=show
         )
-    if out is not None:
-        _draw(found, out)
     if as_json:
         print_json(found.document())
     else:
-        _print(found, out)
+        _print(found)
+    if out is not None:  # last, so that a disk that is full by now costs no numbers
+        _draw(found, out)
+        if not as_json:
+            typer.echo(f"drawn in {out}")
 
 
-def _print(found: Timeline, out: Path | None) -> None:
+def _check_picture(out: Path) -> None:
+    """Refuse a picture that cannot be drawn, before the run is replayed."""
+    if out.suffix != ".png":
+        raise ConfigError(f"{out} does not end in .png; for numbers use --json")
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder; give the name of a file")
+    try:
+        import_module("matplotlib.backends.backend_agg")
+    except ModuleNotFoundError as error:
+        raise ConfigError("a picture needs matplotlib: pip install matplotlib") from error
+    check_writable(out)
+
+
+def _print(found: Timeline) -> None:
     from lowdiff.recovery.timeline import first_outlier
 
     if not found.steps:
         typer.echo(
-            f"{found.run} holds a snapshot, but no step to measure: none was made since, or it was "
-            "made without a compressor, which keeps no differentials"
+            f"{found.run} holds a snapshot, but no step to measure: none was made since, or only "
+            "snapshots lead to those that were; without a compressor it keeps no differentials"
         )
         return
     largest = sorted(found.steps, key=lambda s: s.update_norm, reverse=True)[:_STEPS_SHOWN]
@@ -73,22 +99,25 @@ def _print(found: Timeline, out: Path | None) -> None:
             f"{step.step:>10}  {step.update_norm:>12.6g}  {step.gradient_norm:>13.6g}"
             f"  {step.density:>7.2%}  {rates}"
         )
+    if found.left_out:
+        first, last = found.left_out[0], found.left_out[-1]
+        typer.echo(
+            f"{count(len(found.left_out), 'step')} left out ({span(first, last)}): something was "
+            "changed outside the optimizer, so that only a snapshot leads there"
+        )
     far_out = first_outlier(found.steps)
     if far_out is not None:
         typer.echo(
             f"the first far out of line is step {far_out.step}; before it: "
             f"lowdiff recover {found.run} --step {far_out.step - 1} --as-run NEW"
         )
-    if out is not None:
-        typer.echo(f"drawn in {out}")
 
 
 def _draw(found: Timeline, out: Path) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError("a picture needs matplotlib: pip install matplotlib") from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from lowdiff.persistence.durable import make_directory, replaced, unwritable
 
     numbers = [step.step for step in found.steps]
     series = {
@@ -109,5 +138,9 @@ def _draw(found: Timeline, out: Path) -> None:
             axes.set_yscale("log")
     panels[-1].set_xlabel("step")
     figure.suptitle(f"{found.run}", fontsize=11)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out)
+    try:
+        make_directory(out.parent)
+        with replaced(out) as file:
+            figure.savefig(file, format="png")
+    except OSError as error:
+        raise unwritable(out, error) from error

@@ -9,6 +9,7 @@ from lowdiff.errors import WriterFailed
 from lowdiff.events import log_event
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.status import StatusReader, WriterStatus
+from lowdiff.settings import Settings
 
 _logger = logging.getLogger(__name__)
 
@@ -19,17 +20,22 @@ class Trouble:
     Args:
         folder: Its staging folder; those of other ranks lie beside it.
         rank: The rank.
-        effect: Says what trouble with the disk means for training now.
-        raises: Whether ``on_error="raise"``.
+        settings: What trouble is to do.
+        most_at_risk: Says how many steps may be at risk now.
     """
 
     def __init__(
-        self, folder: StagingFolder, rank: int, effect: Callable[[], str], *, raises: bool
+        self,
+        folder: StagingFolder,
+        rank: int,
+        settings: Settings,
+        most_at_risk: Callable[[], int],
     ) -> None:
         self._folder = folder
         self._rank = rank
-        self._effect = effect
-        self._raises = raises
+        self._raises = settings.on_error == "raise"
+        self._degrades = settings.backpressure == "degrade"
+        self._most_at_risk = most_at_risk
         self._of_disk = ""
         self._troubled: tuple[int, ...] = ()
         #: Of the store, as its writer reported it last; empty if all is well.
@@ -70,6 +76,14 @@ class Trouble:
             )
         self.of_store = status.remote_error
 
+    def _effect(self) -> str:
+        """What trouble with the disk means for training now."""
+        if self._raises:
+            return "this is an error at the next commit"
+        if self._degrades:
+            return "training goes on"
+        return f"training goes on, and waits once {self._most_at_risk()} steps are at risk"
+
     def heed(self, troubled: Sequence[int]) -> None:
         """Say, or raise, that durable writing is in trouble; on all ranks at the same commit.
 
@@ -102,8 +116,8 @@ class Trouble:
 
     def _of(self, rank: int) -> str:
         """What is wrong with a rank, if its page can be seen from here: not that of another node."""
-        if rank == self._rank and self.of_snapshot:
-            return self.of_snapshot
+        if rank == self._rank:  # a writer that keeps dying says nothing on its page
+            return self.of_snapshot or self._of_disk or self.of_store
         mine = self._folder
         root = mine.root.parent.parent
         page = StagingFolder.of(root, mine.run_id, mine.incarnation, rank).status

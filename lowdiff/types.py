@@ -280,6 +280,8 @@ class Fence:
         stateful: Names of the user's stateful objects -> their classes.
         averages: Those of them that average parameters, and are replayed -> names of these.
         constants: Content hash of the frozen parameters that its snapshots share; "" without.
+        life: Random, the same on all ranks: tells this life from one that went on elsewhere, under
+            the same number and from the same step. "" in runs from before there was one.
     """
 
     run_id: str
@@ -296,6 +298,7 @@ class Fence:
     stateful: Mapping[str, str] = field(default_factory=dict)
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: str = ""
+    life: str = ""
 
     @property
     def has_replica(self) -> bool:

@@ -29,9 +29,12 @@ def watch(run: Path, staging: Path | None, *, as_json: bool, every_seconds: floa
             while True:
                 typer.echo(json.dumps(looks.look(time.time()).document()))
                 time.sleep(every_seconds)
+        from rich.console import Console
         from rich.live import Live
 
-        with Live(_table(run, looks.look(time.time())), auto_refresh=False) as live:
+        # Names of runs and errors of writers may hold what rich takes for markup.
+        plain = Console(markup=False, emoji=False)
+        with Live(_table(run, looks.look(time.time())), console=plain, auto_refresh=False) as live:
             while True:
                 time.sleep(every_seconds)
                 live.update(_table(run, looks.look(time.time())), refresh=True)

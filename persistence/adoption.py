@@ -6,36 +6,38 @@ import asyncio
 import logging
 import os
 import threading
+import time
+from collections.abc import Collection
 from pathlib import Path
 
 from lowdiff.errors import StorageError
+from lowdiff.persistence.catalog import complete_snapshots
 from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind
+from lowdiff.persistence.framing import FileHeader, FileKind, RecordRef
 from lowdiff.persistence.locks import FileLock
-from lowdiff.persistence.ownership import staging_of_run
+from lowdiff.persistence.ownership import is_known, staging_of_run
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.replica_status import has_replica
-from lowdiff.persistence.segments import SegmentWriter, batches_of, durable_step
-from lowdiff.persistence.staging import staged_records
+from lowdiff.persistence.segments import SegmentWriter, batches_of, require_run
+from lowdiff.persistence.staging_retention import only_staged, staged_differentials
 from lowdiff.persistence.writer_settings import WriterSettings
 
 _logger = logging.getLogger(__name__)
 
+_POLL_SECONDS = 0.1
+
 
 def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) -> str:
-    """Make durable, then remove, what earlier incarnations left in staging for this rank.
+    """Make durable, then remove, what earlier incarnations left in staging on this machine.
 
-    A folder whose own writer still works is waited for. Ranks that no longer exist are shared
-    out over those that do.
+    A folder whose own writer still works is waited for. The writers of a machine share out what
+    they find there: ranks may have moved to other machines since, or exist no longer.
 
     Returns:
         What kept it from adopting some of them, to be tried again; empty if nothing did.
     """
     errors = []
-    root = Path(settings.staging_root)
-    for stage in staging_of_run(root, settings.folder, settings.run_id):
-        if stage.incarnation >= settings.incarnation or not settings.serves(stage.rank):
-            continue
+    for stage in _predecessors(settings):
         lock = FileLock(stage.writer_lock)
         try:
             while not lock.acquire(f"adopting writer {os.getpid()}", timeout_seconds=1.0):
@@ -45,8 +47,10 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 if not has_replica(stage):
                     asyncio.run(_adopt(settings, stage))
                     stage.remove()
+                elif not _is_replaced(settings, stage, trainer_gone):
+                    _logger.info("%s stays until a later life's snapshot is seen", stage.root)
                 elif FileLock(stage.replica_lock).acquire("adopting writer", timeout_seconds=1.0):
-                    stage.remove()  # its state is the base of this life, which is durable by now
+                    stage.remove()
                 else:
                     errors.append(f"{FileLock(stage.replica_lock).holder()} holds {stage.root}")
         except (OSError, StorageError) as error:
@@ -59,29 +63,91 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
 
 
 def has_replica_before(settings: WriterSettings) -> bool:
-    """Whether an earlier incarnation's newest state is in a replica's memory."""
-    root = Path(settings.staging_root)
+    """Whether what this writer is to adopt has state that only a replica's memory holds."""
+    there = StagingFolder.all_of_run(Path(settings.staging_root), settings.run_id)
+    if not any(s.incarnation < settings.incarnation and has_replica(s) for s in there):
+        return False  # as nearly always, and without reading a fence
     return any(
-        stage.incarnation < settings.incarnation and has_replica(stage)
-        for stage in staging_of_run(root, settings.folder, settings.run_id)
+        has_replica(stage) and not _is_superseded(settings, stage)
+        for stage in _predecessors(settings)
     )
 
 
+def ranks_to_adopt(settings: WriterSettings) -> frozenset[int]:
+    """Whose logs this writer makes durable, beside its own."""
+    return frozenset(stage.rank for stage in _predecessors(settings))
+
+
+def _predecessors(settings: WriterSettings) -> list[StagingFolder]:
+    """Folders of earlier incarnations that this writer takes over, oldest first."""
+    root = Path(settings.staging_root)
+    here = {settings.rank}
+    for stage in StagingFolder.all_of_run(root, settings.run_id):
+        if stage.incarnation == settings.incarnation:
+            here.add(stage.rank)
+    return [
+        stage
+        for stage in staging_of_run(root, settings.folder, settings.run_id)
+        if stage.incarnation < settings.incarnation
+        and settings.rank == _heir(stage.rank, here, settings.world_size)
+        and is_known(stage, settings.folder)
+    ]
+
+
+def _heir(rank: int, here: Collection[int], world_size: int) -> int:
+    """Which of the ranks on this machine takes over what ``rank`` left there.
+
+    Itself if it is there; of a rank that no longer exists the one that serves it everywhere else.
+    Otherwise the nearest by exclusive or, which shares ranks out evenly. The heir among all is the
+    heir among any of them, so nothing is left over while one has yet to make its folder; two who
+    both believe that they are find the folder locked, or gone.
+    """
+    return min(here, key=lambda heir: ((rank - heir) % world_size != 0, rank ^ heir))
+
+
+def _is_superseded(settings: WriterSettings, stage: StagingFolder) -> bool:
+    """Whether a later life has a snapshot of all its ranks, so that a replica's memory may go."""
+    found = complete_snapshots(settings.folder, settings.run_id)
+    return any(snapshot.incarnation > stage.incarnation for snapshot in found)
+
+
+def _is_replaced(
+    settings: WriterSettings, stage: StagingFolder, trainer_gone: threading.Event
+) -> bool:
+    """Whether the state of a replica is the base of this life, and durable.
+
+    Of a rank that this one serves it is in its own shard, by now. That of another, which trains on
+    another machine now, is waited for; where run folders are not shared it cannot be seen before
+    the next attach, and the memory stays.
+    """
+    if settings.serves(stage.rank):
+        return True
+    fences = [number for number, _, _ in settings.folder.fences()]
+    is_shared = fences.count(settings.incarnation) == settings.world_size
+    while not _is_superseded(settings, stage):
+        if not is_shared or trainer_gone.is_set():
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
 async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
+    """Make every step of a log durable that the run needs, and that no segment has."""
+    require_run(settings.folder)
     codec = Codec()
     segments: SegmentWriter | None = None
-    durable = durable_step(settings.folder, stage.incarnation, stage.rank, -1)
-    for _, record in staged_records(stage):
-        header = record.header
-        if header.kind is not RecordKind.DIFFERENTIAL or header.step <= durable:
-            continue
+    staged: dict[int, RecordRef] = {}
+    for record in staged_differentials(stage):
+        staged.setdefault(record.header.step, record)
+    for step in only_staged(settings.folder, stage, staged):
+        record = staged[step]
         if segments is None:
             file_header = FileHeader(
                 FileKind.SEGMENT,
                 settings.run_id,
                 stage.incarnation,
                 stage.rank,
-                header.world_size,
+                record.header.world_size,
                 sequence=0,
             )
             segments = SegmentWriter(settings.folder, file_header)

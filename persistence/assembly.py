@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from crc32c import crc32c
-
 from lowdiff.errors import DamagedFile, StorageError
+from lowdiff.persistence.copying import own_copy
 from lowdiff.persistence.cycles import CycleMark, SliceRef, complete, write_slices
 from lowdiff.persistence.durable import fsync_directory
 from lowdiff.persistence.framing import RecordRef
@@ -61,19 +59,26 @@ class Assembly:
         return complete(partial, mark)
 
     def add(self, records: Sequence[RecordRef]) -> tuple[int, str]:
-        """Write slices.
+        """Write slices, but for those that were overwritten: their cycles prove to lack them.
 
         Returns:
             The last step of a cycle that is lost, and why; -1 if none is.
         """
         lost = -1, ""
-        refs = [(SliceRef.decode(bytes(record.meta)), record) for record in records]
+        refs = []
+        for record in records:
+            own = own_copy(record)
+            if own is None:
+                text = "a slice of step %d was dropped before it was written"
+                _logger.warning(text, record.header.step)
+            else:
+                refs.append((SliceRef.decode(bytes(own.meta)), own))
         for cycle, group in groupby(refs, key=lambda found: found[0].cycle):
             if cycle <= self._settled:
                 continue
             try:
                 make_run_directory(self._settings.folder, self.partial(cycle).parent)
-                write_slices(self.partial(cycle), [_own(ref, record) for ref, record in group])
+                write_slices(self.partial(cycle), list(group))
             except (OSError, StorageError) as error:
                 self._remove(cycle)  # what is left of the disk is for differentials
                 self.settle(cycle)
@@ -106,11 +111,3 @@ def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> tuple[in
             fsync_directory(path)  # its writer may have been killed before it could
             newest = max(newest, (step, Manifest.read(manifest).first_base is None))
     return newest
-
-
-def _own(ref: SliceRef, record: RecordRef) -> tuple[SliceRef, RecordRef]:
-    """A copy of a slice, checked: while storage is slow, a trainer may drop what it staged."""
-    body = bytes(record.body)
-    if crc32c(body) != record.header.body_checksum:
-        raise StorageError(f"slice {ref.number} was dropped before it was written")
-    return ref, replace(record, body=memoryview(body))

@@ -81,6 +81,9 @@ def existing_part(path: Path) -> Path:
 def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
     """How long this rank's log may become, where ``needs`` of several ranks share the room.
 
+    It leaves room for the next life, if there is any to leave: what a killed life staged is given
+    back only once the next one has begun.
+
     Raises:
         StorageError: If not even the least fits; says how much is missing and what to do.
     """
@@ -92,12 +95,19 @@ def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
             f"{_mib(sum(n.snapshot_bytes for n in needs))} snapshot images, "
             f"{_mib(sum(n.replica_bytes for n in needs))} replicas, "
             f"{_mib(sum(n.least_log_bytes for n in needs))} logs), but {_mib(room.free_bytes)} are "
-            f"free{_limited(room)}; enlarge it (docker: --shm-size), free it with "
+            f"free{_limited(room)} (what a killed life of the run staged is given back once the "
+            "next has begun); enlarge it (docker: --shm-size), free it with "
             "`lowdiff gc --staging`, or pass Checkpointer(..., staging=OTHER_FOLDER)"
         )
+    spare = room.free_bytes - (2 if fits_twice(needs, room) else 1) * least
     wanted = sum(need.log_bytes - need.least_log_bytes for need in needs)
-    share = min(1.0, (room.free_bytes - least) / wanted) if wanted else 1.0
+    share = min(1.0, spare / wanted) if wanted else 1.0
     return mine.least_log_bytes + int(share * (mine.log_bytes - mine.least_log_bytes))
+
+
+def fits_twice(needs: Sequence[StagingNeed], room: Room) -> bool:
+    """Whether the next life finds room beside what this one leaves, should it be killed."""
+    return 2 * sum(need.least_bytes for need in needs) <= room.free_bytes
 
 
 def is_in_memory(path: Path) -> bool:

@@ -221,9 +221,15 @@ def confirm_all(catalog: Catalog) -> bool:
     return all(records.confirm(0, 1 << 63) for records in list(catalog.records.values()))
 
 
-def complete_snapshots(folder: RunFolder, run_id: str) -> tuple[SnapshotSet, ...]:
-    """Snapshots whose manifests are all there, by step, then incarnation."""
-    return tuple(_snapshots(folder, run_id, [], check=False))
+def complete_snapshots(
+    folder: RunFolder, run_id: str, damage: list[DamagedFile] | None = None
+) -> tuple[SnapshotSet, ...]:
+    """Snapshots whose manifests are all there, by step, then incarnation.
+
+    Manifests that are there but cannot be read, now or ever, are added to ``damage``: whether their
+    snapshots are complete is not known.
+    """
+    return tuple(_snapshots(folder, run_id, [] if damage is None else damage, check=False))
 
 
 def complete_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
@@ -304,15 +310,13 @@ def _snapshots(
 
 def _manifests(folder: Path, run_id: str, incarnation: int, step: int) -> tuple[Manifest, ...]:
     """All manifests of a snapshot, or none if one is missing."""
-    first = manifest_file(folder, 0)
-    if not first.is_file():
+    manifests: list[Manifest] = []
+    try:
+        manifests.append(Manifest.read(manifest_file(folder, 0)))
+        for rank in range(1, manifests[0].world_size):
+            manifests.append(Manifest.read(manifest_file(folder, rank)))
+    except FileNotFoundError:
         return ()
-    manifests = [Manifest.read(first)]
-    for rank in range(1, manifests[0].world_size):
-        path = manifest_file(folder, rank)
-        if not path.is_file():
-            return ()
-        manifests.append(Manifest.read(path))
     expected = (run_id, incarnation, step, manifests[0].world_size)
     for rank, m in enumerate(manifests):
         if (m.run_id, m.incarnation, m.step, m.world_size) != expected or m.rank != rank:

@@ -37,6 +37,15 @@ def write_constants(folder: RunFolder, tensors: Sequence[ImageTensor]) -> str:
     return digest.hexdigest()
 
 
+def sweep_constants(folder: RunFolder) -> None:
+    """Remove what an attach or a fetch left when it was killed while it wrote frozen parameters.
+
+    For whoever holds the run, before any of its ranks writes some.
+    """
+    for left in folder.constants("*").parent.glob("*.partial"):
+        left.unlink(missing_ok=True)
+
+
 def check_constants(folder: RunFolder, content_hash: str) -> Path:
     """The file of that content.
 

@@ -1,4 +1,7 @@
-"""Objects of a store become files: several at once, each durable under its name or not at all."""
+"""Objects of a store become files: several at once, each durable under its name or not at all.
+
+Of a segment that is there, and longer than the object of its name, only what is damaged is replaced.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Lock
 
-from lowdiff.persistence.durable import fsync_directory, make_directory
+from lowdiff.errors import DamagedFile, RunMismatch
+from lowdiff.persistence.durable import fsync_directory, make_directory, write_file
+from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, read_records
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFolder
 
@@ -82,3 +88,51 @@ def download(
     finally:
         for partial in partials.values():
             partial.unlink(missing_ok=True)
+
+
+def mend(store: ObjectStore, folder: RunFolder, names: Sequence[str]) -> None:
+    """Put objects in the place of the beginnings of segments of the same names.
+
+    A record is the same bytes everywhere, so what follows an object in a longer segment follows it
+    again in the mended one.
+
+    Args:
+        store: Where they are.
+        folder: Of a run that nobody writes to.
+        names: Of segments that are there, and that lack steps of theirs.
+
+    Raises:
+        StoreError: If the store does not answer.
+        RunMismatch: If what can be read of a segment is not what the store has.
+    """
+    for name in names:
+        path, there = folder.root / name, store.read(name)
+        try:
+            here = path.read_bytes()
+        except OSError:
+            continue  # it may come back: nothing shorter takes its place
+        sound = _sound_bytes(here, path)
+        common = min(sound, _sound_bytes(there, path))
+        if here[:common] != there[:common]:
+            raise different_histories(store, folder, name)
+        mended = there + here[len(there) :]
+        if _sound_bytes(mended, path) > sound:
+            write_file(path, mended)
+
+
+def different_histories(store: ObjectStore, folder: RunFolder, name: str) -> RunMismatch:
+    """The error for a file that a run folder and a store have in common, and that differs."""
+    return RunMismatch(
+        f"{store.url} and {folder.root} hold different histories: their {name} differs; give the "
+        "store a URL of its own, or move the run folder away to go on with what the store holds"
+    )
+
+
+def _sound_bytes(data: bytes, path: Path) -> int:
+    """Where the last record of a segment ends that can be read."""
+    try:
+        header = FileHeader.unpack(data, path)
+    except DamagedFile:
+        return 0
+    ends = [record.end for record in read_records(memoryview(data), header)]
+    return max(ends, default=HEADER_BYTES)

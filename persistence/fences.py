@@ -8,18 +8,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lowdiff.errors import DamagedFile, NotARun, RunInUse
+from lowdiff.errors import DamagedFile, LowDiffError, NotARun, RunInUse
 from lowdiff.persistence.durable import check_types, make_directory, read_json, write_json
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.strange_entries import refuse_strange_entries
 from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
 _CONTENT_HASH = re.compile("[0-9a-f]{64}")
+_LIFE = re.compile("[0-9a-f]{32}")
 _RUNS_NAMED = 5
 
 
 def new_run_id() -> str:
     """32 hexadecimal digits that tell this run from every other."""
+    return uuid.uuid4().hex
+
+
+def new_life() -> str:
+    """32 hexadecimal digits that tell this life from every other, also of the same number."""
     return uuid.uuid4().hex
 
 
@@ -92,6 +98,26 @@ def read_fence(path: Path) -> Fence:
         raise DamagedFile(path, f"not a fence ({error!r})") from error
 
 
+def life_of(folder: RunFolder, incarnation: int, rank: int) -> str | None:
+    """The life that a run folder knows under a number.
+
+    Args:
+        folder: The run.
+        incarnation: The number.
+        rank: Whose fence is looked at first; another rank's says the same.
+
+    Returns:
+        "" if its fences name none; None if no fence of it is there and whole.
+    """
+    own = folder.fence(incarnation, rank)
+    for path in (own, *sorted(own.parent.glob("rank-*.json"))):
+        try:
+            return str(read_json(path).get("life", ""))
+        except (FileNotFoundError, LowDiffError):
+            continue
+    return None
+
+
 def _fence(document: dict[str, Any]) -> Fence:
     layout = Layout(tuple(map(_parameter, document.pop("layout")["parameters"])))
     optimizers = tuple(
@@ -101,6 +127,7 @@ def _fence(document: dict[str, Any]) -> Fence:
     check_types(Environment, document["environment"])
     environment = Environment(**document.pop("environment"))
     averages = {name: tuple(names) for name, names in document.pop("averages", {}).items()}
+    document.setdefault("life", "")
     check_types(Fence, document)
     fence = Fence(
         layout=layout,
@@ -139,6 +166,8 @@ def _check(fence: Fence) -> None:
         raise ValueError(f"incarnation {fence.incarnation} continues {fence.parent}")
     if fence.constants and not _CONTENT_HASH.fullmatch(fence.constants):
         raise ValueError(f"constants {fence.constants[:80]!r}")
+    if fence.life and not _LIFE.fullmatch(fence.life):
+        raise ValueError(f"life {fence.life[:40]!r}")
     if fence.rank >= fence.world_size:
         raise ValueError(f"rank {fence.rank} of {fence.world_size}")
     texts = [*fence.names.items(), *fence.stateful.items(), (fence.compressor["name"], "")]

@@ -19,9 +19,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
+from lowdiff.errors import DamagedFile, NotARun, StoreError
 from lowdiff.persistence.catalog import complete_fences, confirm_cycle, has_cycle, scan
-from lowdiff.persistence.downloading import AT_ONCE, download
+from lowdiff.persistence.downloading import AT_ONCE, different_histories, download, mend
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.lineage import Span, lineage
@@ -153,11 +153,7 @@ def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> Non
         common = [name for name in [RUN_FILE, *names] if name in here]
         for name, data in zip(common, pool.map(store.read, common), strict=True):
             if json.loads(data) != json.loads((folder.root / name).read_bytes()):
-                raise RunMismatch(
-                    f"{store.url} and {folder.root} hold different histories: their {name} "
-                    "differs; give the store a URL of its own, or move the run folder away to go "
-                    "on with what the store holds"
-                )
+                raise different_histories(store, folder, name)
 
 
 def fetch_history(
@@ -179,6 +175,7 @@ def fetch_history(
 
     Raises:
         NotARun: If the store holds no run.
+        RunMismatch: If folder and store hold histories that parted.
         StoreError: If the store does not answer.
     """
     return _looking_again(
@@ -290,8 +287,9 @@ def _fetch_segments(
             listing.sizes[extent.file.name],
         )
     ]
+    download(store, folder, [name for name in wanted if name not in here], listing.sizes)
     # A longer segment of the same name holds more than its beginning, which the store has.
-    download(store, folder, [n for n in wanted if listing.sizes[n] > here.get(n, 0)], listing.sizes)
+    mend(store, folder, [name for name in wanted if name in here])
     if found is None or not found.is_rolling:
         return True
     catalog = scan(folder, staging_roots)

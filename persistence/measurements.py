@@ -7,6 +7,7 @@ into the run folder every few seconds and at its end. Nobody waits for any of it
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from crc32c import crc32c
+
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.durable import make_directory, read_json, write_json
 from lowdiff.persistence.page import Page, PageReader
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+
+_logger = logging.getLogger(__name__)
 
 #: Kinds of samples of one process, and how many of each are kept, so that all fit on its page.
 _KINDS = 9
@@ -142,7 +147,11 @@ def _is_amount(value: object) -> bool:
 def gather_measurements(
     staging: StagingFolder, run_id: str, world_size: int, *, ended: str
 ) -> Measurements:
-    """What is on the pages of a staging folder now."""
+    """What is on the pages of a staging folder now; at a life's end, what is lost of it is said."""
+    decisions, num_damaged = _decisions(staging.decisions)
+    if num_damaged and ended:
+        text = "rank %d: measurements are incomplete: %d decision(s) of the tuner in %s are damaged"
+        _logger.warning(text, staging.rank, num_damaged, staging.decisions)
     samples: dict[str, list[float]] = {}
     facts: dict[str, float | str] = {}
     for page in (staging.measured_by_trainer, staging.measured_by_writer):
@@ -158,19 +167,36 @@ def gather_measurements(
         ended=said or ended,
         samples=samples,
         facts=facts,
-        decisions=read_decisions(staging.decisions),
+        decisions=decisions,
     )
 
 
 def append_decision(path: Path, decision: Mapping[str, Any]) -> None:
     """Add a line to a staging folder's decisions."""
+    checksum = crc32c(json.dumps(decision).encode())
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(decision) + "\n")
+        file.write(json.dumps({**decision, "crc32c": checksum}) + "\n")
 
 
 def read_decisions(path: Path) -> list[dict[str, Any]]:
-    """The newest decisions, oldest first; a line that is being written is left out."""
+    """The newest decisions, oldest first, without those that are damaged or still being written."""
+    return _decisions(path)[0]
+
+
+def _decisions(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The newest decisions that are whole, and how many are not."""
     if not path.exists():
-        return []
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[-_DECISIONS:]]
+        return [], 0
+    *lines, _ = path.read_bytes().split(b"\n")
+    found = [_decision(line) for line in lines[-_DECISIONS:]]
+    whole = [decision for decision in found if decision is not None]
+    return whole, len(found) - len(whole)
+
+
+def _decision(line: bytes) -> dict[str, Any] | None:
+    try:
+        decision = dict(json.loads(line))
+        checksum = decision.pop("crc32c")
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return decision if checksum == crc32c(json.dumps(decision).encode()) else None

@@ -25,28 +25,47 @@ class MappedFile:
         """
         self.path = path
         self.size = size
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Pages before length: another process that maps the file never meets a hole either.
-            os.posix_fallocate(descriptor, 0, size)
-            os.ftruncate(descriptor, size)
-            # Populated now, so that the training thread takes no page fault at its first store.
-            self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._map = _mapped(path, size)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise StorageError(
-                    f"staging needs {size / 2**20:.1f} MiB at {path}, and that file system is "
-                    "full; free it, enlarge it, or pass Checkpointer(..., staging=OTHER_FOLDER)"
-                ) from error
-            raise
-        finally:
-            os.close(descriptor)
+            raise StorageError(_refusal(path, size, error)) from error
         self.view = memoryview(self._map)
 
     def renamed(self, path: Path) -> None:
-        """Give the file another name; the mapping stays."""
-        self.path.rename(path)
+        """Give the file another name; the mapping stays.
+
+        Raises:
+            StorageError: If it is not there any more.
+        """
+        try:
+            self.path.rename(path)
+        except OSError as error:
+            raise StorageError(_refusal(path, self.size, error)) from error
         self.path = path
+
+
+def _mapped(path: Path, size: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        # Pages before length: another process that maps the file never meets a hole either.
+        os.posix_fallocate(descriptor, 0, size)
+        os.ftruncate(descriptor, size)
+        # Populated now, so that the training thread takes no page fault at its first store.
+        return mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(descriptor)
+
+
+def _refusal(path: Path, size: int, error: OSError) -> str:
+    """Whatever the reason, training is to hear of it as of memory that it does not get."""
+    way_out = "pass Checkpointer(..., staging=OTHER_FOLDER)"
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        why = f"that file system is full; free it, enlarge it, or {way_out}"
+    elif error.errno == errno.EDQUOT:
+        why = f"your quota there is used up; free some, have it raised, or {way_out}"
+    else:
+        why = f"cannot have it ({error.strerror}); mend that, or {way_out}"
+    return f"staging needs {size / 2**20:.1f} MiB at {path}, and {why}"
 
 
 def read_view(path: Path) -> memoryview:

@@ -66,11 +66,17 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def default_staging_root(run: Path) -> Path:
-    """``/dev/shm/lowdiff-UID``: memory that survives every process; or what a run used instead."""
-    instead = run / "staging"
-    if instead.is_dir() and not instead.is_symlink():
-        return instead  # there was no room in memory
+    """``/dev/shm/lowdiff-UID``: memory that survives every process; or where a run has steps instead."""
+    instead = staging_in(run)
+    # There was no room in memory, and what is in it has to be found. Once it is empty, memory may do.
+    if not instead.is_symlink() and next(StagingFolder.all(instead), None) is not None:
+        return instead
     return shared_staging_root()
+
+
+def staging_in(run: Path) -> Path:
+    """Where staging of a run lies if there is no room for it in memory."""
+    return run / "staging"
 
 
 def shared_staging_root() -> Path:

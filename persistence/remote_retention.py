@@ -41,9 +41,7 @@ def spent(
     folder = settings.folder
     if settings.retention is None:
         return frozenset()
-    own = read_fence(folder.fence(settings.incarnation, settings.rank))
-    # With run folders of their own, ranks do not see each other's newest fences.
-    fences = {own.incarnation: own, **begun_fences(folder, settings.run_id)}
+    fences = _fences(settings)
     complete = set(in_store.snapshots(fences))
     sizes: dict[tuple[int, int], int] = dict.fromkeys(complete, 0)
     for file in listing.files("manifest", "shard"):
@@ -64,7 +62,8 @@ def spent(
                 (step, number) in complete,
                 _written_seconds(folder.snapshot(number, step), uploaded.get((step, number), 0.0)),
                 _lowest_base(complete, fences[number], step)
-                if number in fences and _may_be_rolling(settings, folder.snapshot(number, step))
+                if number in fences
+                and _may_be_rolling(settings, in_store, folder.snapshot(number, step))
                 else None,
             )
             for (step, number), size in sorted(sizes.items())
@@ -86,16 +85,41 @@ def spent(
     return frozenset(removal.path for removal in plan.removals)
 
 
-def _may_be_rolling(settings: WriterSettings, snapshot: Path) -> bool:
-    """Whether a shard of a snapshot is rolling; of other ranks' not all is seen here."""
+def may_be_replaced(settings: WriterSettings, in_store: Listing, manifest: Path) -> bool:
+    """Whether a store may be without a rolling shard until it has the atomic one that is here.
+
+    Not without its only snapshot, which is as good, with the differentials of its cycle.
+    """
+    try:
+        is_atomic = Manifest.read(manifest).first_base is None
+        complete = in_store.snapshots(_fences(settings))
+    except DamagedFile:
+        return False
+    others = [n for step, n in complete if settings.folder.snapshot(n, step) != manifest.parent]
+    return is_atomic and bool(others)
+
+
+def _fences(settings: WriterSettings) -> dict[int, Fence]:
+    """Of every incarnation that began."""
+    own = read_fence(settings.folder.fence(settings.incarnation, settings.rank))
+    # With run folders of their own, ranks do not see each other's newest fences.
+    return {own.incarnation: own, **begun_fences(settings.folder, settings.run_id)}
+
+
+def _may_be_rolling(settings: WriterSettings, in_store: Listing, snapshot: Path) -> bool:
+    """Whether the store may have a rolling shard of a snapshot; of other ranks' not all is seen here."""
     if settings.is_rolling:
         return True
+    manifests = list(snapshot.glob("rank-*.json"))
     try:
-        found = [Manifest.read(path).first_base for path in snapshot.glob("rank-*.json")]
+        found = [Manifest.read(path).first_base for path in manifests]
+        here = {settings.folder.name(path): path.stat().st_size for path in manifests}
     except (FileNotFoundError, DamagedFile):
         return True
+    # An atomic one may have taken a rolling one's place here, and be shorter: it has no base.
+    is_older = any(in_store.sizes.get(name, size) != size for name, size in here.items())
     # None is here where this node came later than the snapshot.
-    return not found or any(base is not None for base in found)
+    return not found or is_older or any(base is not None for base in found)
 
 
 def _lowest_base(complete: Collection[tuple[int, int]], fence: Fence, step: int) -> int:

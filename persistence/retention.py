@@ -7,11 +7,13 @@ and acting (an attach, a pin) shares it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.catalog import SnapshotSet, begun_fences, complete_snapshots
@@ -31,15 +33,22 @@ from lowdiff.persistence.retention_plan import (
     is_on,
     plan_collection,
 )
-from lowdiff.persistence.snapshots import check_shard, manifest_file, shard_file
+from lowdiff.persistence.snapshots import check_shard, shard_file
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Snapshots whose shards were compared with their checksums, and those that passed."""
+    """Snapshots whose shards were compared with their checksums, and those that passed.
+
+    Attributes:
+        unreadable: Those of which a shard could not be read, so that nobody knows.
+    """
 
     snapshots: tuple[SnapshotSet, ...] = ()
     whole: tuple[SnapshotSet, ...] = ()
+    unreadable: tuple[SnapshotSet, ...] = ()
 
 
 @contextmanager
@@ -99,8 +108,12 @@ def check_snapshots(folder: RunFolder, run_id: str, before: Checked | None = Non
     """
     before = before or Checked()
     new = [s for s in complete_snapshots(folder, run_id) if s not in before.snapshots]
-    whole = [snapshot for snapshot in new if _has_lengths(snapshot) and _passes(snapshot)]
-    return Checked((*before.snapshots, *new), (*before.whole, *whole))
+    passed = {s.folder: _passes(s) for s in new if _has_lengths(s)}
+    return Checked(
+        (*before.snapshots, *new),
+        (*before.whole, *(s for s in new if passed.get(s.folder, False))),
+        (*before.unreadable, *(s for s in new if passed.get(s.folder, False) is None)),
+    )
 
 
 def is_overtaken(folder: RunFolder, run_id: str, inventory: Inventory, checked: Checked) -> bool:
@@ -119,7 +132,8 @@ def is_overtaken(folder: RunFolder, run_id: str, inventory: Inventory, checked: 
 def take_inventory(folder: RunFolder, run_id: str, *, checked: Checked | None = None) -> Inventory:
     """List what retention decides about.
 
-    A snapshot counts if its manifests are all there and its shards have the lengths they say.
+    A snapshot counts if its manifests are all there and its shards have the lengths they say. One
+    that is there and cannot be read does not count, and is said to stay.
 
     Args:
         folder: The run.
@@ -132,11 +146,21 @@ def take_inventory(folder: RunFolder, run_id: str, *, checked: Checked | None = 
     fences = begun_fences(folder, run_id)
     newest = max(fences, default=-1)
     beginning = [read_fence(path) for number, _, path in folder.fences() if number > newest]
+    damage: list[DamagedFile] = []
     whole = {
         snapshot.folder: snapshot
-        for snapshot in complete_snapshots(folder, run_id)
+        for snapshot in complete_snapshots(folder, run_id, damage)
         if _has_lengths(snapshot) and (checked is None or snapshot in checked.whole)
     }
+    unreadable = {error.path.parent: error.what for error in damage}
+    for snapshot in () if checked is None else checked.unreadable:
+        unreadable.setdefault(snapshot.folder, "a shard of it cannot be read")
+    for path, why in sorted(unreadable.items()):
+        text = (
+            "old files stay: %s may be needed, but %s; it stays, and what could depend on it, until it "
+            "can be read or you delete it"
+        )
+        _logger.warning(text, path, why)
     return Inventory(
         spans=lineage(fences),
         snapshots=tuple(
@@ -146,8 +170,11 @@ def take_inventory(folder: RunFolder, run_id: str, *, checked: Checked | None = 
                 path,
                 bytes=sum(file_bytes(file) for file in path.glob("*")),
                 complete=path in whole,
-                written_seconds=_written_seconds(whole[path]) if path in whole else 0.0,
+                written_seconds=_written_seconds(path)
+                if path in whole or path in unreadable
+                else 0.0,
                 first_base=_first_base(whole[path]) if path in whole else None,
+                unreadable=path in unreadable,
             )
             for incarnation, step, path in folder.snapshots()
         ),
@@ -204,12 +231,14 @@ def _has_lengths(snapshot: SnapshotSet) -> bool:
     )
 
 
-def _passes(snapshot: SnapshotSet) -> bool:
+def _passes(snapshot: SnapshotSet) -> bool | None:
+    """Whether its shards have their checksums; None if one cannot be read."""
     try:
         for manifest in snapshot.manifests:
             check_shard(snapshot.folder, manifest)
-    except DamagedFile:
-        return False
+    except DamagedFile as error:
+        is_there = not isinstance(error.__cause__, FileNotFoundError)
+        return None if isinstance(error.__cause__, OSError) and is_there else False
     return True
 
 
@@ -217,9 +246,8 @@ def _first_base(snapshot: SnapshotSet) -> int | None:
     return snapshot.first_base if snapshot.is_rolling else None
 
 
-def _written_seconds(snapshot: SnapshotSet) -> float:
+def _written_seconds(snapshot: Path) -> float:
     """When the last manifest was written; long ago if they are just being removed."""
-    files = [manifest_file(snapshot.folder, manifest.rank) for manifest in snapshot.manifests]
     with contextlib.suppress(FileNotFoundError):
-        return max(file.stat().st_mtime for file in files)
+        return max((f.stat().st_mtime for f in snapshot.glob("rank-*.json")), default=0.0)
     return 0.0

@@ -22,6 +22,8 @@ class StoredSnapshot:
         written_seconds: When it became complete, in seconds since the epoch.
         first_base: The differentials after this step are part of it; None for an atomic one,
             which needs none.
+        unreadable: Whether it may be complete, but that cannot be read now: it stays, and so does
+            what could be needed with it or in its place.
     """
 
     incarnation: int
@@ -31,6 +33,7 @@ class StoredSnapshot:
     complete: bool
     written_seconds: float
     first_base: int | None = None
+    unreadable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +148,17 @@ def plan_collection(
         return CollectionPlan(bytes_kept=_total_bytes(inventory))
     targets = {pin.step: f"pinned: {pin.label}" for pin in pins if is_valid(inventory.spans, pin)}
     targets.update(dict.fromkeys(inventory.bases, "where an incarnation begins"))
-    start = _window(valid, steps, policy, now_seconds)
-    planner = _Planner(inventory, policy, steps, targets)
+    unreadable = [s for s in inventory.snapshots if s.unreadable and is_on(inventory.spans, s)]
+    start = _window(valid, unreadable, steps, policy, now_seconds)
+    planner = _Planner(inventory, policy, steps, targets, unreadable)
     if policy.snapshots is None or len(steps) < policy.snapshots:
         everything = (Kept(start, None, "the newest snapshots"),)
         plan = CollectionPlan(kept=everything, bytes_kept=_total_bytes(inventory))
     else:
         plan = planner.plan(start, void_stays=True)
-    # Under pressure what is void goes first, then the window's oldest snapshot, and so on.
-    for shorter in (step for step in steps if step >= start):
+    # Under pressure what is void goes first, then the window's oldest snapshot, and so on; but not
+    # to make room for what only stays until it can be read again.
+    for shorter in (step for step in steps if step >= start and not unreadable):
         if policy.total_bytes is None or plan.bytes_kept <= policy.total_bytes:
             break
         plan = planner.plan(shorter, void_stays=False)
@@ -182,13 +187,18 @@ def _total_bytes(inventory: Inventory) -> int:
 
 
 def _window(
-    valid: Sequence[StoredSnapshot], steps: Sequence[int], policy: Retention, now_seconds: float
+    valid: Sequence[StoredSnapshot],
+    unreadable: Sequence[StoredSnapshot],
+    steps: Sequence[int],
+    policy: Retention,
+    now_seconds: float,
 ) -> int:
     """Step of the oldest snapshot in the window."""
     start = steps[0 if policy.snapshots is None else -min(policy.snapshots, len(steps))]
     if policy.age_hours is not None:
         oldest_seconds = now_seconds - policy.age_hours * _HOUR_SECONDS
-        start = min([start, *(s.step for s in valid if s.written_seconds > oldest_seconds)])
+        young = (s.step for s in (*valid, *unreadable) if s.written_seconds > oldest_seconds)
+        start = min([start, *young])
     return start
 
 
@@ -199,12 +209,14 @@ class _Planner:
     Attributes:
         steps: Steps of the snapshots on the lineage, ascending.
         targets: Single steps that stay, and why.
+        unreadable: Snapshots on the lineage that may be complete.
     """
 
     inventory: Inventory
     policy: Retention
     steps: Sequence[int]
     targets: Mapping[int, str]
+    unreadable: Sequence[StoredSnapshot]
 
     def plan(self, start: int, *, void_stays: bool) -> CollectionPlan:
         """Decide for the window that begins at ``start``."""
@@ -223,8 +235,13 @@ class _Planner:
         )
 
     def _kept_before(self, start: int) -> Iterator[Kept]:
-        """What stays of each stretch between two snapshots: up to the last step that is wanted."""
-        for base, following in pairwise(self.steps):
+        """What stays of each stretch between two snapshots: up to the last step that is wanted.
+
+        A stretch reaches across a snapshot that cannot be read, as if it were not there.
+        """
+        # Before the first of the others, all that is wanted may rest on it.
+        oldest = [s.step for s in self.unreadable if s.step < self.steps[0]]
+        for base, following in pairwise([*sorted(oldest)[:1], *self.steps]):
             if base >= start:
                 break
             wanted = {step: why for step, why in self.targets.items() if base <= step < following}
@@ -237,11 +254,17 @@ class _Planner:
 
     def _first_base(self, step: int) -> int | None:
         """What the snapshots of a step need of the time before it."""
-        bases = (
+        bases = [
             s.first_base
             for s in self.inventory.snapshots
             if s.step == step and s.complete and is_on(self.inventory.spans, s)
-        )
+        ]
+        # Of what cannot be read: a cycle lies in one incarnation, and between two snapshots of it.
+        before = [other for other in self.steps if other < step]
+        owners = {s.incarnation for s in self.unreadable if s.step == step}
+        bases += [
+            max([span.base, *before]) for span in self.inventory.spans if span.incarnation in owners
+        ]
         return min((base for base in bases if base is not None), default=None)
 
     def _old_snapshots(
@@ -253,6 +276,8 @@ class _Planner:
         for s in sorted(self.inventory.snapshots, key=lambda s: (s.step, s.incarnation)):
             if s.incarnation > newest:
                 continue  # of an incarnation that is just beginning
+            if s.unreadable:
+                continue
             if s.complete and is_on(self.inventory.spans, s):
                 goes, why = s.step < start and s.step not in bases, "older than what is kept"
             elif s.complete:

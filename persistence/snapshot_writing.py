@@ -11,12 +11,14 @@ from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.assembly import Assembly
+from lowdiff.persistence.copying import own_copy
 from lowdiff.persistence.cycles import CycleMark
 from lowdiff.persistence.durable import fsync_directory, write_json
+from lowdiff.persistence.framing import RecordKind, RecordRef
 from lowdiff.persistence.images import StagedImage
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.segments import make_run_directory
-from lowdiff.persistence.snapshots import Manifest, manifest_file, shard_file
+from lowdiff.persistence.snapshots import Manifest, decode_mark, manifest_file, shard_file
 from lowdiff.persistence.writer_settings import WriterSettings
 
 _COPY_BYTES = 4 << 20
@@ -24,6 +26,23 @@ _COPY_BYTES = 4 << 20
 
 class CycleLost(Exception):
     """The slices of a rolling snapshot are not all there; the text says why."""
+
+
+def staged_mark(record: RecordRef, image: Path) -> StagedImage | CycleMark | None:
+    """What a snapshot's mark says; None if it was overwritten.
+
+    Then it is not lost: every chunk that a trainer begins has its newest mark first.
+
+    Args:
+        record: The mark.
+        image: Where an atomic snapshot lies.
+    """
+    own = own_copy(record)
+    if own is None:
+        return None
+    if own.header.kind is RecordKind.CYCLE:
+        return CycleMark.of(own)
+    return StagedImage(own.header.step, *decode_mark(bytes(own.meta)), image)
 
 
 class SnapshotWriter:

@@ -8,6 +8,7 @@ and therefore do not count.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from lowdiff.persistence.memory import MappedFile, read_view
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.sections import sections_bytes, write_sections
 from lowdiff.types import Section
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -58,10 +61,12 @@ class StagingLog:
         self._cap_bytes = cap_bytes
         self._chunks: deque[_Chunk] = deque()
         self._offset = 0
-        self._mark: tuple[RecordKind, int, bytes] | None = None
+        # Of the newest atomic snapshot, and of the newest rolling one after it.
+        self._marks: list[tuple[RecordKind, int, bytes]] = []
         # Sections that were staged ahead of their record, where its body will be.
         self._ahead: CheckedCopy | None = None
         self._usual_bytes = 0
+        self._is_refused = False
         #: CRC-32C of the body of the newest record.
         self.body_checksum = 0
         #: Last step that was dropped before it was durable, -1 for none.
@@ -101,7 +106,7 @@ class StagingLog:
             Bytes written, or None if the log is at its cap: wait until more is durable.
 
         Raises:
-            StorageError: If a chunk that is too small could not be replaced.
+            StorageError: If a chunk that is too small could not grow. The log is as it was.
         """
         if self._ahead is not None:
             assert kind is RecordKind.DIFFERENTIAL
@@ -113,7 +118,8 @@ class StagingLog:
         if not self._reserve(size, durable_step, drop=drop):
             return None
         if kind in (RecordKind.SNAPSHOT, RecordKind.CYCLE):
-            self._mark = kind, step, meta
+            atomic = [mark for mark in self._marks if mark[0] is RecordKind.SNAPSHOT]
+            self._marks = [*(atomic if kind is RecordKind.CYCLE else ()), (kind, step, meta)]
         self._write(kind, step, meta, sections, pieces, rebases=rebases)
         return size
 
@@ -223,8 +229,8 @@ class StagingLog:
         chunk = self._chunks[-1]
         if self._offset + size <= chunk.file.size:
             return True
-        mark = HEADER_BYTES + padded(len(self._mark[2])) if self._mark else 0
-        chunk_bytes = max(self._chunk_bytes, HEADER_BYTES + mark + size)
+        marks = sum(HEADER_BYTES + padded(len(meta)) for _, _, meta in self._marks)
+        chunk_bytes = max(self._chunk_bytes, HEADER_BYTES + marks + size)
         if self._next_chunk(chunk_bytes, durable_step):
             return True
         return drop and self._drop_oldest(chunk_bytes, durable_step)
@@ -236,32 +242,42 @@ class StagingLog:
             return False
         try:
             self._open_chunk(self._chunks[-1].sequence + 1, size)
-        except StorageError:
+        except StorageError as error:
             # Somebody else took the memory: make do with what there is.
-            only = self._chunks[0]
-            return (
-                len(self._chunks) == 1
-                and only.last_step <= durable_step
-                and self._reuse_oldest(size)
-            )
+            if len(self._chunks) > 1 or self._chunks[0].last_step > durable_step:
+                self._note_refused(error)
+                return False
+            self._reuse_oldest(size)
         return True
+
+    def _note_refused(self, error: StorageError) -> None:
+        if not self._is_refused:
+            self._is_refused = True
+            text = "rank %d: %s. Until then training waits for what there is; this is said once"
+            _logger.warning(text, self.folder.rank, error)
 
     def _drop_oldest(self, size: int, durable_step: int) -> bool:
         if len(self._chunks) == 1:
             return False
-        if self._chunks[0].last_step > durable_step:
-            self.dropped_step = self._chunks[0].last_step
-        return self._reuse_oldest(size)
+        last_step = self._chunks[0].last_step
+        self._reuse_oldest(size)
+        if last_step > durable_step:
+            self.dropped_step = last_step
+        return True
 
     def _reuse_oldest(self, size: int) -> bool:
+        """Begin the next chunk in the memory of the oldest one; if that fails, nothing has changed.
+
+        One that is too small grows where it is: removed first, it would give nothing back, because
+        whoever reads the log still maps it.
+        """
         sequence = self._chunks[-1].sequence + 1
-        oldest = self._chunks.popleft()
-        if oldest.file.size >= size:
-            oldest.file.renamed(self.folder.chunk(sequence))
-            self._install(_Chunk(sequence, oldest.file, last_step=-1))
-        else:
-            oldest.file.path.unlink()
-            self._open_chunk(sequence, size)
+        file = self._chunks[0].file
+        if file.size < size:
+            file = MappedFile(file.path, size)
+        file.renamed(self.folder.chunk(sequence))
+        self._chunks.popleft()
+        self._install(_Chunk(sequence, file, last_step=-1))
         return True
 
     def _open_chunk(self, sequence: int, size: int) -> None:
@@ -286,10 +302,10 @@ class StagingLog:
         chunk.file.view[:HEADER_BYTES] = header.pack()
         self._chunks.append(chunk)
         self._offset = HEADER_BYTES
-        if self._mark is not None:
+        for mark in self._marks:
             # Chunks are reused by what differentials are durable; a writer that is restarted while
-            # it persists an image must still find the image's mark.
-            self._write(*self._mark, ())
+            # it persists an image, or that comes late, must still find the image's mark.
+            self._write(*mark, ())
 
 
 class LogTail:

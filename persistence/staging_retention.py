@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from lowdiff.errors import LowDiffError, NotARun
-from lowdiff.persistence.catalog import complete_snapshots, last_segment
+from lowdiff.errors import DamagedFile, LowDiffError, NotARun, StorageError
+from lowdiff.persistence.catalog import complete_snapshots
+from lowdiff.persistence.durable import fsync_directory
 from lowdiff.persistence.fences import read_run_id
-from lowdiff.persistence.framing import RecordKind
+from lowdiff.persistence.framing import FileHeader, RecordKind, RecordRef, read_records
 from lowdiff.persistence.locks import FileLock
-from lowdiff.persistence.ownership import Owner
+from lowdiff.persistence.memory import read_view
+from lowdiff.persistence.ownership import Owner, is_known
 from lowdiff.persistence.paths import RunFolder, StagingFolder, file_bytes
 from lowdiff.persistence.replica_status import has_replica, read_replica_status
-from lowdiff.persistence.staging import staged_records
+from lowdiff.persistence.retention_notes import Collected, read_notes
+from lowdiff.persistence.segment_file import SegmentFile
+from lowdiff.persistence.staging import open_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,46 +77,151 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
         if not lock.acquire(f"process {os.getpid()}, clearing staging memory"):
             return _verdict(stage, f"in use by {lock.holder()}", is_in_use=True)
         held.callback(lock.release)
-    steps = [
-        record.header.step
-        for _, record in staged_records(stage, check=False)  # what may hold a step stays
-        if record.header.kind is RecordKind.DIFFERENTIAL
-    ]
+    steps: set[int] = set()
+    try:
+        # What may hold a step stays.
+        steps.update(r.header.step for r in staged_differentials(stage, check=False))
+    except StorageError as error:
+        return _verdict(stage, f"it may hold steps, but {error}")
     if has_replica(stage):
-        steps.append(read_replica_status(stage.replica_status).step)
-    if max(steps, default=-1) < 0:
+        steps.add(read_replica_status(stage.replica_status).step)
+        steps.discard(-1)
+    if not steps:
         return _verdict(stage, "it holds no step", goes=True)
     owner = Owner.read(stage)
     if owner is None:
         return _verdict(stage, f"step {max(steps)} may be here only: no run is named")
     folder = RunFolder(Path(owner.run))
+    here_only = f"{_range(steps)} may be here only"
     try:
         if read_run_id(folder) != stage.run_id:
-            return _verdict(stage, f"{owner.run} is another run now", goes=True)
+            why = f"{owner.run} is another run now; was this one moved or deleted?"
+            return _verdict(stage, f"{here_only}: {why}")
     except NotARun:
-        if _is_surely_gone(owner):
-            return _verdict(stage, f"{owner.run} is gone", goes=True)
-        return _verdict(stage, f"{owner.run} is not there; is its file system mounted?")
+        why = "moved or deleted?" if _is_mounted(owner) else "is its file system mounted?"
+        return _verdict(stage, f"{here_only}: {owner.run} is not there; {why}")
     except (LowDiffError, OSError) as error:
         return _verdict(stage, f"the run cannot be read: {error}")
-    found = last_segment(folder, stage.incarnation, stage.rank)
-    durable = -1 if found is None else found[1]
-    if has_replica(stage):
-        # Its steps are durable only in snapshots, of this life or of one that went on from it.
-        found_there = complete_snapshots(folder, stage.run_id)
-        durable = max(
-            (s.step for s in found_there if s.incarnation >= stage.incarnation), default=-1
-        )
-    if durable >= max(steps):
+    if not is_known(stage, folder):
+        why = f"{owner.run} has gone on without this life {stage.incarnation}"
+        return _verdict(stage, f"{here_only}: {why}")
+    left = _left(folder, stage, steps)
+    if not left:
         return _verdict(stage, f"its steps are all in {owner.run}", goes=True)
-    first = max(durable + 1, min(steps))
-    return _verdict(
-        stage, f"steps {first} to {max(steps)} are here only; the next attach moves them"
-    )
+    return _verdict(stage, f"{_range(left)} are here only; the next attach moves them")
 
 
-def _is_surely_gone(owner: Owner) -> bool:
-    """Whether a run folder was deleted: its parent is there, on the same file system."""
+def _left(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> Collection[int]:
+    """Those of a folder's steps that would be lost with it."""
+    if not has_replica(stage):
+        return only_staged(folder, stage, steps)
+    # Its steps are durable only in snapshots, of this life or of one that went on from it.
+    found = complete_snapshots(folder, stage.run_id)
+    durable = max((s.step for s in found if s.incarnation >= stage.incarnation), default=-1)
+    return [] if durable >= max(steps) else range(max(durable + 1, min(steps)), max(steps) + 1)
+
+
+def staged_differentials(stage: StagingFolder, *, check: bool = True) -> Iterator[RecordRef]:
+    """Every differential of a log that is no longer written to.
+
+    Args:
+        stage: Where it is.
+        check: Whether bodies are compared with their checksums, too.
+
+    Raises:
+        DamagedFile: If a chunk cannot be read, so that it is not known what is in it. What fails a
+            check instead is none, as everywhere.
+    """
+    for sequence, path in stage.chunks():
+        opened = open_chunk(stage, sequence)
+        if opened is None:
+            _refuse_unreadable(stage, sequence, path)
+            continue
+        view, header = opened
+        for record in read_records(view, header, check=check):
+            if record.header.kind is RecordKind.DIFFERENTIAL:
+                yield record
+
+
+def _refuse_unreadable(stage: StagingFolder, sequence: int, path: Path) -> None:
+    """Pass over a chunk that its trainer had only begun to make; refuse any other."""
+    view = read_view(path)
+    try:
+        header = FileHeader.unpack(view, path)
+    except DamagedFile:
+        return
+    if (header.incarnation, header.rank, header.sequence) == (
+        stage.incarnation,
+        stage.rank,
+        sequence,
+    ):
+        raise DamagedFile(path, "it could not be read a moment ago")
+
+
+def only_staged(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> list[int]:
+    """Those of a log's steps that are in no segment and that retention has not removed, ascending.
+
+    The newest segment's end says little: one before it may be damaged, or may never have been
+    fetched from a store, because the step was here. What is found there is durable on return.
+    """
+    missing = set(steps)
+    found = False
+    for path in _segments_around(folder, stage, steps):
+        there = missing & _steps_in(path, stage)
+        if there and _is_synced(path):
+            missing -= there
+            found = True
+    if found:
+        fsync_directory(folder.segments_of(stage.rank))
+    # Read after the segments: retention says what it is about to remove before it does.
+    collected = Collected()
+    with suppress(DamagedFile):  # then what it has removed is kept once more
+        collected = read_notes(folder, stage.run_id).collected if missing else collected
+    return sorted(step for step in missing if not collected.holds(stage.incarnation, step))
+
+
+def _is_synced(path: Path) -> bool:
+    """Whether a segment is still there, and on disk: a killed writer's end may be in a cache."""
+    try:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _segments_around(
+    folder: RunFolder, stage: StagingFolder, steps: Collection[int]
+) -> Iterator[Path]:
+    """Segments of a log that may hold one of some steps, by where each and the next begin."""
+    own = [
+        (first, path)
+        for number, _, first, path in folder.segments(lambda rank: rank == stage.rank)
+        if number == stage.incarnation
+    ]
+    for (first, path), (after, _) in pairwise([*own, (max(steps, default=0) + 1, Path())]):
+        if first <= max(steps, default=-1) and after > min(steps, default=0):
+            yield path
+
+
+def _steps_in(path: Path, stage: StagingFolder) -> set[int]:
+    """What can be read of a segment."""
+    steps = set()
+    # A dead writer's first, torn record; a bad disk; or retention was faster.
+    with suppress(DamagedFile, FileNotFoundError):
+        file = SegmentFile(path)
+        owner = file.header.run_id, file.header.incarnation, file.header.rank
+        while owner == (stage.run_id, stage.incarnation, stage.rank) and (record := file.next()):
+            steps.add(record.header.step)
+    return steps
+
+
+def _range(steps: Collection[int]) -> str:
+    return f"steps {min(steps)} to {max(steps)}"
+
+
+def _is_mounted(owner: Owner) -> bool:
+    """Whether the folder that a run folder was in is there, on the same file system."""
     try:
         return Path(owner.run).parent.stat().st_dev == owner.run_place[0]
     except (OSError, IndexError):

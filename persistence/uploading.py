@@ -17,13 +17,14 @@ from itertools import zip_longest
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
+from lowdiff.persistence.adoption import ranks_to_adopt
 from lowdiff.persistence.fetching import Listing
 from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.measurements import Recorder
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFile, RunFolder
 from lowdiff.persistence.patience import Patience
-from lowdiff.persistence.remote_retention import spent
+from lowdiff.persistence.remote_retention import may_be_replaced, spent
 from lowdiff.persistence.segments import Uploaded, read_batch, uploaded_records
 from lowdiff.persistence.snapshots import manifest_file, shard_file
 from lowdiff.persistence.status import StatusPage
@@ -38,7 +39,8 @@ _LAST_ATTEMPTS, _ATTEMPT_SECONDS = 3, 2.0
 class Uploader:
     """Keeps one rank's share of a run in its store. Lives on the writer's event loop.
 
-    A rank uploads its own files, and those of ranks that are no longer there.
+    A rank uploads its own files, those of ranks that are no longer there, and the segments of those
+    whose logs it makes durable: on a machine of its own, perhaps nobody else sees them.
     """
 
     def __init__(self, settings: WriterSettings, page: StatusPage, recorder: Recorder) -> None:
@@ -53,6 +55,7 @@ class Uploader:
         self._old: frozenset[Path] = frozenset()
         self._notes: dict[str, bytes] = {}
         self._me = settings.incarnation, settings.rank
+        self._adopts = ranks_to_adopt(settings)
         self._last = settings.base_step
         # With a replica all that counts is one snapshot of this life.
         self._is_base_there = settings.has_replica
@@ -168,10 +171,13 @@ class Uploader:
             await self._compare(found, path, uploaded)
 
     async def _segments(self) -> list[tuple[int, int, int, Path]]:
-        """As `RunFolder.segments`, of the ranks that this one serves."""
+        """As `RunFolder.segments`, of the ranks whose segments this one uploads."""
         return await asyncio.to_thread(
-            lambda: list(self._settings.folder.segments(self._settings.serves))
+            lambda: list(self._settings.folder.segments(self._has_segments_of))
         )
+
+    def _has_segments_of(self, rank: int) -> bool:
+        return rank in self._adopts or self._settings.serves(rank)
 
     async def _upload_constants(self) -> None:
         """Frozen parameters that fences name, before those fences."""
@@ -188,7 +194,7 @@ class Uploader:
         """Fences of two lives that went on from one step may be equal; what followed is not."""
         if uploaded.start is None:
             return
-        there = await self._patience.ask("segments", lambda: self._store.read(found.name))
+        there = await self._read("segments", found.name)
         with path.open("rb") as file:
             file.seek(uploaded.start)
             here = await asyncio.to_thread(file.read, len(there) - HEADER_BYTES)
@@ -209,10 +215,10 @@ class Uploader:
         return next((f.name for f in later if f.incarnation not in known), None)
 
     def _my_listing(self) -> Listing:
-        """All snapshots, and this rank's segments."""
+        """All snapshots, and the segments that this rank uploads."""
         snapshots = self._store.sizes_and_times("snapshots")
         sizes = {name: size for name, (size, _) in snapshots.items()}
-        ranks = {rank for _, rank, _, _ in self._settings.folder.segments(self._settings.serves)}
+        ranks = {rank for _, rank, _, _ in self._settings.folder.segments(self._has_segments_of)}
         for rank in {self._settings.rank, *ranks}:
             sizes |= self._store.sizes(f"segments/rank-{rank:04d}")
         return Listing(sizes, {name: written for name, (_, written) in snapshots.items()})
@@ -227,7 +233,7 @@ class Uploader:
         if await self._patience.ask(task, lambda: self._store.create(name, data), sent=sent):
             return len(data)
         # A request that seemed lost, or an earlier writer's.
-        there = await self._patience.ask(task, lambda: self._store.read(name))
+        there = await self._read(task, name)
         common = min(len(there), len(data))
         whole = name.endswith(".seg") or len(there) == len(data)
         if there[:common] != data[:common] or not whole:
@@ -297,12 +303,12 @@ class Uploader:
                 file = RunFile.parse(folder.name(manifest))
                 if file is None or not self._settings.serves(file.rank):
                     continue
-                if file.name not in self._listing.sizes:
-                    try:
+                try:
+                    if not await self._is_there(file, manifest):
                         await self._upload_shard(path, file.rank)
-                    except FileNotFoundError:
-                        continue  # collected
-                    uploaded = True
+                        uploaded = True
+                except FileNotFoundError:
+                    continue  # collected
                 if incarnation == settings.incarnation and file.rank == settings.rank:
                     newest = max(step, self._page.status.remote_snapshot)
                     self._page.update(remote_snapshot=newest)
@@ -312,6 +318,28 @@ class Uploader:
         if not self._snapshots_passed.is_set():
             self._snapshots_passed.set()
             self._new_segments.set()
+
+    async def _is_there(self, file: RunFile, manifest: Path) -> bool:
+        """Whether the store has a shard. An atomic one takes the place of a rolling one there, too.
+
+        The rolling one's manifest goes first: in between there is no such snapshot.
+        """
+        there = self._listing.sizes.get(file.name)
+        # Manifests are compared by their lengths: only a rolling one names a base.
+        if there is None or there == (await asyncio.to_thread(manifest.stat)).st_size:
+            return there is not None
+        listing = await self._patience.ask("snapshots", self._my_listing)
+        if file.name not in listing.sizes:
+            return False
+        if not await asyncio.to_thread(may_be_replaced, self._settings, listing, manifest):
+            return True
+        if b'"first_base"' not in await self._read("snapshots", file.name):
+            return True
+        await self._patience.ask("snapshots", lambda: self._store.delete([file.name]))
+        return False
+
+    async def _read(self, task: str, name: str) -> bytes:
+        return await self._patience.ask(task, lambda: self._store.read(name))
 
     async def _upload_shard(self, path: Path, rank: int) -> None:
         """A shard and then its manifest, which makes it exist."""
@@ -325,7 +353,7 @@ class Uploader:
             upload = partial(self._store.upload, folder.name(shard), shard)
             await self._patience.ask("snapshots", upload, sent=size)
         await self._create("snapshots", folder.name(manifest), content)
-        sizes = {folder.name(shard): 0, folder.name(manifest): 0}
+        sizes = {folder.name(shard): size, folder.name(manifest): len(content)}
         self._listing = replace(self._listing, sizes={**self._listing.sizes, **sizes})
         self._count(size)
 
@@ -372,7 +400,7 @@ class Uploader:
         return await asyncio.to_thread(self._spent, here)
 
     def _spent(self, listing: Listing) -> frozenset[Path]:
-        mine = {f.name for f in listing.files("segment") if self._settings.serves(f.rank)}
+        mine = {f.name for f in listing.files("segment") if self._has_segments_of(f.rank)}
         try:
             return spent(self._settings, self._listing, listing, mine)
         except DamagedFile as error:

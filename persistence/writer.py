@@ -40,8 +40,7 @@ from lowdiff.persistence.segments import (
     durable_step,
     require_run,
 )
-from lowdiff.persistence.snapshot_writing import CycleLost, SnapshotWriter
-from lowdiff.persistence.snapshots import decode_mark
+from lowdiff.persistence.snapshot_writing import CycleLost, SnapshotWriter, staged_mark
 from lowdiff.persistence.staging import LogTail
 from lowdiff.persistence.status import Complaints, StatusPage, StatusReader, WriterStatus
 from lowdiff.persistence.uploading import Uploader
@@ -209,10 +208,12 @@ class Writer:
             kind = None if record is None else record.header.kind
             if record is not None and kind in (RecordKind.SNAPSHOT, RecordKind.CYCLE):
                 found = record.header.step, kind is RecordKind.SNAPSHOT
-                if found > self._marked:
+                # Before anything is waited for: meanwhile its memory may be given to other steps.
+                mark = staged_mark(record, self._settings.staging.snapshot)
+                if mark is not None and found > self._marked:
                     self._marked = found
                     await self._flush(pending)
-                    await self._queue.put(self._mark(record))
+                    await self._queue.put(mark)
             elif record is not None and kind is RecordKind.SLICE:
                 self._slices.append(record)
             elif record is not None and record.header.step > self._status.status.durable_step:
@@ -227,12 +228,6 @@ class Writer:
                     break
                 await asyncio.sleep(_POLL_SECONDS)
         await self._queue.put(None)
-
-    def _mark(self, record: RecordRef) -> StagedImage | CycleMark:
-        if record.header.kind is RecordKind.CYCLE:
-            return CycleMark.of(record)
-        image = self._settings.staging.snapshot
-        return StagedImage(record.header.step, *decode_mark(bytes(record.meta)), image)
 
     def _are_slices_many(self) -> bool:
         return sum(record.header.body_bytes for record in self._slices) > PENDING_BYTES

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from lowdiff.errors import WriterFailed
 from lowdiff.events import log_event
@@ -26,6 +29,77 @@ _START_SECONDS = 30.0
 _CHECK_SECONDS = 0.5
 #: How many writers may die while they finish.
 _FINISH_ATTEMPTS = 3
+#: So many deaths, with nothing done in between, are no accident.
+_DEATHS_IN_TROUBLE = 3
+#: How long after such a death another process is started, at first and at most.
+_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 1.0, 30.0
+#: How much of the end of a log an error quotes.
+_QUOTED_LINES, _QUOTED_CHARACTERS = 3, 500
+
+
+class Deaths:
+    """How a process that is started again and again has died since it last got anything done.
+
+    Attributes:
+        error: What is wrong, and what its log says of it; empty while it may be an accident.
+    """
+
+    def __init__(self, name: str, log: Path) -> None:
+        self._name, self._log = name, log
+        self._num = 0
+        self._done: Sequence[int] = ()
+        self._start_at = 0.0
+        self.error = ""
+
+    def note_done(self, done: Sequence[int]) -> None:
+        """Take in how far the process is: numbers that grow with what it gets done."""
+        if self._num and any(new > old for new, old in zip(done, self._done, strict=True)):
+            self._num, self.error = 0, ""
+
+    def note(self, how: str, done: Sequence[int]) -> float:
+        """It died, having got this far; or it could not be started, which is no better.
+
+        Returns:
+            Seconds until another one is to be started: ever more once it is no accident.
+        """
+        self.note_done(done)
+        # A successor that has not found out yet how far it is gets nothing done by that.
+        self._done = [max(pair) for pair in zip(done, self._done or done, strict=True)]
+        self._num += 1
+        delay, vain = 0.0, self._num - _DEATHS_IN_TROUBLE
+        if vain >= 0:
+            delay = min(_BACKOFF_SECONDS * 2.0 ** min(vain, 10), _LONGEST_BACKOFF_SECONDS)
+            end = _end_of(self._log)
+            self.error = f"{self._name} keeps dying ({how}); {self._log} ends: {end or 'empty'}"
+        self._start_at = time.monotonic() + delay
+        return delay
+
+    @property
+    def may_start(self) -> bool:
+        """Whether it is time to start another one."""
+        return time.monotonic() >= self._start_at
+
+
+def how_it_ended(exit_code: int) -> str:
+    """Why a process is no longer there, in words."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    name = signal.strsignal(-exit_code) or "unknown"
+    hint = ", out of memory?" if -exit_code == signal.SIGKILL else ""
+    return f"signal {-exit_code}: {name}{hint}"
+
+
+def _end_of(log: Path) -> str:
+    """The last lines of a log, as one."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 8 * _QUOTED_CHARACTERS))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return str(error)
+    said = [line.strip() for line in lines if line.strip()][-_QUOTED_LINES:]
+    return " | ".join(said)[-_QUOTED_CHARACTERS:]
 
 
 class WriterProcess:
@@ -41,6 +115,8 @@ class WriterProcess:
         self._pipe = threading.Lock()  # of whoever starts, tells or ends the process
         self._write_through = False
         self.restarts = 0
+        self._deaths = Deaths("the writer", self._settings.staging.writer_log)
+        self._is_dead = False
         self._process = self._start()
         self._finishing = False
         self._checked = time.monotonic()
@@ -52,8 +128,10 @@ class WriterProcess:
         return self._process.pid
 
     def read_status(self) -> WriterStatus:
-        """What the writer has done; for any thread."""
-        return self._status.read()
+        """What the writer has done; for any thread. One that keeps dying is in trouble."""
+        status = self._status.read()
+        error = "; ".join(filter(None, (status.error, self._deaths.error)))
+        return status if error == status.error else replace(status, error=error)
 
     def write_through(self) -> None:
         """Have each step made durable as soon as it is staged, from now on; for any thread.
@@ -73,21 +151,46 @@ class WriterProcess:
 
     def status(self) -> WriterStatus:
         """What the writer has done; restarts it if it is no longer there. For one thread."""
-        now = time.monotonic()
-        if not self._finishing and now - self._checked > _CHECK_SECONDS:
-            self._checked = now
-            if self._process.poll() is not None:
-                log_event(
-                    _logger,
-                    logging.WARNING,
-                    "writer_restarted",
-                    f"the writer of rank {self._settings.rank} ended; starting another",
-                    rank=self._settings.rank,
-                    exit_code=self._process.returncode,
-                    writer_log=str(self._settings.staging.writer_log),
-                )
-                self._restart()
-        return self._status.read()
+        self._deaths.note_done(self._done())
+        if time.monotonic() - self._checked > _CHECK_SECONDS:
+            self._look()
+        return self.read_status()
+
+    def _done(self) -> list[int]:
+        """What grows with whatever a writer is there for."""
+        status = self._status.read()
+        return [
+            status.durable_step,
+            status.durable_snapshot,
+            status.lost_snapshot,
+            status.batches,
+            status.adopted,
+            status.remote_step,
+            status.remote_bytes,
+        ]
+
+    def _look(self, *, at_once: bool = False) -> None:
+        """Replace a writer that died; after several such deaths not always ``at_once``."""
+        self._checked = time.monotonic()
+        if self._finishing:
+            return
+        if self._process.poll() is None:
+            return
+        if not self._is_dead:
+            self._is_dead = True
+            delay = self._deaths.note(how_it_ended(self._process.returncode), self._done())
+            when = f" in {delay:.0f} s" if delay else ""
+            log_event(
+                _logger,
+                logging.WARNING,
+                "writer_restarted",
+                f"the writer of rank {self._settings.rank} ended; starting another{when}",
+                rank=self._settings.rank,
+                exit_code=self._process.returncode,
+                writer_log=str(self._settings.staging.writer_log),
+            )
+        if at_once or self._deaths.may_start:
+            self._restart()
 
     def finish(self, timeout_seconds: float) -> WriterStatus:
         """Tell the writer that nothing more comes, and wait until all is durable; idempotent.
@@ -100,8 +203,7 @@ class WriterProcess:
         """
         deadline = time.monotonic() + timeout_seconds
         for _ in range(_FINISH_ATTEMPTS):
-            self._checked = 0.0
-            self.status()  # a writer that died unnoticed has a successor, which drains
+            self._look(at_once=True)  # a writer that died unnoticed has a successor, which drains
             with self._pipe:
                 # A byte, not only the pipe's end: forked DataLoader workers may hold it open.
                 self._tell(END)
@@ -115,7 +217,7 @@ class WriterProcess:
                 break
         self._finishing = True
         is_running = self._process.poll() is None  # before its last word is read
-        status = self._status.read()
+        status = self.read_status()
         if not status.closed and not is_running:
             raise WriterFailed(
                 f"the writer of rank {self._settings.rank} died {_FINISH_ATTEMPTS} times while it "
@@ -146,7 +248,14 @@ class WriterProcess:
         with self._pipe:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            self._process = self._start()
+            try:
+                self._process = self._start()
+            except OSError as error:  # no memory or no process is to be had: perhaps later
+                self._deaths.note(f"it cannot be started: {error}", self._done())
+                text = "the writer of rank %d cannot be started again now: %s"
+                _logger.warning(text, self._settings.rank, error)
+                return
+            self._is_dead = False
             self.restarts += 1
             if self._write_through:
                 self._tell(WRITE_THROUGH)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,25 @@ from safetensors.torch import load_file
 
 from lowdiff.errors import ConfigError, DamagedFile
 from lowdiff.layout import canonical_name
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.object_store import is_url
+from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.values import same
 from lowdiff.recovery.compare import distance
 from lowdiff.recovery.engine import Progress, recover
+from lowdiff.recovery.plan import RecoveryPlan, usable_snapshots
 from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.sizing import check_memory
 
 #: Keys under which files keep the model's weights.
 _WEIGHTS = ("model", "state_dict", "model_state_dict")
 #: Of a group: how its step is computed, not what.
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
+#: What torch raises over bytes that it did not write; its unpickler goes wherever they lead it.
+_UNREADABLE = (
+    *(SafetensorError, pickle.UnpicklingError, struct.error, RuntimeError, EOFError),
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +104,13 @@ def compare_with(
     Raises:
         ConfigError: If the file is of another kind.
         DamagedFile: If it cannot be read.
+        NotEnoughMemory: If the state and the file do not fit into memory together.
     """
     path = Path(file)
+    _check_name(path)
+    if not is_url(run):  # of a store the snapshot is not here yet
+        root = default_staging_root(Path(run)) if staging is None else Path(staging)
+        check_memory(_largest_snapshot(RunFolder(Path(run)), root) + path.stat().st_size)
     weights, optimizers, named_step = _read(path)
     state = recover(
         run, named_step if step is None else step, staging=staging, options=options,
@@ -121,35 +137,64 @@ def compare_with(
     )
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]], int | None]:
-    """Weights, the state of each optimizer that the file has, and the step if it is told."""
+def _check_name(path: Path) -> None:
     if path.suffix not in (".pt", ".pth", ".safetensors"):
         raise ConfigError(
             f"{path} ends in none of .pt, .pth and .safetensors; convert it to one of these"
         )
     if not path.is_file():
         raise ConfigError(f"{path} is no file; give one that torch.save or safetensors wrote")
+
+
+def _largest_snapshot(folder: RunFolder, staging: Path) -> int:
+    """What a state of the run takes in memory, by its snapshots."""
+    there = usable_snapshots(scan(folder, [staging]))
+    plans = (RecoveryPlan(s.step, s.incarnation, s, ()) for s in there)
+    return max((plan.loaded_bytes for plan in plans), default=0)
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]], int | None]:
+    """Weights, the state of each optimizer that the file has, and the step if it is told."""
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as opened:
                 told = (opened.metadata() or {}).get("lowdiff_step")
             return load_file(path), [], None if told is None else int(told)
         content = torch.load(path, weights_only=True, map_location="cpu")
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except _UNREADABLE as error:
         raise DamagedFile(path, f"it cannot be read ({error!r:.300})") from error
     if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path} holds a {type(content).__name__}, not a dict of tensors; save "
-            "model.state_dict(), or a dict with it under 'model'"
-        )
-    weights = next((content[key] for key in _WEIGHTS if isinstance(content.get(key), dict)), None)
-    optimizer = content.get("optimizer") if weights is not None else None
+        raise _refusal(path, f"a {type(content).__name__}")
+    inner = next((content[key] for key in _WEIGHTS if isinstance(content.get(key), dict)), None)
+    optimizer = content.get("optimizer") if inner is not None else None
     listed = optimizer if isinstance(optimizer, list) else [optimizer]
+    optimizers: list[Mapping[str, Any]] = [found for found in listed if isinstance(found, dict)]
+    weights: Mapping[str, Any] = content if inner is None else inner
+    strange = next((name for name in weights if not isinstance(name, str)), None)
+    if strange is not None:
+        raise _refusal(path, f"a dict with {strange!r:.60} for a tensor's name")
+    for found in optimizers:
+        _check_optimizer(path, found)
     told = content.get("step")
-    return (
-        content if weights is None else weights,
-        [found for found in listed if isinstance(found, dict)],
-        told if isinstance(told, int) else None,
+    return weights, optimizers, told if isinstance(told, int) else None
+
+
+def _check_optimizer(path: Path, optimizer: Mapping[str, Any]) -> None:
+    """See that it has the form of an optimizer's ``state_dict``."""
+    state, groups = optimizer.get("state", {}), optimizer.get("param_groups", ())
+    fits = (
+        isinstance(state, dict)
+        and isinstance(groups, Sequence)
+        and all(isinstance(entry, dict) for entry in (*state.values(), *groups))
+    )
+    if not fits:
+        raise _refusal(path, "something else than an optimizer's state_dict() under 'optimizer'")
+
+
+def _refusal(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{path} holds {what}, not a dict of tensors; save model.state_dict(), or a dict with it "
+        "under 'model'"
     )
 
 
@@ -180,11 +225,18 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
         if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
             if not same(left, right):
                 yield Difference(name, 0, None, f"{left!r:.60} against {right!r:.60}")
-        elif left.shape != right.shape or left.dtype != right.dtype:
-            what = f"{left.dtype} {tuple(left.shape)} against {right.dtype} {tuple(right.shape)}"
+        elif _form(left) != _form(right):
+            what = f"{_form(left)} against {_form(right)}"
             yield Difference(name, 0, None, what)
         else:
             count, ulps = distance(left, right)
             if count:
                 far = "" if ulps is None else f", at most {ulps} units in the last place apart"
                 yield Difference(name, count, ulps, f"{count} of {left.numel()} elements{far}")
+
+
+def _form(tensor: torch.Tensor) -> str:
+    """Whatever of a tensor must be the same before its elements can be compared."""
+    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
+    nothing = " without content" if tensor.is_meta else ""
+    return f"{tensor.dtype} {tuple(tensor.shape)}{layout}{nothing}"

@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import torch
-from crc32c import crc32c
-from safetensors.torch import save
 
 from lowdiff.errors import ConfigError
 from lowdiff.layout import shaped
 from lowdiff.persistence.durable import (
     fsync_directory,
     make_directory,
+    replaced,
     unwritable,
-    write_file,
     write_json,
 )
-from lowdiff.persistence.fences import create_run, new_run_id, write_fence
+from lowdiff.persistence.fences import create_run, new_life, new_run_id, write_fence
 from lowdiff.persistence.paths import RunFolder
-from lowdiff.persistence.snapshots import (
-    OPTIMIZER,
-    PARAMETER,
-    RESIDUAL,
-    SCALARS,
-    Manifest,
-    manifest_file,
-    shard_file,
-)
-from lowdiff.persistence.values import encode
-from lowdiff.recovery.state import (
-    AVERAGE_ITEM,
-    BUFFER_ITEM,
-    FROZEN_ITEM,
-    TENSOR_ITEM,
-    RecoveredState,
-    is_aligned,
-)
-from lowdiff.types import ParameterSpec
+from lowdiff.persistence.snapshots import RESIDUAL, Manifest, manifest_file, shard_file
+from lowdiff.recovery.images import shard_tensors, write_image
+from lowdiff.recovery.state import OptimizerState, RecoveredState
 
 
 @contextmanager
@@ -92,6 +74,7 @@ def start_run(state: RecoveredState, run: str | Path) -> Path:
         parent=None,
         base_step=state.step,
         constants="",  # each shard of the one snapshot holds them
+        life=new_life(),
         world_size=len(state.items),
     )
     with new_directory(target) as partial:
@@ -100,57 +83,37 @@ def start_run(state: RecoveredState, run: str | Path) -> Path:
         snapshot = folder.snapshot(0, state.step)
         make_directory(snapshot)
         for rank in range(fence.world_size):
-            data = save(_shard(state, rank), {"format": "pt", "writer": "lowdiff"})
-            write_file(shard_file(snapshot, rank), data)
-            manifest = Manifest(
-                run_id, 0, state.step, rank, fence.world_size, len(data), crc32c(data)
-            )
+            with replaced(shard_file(snapshot, rank)) as file:
+                size, checksum = write_image(file, _shard(state, rank))
+            manifest = Manifest(run_id, 0, state.step, rank, fence.world_size, size, checksum)
             write_json(manifest_file(snapshot, rank), manifest.document())
             write_fence(folder, replace(fence, rank=rank))
     return target
 
 
-def _shard(state: RecoveredState, rank: int) -> dict[str, torch.Tensor]:
-    """Everything that one rank's shard holds; parameters are dealt out in turn."""
-    world_size = len(state.items)
-    tensors: dict[str, torch.Tensor] = {}
-    scalars: list[dict[str, dict[str, Any]]] = [{} for _ in state.optimizers]
-    for i, spec in enumerate(state.fence.layout.parameters):
-        if i % world_size == rank:
-            tensors[PARAMETER + spec.name] = _logical(state.parameters[spec.name], spec)
-            for index, optimizer in enumerate(state.optimizers):
-                entries = optimizer.state.get(spec.name, {})
-                for key, value in entries.items():
-                    if is_aligned(key, value, spec.numel):
-                        name = f"{OPTIMIZER}{index}/{spec.name}/{key}"
-                        tensors[name] = _logical(value, spec)
-                    else:
-                        scalars[index].setdefault(spec.name, {})[key] = value
-            for name, average in state.averages.items():
-                if spec.name in average:
-                    tensors[f"{AVERAGE_ITEM}{name}/{spec.name}"] = _logical(
-                        average[spec.name], spec
-                    )
+def _shard(state: RecoveredState, rank: int) -> dict[str, Callable[[], torch.Tensor]]:
+    """Everything that one rank's shard holds, for `write_image`; parameters are dealt out in turn."""
+    specs = {spec.name: spec for spec in state.fence.layout.parameters}
+    own = list(specs)[rank :: len(state.items)]
+    tensors = shard_tensors(
+        replace(
+            state,
+            parameters={name: state.parameters[name] for name in own},
+            optimizers=[
+                OptimizerState(o.groups, {name: o.state[name] for name in own if name in o.state})
+                for o in state.optimizers
+            ],
+            averages={
+                average: {name: followed[name] for name in own if name in followed}
+                for average, followed in state.averages.items()
+            },
+            items=[state.items[rank]],
+        )
+    )
     is_exact = state.step == state.base_step and not state.has_mixed_residuals
     if is_exact and rank < len(state.residuals):
-        specs = {spec.name: spec for spec in state.fence.layout.parameters}
         for name, residual in state.residuals[rank].items():
             # A compressor may keep state of its own beside the parameters' residuals.
-            own = _logical(residual, specs[name]) if name in specs else residual
-            tensors[RESIDUAL + name] = own
-    items = dict(state.items[rank])
-    for name in [n for n in items if n.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM))]:
-        tensors[name] = state.resolved(name, {name: items.pop(name)}).contiguous().clone()
-    document: Mapping[str, Any] = {
-        "groups": [optimizer.groups for optimizer in state.optimizers],
-        "state": scalars,
-        "held": list(state.held),
-        "items": items,
-    }
-    data = bytearray(encode(document, name="snapshot"))
-    tensors[SCALARS] = torch.frombuffer(data, dtype=torch.uint8)
+            make = partial(shaped, residual, specs[name]) if name in specs else residual.detach
+            tensors[RESIDUAL + name] = make
     return tensors
-
-
-def _logical(values: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    return shaped(values, spec).contiguous()

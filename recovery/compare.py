@@ -3,17 +3,70 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from lowdiff.layout import INT_OF_BYTES
 from lowdiff.persistence.values import same
-from lowdiff.recovery.state import RecoveredState
+from lowdiff.recovery.state import (
+    RNG_ITEM,
+    STATEFUL_ITEM,
+    TENSOR_ITEM,
+    RecoveredState,
+    begun_afresh,
+    inherit,
+)
 
 #: Compared at once: what that takes in double precision stays small.
-_PIECE_ELEMENTS = 1 << 20
+_PIECE_ELEMENTS = 1 << 18
+_INTEGERS = {1: torch.int8, **INT_OF_BYTES}
+
+
+def keep_inherited(before: RecoveredState, after: RecoveredState) -> None:
+    """Take out of two states, in place, what the later life did not inherit from the earlier one.
+
+    Not inherited are objects that are new, gone or of another class, averages that follow other
+    parameters or are kept in another form since, tensors of the model that are gone, and generators
+    that only one of the two knows. A hyper-parameter that only a later torch knows is taken over.
+
+    Args:
+        before: As the earlier life left it.
+        after: As a snapshot of the later life has it.
+    """
+    old, new = before.fence, after.fence
+    if len(before.items) != len(after.items):
+        before.items = inherit(before.items, len(after.items))
+    kept = {
+        name
+        for name in new.stateful.keys() - set(begun_afresh(old, new))
+        if old.averages.get(name) == new.averages.get(name)
+    }
+    objects = old.stateful.keys() | new.stateful.keys()
+    gone = set(old.names.values()) - set(new.names.values())
+    for ours, others in zip(before.items, after.items, strict=True):
+        unshared = {name for name in ours.keys() ^ others.keys() if name.startswith(RNG_ITEM)}
+        for name in ours.keys() | others.keys():
+            owner = _owner(name, objects)
+            if name in unshared or name in gone or (owner is not None and owner not in kept):
+                ours.pop(name, None)
+                others.pop(name, None)
+    for state in (before, after):
+        state.averages = {name: state.averages[name] for name in kept & state.averages.keys()}
+    for mine, theirs in zip(before.optimizers, after.optimizers, strict=True):
+        for group, known in zip(mine.groups, theirs.groups, strict=True):
+            group |= {key: value for key, value in known.items() if key not in group}
+
+
+def _owner(item: str, objects: Iterable[str]) -> str | None:
+    """The stateful object that an item belongs to; None if it belongs to the model or to none."""
+    if item.startswith(STATEFUL_ITEM):
+        return item.removeprefix(STATEFUL_ITEM)
+    # Names may hold slashes.
+    owners = (name for name in objects if item.startswith(f"{TENSOR_ITEM}{name}/"))
+    return max(owners, key=len, default="") if item.startswith(TENSOR_ITEM) else None
 
 
 def differences(left: RecoveredState, right: RecoveredState) -> Iterator[str]:
@@ -40,8 +93,22 @@ def _mapping(what: str, left: dict[str, Any], right: dict[str, Any]) -> Iterator
     for key in sorted(set(left) | set(right)):
         if key not in left or key not in right:
             yield f"{what} {key} (only on one side)"
-        elif not same(left[key], right[key]):
+        elif not _is_same(left[key], right[key]):
             yield f"{what} {key}{_first_difference(left[key], right[key])}"
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    """`same`, but that tensors as large as a model's are not copied for it."""
+    if (
+        type(left) is type(right) is torch.Tensor
+        and (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)
+        and left.is_contiguous()
+        and right.is_contiguous()
+        and left.is_floating_point()
+    ):
+        integers = _INTEGERS[left.element_size()]
+        return torch.equal(left.view(integers), right.view(integers))
+    return same(left, right)
 
 
 def _first_difference(left: Any, right: Any) -> str:
@@ -49,14 +116,15 @@ def _first_difference(left: Any, right: Any) -> str:
         return ""
     if left.shape != right.shape or left.dtype != right.dtype:
         return f" ({left.dtype} {tuple(left.shape)} against {right.dtype} {tuple(right.shape)})"
-    unequal = (left != right).reshape(-1).nonzero()
-    if not len(unequal):
+    unequal = (left != right).reshape(-1)
+    count = int(unequal.count_nonzero())
+    if not count:
         return " (differs in the bits of NaN or of a zero's sign)"
-    at = int(unequal[0])
+    at = int(unequal.view(torch.uint8).argmax())  # of equal ones the first
     mine, theirs = left.reshape(-1)[at].item(), right.reshape(-1)[at].item()
     ulps = distance(left, right)[1]
     far = "" if ulps is None else f"; at most {ulps} units in the last place apart"
-    return f" ({len(unequal)} elements; the first, {at}: {mine!r} against {theirs!r}{far})"
+    return f" ({count} elements; the first, {at}: {mine!r} against {theirs!r}{far})"
 
 
 def largest_difference(left: RecoveredState, right: RecoveredState) -> float:
@@ -82,28 +150,42 @@ def largest_difference(left: RecoveredState, right: RecoveredState) -> float:
 def distance(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int | None]:
     """Number of elements with other bits, and the largest distance in units in the last place.
 
-    None for the distance where a value is not finite, or not a floating-point number at all.
+    None for the distance where a value is not finite, or not a floating-point number at all, or one
+    of a single byte, of which formats differ.
 
     Args:
         left: Any shape, dtype and device.
         right: The same shape and dtype.
     """
-    ours, others = left.detach().cpu().contiguous(), right.detach().cpu().contiguous()
+    ours, others = (side.detach().cpu().contiguous().reshape(-1) for side in (left, right))
+    if ours.is_floating_point() and ours.element_size() == 1:
+        ours, others = ours.view(torch.int8), others.view(torch.int8)
     if not ours.is_floating_point():
-        return int((ours != others).sum()), None
+        return int((ours != others).count_nonzero()), None
     integers = INT_OF_BYTES[ours.element_size()]
-    a, b = ours.view(integers), others.view(integers)
-    unequal = a != b
-    count = int(unequal.sum())
-    if not count:
-        return 0, 0
-    if not bool(ours[unequal].isfinite().all() and others[unequal].isfinite().all()):
-        return count, None
-    ordered = [_ordered(values[unequal]) for values in (a, b)]
-    return count, max(abs(x - y) for x, y in zip(*ordered, strict=True))
+    count, furthest, is_finite = 0, 0, True
+    for mine, theirs in zip(
+        ours.split(_PIECE_ELEMENTS), others.split(_PIECE_ELEMENTS), strict=True
+    ):
+        a, b = mine.view(integers), theirs.view(integers)
+        unequal = a != b
+        if bool(unequal.any()):
+            count += int(unequal.count_nonzero())
+            is_finite &= bool(mine[unequal].isfinite().all() and theirs[unequal].isfinite().all())
+            furthest = max(furthest, _furthest(a[unequal], b[unequal]))
+    return count, furthest if is_finite else None
 
 
-def _ordered(patterns: torch.Tensor) -> list[int]:
-    """Bit patterns as integers in the order of the numbers; Python's do not overflow."""
+def _furthest(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Largest distance between bit patterns, counted in the order of the numbers they stand for."""
+    a, b = _ordered(left), _ordered(right)
+    high, low = torch.maximum(a, b).numpy(), torch.minimum(a, b).numpy()
+    # Unsigned, or the distance of two of 64 bits could overflow.
+    return int((high.view(np.uint64) - low.view(np.uint64)).max())
+
+
+def _ordered(patterns: torch.Tensor) -> torch.Tensor:
+    """Bit patterns as integers in the order of the numbers; both zeros are one."""
     lowest = -(1 << (8 * patterns.element_size() - 1))
-    return [p if p >= 0 else lowest - p for p in patterns.tolist()]
+    wide = patterns.long()
+    return torch.where(wide >= 0, wide, lowest - wide)

@@ -8,7 +8,7 @@ good ones after it, or one that is whole in length and wrong in content, was onc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,11 @@ from lowdiff.persistence.framing import (
     read_record,
     read_records,
 )
-from lowdiff.persistence.lineage import Span
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.snapshots import was_removed
-from lowdiff.recovery.plan import recoverable, spans_of
+from lowdiff.recovery.plan import rebases, recoverable, spans_of
 
 _RECORD_START = re.compile(rb"LDRC")
 
@@ -74,13 +73,18 @@ def judge(
     there = folder.segments() if catalog.damage else ()
     segments = {path: (number, rank, first) for number, rank, first, path in there}
     for error in catalog.damage:
-        if error.path in segments and error.path.exists():
-            number, rank, first = segments[error.path]
-            reason = _excuse(error, catalog, number, rank, first)
-            if reason is not None:
-                notes.append(Finding.of(error, f"it is cut short; no step is lost ({reason})"))
+        reason = None
+        try:
+            if was_removed(error.path):
                 continue
-        elif was_removed(error.path):
+            if error.path in segments:
+                reason = _excuse(error, catalog, *segments[error.path])
+        except FileNotFoundError:
+            continue  # a live run's retention was faster
+        except (DamagedFile, OSError):
+            pass  # the file cannot be read, or not even be asked for: that stays a failure
+        if reason is not None:
+            notes.append(Finding.of(error, f"it is cut short; no step is lost ({reason})"))
             continue
         failures.append(Finding.of(error))
     failures += _staging_damage(catalog, check_all=check_all)
@@ -120,20 +124,12 @@ def last_kept(catalog: Catalog, base: int, last: int) -> int:
     ):
         last = step - 1
     spans = spans_of(catalog)
-    return next((t - 1 for t in range(base + 1, last + 1) if _rebases(catalog, spans, t)), last)
+    return next((t - 1 for t in range(base + 1, last + 1) if rebases(catalog, spans, t)), last)
 
 
 def _is_replicated(catalog: Catalog, incarnation: int) -> bool:
     found = catalog.incarnations.get(incarnation)
     return found is not None and found.fence.has_replica
-
-
-def _rebases(catalog: Catalog, spans: Sequence[Span], step: int) -> bool:
-    owner = next((span for span in spans if span.owns(step)), None)
-    if owner is None:
-        return False
-    ranks = (catalog.of(owner.incarnation, rank) for rank in range(owner.world_size))
-    return all(records.rebases(step, step) for records in ranks)
 
 
 def _first_missing(catalog: Catalog, base: int, last: int) -> tuple[int | None, int | None, int]:
@@ -222,13 +218,14 @@ def _staging_damage(catalog: Catalog, *, check_all: bool) -> Iterator[Finding]:
         if has_replica(stage) and not check_all:
             continue  # what of it is used is compared then
         for _, path in stage.chunks():
+            view = None
             try:
                 view = read_view(path)
                 header = FileHeader.unpack(view, path)
             except FileNotFoundError:
                 continue  # adopted by a new writer, or reused by a live trainer
             except DamagedFile as error:
-                if any(view[:HEADER_BYTES]):
+                if view is None or any(view[:HEADER_BYTES]):
                     yield Finding.of(error)
                 continue
             end = _end_of_records(view, header)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.sharing import made_by_all
 from lowdiff.recovery.sizing import check_memory
-from lowdiff.recovery.state import RecoveredState
+from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
 from lowdiff.recovery.unit import UNREPLAYABLE
 from lowdiff.types import Fence
 
@@ -93,14 +93,40 @@ def _recover(
     for finding in judge(folder, catalog)[0]:
         _logger.warning("%s", finding.message)
 
+    aim = _Aim(step)
+
     def act(seen: Catalog) -> RecoveredState:
-        state = recover_from_memory(seen, step, options or ReplayOptions())
-        if state is not None:
-            return state
-        plan = plan_recovery(seen, step)
-        return recover_from_disk(seen, plan.step, reporting(options, progress, 0, len(plan.steps)))
+        state = recover_from_memory(seen, aim.step, options or ReplayOptions())
+        return _reach(seen, aim, options, progress) if state is None else state
 
     return look_again(folder, root, catalog, act)
+
+
+class _Aim:
+    """Where a recovery leads.
+
+    The newest step of a live run moves on, faster perhaps than a replay follows. So the one that was
+    planned first stays: by the next look it is in a segment.
+    """
+
+    def __init__(self, asked: int | None) -> None:
+        self.asked = self.step = asked
+
+    def plan(self, catalog: Catalog) -> RecoveryPlan:
+        """Plan the way there; or to the newest step there is, if that is what is asked for.
+
+        Raises:
+            StepNotFound: If nothing leads there.
+        """
+        try:
+            plan = plan_recovery(catalog, self.step)
+        except StepNotFound as error:
+            if self.step == self.asked:
+                raise
+            plan = plan_recovery(catalog, self.asked)
+            _logger.warning("%s; going back to step %d", error, plan.step)
+        self.step = plan.step
+        return plan
 
 
 def reporting(
@@ -191,24 +217,79 @@ def recover_from_memory(
         return None
     try:
         return carry_out_in_memory(catalog, memory, options)
-    except (LowDiffError, *UNREPLAYABLE, OSError) as error:
+    except (DamagedFile, ReplayMismatch, RunMismatch) as error:
+        # Not for want of memory or of room on a disk: that passes, but a step back would remain.
         _logger.warning("%s; going back to what is on disk", error)
         return None
 
 
 def recover_from_disk(catalog: Catalog, step: int | None, options: ReplayOptions) -> RecoveredState:
-    """What segments and snapshots lead to; a damaged snapshot is passed over for an older one."""
+    """What segments and snapshots lead to; a damaged snapshot is passed over for an older one.
+
+    Where it was the only way to the newest step, and that was asked for, the newest that can still
+    be reached serves.
+    """
+    return _reach(catalog, _Aim(step), options, None)
+
+
+def _reach(
+    catalog: Catalog, aim: _Aim, options: ReplayOptions | None, progress: Progress | None
+) -> RecoveredState:
     while True:
-        plan = plan_recovery(catalog, step)
+        plan = aim.plan(catalog)
+        found = try_from_disk(catalog, plan, reporting(options, progress, 0, len(plan.steps)))
+        if isinstance(found, RecoveredState):
+            return found
+        if aim.asked is not None:
+            raise found.error
+        catalog = without(catalog, found.snapshots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutOfReach:
+    """A step to which nothing leads but snapshots that are damaged.
+
+    Attributes:
+        snapshots: ``(incarnation, step)`` of each.
+        error: Says so.
+    """
+
+    snapshots: tuple[tuple[int, int], ...]
+    error: StepNotFound
+
+
+def without(catalog: Catalog, snapshots: Collection[tuple[int, int]]) -> Catalog:
+    """A catalog that lacks some snapshots, each given by incarnation and step."""
+    left = tuple(s for s in catalog.snapshots if (s.incarnation, s.step) not in snapshots)
+    return replace(catalog, snapshots=left)
+
+
+def try_from_disk(
+    catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions
+) -> RecoveredState | OutOfReach:
+    """The state at a plan's step: from its snapshot, or from older ones where that is damaged."""
+    damaged: list[tuple[int, int]] = []
+    while True:
         try:
-            return carry_out(catalog, plan, options)
+            state = carry_out(catalog, plan, options)
         except DamagedFile as error:
-            others = tuple(s for s in catalog.snapshots if s is not plan.base)
-            removed = was_removed(error.path)
-            if removed or not others or plan.base.folder not in error.path.parents:
+            base, is_only = plan.base, len(catalog.snapshots) == 1
+            if was_removed(error.path) or is_only or base.folder not in error.path.parents:
                 raise
             _logger.warning("%s; going back to an older snapshot", error)
-            catalog = replace(catalog, snapshots=others)
+            damaged.append((base.incarnation, base.step))
+            catalog = without(catalog, damaged)
+        else:
+            lives = dict.fromkeys([plan.base.incarnation, *(s.incarnation for s in plan.steps)])
+            refuse_lost_objects(state, [catalog.incarnations[number].fence for number in lives])
+            return state
+        try:
+            plan = plan_recovery(catalog, plan.step)
+        except StepNotFound as error:
+            which = ", ".join(str(step) for _, step in damaged)
+            why = f"{error.why} (snapshot {which}, which leads there, is damaged)"
+            found = StepNotFound(catalog.root, error.step, error.recoverable, why)
+            return OutOfReach(tuple(damaged), found)
 
 
 def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:

@@ -23,9 +23,11 @@ from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.persistence.snapshots import check_shard
 from lowdiff.recovery.damage import Finding, first_gap, judge
+from lowdiff.recovery.engine import plan_best
+from lowdiff.recovery.in_memory import MemoryPlan, plan_in_memory, with_steps_in_memory
 from lowdiff.recovery.load import empty_state
 from lowdiff.recovery.optimizers import granularity, settle_kernels
-from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, usable_snapshots
+from lowdiff.recovery.plan import PlannedStep, RecoveryPlan, plan_recovery, usable_snapshots
 from lowdiff.recovery.replay import ReplayOptions, plan_units
 from lowdiff.recovery.sizing import (
     BLOCK_ELEMENTS,
@@ -51,9 +53,10 @@ class Forecast:
 
     Attributes:
         step: Where it leads.
-        base: Step of the snapshot it starts from.
-        base_path: Folder of that snapshot.
-        snapshot_bytes: Bytes of it.
+        base: Step of the snapshot it starts from, or of what replicas left in memory.
+        base_path: Folder of that snapshot, or of the first rank's replica.
+        in_memory: Whether it starts from memory, which a reboot ends.
+        snapshot_bytes: Bytes of what it starts from.
         differentials: Number of steps to replay.
         differential_bytes: Stored bytes of them, over all ranks' shards.
         shards: Tier (``"staging"`` or ``"local"``) -> number of shards to read from it.
@@ -70,6 +73,7 @@ class Forecast:
     step: int
     base: int
     base_path: str
+    in_memory: bool
     snapshot_bytes: int
     differentials: int
     differential_bytes: int
@@ -86,6 +90,57 @@ class Forecast:
     def document(self) -> dict[str, Any]:
         """As JSON content."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Way:
+    """A plan, wherever it starts.
+
+    Attributes:
+        bytes: What is read of the base.
+        loaded_bytes: What that takes in memory.
+        lives: Of the base and of each step.
+        reads: Differentials, in order.
+    """
+
+    step: int
+    base: int
+    path: Path
+    in_memory: bool
+    bytes: int
+    loaded_bytes: int
+    lives: tuple[int, ...]
+    reads: tuple[PlannedStep, ...]
+
+    @classmethod
+    def of_snapshot(cls, plan: RecoveryPlan) -> _Way:
+        """From the disk."""
+        base = plan.base
+        return cls(
+            step=plan.step,
+            base=base.step,
+            path=base.folder,
+            in_memory=False,
+            bytes=base.bytes,
+            loaded_bytes=plan.loaded_bytes,
+            lives=(base.incarnation, *(planned.incarnation for planned in plan.steps)),
+            reads=plan.reads,
+        )
+
+    @classmethod
+    def of_replicas(cls, plan: MemoryPlan) -> _Way:
+        """From what replicas left; it is mapped, but each page that a step writes is copied."""
+        size = sum(path.stat().st_size for path in plan.paths)
+        return cls(
+            step=plan.step,
+            base=plan.common,
+            path=plan.paths[0].parent,
+            in_memory=True,
+            bytes=size,
+            loaded_bytes=size,
+            lives=(plan.incarnation, *(planned.incarnation for planned in plan.steps)),
+            reads=plan.steps,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,72 +188,78 @@ def forecast(
 
 def _forecast(folder: RunFolder, root: Path, step: int | None, options: ReplayOptions) -> Forecast:
     catalog = scan(folder, [root])
-    plan, passed_over = _sound_plan(catalog, step)
-    failures = [finding.message for finding in judge(folder, catalog)[0]]
-    fence = catalog.incarnations[plan.incarnation].fence
-    read = _read(plan, fence)
-    seconds = (
-        plan.base.bytes / _SNAPSHOT_BYTES_PER_SECOND
-        + read.seconds
-        + _stepping_seconds(plan, fence, options) * len(plan.reads)
+    memory = plan_best(catalog, step)
+    way, passed_over = (
+        _sound_way(catalog, step) if memory is None else (_Way.of_replicas(memory), [])
     )
-    lives = [plan.base.incarnation, *(planned.incarnation for planned in plan.steps)]
+    failures = [finding.message for finding in judge(folder, catalog)[0]]
+    fence = catalog.incarnations[way.lives[-1]].fence
+    read = _read(way.reads, fence)
+    seconds = (
+        way.bytes / _SNAPSHOT_BYTES_PER_SECOND
+        + read.seconds
+        + _stepping_seconds(way, fence, options) * len(way.reads)
+    )
     return Forecast(
-        step=plan.step,
-        base=plan.base.step,
-        base_path=str(plan.base.folder),
-        snapshot_bytes=plan.base.bytes,
-        differentials=len(plan.reads),
+        step=way.step,
+        base=way.base,
+        base_path=str(way.path),
+        in_memory=way.in_memory,
+        snapshot_bytes=way.bytes,
+        differentials=len(way.reads),
         differential_bytes=read.stored_bytes,
         shards=read.shards,
-        ranks=tuple(dict.fromkeys(len(planned.sources) for planned in plan.reads)),
-        incarnations=tuple(dict.fromkeys(lives)),
+        ranks=tuple(dict.fromkeys(len(planned.sources) for planned in way.reads)),
+        incarnations=tuple(dict.fromkeys(way.lives)),
         elements=fence.layout.elements,
         workers=options.workers,
         predicted_seconds=seconds,
-        memory_bytes=needed_bytes(plan.loaded_bytes),
+        memory_bytes=needed_bytes(way.loaded_bytes),
         free_bytes=free_bytes(),
         findings=(*failures, *passed_over),
     )
 
 
-def _sound_plan(catalog: Catalog, step: int | None) -> tuple[RecoveryPlan, list[str]]:
-    """The plan from the newest base whose bytes hold, and what is wrong with newer ones."""
+def _sound_way(catalog: Catalog, step: int | None) -> tuple[_Way, list[str]]:
+    """The way from the newest base whose bytes hold, and what is wrong with newer ones."""
     passed_over: list[str] = []
     while True:
         try:
             plan = plan_recovery(catalog, step)
         except StepNotFound as error:
-            raise _explained(catalog, error) from error
+            raise _explained(catalog, error, passed_over) from error
         try:
             for manifest in plan.base.manifests:
                 check_shard(plan.base.folder, manifest)
         except DamagedFile as error:
-            passed_over.append(f"{Finding.of(error).message}; an older snapshot serves instead")
+            passed_over.append(Finding.of(error).message)
             others = tuple(s for s in catalog.snapshots if s is not plan.base)
             catalog = replace(catalog, snapshots=others)
         else:
-            return plan, passed_over
+            served = (f"{what}; an older snapshot serves instead" for what in passed_over)
+            return _Way.of_snapshot(plan), list(served)
 
 
-def _explained(catalog: Catalog, error: StepNotFound) -> StepNotFound:
-    """With the file that lacks the first missing step, if there is one."""
+def _explained(catalog: Catalog, error: StepNotFound, passed_over: Sequence[str]) -> StepNotFound:
+    """With the snapshots that are damaged, the file that lacks the first missing step, and memory."""
     bases = [s.step for s in usable_snapshots(catalog) if error.step and s.step <= error.step]
     gap = first_gap(catalog, bases[-1], error.step) if bases and error.step else None
-    if gap is None or gap.path is None:
-        return error
-    return StepNotFound(catalog.root, error.step, error.recoverable, f"{error.why} ({gap.message})")
+    more = [*passed_over, *([gap.message] if gap is not None and gap.path is not None else [])]
+    memory = plan_in_memory(catalog, None)
+    ranges = with_steps_in_memory(error.recoverable, None if memory is None else memory.range)
+    why = f"{error.why} ({'; '.join(more)})" if more else error.why
+    return StepNotFound(catalog.root, error.step, ranges, why)
 
 
-def _read(plan: RecoveryPlan, fence: Fence) -> _Reading:
+def _read(reads: Sequence[PlannedStep], fence: Fence) -> _Reading:
     """Read what a replay reads, and decode some of it."""
     codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
     shards: Counter[str] = Counter()
     stored = 0
     decoded: list[float] = []
-    sampled = range(0, len(plan.reads), max(1, len(plan.reads) // _DECODED))
+    sampled = range(0, len(reads), max(1, len(reads) // _DECODED))
     started = time.thread_time()
-    for number, planned in enumerate(plan.reads):
+    for number, planned in enumerate(reads):
         found = planned.shards
         for shard in found:
             shards["staging" if shard.staged else "local"] += 1
@@ -208,7 +269,7 @@ def _read(plan: RecoveryPlan, fence: Fence) -> _Reading:
     # What the samples took is in it, too, but they are few, or nothing takes long.
     reading = time.thread_time() - started
     mean = sum(decoded) / max(1, len(decoded))
-    return _Reading(dict(shards), stored, reading + mean * len(plan.reads))
+    return _Reading(dict(shards), stored, reading + mean * len(reads))
 
 
 def _decode_seconds(shards: Sequence[StoredRecord], codec: Codec) -> float:
@@ -218,14 +279,14 @@ def _decode_seconds(shards: Sequence[StoredRecord], codec: Codec) -> float:
     return time.thread_time() - started
 
 
-def _stepping_seconds(plan: RecoveryPlan, fence: Fence, options: ReplayOptions) -> float:
+def _stepping_seconds(way: _Way, fence: Fence, options: ReplayOptions) -> float:
     """What the workers take for one step, if as many as there are units can share it."""
-    if not plan.reads:
+    if not way.reads:
         return 0.0
     settle_kernels()
     codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
-    last = read_differential(plan.reads[-1].shards[0], codec)
-    state = empty_state(plan.step, fence)
+    last = read_differential(way.reads[-1].shards[0], codec)
+    state = empty_state(way.step, fence)
     state.optimizers = [OptimizerState(list(done.consumed), {}) for done in last.optimizers]
     units = plan_units(state, fence, options)
     group_of = {

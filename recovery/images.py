@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import IO, Any
 
 import torch
+from crc32c import crc32c
 
 from lowdiff.layout import byte_view, dtype_name, shaped
-from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER, SCALARS, ImageTensor
+from lowdiff.persistence.snapshots import (
+    OPTIMIZER,
+    PARAMETER,
+    SCALARS,
+    ImageEntry,
+    ImageTensor,
+    image_header,
+)
 from lowdiff.persistence.values import encode
 from lowdiff.recovery.state import (
     AVERAGE_ITEM,
@@ -20,6 +30,7 @@ from lowdiff.recovery.state import (
     is_aligned,
 )
 
+_PIECE_BYTES = 16 << 20
 _CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -63,41 +74,94 @@ def scalars_image(
     items: dict[str, Any],
 ) -> ImageTensor:
     """Everything of a shard that is no tensor."""
+    return image_tensor(SCALARS, _scalars(groups, state, held, items))
+
+
+def _scalars(
+    groups: list[Any],
+    state: list[dict[str, dict[str, Any]]],
+    held: list[int],
+    items: dict[str, Any],
+) -> torch.Tensor:
     scalars = {"groups": groups, "state": state, "held": held, "items": items}
-    data = torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)
-    return image_tensor(SCALARS, data)
+    return torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)
 
 
-def shard_images(state: RecoveredState) -> list[ImageTensor]:
-    """A rank's shard as a trainer would have taken it.
+def shard_tensors(state: RecoveredState) -> dict[str, Callable[[], torch.Tensor]]:
+    """A rank's shard as a trainer would have taken it: by name, what makes each of its tensors.
 
     Args:
         state: What the rank owns, with its own items only.
     """
     specs = {spec.name: spec for spec in state.fence.layout.parameters}
-    images = [
-        image_tensor(PARAMETER + name, shaped(values, specs[name]))
+    made: dict[str, Callable[[], torch.Tensor]] = {
+        PARAMETER + name: partial(shaped, values, specs[name])
         for name, values in state.parameters.items()
-    ]
+    }
     numbers: list[dict[str, dict[str, Any]]] = [{} for _ in state.optimizers]
     for index, optimizer in enumerate(state.optimizers):
         for name, entries in optimizer.state.items():
             for key, value in entries.items():
                 if is_aligned(key, value, specs[name].numel):
-                    full = f"{OPTIMIZER}{index}/{name}/{key}"
-                    images.append(image_tensor(full, shaped(value, specs[name])))
+                    made[f"{OPTIMIZER}{index}/{name}/{key}"] = partial(shaped, value, specs[name])
                 else:
                     numbers[index].setdefault(name, {})[key] = value
     for average, tensors in state.averages.items():
-        images += [
-            image_tensor(f"{AVERAGE_ITEM}{average}/{name}", shaped(values, specs[name]))
-            for name, values in tensors.items()
-        ]
+        for name, values in tensors.items():
+            made[f"{AVERAGE_ITEM}{average}/{name}"] = partial(shaped, values, specs[name])
     items = {}
     for name, data in state.items[0].items():
         if name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM)):
-            images.append(image_tensor(name, decode_item(name, data)))
+            made[name] = partial(decode_item, name, data)
         else:
             items[name] = data
     groups = [list(optimizer.groups) for optimizer in state.optimizers]
-    return [*images, scalars_image(groups, numbers, list(state.held), items)]
+    scalars = _scalars(groups, numbers, list(state.held), items)
+    return {**made, SCALARS: lambda: scalars}
+
+
+def shard_images(state: RecoveredState) -> list[ImageTensor]:
+    """`shard_tensors`, to be copied into an image."""
+    return [image_tensor(name, make()) for name, make in shard_tensors(state).items()]
+
+
+def write_image(
+    file: IO[bytes], tensors: Mapping[str, Callable[[], torch.Tensor]]
+) -> tuple[int, int]:
+    """Write an image, and hold no more of it than a tensor that is made and a piece of its bytes.
+
+    Args:
+        file: Open for writing, and empty.
+        tensors: By name, what makes each of them; called twice.
+
+    Returns:
+        Length in bytes and CRC-32C.
+    """
+    entries = [_entry(name, make()) for name, make in tensors.items()]
+    # Widest items first keeps every tensor aligned to its own size.
+    entries.sort(key=lambda entry: (-entry.item_bytes, entry.name))
+    size = checksum = 0
+    parts = chain.from_iterable(_pieces(tensors[entry.name]()) for entry in entries)
+    for part in chain([memoryview(image_header(entries))], parts):
+        checksum = crc32c(part, checksum)
+        size += file.write(part)
+    return size, checksum
+
+
+def _entry(name: str, tensor: torch.Tensor) -> ImageEntry:
+    return ImageEntry(name, _CODES[dtype_name(tensor.dtype)], tuple(tensor.shape))
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes in logical order: in parts, each a copy, where they lie in another."""
+    if not tensor.numel():
+        return
+    row_bytes = tensor.nbytes // len(tensor) if tensor.dim() else tensor.nbytes
+    if tensor.is_contiguous():
+        yield byte_view(tensor)
+    elif row_bytes > _PIECE_BYTES:
+        for row in tensor:
+            yield from _pieces(row)
+    else:
+        for part in tensor.split(_PIECE_BYTES // row_bytes):
+            yield byte_view(part.contiguous())

@@ -8,31 +8,47 @@ replayed as ever.
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunInUse
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.replica_status import has_replica, read_mark, read_replica_status
+from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.load import empty_state, load_constants, load_shard
+from lowdiff.recovery.optimizers import settle_kernels
 from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
 from lowdiff.recovery.replay import ReplayOptions, replay
-from lowdiff.recovery.replica_file import ReplicaFile
+from lowdiff.recovery.replica_file import PASSING, ReplicaFile, is_of_this_kernel
 from lowdiff.recovery.shard import Shard, contents_of, share_step
-from lowdiff.recovery.sharing import made_by_all
+from lowdiff.recovery.sharing import gather, made_by_all
+from lowdiff.recovery.sizing import threads_put_back
 from lowdiff.recovery.state import OptimizerState, RecoveredState
+from lowdiff.recovery.unit import UNREPLAYABLE
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
+
+#: How a trainer describes itself in its lock; others add what they do with its memory.
+_TRAINER = re.compile(r"process \d+")
+#: Time enough for whoever has just taken a lock to say who it is.
+_GLANCE_SECONDS = 0.05
+#: How long a replica may take for its last step, and others for a look at the memory.
+_PATIENCE_SECONDS = 30.0
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +58,20 @@ class _Source:
     Attributes:
         step: The step it is of, as a whole.
         reach: The step of its furthest part: the least one it can be brought to.
-        is_image: Whether it is the trainer's image, which its replica had not taken over.
+        is_image: Whether it is the trainer's image, of which its replica holds nothing later.
     """
 
     stage: StagingFolder
     step: int
     reach: int
     is_image: bool
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        if self.is_image:
+            return self.stage.snapshot
+        return self.stage.replica_state(read_replica_status(self.stage.replica_status).generation)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,12 +91,38 @@ class MemoryPlan:
     sources: tuple[_Source, ...]
     steps: tuple[PlannedStep, ...]
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """First and last step that can be had this way."""
+        return self.common, self.step
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that are read, one per rank; a trainer that attaches meanwhile removes them."""
+        return tuple(source.path for source in self.sources)
+
+
+def with_steps_in_memory(
+    ranges: Sequence[tuple[int, int]], memory: tuple[int, int] | None
+) -> list[tuple[int, int]]:
+    """Ranges of steps that the disk leads to, and those that memory does; ends included, ascending."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted([*ranges, *([] if memory is None else [memory])]):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(joined[-1][1], last)
+        else:
+            joined.append((first, last))
+    return joined
+
 
 def plan_in_memory(catalog: Catalog, step: int | None) -> MemoryPlan | None:
     """Plan the way to ``step``, or to the newest step, from what replicas left; None if none leads.
 
     What is only claimed of the differentials on the way is read first; where it is wrong, the plan is
     made again with what is there.
+
+    Raises:
+        RunInUse: If the trainer is gone, and somebody else keeps the memory for long.
     """
     while True:
         plan = _way(catalog, step)
@@ -84,8 +133,10 @@ def plan_in_memory(catalog: Catalog, step: int | None) -> MemoryPlan | None:
 def _way(catalog: Catalog, step: int | None) -> MemoryPlan | None:
     spans = spans_of(catalog)
     for span in reversed(spans):
-        sources = [_sources(catalog, span.incarnation, rank) for rank in range(span.world_size)]
-        if not all(sources):
+        sources: list[list[_Source]] = []
+        while len(sources) < span.world_size and (not sources or sources[-1]):
+            sources.append(_sources(catalog, span.incarnation, len(sources)))
+        if not sources[-1]:
             continue
         for common in sorted({s.reach for found in sources for s in found}, reverse=True):
             if not span.holds(common) or (step is not None and common > step):
@@ -110,22 +161,57 @@ def carry_out_in_memory(
         DamagedFile: If one is not what was published.
         ReplayMismatch: If a step in flight does not replay.
     """
-    state = made_by_all(lambda: _shares_joined(catalog, plan), options.group)
-    host = torch.device("cpu")
-    state.move(options.device if plan.steps else host)
-    state = replay(state, plan.steps, lambda n: catalog.incarnations[n].fence, options)
-    state.move(host)
+    settle_kernels()
+    state = _shares_of(catalog, plan, options)
+    with _unfit_is_damaged(catalog, plan):
+        state.move(options.device if plan.steps else _HOST)
+        state = replay(state, plan.steps, lambda n: catalog.incarnations[n].fence, options)
+        state.move(_HOST)
     return state
 
 
-def _shares_joined(catalog: Catalog, plan: MemoryPlan) -> RecoveredState:
+@contextmanager
+def _unfit_is_damaged(catalog: Catalog, plan: MemoryPlan) -> Iterator[None]:
+    """What fits no optimizer is damaged; that a machine has no memory left says nothing about it."""
+    try:
+        yield
+    except LowDiffError:
+        raise
+    except UNREPLAYABLE as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise
+        what = f"what is in memory up to step {plan.step} cannot be replayed ({error!r:.200})"
+        raise DamagedFile(catalog.root, what) from error
+
+
+def _shares_of(catalog: Catalog, plan: MemoryPlan, options: ReplayOptions) -> RecoveredState:
+    """All shares together; where one rank of a group cannot have them, the others raise as it does."""
+
+    def make() -> RecoveredState | LowDiffError:
+        try:
+            with _unfit_is_damaged(catalog, plan):
+                return _shares_joined(catalog, plan, options)
+        except (DamagedFile, ReplayMismatch) as error:
+            return error
+
+    found = made_by_all(make, options.group)
+    is_missing = isinstance(found, LowDiffError)
+    missing = [is_missing] if options.group is None else gather(is_missing, options.group)
+    if isinstance(found, LowDiffError):
+        raise found
+    if any(missing):
+        what = f"rank {missing.index(True)} cannot use what replicas left in memory"
+        raise DamagedFile(catalog.root, what)
+    return found
+
+
+def _shares_joined(catalog: Catalog, plan: MemoryPlan, options: ReplayOptions) -> RecoveredState:
     """All ranks' shares, at the common step."""
     fence = catalog.incarnations[plan.incarnation].fence
     constants = load_constants(RunFolder(catalog.root), fence)
     state = empty_state(plan.common, fence)
     state.optimizers = []
-    for rank, source in enumerate(plan.sources):
-        share = _share(catalog, fence, source, plan.common, rank)
+    for rank, share in enumerate(_shares(catalog, fence, plan, options)):
         _merge(state, share)
         state.items[rank] = {**constants, **state.items[rank]}
     state.averages = {name: state.averages.get(name, {}) for name in fence.averages}
@@ -136,42 +222,74 @@ def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
     """What a rank's staging holds whole, while nobody writes it."""
     found = []
     for stage in catalog.staging:
-        if (stage.incarnation, stage.rank) != (incarnation, rank) or not _is_at_rest(stage):
-            continue
-        status = read_replica_status(stage.replica_status)
-        if status.generation >= 0 and stage.replica_state(status.generation).exists():
-            # Not by its page: it may have been killed in the middle of the next step, or after it.
-            try:
-                file = ReplicaFile.open(stage.replica_state(status.generation), private=True)
-            except DamagedFile as error:
-                _logger.warning("%s", error)
-            else:
-                last = file.last_step()
-                step = file.base_step if last is None else last[0]
-                reach = max([step, *map(int, file.unit_steps)])
-                found.append(_Source(stage, step, reach, is_image=False))
-        mark = read_mark(stage.snapshot_mark)
-        if mark is not None and mark.step > status.image_step and stage.snapshot.exists():
-            image = read_view(stage.snapshot)
-            if len(image) == mark.bytes and crc32c(image) == mark.checksum:
-                found.append(_Source(stage, mark.step, mark.step, is_image=True))
+        if (stage.incarnation, stage.rank) == (incarnation, rank) and _is_at_rest(stage):
+            with suppress(FileNotFoundError):  # a trainer attached just now, and clears it
+                found += _sources_of(stage)
+    return found
+
+
+def _sources_of(stage: StagingFolder) -> list[_Source]:
+    found = []
+    status = read_replica_status(stage.replica_status)
+    is_there = status.generation >= 0 and stage.replica_state(status.generation).exists()
+    if is_there and not is_of_this_kernel(stage):
+        _logger.warning(
+            "the state of a replica in %s is of before this machine was started, and may be torn; it "
+            "is passed over",
+            stage.root,
+        )
+    elif is_there:
+        # Not by its page: it may have been killed in the middle of the next step, or after it.
+        try:
+            file = ReplicaFile.open(stage.replica_state(status.generation), private=True)
+        except DamagedFile as error:
+            _logger.warning("%s", error)
+        else:
+            last = file.last_step()
+            step = file.base_step if last is None else last[0]
+            reach = max([step, *map(int, file.unit_steps)])
+            found.append(_Source(stage, step, reach, is_image=False))
+    mark = read_mark(stage.snapshot_mark)
+    if mark is None or not stage.snapshot.exists():
+        return found
+    # One that was taken over serves where what it was taken into does not.
+    if mark.step > status.image_step or not found:
+        image = read_view(stage.snapshot)
+        if len(image) == mark.bytes and crc32c(image) == mark.checksum:
+            found.append(_Source(stage, mark.step, mark.step, is_image=True))
     return found
 
 
 def _is_at_rest(stage: StagingFolder) -> bool:
-    """Whether that life had a replica, and neither it nor its trainer lives."""
+    """Whether that life had a replica, and neither it nor its trainer lives.
+
+    What only looks at the memory, or ends with its trainer, is waited for: to go back to the disk
+    because of it would lose the steps that are here.
+
+    Raises:
+        RunInUse: If somebody keeps it.
+    """
     if not has_replica(stage):
         return False
-    for path in (stage.replica_lock, stage.trainer_lock):
-        lock = FileLock(path)
-        try:
-            is_free = lock.acquire("a look at its replica", shared=True)
-        except OSError:
-            return False  # somebody else's memory, or it is being removed
-        lock.release()
-        if not is_free:
+    try:
+        trainer, replica = FileLock(stage.trainer_lock), FileLock(stage.replica_lock)
+        is_free = _is_free(trainer, _GLANCE_SECONDS)
+        if not is_free and _TRAINER.fullmatch(trainer.holder()):
             return False
+        for lock in (trainer, replica):
+            if not _is_free(lock, _PATIENCE_SECONDS):
+                raise RunInUse(stage.root, lock.holder(), _PATIENCE_SECONDS)
+    except OSError as error:
+        if error.errno in PASSING:
+            raise
+        return False  # somebody else's memory, or it is being removed
     return True
+
+
+def _is_free(lock: FileLock, timeout_seconds: float) -> bool:
+    is_free = lock.acquire("a look at its replica", shared=True, timeout_seconds=timeout_seconds)
+    lock.release()
+    return is_free
 
 
 def _nearest(
@@ -195,29 +313,51 @@ def _between(
         yield None if found is None or found.record.header.rebases else found
 
 
-def _share(
-    catalog: Catalog, fence: Fence, source: _Source, common: int, rank: int
+def _shares(
+    catalog: Catalog, fence: Fence, plan: MemoryPlan, options: ReplayOptions
+) -> list[RecoveredState]:
+    """Every rank's share at the common step, in private memory; several are stepped at a time."""
+    chooser = StepChooser()
+    begun = [_begun(source, fence, plan.common, chooser) for source in plan.sources]
+    between = [
+        [s for s in _between(catalog, fence.incarnation, source, plan.common) if s is not None]
+        for source in plan.sources
+    ]
+    # Whole tensors take several threads each.
+    is_whole = any(isinstance(share, Shard) and share.is_whole for share in begun)
+    num_workers = 1 if is_whole else replace(options, device=_HOST).workers
+    with threads_put_back(), ThreadPoolExecutor(num_workers) as pool:
+        arrive = partial(_at_step, step=plan.common, fence=fence)
+        return list(pool.map(arrive, begun, between))
+
+
+def _begun(
+    source: _Source, fence: Fence, common: int, chooser: StepChooser
+) -> Shard | RecoveredState:
+    """One rank's share as it was left."""
+    if not source.is_image:
+        file = ReplicaFile.open(source.path, private=True)
+        return Shard(file, fence, journaled=False, chooser=chooser)
+    state = load_shard(source.path, source.step, fence)
+    if source.step == common:
+        return state
+    with tempfile.TemporaryDirectory(prefix="lowdiff-") as folder:
+        # Its replica came no further than the trainer's image; others did.
+        file = ReplicaFile.create(Path(folder) / "share", contents_of(state, whole=False))
+    return Shard(file, fence, journaled=False, chooser=chooser)
+
+
+def _at_step(
+    begun: Shard | RecoveredState, records: Sequence[StoredRecord], step: int, fence: Fence
 ) -> RecoveredState:
-    """One rank's share at the common step, in private memory."""
-    stage = source.stage
-    if source.is_image:
-        state = load_shard(stage.snapshot, source.step, fence)
-        if source.step == common:
-            return state
-        with tempfile.TemporaryDirectory(prefix="lowdiff-") as folder:
-            # Its replica came no further than the trainer's image; others did.
-            file = ReplicaFile.create(Path(folder) / "share", contents_of(state, whole=False))
-    else:
-        generation = read_replica_status(stage.replica_status).generation
-        file = ReplicaFile.open(stage.replica_state(generation), private=True)
-    shard = Shard(file, fence, journaled=False)
-    for stored in _between(catalog, fence.incarnation, source, common):
-        assert stored is not None
-        if stored.record.header.step > shard.step:
-            shard.apply(share_step(stored, fence))
-    if shard.step != common or not bool((file.unit_steps == common).all()):
-        raise DamagedFile(file.path, f"it is not wholly of step {common}")
-    return shard.state
+    if isinstance(begun, RecoveredState):
+        return begun
+    for stored in records:
+        if stored.record.header.step > begun.step:
+            begun.apply(share_step(stored, fence))
+    if begun.step != step or not bool((begun.file.unit_steps == step).all()):
+        raise DamagedFile(begun.file.path, f"it is not wholly of step {step}")
+    return begun.state
 
 
 def _merge(state: RecoveredState, share: RecoveredState) -> None:

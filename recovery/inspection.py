@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lowdiff.errors import RunInUse
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.lineage import Span
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.records import RankRecords
+from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.retention_plan import is_valid
 from lowdiff.recovery.plan import recoverable, spans_of, usable_snapshots
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,8 @@ class Inspection:
         differentials: None if there are none.
         recoverable: The newest unbroken range of steps; None if no step can be rebuilt.
         recoverable_ranges: All ranges, ascending.
+        in_memory: Those of these steps that replicas of a dead trainer left in memory, which a
+            reboot ends; None if there are none.
         bytes_per_step: Mean bytes of a differential, over all ranks; None without any.
         compressor: Name and settings; None if no incarnation ever began.
         optimizer: Class name, or a tuple of them if the run has several optimizers.
@@ -88,6 +95,7 @@ class Inspection:
     differentials: StoredDifferentials | None
     recoverable: StepRange | None
     recoverable_ranges: tuple[StepRange, ...]
+    in_memory: StepRange | None
     bytes_per_step: float | None
     compressor: Mapping[str, Any] | None
     optimizer: str | tuple[str, ...] | None
@@ -127,7 +135,8 @@ def _inspect(folder: RunFolder, staging: Path) -> Inspection:
     fence = None if newest is None else newest.fence
     specs = () if fence is None else fence.layout.parameters
     names = () if fence is None else tuple(spec.class_name for spec in fence.optimizers)
-    ranges = tuple(StepRange(first, last) for first, last in recoverable(catalog))
+    found, memory = _recoverable(catalog)
+    ranges = tuple(StepRange(first, last) for first, last in found)
     differentials = _differentials(catalog)
     return Inspection(
         run_id=catalog.run_id,
@@ -138,6 +147,7 @@ def _inspect(folder: RunFolder, staging: Path) -> Inspection:
         differentials=differentials,
         recoverable=ranges[-1] if ranges else None,
         recoverable_ranges=ranges,
+        in_memory=None if memory is None else StepRange(*memory),
         bytes_per_step=None if differentials is None else differentials.bytes / differentials.count,
         compressor=None if fence is None else dict(fence.compressor),
         optimizer=None if not names else names[0] if len(names) == 1 else names,
@@ -149,6 +159,22 @@ def _inspect(folder: RunFolder, staging: Path) -> Inspection:
             for pin in catalog.pins
         ),
     )
+
+
+def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
+    """Ranges of steps that can be rebuilt, and which of these from memory."""
+    if not any(has_replica(stage) for stage in catalog.staging):
+        return recoverable(catalog), None
+    # With torch, which nothing else here needs.
+    from lowdiff.recovery.in_memory import plan_in_memory, with_steps_in_memory
+
+    plan = None
+    try:
+        plan = plan_in_memory(catalog, None)
+    except RunInUse as error:
+        _logger.warning("%s; what replicas left in memory is not listed", error)
+    memory = None if plan is None else plan.range
+    return with_steps_in_memory(recoverable(catalog), memory), memory
 
 
 def _differentials(catalog: Catalog) -> StoredDifferentials | None:

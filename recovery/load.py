@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +139,8 @@ def _add_shard(
         if prefix + "/" == PARAMETER:
             state.parameters[name] = _own(tensor, specs[name])
         elif prefix + "/" == OPTIMIZER:
-            index, parameter, key = name.split("/", 2)
-            owner = state.optimizers[int(index)].state.setdefault(parameter, {})
+            index, parameter, key = entry_of(name, specs)
+            owner = state.optimizers[index].state.setdefault(parameter, {})
             owner[key] = _own(tensor, specs[parameter])
         elif full_name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM)):
             items[full_name] = encode(tensor.clone())
@@ -153,6 +153,24 @@ def _add_shard(
             residual[name] = flat(tensor).clone() if spec is None else _own(tensor, spec)
     state.items.append(items)
     state.residuals.append(residual)
+
+
+def entry_of(name: str, parameters: Container[str]) -> tuple[int, str, str]:
+    """What ``INDEX/PARAMETER/KEY`` names: which optimizer, and which entry of a parameter's state.
+
+    Parameters and keys may have slashes in their names; of two ways to read one, the longer name of a
+    parameter counts.
+
+    Raises:
+        KeyError: If it names none of the parameters.
+    """
+    index, _, rest = name.partition("/")
+    parameter, _, _ = rest.rpartition("/")
+    while parameter not in parameters:
+        if not parameter:
+            raise KeyError(name)
+        parameter, _, _ = parameter.rpartition("/")
+    return int(index), parameter, rest[len(parameter) + 1 :]
 
 
 def _own(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:

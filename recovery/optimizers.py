@@ -102,6 +102,51 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
     return name
 
 
+def refuse_foreign_state(optimizer: torch.optim.Optimizer) -> None:
+    """See that all that an optimizer keeps belongs to a parameter.
+
+    Raises:
+        UnsupportedOptimizer: Naming what does not, which snapshots have no place for.
+    """
+    for key, own in optimizer.state.items():
+        is_empty = isinstance(own, dict) and not own  # a mere look at a defaultdict makes it
+        if not isinstance(key, torch.Tensor) and not is_empty:
+            raise UnsupportedOptimizer(
+                f"{_qualified(type(optimizer))} keeps state[{key!r}], which belongs to no parameter "
+                "and would be lost; keep it in the groups, e.g. group["
+                f"{str(key)!r}], which are stored with every step, or in the state of a parameter"
+            )
+
+
+def take_scales_by_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Let a gradient scaler do with an optimizer what the ``fused`` of its groups asks for.
+
+    torch's constructors set this by what they are given, and a scaler goes by it alone: it leaves
+    unscaling to the optimizer, whose other kernels refuse that.
+    """
+    fused = [group.get("fused") for group in optimizer.param_groups]
+    if all(fused):
+        vars(optimizer)["_step_supports_amp_scaling"] = True
+    else:
+        vars(optimizer).pop("_step_supports_amp_scaling", None)
+
+
+def refuse_registered(specs: Sequence[OptimizerSpec]) -> None:
+    """See that a process which imports nothing of the user's knows every optimizer, as a replica must.
+
+    Raises:
+        UnsupportedOptimizer: Naming one that only `register_optimizer` made known here.
+    """
+    for spec in specs:
+        if spec.class_name in _registered:
+            raise UnsupportedOptimizer(
+                f"{spec.class_name} was made known with lowdiff.register_optimizer, and the replica "
+                "process, which applies every step where there is no compressor, does not import it; "
+                "give a compressor, e.g. Checkpointer(..., compressor=TopK(density=0.01)), or train "
+                "with one of torch's optimizers"
+            )
+
+
 def settle_kernels() -> None:
     """Make torch's CPU kernels choose their implementation now, on one thread.
 
@@ -146,6 +191,37 @@ def build(
         [{**hyper, "params": parameters} for hyper, parameters in groups], **first
     )
     return optimizer
+
+
+def independent(
+    spec: OptimizerSpec, hyper: dict[str, Any], dtypes: Iterable[torch.dtype], device: torch.device
+) -> dict[str, Any]:
+    """Hyper-parameters with which parts of a group step apart as the whole of it does.
+
+    Where Adafactor gets no ``eps[0]``, torch takes that of the first parameter it comes to, and
+    keeps it for the rest of the group, whatever their dtypes.
+
+    Args:
+        spec: The optimizer's class.
+        hyper: The group's hyper-parameters.
+        dtypes: Of all its parameters that have a gradient, in their order.
+        device: Where they are.
+    """
+    if spec.class_name != "torch.optim.Adafactor" or hyper["eps"][0] is not None:
+        return hyper
+    first = next(iter(_in_torchs_order(dtypes, device) if hyper.get("foreach") else dtypes), None)
+    return hyper if first is None else {**hyper, "eps": (torch.finfo(first).eps, hyper["eps"][1])}
+
+
+def _in_torchs_order(dtypes: Iterable[torch.dtype], device: torch.device) -> list[torch.dtype]:
+    """The order in which kernels over lists of tensors come to each dtype; only torch knows."""
+    each: list[torch.Tensor | None] = [
+        torch.empty(0, dtype=dtype, device=device) for dtype in dict.fromkeys(dtypes)
+    ]
+    if not each:
+        return []
+    grouped = torch.optim.Optimizer._group_tensors_by_device_and_dtype([each])
+    return [dtype for _, dtype in grouped if dtype is not None]
 
 
 def usable_on(device: torch.device, hyper: dict[str, Any]) -> dict[str, Any]:

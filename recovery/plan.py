@@ -190,6 +190,15 @@ def _reach(catalog: Catalog, spans: Sequence[Span], step: int) -> int:
     return step
 
 
+def rebases(catalog: Catalog, spans: Sequence[Span], step: int) -> bool:
+    """Whether all ranks have a step, and only a snapshot leads to it: it cannot be replayed."""
+    owner = next((span for span in spans if span.owns(step)), None)
+    if owner is None:
+        return False
+    ranks = (catalog.of(owner.incarnation, rank) for rank in range(owner.world_size))
+    return all(records.rebases(step, step) for records in ranks)
+
+
 def spans_of(catalog: Catalog) -> tuple[Span, ...]:
     """Which incarnation owns which steps of the run's history."""
     return lineage({n: incarnation.fence for n, incarnation in catalog.incarnations.items()})
@@ -208,6 +217,11 @@ def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], 
         return (
             f"step {step} was made without a compressor, which keeps no differentials: of such a "
             "part of a run only the newest step and those of snapshots come back"
+        )
+    if rebases(catalog, spans, step):
+        return (
+            f"parameters or optimizer state were changed outside the optimizer in step {step}, so "
+            "only a snapshot leads to it, and none of it can be used"
         )
     missing = [
         str(rank)

@@ -34,7 +34,7 @@ from lowdiff.recovery.sizing import (
     threads_put_back,
     usable_cores,
 )
-from lowdiff.recovery.state import RecoveredState, inherit
+from lowdiff.recovery.state import RecoveredState, begin_life
 from lowdiff.recovery.unit import Movement, Scratch, Step, Sums, UnitState, check_digests
 from lowdiff.types import Differential, Fence
 
@@ -125,8 +125,7 @@ def replay(
     for incarnation, life in groupby(steps, key=lambda s: s.incarnation):
         fence = fences(incarnation)
         if fence.world_size != len(state.items) or fence.incarnation != state.fence.incarnation:
-            state.items = inherit(state.items, fence.world_size)
-        state.fence = fence
+            begin_life(state, fence)
         state.averages = _continued_averages(state, fence)
         own = list(life)
         with Replayer(state, fence, options) as running, closing(windows(own, fence)) as read:

@@ -2,8 +2,9 @@
 
 Started by the trainer with ``python -m lowdiff.recovery.replica SETTINGS``, in a session of its own so
 that a launcher's kill does not reach it. The copy lies in memory files that outlive it, so whoever
-comes next needs no surviving process. When its trainer is gone it applies what is committed and
-exits. It never runs ahead of a step that all ranks have staged.
+comes next needs no surviving process. When its trainer is gone it ends with the step in hand: whoever
+comes next waits for it, and applies the rest of the queue. It never runs ahead of a step that all
+ranks have staged.
 
 Reference: Yao et al., "LowDiff", arXiv 2509.04084, LowDiff+. There the copy is kept by a thread of
 the trainer and dies with it.
@@ -41,7 +42,7 @@ from lowdiff.recovery.compare import largest_difference
 from lowdiff.recovery.images import shard_images
 from lowdiff.recovery.load import load_shard
 from lowdiff.recovery.optimizers import settle_kernels
-from lowdiff.recovery.replica_file import ReplicaFile, SlotTooSmall
+from lowdiff.recovery.replica_file import ReplicaFile, SlotTooSmall, note_kernel
 from lowdiff.recovery.shard import Shard, contents_of, share_step
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.recovery.unit import UNREPLAYABLE, Step
@@ -61,7 +62,9 @@ class Replica:
         self._fence = read_fence(settings.folder.fence(settings.incarnation, settings.rank))
         self._tail = LogTail(self._staging)
         self._page = ReplicaPage(self._staging.replica_status)
-        self._page.update(applied_steps=0, apply_seconds=0.0)
+        # What was tried again by an earlier process is no trouble of this one's yet.
+        error = self._page.status.error if self._page.status.generation < 0 else ""
+        self._page.update(applied_steps=0, apply_seconds=0.0, error=error)
         self._trainer = PageReader(self._staging.trainer_status)
         self._marks = MarkPage(self._staging.replica_image_mark)
         mark = read_mark(self._staging.replica_image_mark)
@@ -70,6 +73,9 @@ class Replica:
         self._holds_image = self._staging.replica_image.exists()
         self._is_trainer_gone = False
         self._whole = False
+        #: What does not succeed now and is tried again, and what is wrong with it.
+        self._troubles: dict[str, str] = {}
+        self._retry_image_at = 0.0
         self._shard: Shard | None = None
         os.set_blocking(sys.stdin.fileno(), False)
         if self._look_for_trainer():
@@ -84,31 +90,32 @@ class Replica:
             self._reopen()
 
     def run(self) -> None:
-        """Work until the trainer is gone and all that is committed is applied."""
+        """Work until the trainer is gone."""
         record: RecordRef | None = None
-        if self._is_trainer_gone:
-            return
-        while True:
-            gone = self._look_for_trainer()
+        while not self._look_for_trainer():
             record = record or self._tail.next()
             if record is None or not self._is_committed(record.header.step):
-                if gone:
-                    return
-                self._forget_image()
-                time.sleep(_POLL_SECONDS)
+                self._idle()
                 continue
             try:
                 self._take(record)
             except StorageError as error:
-                self._report(f"{type(error).__name__}: {error}")
+                self._report("step", f"{type(error).__name__}: {error}")
                 self._forget_image()
-                if gone:
-                    return
                 time.sleep(_RETRY_SECONDS)
                 if self._page.status.generation >= 0:
                     self._reopen()
                 continue
+            self._report("step", "")
             record = None
+
+    def _idle(self) -> None:
+        """There is nothing to apply: training may be waiting for an image that could not be made."""
+        self._forget_image()
+        is_time = time.monotonic() >= self._retry_image_at
+        if self._settings.waits and self._shard is not None and is_time:
+            self._take_image()
+        time.sleep(_POLL_SECONDS)
 
     def _look_for_trainer(self) -> bool:
         """Whether the trainer died, so that nothing more will be staged."""
@@ -161,9 +168,14 @@ class Replica:
             state = load_shard(self._staging.snapshot, record.header.step, self._fence)
         except FileNotFoundError:
             return
+        except DamagedFile as error:
+            # It will not be any better the next time.
+            self._page.update(image_step=record.header.step)
+            return self._forget(record.header.step, f"{type(error).__name__}: {error}")
         if self._shard is not None and self._shard.step == state.step:
             self._page.update(drift=largest_difference(self._shard.state, state))
         self._begin(state, image_step=state.step, error="")
+        self._troubles.clear()
 
     def _apply(self, shard: Shard, record: RecordRef) -> None:
         number = record.header.step
@@ -175,8 +187,6 @@ class Replica:
         except (ReplayMismatch, DamagedFile, *UNREPLAYABLE) as error:
             # Next time in whole tensors: this kernel may not round alike in blocks.
             self._whole = isinstance(error, ReplayMismatch)
-            if self._whole:
-                torch.set_num_threads(self._fence.environment.num_threads)
             _logger.warning("step %d: %s", number, error, exc_info=not self._whole)
             self._forget(number, f"{type(error).__name__}: {error}")
 
@@ -206,6 +216,7 @@ class Replica:
         generation = max([before, 0, *self._generations()]) + 1
         path = self._staging.replica_state(generation)
         try:
+            note_kernel(self._staging)
             ReplicaFile.create(path, contents_of(state, whole=self._whole))
         except StorageError:
             path.unlink(missing_ok=True)
@@ -232,6 +243,7 @@ class Replica:
         except DamagedFile as error:
             self._forget(status.consumed_step, str(error))
             return
+        self._whole |= self._shard.is_whole
         if self._shard.step > status.step:
             self._page.update(step=self._shard.step, consumed_step=self._shard.step)
 
@@ -239,19 +251,29 @@ class Replica:
         """What there is cannot be trusted: wait for the trainer's next image."""
         generation = self._page.status.generation
         self._shard = None
+        self._troubles.clear()
         self._page.update(step=-1, generation=-1, consumed_step=consumed_step, error=error)
         self._staging.replica_state(generation).unlink(missing_ok=True)
 
-    def _report(self, error: str) -> None:
-        if error != self._page.status.error:
+    def _report(self, task: str, error: str) -> None:
+        """Tell what is wrong with a task that is tried again; nothing once it has succeeded."""
+        if error == self._troubles.get(task, ""):
+            return
+        if error:
             _logger.warning("rank %d: %s", self._settings.rank, error)
-            self._page.update(error=error)
+        self._troubles[task] = error
+        self._page.update(error="; ".join(filter(None, self._troubles.values())))
 
     def _take_image(self) -> None:
-        """Where one is due, copy the state for the writer to persist at its own pace."""
+        """Where one is due, copy the state for the writer to persist at its own pace.
+
+        Where there is no memory for it, the replica goes on. All ranks make theirs of the same steps,
+        so it is made later only while the state is still of that step; else the next one serves.
+        """
         assert self._shard is not None
         step = self._shard.step
-        if not self._settings.is_image_due(step) or step <= self._page.status.image_step:
+        newest = max(self._page.status.image_step, self._image_step)
+        if not self._settings.is_image_due(step) or step <= newest:
             return
         while self._writer.read().durable_snapshot < self._image_step:
             if not self._settings.waits or self._look_for_trainer():
@@ -262,10 +284,12 @@ class Replica:
                 self._staging.replica_image, shard_images(self._shard.state)
             )
         except StorageError as error:
-            return self._report(f"no image of step {step}: {error}")
+            self._retry_image_at = time.monotonic() + _RETRY_SECONDS
+            return self._report("image", f"no image of step {step}: {error}")
         self._marks.publish(ImageMark(step, size, checksum))
         self._image_step = step
         self._holds_image = True
+        self._report("image", "")
 
     def _forget_image(self) -> None:
         """Give an image's memory back once it is durable."""

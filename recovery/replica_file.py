@@ -6,11 +6,14 @@ moves on once they are written. So whoever opens the file after a ``kill -9`` pu
 unit, and finds every unit at the step before or after the one that was under way.
 
 What is small (items, hyper-parameters, an optimizer's numbers) alternates between two checksummed
-slots. Survives the death of every process, not that of the memory.
+slots. Survives the death of every process, not that of the memory: where staging is on a disk, a file
+of an earlier boot may hold pages of different steps, so a note beside it says under which kernel it
+was written.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -24,9 +27,12 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.layout import byte_view, dtype_name
+from lowdiff.persistence.budget import is_in_memory
+from lowdiff.persistence.lease import this_machine
 from lowdiff.persistence.memory import MappedFile
+from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.values import decode, encode
 from lowdiff.recovery.blocks import Unit
 from lowdiff.types import Block
@@ -36,6 +42,9 @@ _LENGTH = struct.Struct("<8sQ")
 _SLOT = struct.Struct("<QII")
 _UNDO = struct.Struct("<QQQI")
 _ALIGNMENT = 64
+_KERNEL_NOTE = "replica.boot"
+#: Errors that say nothing about a file: the next try may succeed.
+PASSING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOLCK)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +140,7 @@ class ReplicaFile:
 
         Raises:
             DamagedFile: If it is not there, or not one of ours.
+            OSError: If this process gets no memory or descriptor for it.
         """
         # Populating a private map that may be written would copy all of it.
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -144,6 +154,8 @@ class ReplicaFile:
             regions = json.loads(bytes(view[_LENGTH.size : _LENGTH.size + length]))
             return cls(path, view[_start(length) :], regions)
         except (OSError, ValueError, KeyError, struct.error) as error:
+            if isinstance(error, OSError) and error.errno in PASSING:
+                raise
             raise DamagedFile(path, f"it cannot be read ({error!r})") from error
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -245,6 +257,42 @@ class ReplicaFile:
     def _region(self, name: str) -> memoryview:
         offset, size = self._regions["places"][name]
         return self._view[offset : offset + size]
+
+
+def note_kernel(stage: StagingFolder) -> None:
+    """Say beside the files of a replica under which kernel they are written.
+
+    Raises:
+        StorageError: If that cannot be written.
+    """
+    note = stage.root / _KERNEL_NOTE
+    try:
+        note.write_text(this_machine(), encoding="ascii")
+    except OSError as error:
+        raise StorageError(f"{note} cannot be written: {error}") from error
+
+
+def is_of_this_kernel(stage: StagingFolder) -> bool:
+    """Whether the files of a replica are as its process left them.
+
+    In memory nothing outlives the kernel. Of a file on a disk, a loss of power leaves what happened to
+    be written back.
+    """
+    if is_in_memory(stage.root):
+        return True
+    try:
+        noted = (stage.root / _KERNEL_NOTE).read_bytes()
+    except FileNotFoundError:
+        return False
+    return noted == this_machine().encode()
+
+
+def sound_files(stage: StagingFolder) -> list[Path]:
+    """What recovery may read of a replica's; checksums tell of everything but its state."""
+    files = stage.replica_files()
+    if is_of_this_kernel(stage):
+        return files
+    return [path for path in files if not path.name.startswith("replica-")]
 
 
 def _start(header_bytes: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import time
+from collections.abc import Sequence
 
 from lowdiff.events import log_event
 from lowdiff.persistence.detached import start_detached
@@ -14,6 +15,7 @@ from lowdiff.persistence.replica_status import (
     ReplicaSettings,
     ReplicaStatus,
 )
+from lowdiff.persistence.writer_process import Deaths, how_it_ended
 
 _logger = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ class ReplicaProcess:
     def __init__(self, settings: ReplicaSettings) -> None:
         self._settings = settings
         self.restarts = 0
+        self._deaths = Deaths("the replica", settings.staging.replica_log)
+        self._is_dead = False
         ReplicaPage(settings.staging.replica_status).update()
         self._status = ReplicaReader(settings.staging.replica_status)
         self._process = self._start()
@@ -41,25 +45,47 @@ class ReplicaProcess:
         """What the replica has done; for any thread."""
         return self._status.read()
 
+    @property
+    def error(self) -> str:
+        """What is wrong with a replica that keeps dying; empty if none does. For any thread."""
+        return self._deaths.error
+
     def status(self) -> ReplicaStatus:
         """What the replica has done; restarts it if it is no longer there."""
-        now = time.monotonic()
-        if not self.is_stopped and now - self._checked > _CHECK_SECONDS:
-            self._checked = now
+        status = self._status.read()
+        self._deaths.note_done(_done(status))
+        if not self.is_stopped and time.monotonic() - self._checked > _CHECK_SECONDS:
+            self._checked = time.monotonic()
             if self._process.poll() is not None:
-                log_event(
-                    _logger,
-                    logging.WARNING,
-                    "replica_restarted",
-                    f"the replica of rank {self._settings.rank} ended; starting another",
-                    rank=self._settings.rank,
-                    exit_code=self._process.returncode,
-                    replica_log=str(self._settings.staging.replica_log),
-                )
-                self._close_pipe()
+                self._replace(_done(status))
+        return status
+
+    def _replace(self, done: Sequence[int]) -> None:
+        """Start another one in the place of one that died having got so far, at its time."""
+        if not self._is_dead:
+            self._is_dead = True
+            delay = self._deaths.note(how_it_ended(self._process.returncode), done)
+            when = f" in {delay:.0f} s" if delay else ""
+            log_event(
+                _logger,
+                logging.WARNING,
+                "replica_restarted",
+                f"the replica of rank {self._settings.rank} ended; starting another{when}",
+                rank=self._settings.rank,
+                exit_code=self._process.returncode,
+                replica_log=str(self._settings.staging.replica_log),
+            )
+            self._close_pipe()
+        if self._deaths.may_start:
+            try:
                 self._process = self._start()
-                self.restarts += 1
-        return self._status.read()
+            except OSError as error:  # no memory or no process is to be had: perhaps later
+                self._deaths.note(f"it cannot be started: {error}", done)
+                text = "the replica of rank %d cannot be started again now: %s"
+                _logger.warning(text, self._settings.rank, error)
+                return
+            self._is_dead = False
+            self.restarts += 1
 
     def stop(self) -> None:
         """End the replica at once: its files are whole at any moment, and its log is still there."""
@@ -75,3 +101,8 @@ class ReplicaProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         log = self._settings.staging.replica_log
         return start_detached("lowdiff.recovery.replica", self._settings, log)
+
+
+def _done(status: ReplicaStatus) -> list[int]:
+    """What grows with whatever a replica is there for."""
+    return [status.step, status.consumed_step, status.image_step]

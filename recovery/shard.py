@@ -17,10 +17,11 @@ from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER
 from lowdiff.persistence.values import decode, encode
 from lowdiff.recovery.blocks import Unit
-from lowdiff.recovery.load import empty_state
+from lowdiff.recovery.kernels import StepChooser
+from lowdiff.recovery.load import empty_state, entry_of
 from lowdiff.recovery.replay import ReplayOptions, plan_units
 from lowdiff.recovery.replica_file import Contents, ReplicaFile, SlotTooSmall
-from lowdiff.recovery.sizing import BLOCK_ELEMENTS
+from lowdiff.recovery.sizing import BLOCK_ELEMENTS, threads_put_back
 from lowdiff.recovery.state import AVERAGE_ITEM, OptimizerState, RecoveredState, is_aligned
 from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState, check_digests
 from lowdiff.types import Differential, Fence
@@ -53,13 +54,21 @@ class _Stepping:
 class Shard:
     """The state in one file, which steps change in place."""
 
-    def __init__(self, file: ReplicaFile, fence: Fence, *, journaled: bool) -> None:
+    def __init__(
+        self,
+        file: ReplicaFile,
+        fence: Fence,
+        *,
+        journaled: bool,
+        chooser: StepChooser | None = None,
+    ) -> None:
         """Read a file, undoing what its dead owner had not finished.
 
         Args:
             file: Mapped shared by its owner, privately by everyone else.
             fence: Of the incarnation that the file belongs to.
             journaled: Whether what is done here shall survive this process.
+            chooser: To be shared by shards that are stepped at the same time.
 
         Raises:
             DamagedFile: If the file does not hold what its fence says.
@@ -67,6 +76,7 @@ class Shard:
         self.file = file
         self._fence = fence
         self._journaled = journaled
+        self._chooser = chooser or StepChooser()
         self._owner_of = {
             name: index
             for index, spec in enumerate(fence.optimizers)
@@ -74,6 +84,8 @@ class Shard:
             for name in g
         }
         base = file.base()
+        #: Whether its units are whole tensors, because blocks do not reproduce this run's bits.
+        self.is_whole = bool(base.get("whole"))
         self._overrides: dict[str, bytes] = {}
         try:
             self.state = _state(file, fence, base)
@@ -111,6 +123,9 @@ class Shard:
     def apply(self, step: Step) -> None:
         """Go one step on; units that are there already are left alone.
 
+        On as many threads as gave the live run its bits: its own for whole tensors, one for blocks,
+        which are cut where its threads were.
+
         Raises:
             ReplayMismatch: If the result is not what the live run recorded.
             SlotTooSmall: If a value has grown out of its place, or has none because the optimizer
@@ -123,7 +138,8 @@ class Shard:
         is_resumed = bool((self.file.unit_steps >= number).any())
         # Whoever only reads the state never makes these.
         stepping = self._stepping or _Stepping(self.file, self._fence, self._built())
-        with torch.no_grad():
+        with threads_put_back(), torch.no_grad():
+            torch.set_num_threads(self._fence.environment.num_threads if self.is_whole else 1)
             for index, unit in enumerate(stepping.units):
                 if self.file.unit_steps[index] < number:
                     self._step_unit(index, unit, step, stepping.scratch)
@@ -154,7 +170,7 @@ class Shard:
                 for o in self.state.optimizers
             ],
         )
-        return [UnitState(unit, begun, self._fence) for unit in self.file.units]
+        return [UnitState(unit, begun, self._fence, self._chooser) for unit in self.file.units]
 
     def _step_unit(self, index: int, unit: UnitState, step: Step, scratch: Scratch) -> None:
         before = list(self._written(unit.unit))
@@ -253,6 +269,7 @@ def contents_of(
         "held": list(state.held),
         "items": dict(state.items[0]),
         "numbers": numbers,
+        "whole": whole,
     }
     numbers_bytes = max((len(numbers_of(state, unit)) for unit in units), default=0)
     items_bytes = sum(len(data) for data in state.items[0].values())
@@ -304,13 +321,14 @@ def _state(file: ReplicaFile, fence: Fence, base: dict[str, Any]) -> RecoveredSt
     state.held = tuple(base["held"])
     state.items = [base["items"]]
     state.averages = {name: {} for name in fence.averages}
+    names = {spec.name for spec in fence.layout.parameters}
     for full_name, tensor in file.tensors().items():
         prefix, _, name = full_name.partition("/")
         if prefix + "/" == PARAMETER:
             state.parameters[name] = tensor
         elif prefix + "/" == OPTIMIZER:
-            index, parameter, key = name.split("/", 2)
-            state.optimizers[int(index)].state.setdefault(parameter, {})[key] = tensor
+            index, parameter, key = entry_of(name, names)
+            state.optimizers[index].state.setdefault(parameter, {})[key] = tensor
         else:
             average, _, parameter = name.partition("/")
             state.averages[average][parameter] = tensor

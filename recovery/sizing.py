@@ -28,16 +28,20 @@ _TRIALS = 3
 #: Element updates below which measuring takes longer than it can save.
 _WORTH_MEASURING = 1 << 28
 #: Replay needs at most its state, a quarter of it, and this, whatever the number of differentials.
+#: Whoever compares holds two: what the state is compared with counts as state.
 _SLACK_BYTES = 256 << 20
 
 
 def needed_bytes(state_bytes: int) -> int:
-    """Most memory that recovery of a state of this size takes."""
+    """Most memory that recovery takes with so much state, of one or more, in memory at once."""
     return state_bytes + state_bytes // 4 + _SLACK_BYTES
 
 
 def check_memory(state_bytes: int) -> None:
     """Refuse a recovery that would be killed halfway.
+
+    Args:
+        state_bytes: As in `needed_bytes`.
 
     Raises:
         NotEnoughMemory: Saying how much is needed, and how much there is.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, RunMismatch
 from lowdiff.layout import shaped
 from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.values import decode
 from lowdiff.recovery.optimizers import SCALAR_STATE
 from lowdiff.types import Fence, ItemRef, ResidualMark
+
+_logger = logging.getLogger(__name__)
 
 #: Prefixes of item names; the rest of the name is the buffer's or the object's.
 BUFFER_ITEM, STATEFUL_ITEM, RNG_ITEM, FROZEN_ITEM = "buffer/", "stateful/", "rng/", "frozen/"
@@ -211,3 +215,63 @@ def inherit(items: list[dict[str, bytes]], world_size: int) -> list[dict[str, by
         }
         for rank in range(world_size)
     ]
+
+
+def begin_life(state: RecoveredState, fence: Fence) -> None:
+    """Go on with the items that an incarnation has from the one before it.
+
+    An object that is new, or of another class, began afresh. What it held then is in the snapshot
+    that its attach took; here it is missing until it changes.
+    """
+    state.items = inherit(state.items, fence.world_size)
+    for items in state.items:
+        for name in begun_afresh(state.fence, fence):
+            items.pop(STATEFUL_ITEM + name, None)
+    state.fence = fence
+
+
+def begun_afresh(before: Fence, after: Fence) -> list[str]:
+    """Stateful objects that an incarnation does not have from the one before it.
+
+    The module of a class does not count: it is another one where a script is imported.
+    """
+    known = {name: kind.rpartition(".")[2] for name, kind in before.stateful.items()}
+    return [n for n, kind in after.stateful.items() if known.get(n) != kind.rpartition(".")[2]]
+
+
+def refuse_lost_objects(state: RecoveredState, fences: Sequence[Fence]) -> None:
+    """See that everything is known that incarnations on the way began with.
+
+    Of generators that a joining rank had not drawn from it says only that they are unknown: what its
+    script seeds is what they were.
+
+    Args:
+        state: Where the way led.
+        fences: Of the incarnations on it, in order.
+
+    Raises:
+        RunMismatch: If an object has not changed since it began afresh.
+    """
+    for before, after in pairwise(fences):
+        lost = [
+            name
+            for name in begun_afresh(before, after)
+            if name in state.fence.stateful
+            and any(STATEFUL_ITEM + name not in items for items in state.items)
+        ]
+        if lost:
+            raise RunMismatch(
+                f"what {lost} held after step {state.step} is lost: attached after step "
+                f"{after.base_step} as new or of another class, they were stored in the snapshot "
+                "that was taken then, and have not changed since; recover step "
+                f"{after.base_step} or one before it, or one after the next snapshot"
+            )
+    generators = {name for items in state.items for name in items if name.startswith(RNG_ITEM)}
+    unknown = [rank for rank, items in enumerate(state.items) if generators - items.keys()]
+    if unknown:
+        _logger.warning(
+            "step %d goes without some random generators of rank(s) %s, which joined after the "
+            "snapshot that it is rebuilt from: they are those that the scripts seed",
+            state.step,
+            ", ".join(map(str, unknown)),
+        )

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lowdiff.errors import ConfigError, StepNotFound
-from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.catalog import Catalog, SnapshotSet, scan
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
-from lowdiff.recovery.plan import PlannedStep, plan_recovery, recoverable, usable_snapshots
+from lowdiff.recovery.plan import (
+    PlannedStep,
+    RecoveryPlan,
+    confirm_steps,
+    plan_recovery,
+    recoverable,
+    steps_after,
+    usable_snapshots,
+)
 from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.state import begun_afresh
 from lowdiff.recovery.unit import Movement
 
 _FEWEST_BEFORE, _MOST_BEFORE, _FAR_OUT = 10, 100, 50.0
@@ -49,11 +58,17 @@ class TimelineStep:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Consecutive steps of a run."""
+    """Steps of a run.
+
+    Attributes:
+        steps: Consecutive, but for those left out.
+        left_out: Steps between them that cannot be measured, because only a snapshot leads there.
+    """
 
     run: str
     run_id: str
     steps: tuple[TimelineStep, ...]
+    left_out: tuple[int, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """As JSON content; what is not finite becomes None."""
@@ -64,7 +79,12 @@ class Timeline:
             }
             for step in self.steps
         ]
-        return {"run": self.run, "run_id": self.run_id, "steps": steps}
+        return {
+            "run": self.run,
+            "run_id": self.run_id,
+            "steps": steps,
+            "left_out": list(self.left_out),
+        }
 
 
 def first_outlier(steps: Sequence[TimelineStep]) -> TimelineStep | None:
@@ -99,7 +119,7 @@ def timeline(
     options: ReplayOptions | None = None,
     progress: Progress | None = None,
 ) -> Timeline:
-    """Replay a run, and measure every step of it.
+    """Replay a run, and measure every step of it that can be replayed.
 
     Args:
         run: The run folder, or the URL of its store.
@@ -140,8 +160,7 @@ def _measured(
     options: ReplayOptions | None,
     progress: Progress | None,
 ) -> Timeline:
-    end = plan_recovery(catalog, last).step
-    begins = next((a for a, b in recoverable(catalog) if a <= end <= b), end)
+    begins, end = _unbroken(catalog, last)
     start = begins if first is None else max(first - 1, 0)
     if first is not None and first > end:
         why = f"the newest step is {end}"
@@ -150,14 +169,58 @@ def _measured(
     if not bases:
         why = f"no snapshot and unbroken steps lead to it, and step {start + 1} is measured from there"
         raise StepNotFound(catalog.root, start, recoverable(catalog), why)
-    seen = replace(catalog, snapshots=(bases[-1],))
-    plan = plan_recovery(seen, end)
-    moved: dict[int, Movement] = {}
-    how = replace(reporting(options, progress, 0, len(plan.steps)), movements=moved)
-    carry_out(seen, plan, how)
-    elements = catalog.incarnations[plan.incarnation].fence.layout.elements
-    steps = [_step(s, moved, elements) for s in plan.steps if s.step > start]
-    return Timeline(run, catalog.run_id, tuple(steps))
+    plans = [plan for plan in _plans(catalog, bases[-1], end) if plan.step > start]
+    steps: list[TimelineStep] = []
+    total, done = sum(len(plan.steps) for plan in plans), 0
+    for plan in plans:
+        moved: dict[int, Movement] = {}
+        how = replace(reporting(options, progress, done, total), movements=moved)
+        carry_out(catalog, plan, how)
+        elements = catalog.incarnations[plan.incarnation].fence.layout.elements
+        steps += [_step(s, moved, elements) for s in plan.steps if s.step > start]
+        done += len(plan.steps)
+    left_out = set(range(start + 1, end + 1)) - {step.step for step in steps}
+    return Timeline(run, catalog.run_id, tuple(steps), tuple(sorted(left_out)))
+
+
+def _unbroken(catalog: Catalog, last: int | None) -> tuple[int, int]:
+    """The range of steps to measure from: its first, and ``last`` or its newest."""
+    while True:
+        end = plan_recovery(catalog, last).step
+        begins = next((a for a, b in recoverable(catalog) if a <= end <= b), end)
+        if confirm_steps(catalog, begins + 1, end):
+            return begins, end
+
+
+def _plans(catalog: Catalog, base: SnapshotSet, end: int) -> Iterator[RecoveryPlan]:
+    """Replays that together make every step from a snapshot to ``end`` that can be made.
+
+    Where one cannot go on, because something was changed outside the optimizer or a life attached
+    another average, the next snapshot begins the next.
+    """
+    snapshots = [s for s in usable_snapshots(catalog) if s.step < end]
+    while True:
+        reached, life = _reach(catalog, base, end)
+        if reached > base.step:
+            yield plan_recovery(replace(catalog, snapshots=(base,)), reached)
+        later = (s for s in snapshots if (s.step, s.incarnation) > (reached, life))
+        found = next(later, None)
+        if reached == end or found is None:
+            return
+        base = found
+
+
+def _reach(catalog: Catalog, base: SnapshotSet, end: int) -> tuple[int, int]:
+    """The last step, and whose it is, that replay from a snapshot leads to."""
+    reached, life = base.step, base.incarnation
+    for planned in steps_after(catalog, base.step, end):
+        if planned.incarnation != life:
+            old, new = (catalog.incarnations[n].fence for n in (life, planned.incarnation))
+            afresh = begun_afresh(old, new)
+            if any(old.averages.get(n) != a or n in afresh for n, a in new.averages.items()):
+                break
+        reached, life = planned.step, planned.incarnation
+    return reached, life
 
 
 def _step(planned: PlannedStep, moved: Mapping[int, Movement], elements: int) -> TimelineStep:

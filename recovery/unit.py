@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +11,20 @@ import torch
 from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.digests import Digester
 from lowdiff.errors import ReplayMismatch
-from lowdiff.layout import flat, shaped
+from lowdiff.layout import flat, shaped, torch_dtype
 from lowdiff.protocols import Decoder
 from lowdiff.recovery.averages import BlockAverage
 from lowdiff.recovery.blocks import Unit, aligned
 from lowdiff.recovery.kernels import StepChooser
-from lowdiff.recovery.optimizers import build, granularity, placed_scalar, usable_on
+from lowdiff.recovery.optimizers import (
+    build,
+    granularity,
+    independent,
+    placed_scalar,
+    usable_on,
+)
 from lowdiff.recovery.state import RecoveredState, is_aligned
-from lowdiff.types import Block, Differential, Fence, OptimizerStep
+from lowdiff.types import Block, Differential, Fence, Layout, OptimizerSpec, OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +132,7 @@ class UnitState:
         self._group_of = {name: g for g, names in enumerate(self._spec.groups) for name in names}
         # Optimizers that couple a tensor's elements need its true shape; others take it flat.
         self._shaped = granularity(self._spec) != "element"
+        self._mixed = _mixed_groups(fence.layout, self._spec)
         self._parameters = [
             torch.nn.Parameter(
                 self._piece(block, state.parameters[self._name(block)]), requires_grad=False
@@ -158,7 +165,7 @@ class UnitState:
             self._give_gradients(step, scratch)
             if see_gradients is not None:
                 see_gradients()
-            self._step_optimizer(done)
+            self._step_optimizer(done, step.absent)
         for name, average in step.shards[0].averages.items():
             if average.updated:
                 self._averages[name].update(average)
@@ -198,9 +205,12 @@ class UnitState:
             parameter.grad = self._reshaped(block, gradient)
             position += aligned(count)
 
-    def _step_optimizer(self, done: OptimizerStep) -> None:
+    def _step_optimizer(self, done: OptimizerStep, absent: Container[int]) -> None:
         device = self._parameters[0].device
         consumed = [usable_on(device, hyper) for hyper in done.consumed]
+        for number, members in self._mixed.items():
+            there = (dtype for index, dtype in members if index not in absent)
+            consumed[number] = independent(self._spec, consumed[number], there, device)
         optimizer = self._optimizer or self._build(consumed)
         for group, index in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(consumed[index])
@@ -323,3 +333,13 @@ class UnitState:
 
     def _numel(self, parameter: int) -> int:
         return self._layout.parameters[parameter].numel
+
+
+def _mixed_groups(layout: Layout, spec: OptimizerSpec) -> dict[int, list[tuple[int, torch.dtype]]]:
+    """An optimizer's groups of several dtypes: layout index and dtype of each of their parameters."""
+    known = {p.name: (index, torch_dtype(p.dtype)) for index, p in enumerate(layout.parameters)}
+    members = {
+        number: [known[name] for name in names if name in known]
+        for number, names in enumerate(spec.groups)
+    }
+    return {n: found for n, found in members.items() if len({dtype for _, dtype in found}) > 1}

@@ -10,13 +10,21 @@ from typing import Any
 
 import torch
 
-from lowdiff.errors import DamagedFile, LowDiffError, StepNotFound
+from lowdiff.errors import (
+    DamagedFile,
+    LowDiffError,
+    NotEnoughMemory,
+    ReplayMismatch,
+    RunInUse,
+    RunMismatch,
+    StepNotFound,
+)
 from lowdiff.persistence.catalog import Catalog, SnapshotSet, scan
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import manifest_file
-from lowdiff.recovery.compare import differences
+from lowdiff.recovery.compare import differences, keep_inherited
 from lowdiff.recovery.damage import (
     Finding,
     first_gap,
@@ -26,10 +34,22 @@ from lowdiff.recovery.damage import (
     spoilt_cycles,
 )
 from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
-from lowdiff.recovery.plan import cycle_of, plan_recovery, recoverable, usable_snapshots
+from lowdiff.recovery.in_memory import (
+    MemoryPlan,
+    carry_out_in_memory,
+    plan_in_memory,
+    with_steps_in_memory,
+)
+from lowdiff.recovery.plan import (
+    RecoveryPlan,
+    cycle_of,
+    plan_recovery,
+    recoverable,
+    usable_snapshots,
+)
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.rolling import load_base
-from lowdiff.recovery.state import RNG_ITEM, inherit
+from lowdiff.recovery.sizing import check_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +95,8 @@ class VerifyReport:
         snapshots: Steps of complete snapshots on the run's history.
         replays: In order of steps.
         recoverable: Ranges of steps, both ends inclusive.
+        in_memory: First and last of those that were rebuilt from what replicas of a dead trainer
+            left in memory, which a reboot ends; None if there are none.
         failures: What is damaged, lost or different; the first difference comes first.
         notes: What looks unfinished but costs no step.
     """
@@ -85,6 +107,7 @@ class VerifyReport:
     snapshots: tuple[int, ...]
     replays: tuple[Replayed, ...]
     recoverable: tuple[tuple[int, int], ...]
+    in_memory: tuple[int, int] | None
     failures: tuple[Finding, ...]
     notes: tuple[Finding, ...]
 
@@ -111,14 +134,20 @@ class _Leg:
     target: SnapshotSet | None
     last: int
 
+    @property
+    def loaded_bytes(self) -> int:
+        """What its snapshots take in memory: that which is compared with is a second state."""
+        there = (snapshot for snapshot in (self.base, self.target) if snapshot is not None)
+        return sum(RecoveryPlan(s.step, s.incarnation, s, ()).loaded_bytes for s in there)
+
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What came of a leg.
+    """What came of a leg, or of what is in memory.
 
     Attributes:
         failure: What is wrong; None if nothing is.
-        note: What differs because another kind of device trained it.
+        note: What differs because another kind of device trained it, or why nothing is known.
     """
 
     failure: Finding | None = None
@@ -136,8 +165,9 @@ def verify(
 
     From each snapshot the differentials are replayed up to the next one, and parameters,
     optimizer state, hyper-parameters and items are compared; from the last one, up to the newest
-    step. Error-feedback residuals are not compared: a replay does not rebuild them. Damage is
-    reported, never raised.
+    step. Error-feedback residuals are not compared: a replay does not rebuild them. With the first
+    snapshot of a life that attached other objects only what it inherited is compared. What replicas
+    of a dead trainer left in memory is rebuilt, too. Damage is reported, never raised.
 
     Args:
         run: The run folder, or the URL of its store; nothing in it is changed. A store is read
@@ -151,6 +181,7 @@ def verify(
         StoreError: If the store does not answer.
         DamagedFile: If ``run.json`` is damaged, so that nothing else can be read.
         NewerFormat: If a later lowdiff wrote a file.
+        NotEnoughMemory: If two states do not fit: what is replayed, and what it is compared with.
     """
     root = default_staging_root(Path(run)) if staging is None else Path(staging)
     if not is_url(run):
@@ -184,6 +215,7 @@ def _verify(
     catalog = scan(folder, [root], check_all=True)
     failures, notes = judge(folder, catalog, check_all=True)
     legs = _legs(catalog)
+    check_memory(max((leg.loaded_bytes for leg in legs), default=0))
     replays: list[Replayed] = []
     total = sum(leg.last - leg.base.step for leg in legs)
     done = 0
@@ -200,6 +232,9 @@ def _verify(
             failures.append(outcome.failure)
         done += leg.last - leg.base.step
     failures += [found for found in spoilt_cycles(catalog) if found not in failures]
+    memory, left_out = _in_memory(folder, root, catalog, options or ReplayOptions())
+    failures += [left_out.failure] if left_out.failure else []
+    notes += [left_out.note] if left_out.note else []
     failures += lost_after(catalog, _newest(catalog)) if legs else _nothing_recoverable(catalog)
     return VerifyReport(
         run=run,
@@ -207,7 +242,8 @@ def _verify(
         checked=_checked(folder, catalog),
         snapshots=tuple(sorted({s.step for s in usable_snapshots(catalog)})),
         replays=tuple(replays),
-        recoverable=tuple(recoverable(catalog)),
+        recoverable=tuple(with_steps_in_memory(recoverable(catalog), memory)),
+        in_memory=memory,
         failures=tuple(failures),
         notes=(*notes, *_elsewhere(catalog, options or ReplayOptions())),
     )
@@ -245,12 +281,35 @@ def _carry_out(
         )
     except DamagedFile as error:
         return _Outcome(Finding.of(error))
+    except NotEnoughMemory:
+        raise  # it says nothing about the run
     except LowDiffError as error:
         return _Outcome(Finding(str(error)))
     trained_on = catalog.incarnations[leg.base.incarnation].fence.environment.device
     if (trained_on == "cpu") != (options.device.type == "cpu"):
         return _Outcome(note=found)  # another kind of processor rounds differently
     return _Outcome(found)
+
+
+def _in_memory(
+    folder: RunFolder, root: Path, catalog: Catalog, options: ReplayOptions
+) -> tuple[tuple[int, int] | None, _Outcome]:
+    """The steps that replicas left in memory, rebuilt; and why, if they cannot be."""
+
+    def act(seen: Catalog) -> MemoryPlan | None:
+        plan = plan_in_memory(seen, None)
+        if plan is not None:
+            carry_out_in_memory(seen, plan, options)
+        return plan
+
+    try:
+        plan = look_again(folder, root, catalog, act, check_all=True)
+    except (DamagedFile, ReplayMismatch, RunMismatch) as error:
+        what = f"what replicas left in memory cannot be used: {error}"
+        return None, _Outcome(Finding(what))
+    except RunInUse as error:
+        return None, _Outcome(note=Finding(f"what replicas left in memory was not read: {error}"))
+    return (None if plan is None else plan.range), _Outcome()
 
 
 def _is_gone(snapshot: SnapshotSet) -> bool:
@@ -270,13 +329,8 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> Finding | N
         return None
     fence = catalog.incarnations[leg.target.incarnation].fence
     expected = load_base(leg.target, fence, cycle_of(catalog, leg.target), options)
-    if len(state.items) != len(expected.items):
-        state.items = inherit(state.items, len(expected.items))
-    for replayed, stored in zip(state.items, expected.items, strict=True):
-        # Only the snapshot knows how the script of a rank that joined later seeded its generators.
-        for name in stored.keys() - replayed.keys():
-            if name.startswith(RNG_ITEM):
-                replayed[name] = stored[name]
+    if leg.base.incarnation != leg.target.incarnation:
+        keep_inherited(state, expected)
     found = list(differences(state, expected))
     if not found:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Iterator
@@ -160,3 +161,59 @@ def test_without_memory_for_a_last_snapshot_staging_stays_and_helps(
     assert again.attach() == 3
     assert same(again.weights(), loop.weights())
     again.checkpointer.close()
+
+
+def test_no_image_takes_the_memory_of_one_that_is_not_durable(
+    disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where a rolling snapshot after it has come to nothing meanwhile."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 3000), torch.nn.Linear(3000, 3))
+    loop = Loop(tmp_path, model)
+    loop.checkpointer = lowdiff.Checkpointer(
+        disk / "run",
+        staging=tmp_path / "staging",
+        compressor=TopK(0.01),
+        snapshot="rolling",
+        snapshot_every=8,
+        batch_size=1,
+        retention=None,
+        backpressure="degrade",
+    )
+    loop.attach()
+
+    def train(until: int) -> None:
+        for number in loop.checkpointer.steps(until):
+            loop.step(number)
+
+    train(1)
+    filler = disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    with torch.no_grad():  # what cannot be replayed costs an image, which the disk does not take
+        next(loop.model.parameters()).clamp_(-0.1, 0.1)
+    train(2)
+    assert loop.checkpointer._opened is not None
+    stager = loop.checkpointer._opened.session.stager
+    assert stager.atomic_step == 2
+    train(7)
+    wait_until(lambda: stager.is_lost(8))
+    train(10)
+    assert stager.atomic_step == 2
+    filler.unlink()
+    step = 10
+
+    def is_snapshot_durable() -> bool:
+        nonlocal step
+        step += 1
+        train(step)
+        return stager.writer.status().durable_snapshot > 8
+
+    wait_until(is_snapshot_durable)
+    assert "changed before it was durable" not in caplog.text
+    loop.checkpointer.close()
+    expected = loop.weights()
+    recovered = lowdiff.recover(disk / "run", staging=tmp_path / "staging")
+    assert recovered.step == step
+    assert same(dict(recovered.model_state_dict()), expected)

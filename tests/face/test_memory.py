@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from lowdiff.errors import ConfigError, StorageError
 from lowdiff.persistence.values import same
 from tests.face.loops import Loop
 from tests.mounts import tmpfs_or_skip
+from tests.scenarios.lives import Kill, abandon
+from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import wrapped
 
 
 @pytest.fixture
@@ -83,6 +87,67 @@ def test_the_default_folder_without_room_gives_way_to_the_run_folder(
     assert again.attach() == 5
     assert same(again.weights(), expected)
     again.checkpointer.close()
+
+
+def test_the_default_folder_serves_again_once_it_has_room_and_nothing_is_staged_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual, instead = tmp_path / "usual", tmp_path / "run" / "staging"
+    monkeypatch.setattr("lowdiff.persistence.paths.shared_staging_root", lambda: usual)
+    with tmpfs_or_skip(usual, 6), caplog.at_level(logging.WARNING):
+        small = loop_with(tmp_path, None, 20_000)
+        small.attach()
+        next(small.checkpointer.steps(5))
+        assert list(instead.glob("*/i000000-r0000"))
+        small.die()
+    caplog.clear()
+    found = loop_with(tmp_path, None, 20_000)  # where the steps are, room elsewhere or not
+    with caplog.at_level(logging.WARNING):
+        found.attach()
+    assert f"staging in {instead}, where the life before this one left steps" in caplog.text
+    found.checkpointer.close()
+    assert instead.is_dir()
+    caplog.clear()
+    closed = loop_with(tmp_path, None, 20_000)
+    with caplog.at_level(logging.WARNING):
+        closed.attach()
+    assert not caplog.records
+    assert list(usual.glob("*/i000002-r0000"))
+    assert not list(instead.iterdir())
+    closed.checkpointer.close()
+
+
+def attach_beside(rank: int, world_size: int, folder: str, memory: str) -> str:
+    """Where a rank with a run folder of its own stages; rank 0 is killed, rank 1 loses its machine."""
+    model = wrapped(torch.nn.Sequential(torch.nn.Linear(20, 20_000), torch.nn.Linear(20_000, 3)))
+    checkpointer = lowdiff.Checkpointer(f"{folder}/run-{rank}", compressor=TopK(0.5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowdiff.persistence.paths.shared_staging_root", lambda: Path(memory))
+        checkpointer.attach(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert checkpointer._opened is not None
+    place = checkpointer._opened.staging.root
+    abandon(checkpointer, Kill(0))
+    if rank == 1:
+        shutil.rmtree(place)
+    return str(place)
+
+
+def test_a_machine_without_steps_finds_a_place_though_another_one_holds_some(
+    small_memory: Path, tmp_path: Path, pool: Pool
+) -> None:
+    for _ in range(2):
+        places = pool.run(attach_beside, 2, str(tmp_path), str(small_memory))
+        assert [f"run-{rank}/staging" in place for rank, place in enumerate(places)] == [True] * 2
+
+
+def test_what_a_kill_left_of_frozen_parameters_goes_at_the_next_attach(tmp_path: Path) -> None:
+    left = tmp_path / "run" / "constants" / f"{'0' * 64}.safetensors.0123abcd.partial"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half of it")
+    loop = loop_with(tmp_path, tmp_path / "staging", 10)
+    loop.attach()
+    loop.checkpointer.close()
+    assert not left.exists()
 
 
 def test_a_file_is_no_place_for_staging(tmp_path: Path) -> None:

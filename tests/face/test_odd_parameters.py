@@ -12,7 +12,7 @@ from torch import nn
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.errors import UnsupportedModel
+from lowdiff.errors import UnsupportedModel, UsageError
 from lowdiff.persistence.values import same
 from tests.scenarios.lives import Kill, abandon
 
@@ -99,3 +99,47 @@ def in_order(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
 def test_a_parameter_with_holes_in_its_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"'values.0' does not cover its memory densely"):
         train(tmp_path, Sum(with_holes()), 1, dies=False)
+
+
+def test_two_parameters_in_one_place_are_refused_by_name(tmp_path: Path) -> None:
+    model = Sum(torch.randn(6, 5), torch.randn(6, 5), torch.randn(3))
+    model.values[1].data = model.values[0].data[1:]
+    with pytest.raises(UnsupportedModel, match=r"'values.0' and 'values.1' share memory"):
+        train(tmp_path, model, 1, dies=False)
+
+
+def test_a_parameter_under_two_names_is_one(tmp_path: Path) -> None:
+    model = Sum(torch.randn(6, 5), torch.randn(6, 5))
+    model.values[1] = model.values[0]
+    assert train(tmp_path, model, 2, dies=True)[0] == 0
+    assert train(tmp_path, model, 3, dies=False)[0] == 2
+
+
+def half_with_full_gradients() -> Sum:
+    model = Sum(torch.randn(6, 5, dtype=torch.bfloat16))
+    model.values[0].grad_dtype = torch.float32
+    return model
+
+
+needs_grad_dtype = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="this PyTorch has no grad_dtype"
+)
+
+
+@needs_grad_dtype
+def test_gradients_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"'values.0' is torch.bfloat16 and keeps gradients"):
+        train(tmp_path, half_with_full_gradients(), 1, dies=False)
+
+
+@needs_grad_dtype
+def test_gradients_that_get_another_dtype_later_are_refused(tmp_path: Path) -> None:
+    model = Sum(torch.randn(6, 5, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "staging")
+    checkpointer.attach(model, optimizer)
+    model.values[0].grad_dtype = torch.float32
+    model().backward()
+    with pytest.raises(UsageError, match=r"gradient of 'values.0' is torch.float32"):
+        optimizer.step()
+    checkpointer.close()

@@ -344,6 +344,17 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
     )
 
 
+def test_a_decision_that_finds_no_memory_is_followed_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = SyntheticRank(tmp_path, 0, 1, replace(LAPTOP, write_latency_seconds=3.0))
+    rank.staging.decisions.symlink_to("/dev/full")
+    for step in range(1200):
+        rank.step(step, [])
+    assert (rank.cadence.snapshot_every, rank.cadence.batch_size) != (91, 16)
+    assert "a decision of the tuner is not kept: [Errno 28] No space left on device" in caplog.text
+
+
 def test_a_new_life_keeps_to_what_the_one_before_has_learned(tmp_path: Path) -> None:
     costs = replace(
         LAPTOP, write_bytes_per_second=30e6, write_latency_seconds=1.0, snapshot_seconds=2.0

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff.errors import UnsupportedOptimizer
 from lowdiff.persistence.values import same
 from lowdiff.recovery import optimizers
 from tests.face.loops import Loop
@@ -216,3 +217,42 @@ def test_gradients_written_by_the_step_itself_are_recovered(
     live = train(loop, 5, {})
     loop.checkpointer.close()
     assert_recovered(tmp_path, {5: live[5]} if plus else live)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps beside the parameters' state, in a number or in a dict."""
+
+    def __init__(self, params: Any, *, entry: Callable[[int], Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.entry, self.count = entry, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        own: dict[Any, Any] = self.state
+        own["count"] = self.entry(self.count)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1 / self.count)
+
+
+@pytest.fixture
+def counting() -> Iterator[type[torch.optim.Optimizer]]:
+    lowdiff.register_optimizer(Counting, "whole")
+    yield Counting
+    name = optimizers._qualified(Counting)
+    del optimizers.GRANULARITY[name], optimizers._registered[name]
+
+
+@pytest.mark.parametrize("entry", [int, lambda count: {"of_all": count}], ids=["number", "dict"])
+def test_state_that_belongs_to_no_parameter_is_refused_when_it_comes(
+    tmp_path: Path, counting: Callable[..., torch.optim.Optimizer], entry: Callable[[int], Any]
+) -> None:
+    loop = seldom(tmp_path, make=lambda parameters: counting(parameters, entry=entry))
+    loop.attach()
+    with pytest.raises(
+        UnsupportedOptimizer, match=r"Counting keeps state\['count'\], which belongs"
+    ):
+        loop.step(0)
+    loop.die()
+    with pytest.raises(UnsupportedOptimizer, match=r"state\['count'\]"):
+        loop.attach()

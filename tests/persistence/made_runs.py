@@ -35,7 +35,9 @@ ENVIRONMENT = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
 LAYOUT = Layout((ParameterSpec("w", (2, 3), (3, 1), "float32", 0),))
 
 
-def fence(incarnation: int, rank: int = 0, world_size: int = 1, base: int = 0) -> Fence:
+def fence(
+    incarnation: int, rank: int = 0, world_size: int = 1, base: int = 0, life: str = ""
+) -> Fence:
     return Fence(
         run_id=RUN_ID,
         incarnation=incarnation,
@@ -48,6 +50,7 @@ def fence(incarnation: int, rank: int = 0, world_size: int = 1, base: int = 0) -
         optimizers=(OptimizerSpec("torch.optim.sgd.SGD", (("w",),)),),
         compressor={"name": "topk", "settings": {"density": 0.01}},
         names={"w": "w", "alias": "w"},
+        life=life,
     )
 
 

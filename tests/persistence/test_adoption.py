@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence.adoption import adopt_predecessors
-from lowdiff.persistence.framing import RecordKind
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.adoption import adopt_predecessors, has_replica_before, ranks_to_adopt
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.durable import make_directory, write_json
+from lowdiff.persistence.fences import write_fence
+from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, RecordKind, read_records
 from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.retention_notes import note_collected
+from lowdiff.persistence.snapshots import Manifest, manifest_file
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer_settings import WriterSettings
+from tests.persistence.made_runs import fence
 from tests.persistence.writers import (
     PATIENCE_SECONDS,
     RUN_ID,
@@ -24,10 +31,13 @@ from tests.persistence.writers import (
     wait_until,
     writing,
 )
+from tests.recovery.training import flip
 
 
-def predecessor(root: Path, steps: range, incarnation: int = 0, rank: int = 0) -> WriterSettings:
-    settings = settings_in(root, incarnation=incarnation, rank=rank, world_size=4)
+def predecessor(
+    root: Path, steps: range, incarnation: int = 0, rank: int = 0, run: Path | None = None
+) -> WriterSettings:
+    settings = settings_in(root, run, incarnation=incarnation, rank=rank, world_size=4)
     log = log_of(settings)
     log.append(RecordKind.BASE, steps.start - 1, b"base", (), durable_step=-1)
     for step in steps:
@@ -68,8 +78,9 @@ def test_only_what_is_missing_is_adopted(tmp_path: Path) -> None:
 
 def test_ranks_that_are_no_more_are_shared_out_over_those_that_are(tmp_path: Path) -> None:
     dead = [predecessor(tmp_path, range(1, 3), rank=rank) for rank in range(4)]
-    for rank in range(2):
-        adopt(settings_in(tmp_path, incarnation=1, rank=rank, world_size=2))
+    alive = [settings_in(tmp_path, incarnation=1, rank=rank, world_size=2) for rank in range(2)]
+    for rank, settings in enumerate(alive):
+        adopt(settings)
         gone = [not d.staging.root.exists() for d in dead]
         assert gone == [True, rank == 1, True, rank == 1]
     for d in dead:
@@ -154,3 +165,175 @@ def test_adoption_is_tried_again_until_it_succeeds_and_reported_meanwhile(tmp_pa
         blocked.unlink()
         assert not wait_until(writer, lambda s: s.adopted).error
         assert stored(dead.folder) == [1, 2, 3]
+
+
+# What is durable is looked for step by step
+
+
+def made_durable(dead: WriterSettings) -> Path:
+    """What its own writer would have written, in one segment."""
+    with writing(dead):
+        pass
+    (path,) = dead.folder.segments_of(dead.rank).glob("*.seg")
+    return path
+
+
+def cut(path: Path, first: int, last: int) -> None:
+    """Leave some steps of a segment, as a store's objects have them."""
+    data = path.read_bytes()
+    header = FileHeader.unpack(data, path)
+    kept = [r for r in read_records(memoryview(data), header) if first <= r.header.step <= last]
+    name = f"i{header.incarnation:06d}-s{first:010d}.seg"
+    head = FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 4, first).pack()
+    path.unlink()
+    (path.parent / name).write_bytes(head + data[kept[0].offset : kept[-1].end])
+
+
+def test_steps_before_those_that_were_fetched_are_adopted_as_well(tmp_path: Path) -> None:
+    """A fetch leaves out what staging has: the end of what is durable says nothing of the rest."""
+    dead = predecessor(tmp_path, range(1, 21))
+    cut(made_durable(dead), 15, 16)
+    adopt(settings_in(tmp_path, incarnation=1, base_step=20))
+    assert stored(dead.folder) == [*range(1, 15), 15, 16, *range(17, 21)]
+    assert not dead.staging.root.exists()
+
+
+def test_steps_that_a_damaged_segment_held_are_adopted_as_well(tmp_path: Path) -> None:
+    dead = predecessor(tmp_path, range(1, 21))
+    path = made_durable(dead)
+    whole = path.read_bytes()
+    cut(path, 11, 20)
+    path.write_bytes(whole)
+    records = list(read_records(memoryview(whole), FileHeader.unpack(whole, path)))
+    flip(path, records[4].offset + HEADER_BYTES)
+    assert scan(dead.folder).of(0, 0).ranges == [(1, 4), (11, 20)]
+    adopt(settings_in(tmp_path, incarnation=1, base_step=20))
+    assert scan(dead.folder).of(0, 0).ranges == [(1, 20)]
+    assert not dead.staging.root.exists()
+
+
+def test_what_retention_has_removed_does_not_come_back(tmp_path: Path) -> None:
+    dead = predecessor(tmp_path, range(1, 11))
+    cut(made_durable(dead), 6, 8)
+    note_collected(dead.folder, RUN_ID, [(0, 1, 4)])
+    adopt(settings_in(tmp_path, incarnation=1, base_step=10))
+    assert stored(dead.folder) == list(range(5, 11))
+
+
+def test_a_chunk_that_cannot_be_read_is_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = predecessor(tmp_path, range(1, 21))
+    chunks = [path for _, path in dead.staging.chunks()]
+    assert len(chunks) > 2
+
+    def broken(path: Path) -> memoryview:
+        if path == chunks[1]:
+            raise DamagedFile(path, "it cannot be read ([Errno 5] Input/output error)")
+        return memoryview(path.read_bytes())
+
+    settings = settings_in(tmp_path, incarnation=1, base_step=20)
+    with monkeypatch.context() as patch:
+        patch.setattr("lowdiff.persistence.staging.read_view", broken)  # for a moment
+        assert "could not be read a moment ago" in adopt_predecessors(settings, threading.Event())
+        patch.setattr("lowdiff.persistence.staging_retention.read_view", broken)
+        assert "Input/output error" in adopt_predecessors(settings, threading.Event())
+    assert dead.staging.root.exists()
+    assert adopt_predecessors(settings, threading.Event()) == ""
+    assert stored(dead.folder) == list(range(1, 21))
+
+
+def test_a_chunk_that_its_trainer_had_only_begun_is_no_trouble(tmp_path: Path) -> None:
+    dead = predecessor(tmp_path, range(1, 4))
+    dead.staging.chunk(1).write_bytes(bytes(4096))
+    dead.staging.chunk(2).write_bytes(dead.staging.chunk(0).read_bytes())  # renamed, no more
+    assert adopt_predecessors(settings_in(tmp_path, incarnation=1), threading.Event()) == ""
+    assert stored(dead.folder) == [1, 2, 3]
+
+
+# Ranks on other machines than before
+
+
+def test_machines_that_come_back_in_another_order_adopt_what_they_hold(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    dead = [
+        predecessor(tmp_path / machine, range(1, 8), rank=rank, run=run)
+        for rank, machine in enumerate("ABCD")
+    ]
+    for rank, machine in enumerate("BCDA"):
+        adopt(settings_in(tmp_path / machine, run, incarnation=1, rank=rank, world_size=4))
+    for rank in range(4):
+        assert stored(dead[0].folder, 0, rank) == list(range(1, 8))
+    assert not list(tmp_path.glob("*/staging/*/i000000-*"))
+
+
+def test_the_writers_of_a_machine_share_out_what_another_machines_ranks_left(
+    tmp_path: Path,
+) -> None:
+    for rank in range(4, 8):
+        predecessor(tmp_path, range(1, 3), rank=rank)
+    alive = [settings_in(tmp_path, incarnation=1, rank=rank, world_size=8) for rank in range(4)]
+    shares = [ranks_to_adopt(settings) for settings in alive]
+    assert [len(share) for share in shares] == [1, 1, 1, 1]
+    assert frozenset().union(*shares) == {4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_whoever_sees_fewer_neighbours_than_there_are_leaves_nothing_over(
+    tmp_path: Path, world_size: int
+) -> None:
+    """They make their folders one after the other, and each looks at once."""
+    dead = [predecessor(tmp_path, range(1, 3), rank=rank) for rank in range(10)]
+    adopted: set[int] = set()
+    for rank in range(1, world_size):
+        adopted |= ranks_to_adopt(
+            settings_in(tmp_path, incarnation=1, rank=rank, world_size=world_size)
+        )
+    assert adopted == {settings.rank for settings in dead}
+
+
+def replica_of(dead: WriterSettings) -> WriterSettings:
+    dead.staging.replica_status.touch()
+    return dead
+
+
+def begin(settings: WriterSettings, ranks: int) -> None:
+    """The fences of a life of two ranks, as far as this machine sees them."""
+    for rank in range(ranks):
+        write_fence(settings.folder, fence(settings.incarnation, rank, 2, base=3))
+
+
+def snapshot(settings: WriterSettings, rank: int) -> None:
+    path = manifest_file(settings.folder.snapshot(settings.incarnation, 3), rank)
+    make_directory(path.parent)
+    write_json(path, Manifest(RUN_ID, settings.incarnation, 3, rank, 2, 0, 0).document())
+
+
+def test_another_ranks_replica_stays_until_that_ranks_shard_is_durable(tmp_path: Path) -> None:
+    dead = replica_of(predecessor(tmp_path, range(1, 4), rank=1))
+    settings = settings_in(tmp_path, incarnation=1, world_size=2, base_step=3)
+    begin(settings, ranks=2)
+    snapshot(settings, rank=0)
+    assert has_replica_before(settings)
+    adopting = threading.Thread(target=adopt, args=[settings])
+    adopting.start()
+    time.sleep(0.3)
+    assert dead.staging.root.exists()
+    snapshot(settings, rank=1)
+    adopting.join()
+    assert not dead.staging.root.exists()
+    assert not has_replica_before(settings)
+
+
+def test_a_replica_is_not_waited_for_where_other_shards_cannot_be_seen(tmp_path: Path) -> None:
+    dead = replica_of(predecessor(tmp_path, range(1, 4), rank=1))
+    settings = settings_in(tmp_path, incarnation=1, world_size=2, base_step=3)
+    begin(settings, ranks=1)
+    snapshot(settings, rank=0)
+    assert adopt_predecessors(settings, threading.Event()) == ""
+    assert dead.staging.root.exists()
+    snapshot(settings, rank=1)  # the next attach has brought it
+    later = settings_in(tmp_path, incarnation=2, world_size=2, base_step=4)
+    assert not has_replica_before(later)
+    adopt(later)
+    assert not dead.staging.root.exists()

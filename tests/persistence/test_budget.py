@@ -10,6 +10,7 @@ from lowdiff.errors import StorageError
 from lowdiff.persistence.budget import (
     Room,
     StagingNeed,
+    fits_twice,
     is_in_memory,
     log_cap,
     memory_headroom,
@@ -38,6 +39,14 @@ def test_short_memory_is_shared_between_the_ranks_of_a_machine() -> None:
     assert caps == [20 * MIB + 40 * MIB, 20 * MIB + 10 * MIB]
     assert sum(caps) + NEED.residual_bytes + NEED.snapshot_bytes <= 170 * MIB
     assert log_cap([NEED], NEED, room(100)) == NEED.least_log_bytes
+
+
+def test_a_log_leaves_room_for_the_life_after_a_crash_if_there_is_any() -> None:
+    assert log_cap([NEED], NEED, room(230)) == 50 * MIB
+    left = 230 * MIB - (NEED.residual_bytes + NEED.snapshot_bytes + 50 * MIB)
+    assert left == NEED.least_bytes
+    assert fits_twice([NEED], room(200))
+    assert not fits_twice([NEED], room(199))
 
 
 def test_what_cannot_fit_is_refused_with_numbers_and_advice() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,9 @@ from lowdiff.persistence.durable import make_directory, write_json
 from lowdiff.persistence.fences import create_run, write_fence
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.policy import Retention
-from lowdiff.persistence.retention import collect
-from lowdiff.persistence.retention_notes import Collected, read_notes
+from lowdiff.persistence.retention import check_snapshots, collect, take_inventory
+from lowdiff.persistence.retention_notes import Collected, read_notes, write_pin
+from lowdiff.persistence.retention_plan import Pin
 from lowdiff.persistence.snapshots import Manifest, manifest_file, shard_file
 from tests.persistence.made_runs import RUN_ID
 from tests.persistence.retained import fence
@@ -26,6 +30,12 @@ def complete_run(root: Path, steps: list[int], world_size: int = 2) -> RunFolder
     create_run(folder, RUN_ID)
     for rank in range(world_size):
         write_fence(folder, fence(0, None, 0, world_size, rank))
+    add_snapshots(folder, steps, world_size)
+    return folder
+
+
+def add_snapshots(folder: RunFolder, steps: list[int], world_size: int = 2) -> None:
+    for rank in range(world_size):
         make_directory(folder.segments_of(rank))
         for step in steps:
             path = folder.snapshot(0, step)
@@ -34,7 +44,6 @@ def complete_run(root: Path, steps: list[int], world_size: int = 2) -> RunFolder
             manifest = Manifest(RUN_ID, 0, step, rank, world_size, bytes=5, checksum=0)
             write_json(manifest_file(path, rank), asdict(manifest))
             folder.segment(0, rank, step + 1).write_bytes(b"segment")
-    return folder
 
 
 def on_disk(folder: RunFolder) -> tuple[list[int], list[tuple[int, int]]]:
@@ -148,3 +157,83 @@ def test_nothing_appears_where_a_run_was_unmounted(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         collect(RunFolder(tmp_path / "run"), RUN_ID, Retention(1))
     assert not (tmp_path / "run").exists()
+
+
+# What cannot be read
+
+KEPT = Retention(snapshots=2, every_steps=100)
+
+
+def kept_run(root: Path) -> RunFolder:
+    """Snapshots of which all but the one at 0 are kept: as pinned, for ever, and as the newest."""
+    folder = complete_run(root, [0, 40, 100, 200, 300])
+    write_pin(folder, RUN_ID, Pin("best", 40, 0))
+    collect(folder, RUN_ID, KEPT)
+    assert on_disk(folder)[0] == [40, 100, 200, 300]
+    return folder
+
+
+@contextmanager
+def stale(*paths: Path) -> Iterator[None]:
+    """As a network file system answers now and then, for files that are there and whole."""
+    real = Path.open
+
+    def answer(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path in paths:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(path, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", answer)
+        yield
+
+
+def test_a_manifest_that_cannot_be_read_now_takes_nothing_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = kept_run(tmp_path / "run")
+    before = on_disk(folder)
+    manifests = [
+        manifest_file(folder.snapshot(0, 40), 0),
+        manifest_file(folder.snapshot(0, 100), 1),
+    ]
+    with stale(*manifests):
+        collect(folder, RUN_ID, KEPT)
+    assert on_disk(folder) == before
+    for manifest in manifests:
+        assert f"old files stay: {manifest.parent} may be needed, but it cannot be" in caplog.text
+    caplog.clear()
+    collect(folder, RUN_ID, KEPT)
+    assert on_disk(folder) == before
+    assert caplog.text == ""
+    assert len(complete_snapshots(folder, RUN_ID)) == 4
+
+
+def test_a_damaged_manifest_keeps_its_snapshot_and_holds_up_no_other(tmp_path: Path) -> None:
+    folder = kept_run(tmp_path / "run")
+    manifest = manifest_file(folder.snapshot(0, 40), 1)
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 1
+    manifest.write_bytes(data)
+    add_snapshots(folder, [410, 520])
+    collect(folder, RUN_ID, KEPT)
+    assert on_disk(folder)[0] == [40, 100, 200, 300, 410, 520]
+    collect(folder, RUN_ID, Retention(snapshots=2))
+    steps, segments = on_disk(folder)
+    assert steps == [40, 410, 520]
+    assert len(list(folder.snapshot(0, 40).iterdir())) == 4
+    assert [first for rank, first in segments if rank == 0] == [411, 521]
+
+
+def test_a_shard_that_cannot_be_read_for_its_checksum_keeps_its_snapshot(tmp_path: Path) -> None:
+    folder = kept_run(tmp_path / "run")
+    shard = shard_file(folder.snapshot(0, 40), 0)
+    with stale(shard):
+        checked = check_snapshots(folder, RUN_ID)
+    found = {s.step: s for s in take_inventory(folder, RUN_ID, checked=checked).snapshots}
+    assert found[40].unreadable
+    assert not found[40].complete
+    assert not found[100].unreadable
+    shard.unlink()  # it is known what that is worth
+    checked = check_snapshots(folder, RUN_ID)
+    assert not any(s.unreadable for s in take_inventory(folder, RUN_ID, checked=checked).snapshots)

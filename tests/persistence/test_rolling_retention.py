@@ -62,13 +62,22 @@ def test_what_an_earlier_life_logged_goes_though_a_cycle_follows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_rolling", "is_here", "oldest"),
-    [(True, True, 101), (False, True, 201), (False, False, 101)],
+    ("is_rolling", "is_here", "is_there", "oldest"),
+    [
+        (True, True, True, 101),
+        (False, True, True, 201),
+        (False, True, False, 101),
+        (False, False, False, 101),
+    ],
 )
 def test_a_store_keeps_all_that_a_cycle_may_need(
-    tmp_path: Path, is_rolling: bool, is_here: bool, oldest: int
+    tmp_path: Path, is_rolling: bool, is_here: bool, is_there: bool, oldest: int
 ) -> None:
-    """It is judged by names alone where a node has no manifest; where a cycle began they lack."""
+    """It is judged by names alone where a node does not have the store's manifest.
+
+    ``is_there``: whether the store has the manifest that is here, or a longer one: a rolling shard's.
+    Where a cycle began names lack.
+    """
     settings = WriterSettings(
         run=str(tmp_path / "run"),
         staging_root="",
@@ -94,6 +103,7 @@ def test_a_store_keeps_all_that_a_cycle_may_need(
             path = manifest_file(settings.folder.snapshot(0, step), 0)
             make_directory(path.parent)
             write_json(path, found.document())
+            sizes[settings.folder.name(path)] = path.stat().st_size + 20 * (not is_there)
     segments = [settings.folder.name(settings.folder.segment(0, 0, s.first)) for s in SEGMENTS]
     listing = Listing({**sizes, **dict.fromkeys(segments, 10)})
     gone = {path.name for path in spent(settings, listing, listing, segments)}

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from lowdiff.errors import StorageError
+from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.memory import MappedFile, read_view
-from lowdiff.persistence.staging import StagingLog
+from lowdiff.persistence.staging import LogTail, StagingLog
 from tests.mounts import tmpfs_or_skip
-from tests.persistence.staged_logs import RUN_ID, TRAINER, folder_in, start, steps
+from tests.persistence.staged_logs import (
+    CHUNK,
+    RUN_ID,
+    TRAINER,
+    ahead,
+    append,
+    check,
+    drained,
+    folder_in,
+    log_in,
+    mark,
+    payload,
+    start,
+    steps,
+)
 
 
 @pytest.fixture
@@ -74,3 +92,131 @@ def test_a_mapped_file_takes_the_length_it_is_given_and_keeps_what_was_there(
     assert bytes(MappedFile(path, 40).view) == b"x" * 40
     assert bytes(MappedFile(path, 60).view) == b"x" * 40 + bytes(20)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+# A record that is longer than the chunks there are
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 4 MiB."""
+    with tmpfs_or_skip(tmp_path / "memory", 4) as folder:
+        yield folder
+
+
+def long_log(memory: Path) -> StagingLog:
+    """A log whose chunks are of 1 MiB, with a first record that is durable."""
+    log = StagingLog(
+        folder_in(memory), run_id=RUN_ID, world_size=1, chunk_bytes=1 << 20, cap_bytes=8 << 20
+    )
+    assert append(log, 1)
+    return log
+
+
+def fill(memory: Path, spare_bytes: int) -> Path:
+    filler = memory / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(memory).free - spare_bytes))
+    return filler
+
+
+LONG = 300_000  # items: records of 1.2 MB
+
+
+def test_a_chunk_that_is_too_small_grows_while_others_map_it(memory: Path) -> None:
+    log = long_log(memory)
+    tail = LogTail(log.folder)  # as a writer's: whatever has no name any more, it still maps
+    assert [check(record) for record in drained(tail)] == [1]
+    fill(memory, 512 << 10)
+    assert append(log, 2, durable=1, num_items=LONG)
+    assert [check(record, LONG) for record in drained(tail)] == [2]
+    assert log.bytes_held == sum(path.stat().st_size for _, path in log.folder.chunks())
+
+
+def test_a_chunk_that_cannot_grow_stays_and_the_log_goes_on(memory: Path) -> None:
+    log = long_log(memory)
+    mark(log, 1)
+    filler = fill(memory, 64 << 10)
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"staging needs 1\.1 MiB at .* is full; free it"):
+            append(log, 2, durable=1, num_items=LONG)
+        assert steps(log.folder) == [1]
+    assert append(log, 2, durable=1)
+    assert steps(log.folder) == [1, 2]
+    filler.unlink()
+    assert append(log, 3, durable=2, num_items=LONG)
+    *_, again, last = drained(LogTail(log.folder))
+    assert again.header.kind is RecordKind.SNAPSHOT
+    assert check(last, LONG) == 3
+
+
+def test_what_is_staged_ahead_outlives_a_chunk_that_cannot_grow(memory: Path) -> None:
+    log = long_log(memory)
+    assert log.append_ahead(payload(2), durable_step=1)
+    filler = fill(memory, 64 << 10)
+    with pytest.raises(StorageError):
+        log.append_ahead(payload(2, LONG), durable_step=1)
+    filler.unlink()
+    assert ahead(log, 2, [LONG], durable=1)
+    (record,) = drained(LogTail(log.folder))
+    assert record.is_intact()
+    assert record.header.body_bytes > 4 * LONG
+
+
+def test_what_could_not_be_dropped_is_not_said_to_be(memory: Path) -> None:
+    log = StagingLog(
+        folder_in(memory), run_id=RUN_ID, world_size=1, chunk_bytes=CHUNK, cap_bytes=2 * CHUNK
+    )
+    for step in range(1, 17):
+        assert append(log, step)
+    fill(memory, 64 << 10)
+    with pytest.raises(StorageError):
+        log.append(RecordKind.DIFFERENTIAL, 17, b"", payload(17, LONG), durable_step=-1, drop=True)
+    assert log.dropped_step == -1
+    assert steps(log.folder) == list(range(1, 17))
+
+
+# Whatever the reason is
+
+
+@contextmanager
+def refusing(number: int, call: str = "posix_fallocate") -> Iterator[None]:
+    def refuse(*arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("number", "call", "why"),
+    [
+        (errno.ENOSPC, "posix_fallocate", "that file system is full"),
+        (errno.ENOSPC, "open", "that file system is full"),
+        (errno.EDQUOT, "posix_fallocate", "your quota there is used up"),
+        (errno.EIO, "ftruncate", "cannot have it (Input/output error)"),
+    ],
+)
+def test_memory_that_is_refused_is_waited_for_whoever_refuses_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int, call: str, why: str
+) -> None:
+    log = log_in(folder_in(tmp_path))
+    with refusing(number, call):
+        step = 1
+        while append(log, step):
+            step += 1
+        assert append(log, step) is None
+    assert step == 9  # one chunk of eight
+    assert len(caplog.records) == 1
+    assert why in caplog.text
+    assert append(log, step)
+    assert steps(log.folder) == list(range(1, 10))
+
+
+def test_a_chunk_that_somebody_removed_is_a_storage_error(tmp_path: Path) -> None:
+    log = log_in(folder_in(tmp_path), cap_bytes=2 * CHUNK)
+    for step in range(1, 17):
+        assert append(log, step)
+    log.folder.chunk(0).unlink()
+    with pytest.raises(StorageError, match="cannot have it"):
+        append(log, 17, durable=8)

@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence.fences import create_run
-from lowdiff.persistence.framing import RecordKind
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.fences import create_run, write_fence
+from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, read_records
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import Owner, claim, staging_of_run
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.retention_notes import note_collected
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.staging_retention import StagingVerdict, clear_staging
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
+from tests.persistence.made_runs import fence
+from tests.recovery.training import flip
 
 RUN_ID = "00112233445566778899aabbccddeeff"
 
@@ -96,6 +100,53 @@ def test_one_step_that_is_not_durable_keeps_the_folder(run: RunFolder) -> None:
     assert cleared(stage).reason == "steps 3 to 3 are here only; the next attach moves them"
 
 
+def test_steps_that_are_durable_no_more_keep_the_folder(run: RunFolder) -> None:
+    stage = staged(run, 9)
+    made_durable(run, stage)
+    path = run.segment(0, 0, 1)
+    whole = path.read_bytes()
+    records = list(read_records(memoryview(whole), FileHeader.unpack(whole, path)))
+    # The last steps are good; of those before one bit flips.
+    later = FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 7).pack() + whole[records[6].offset :]
+    run.segment(0, 0, 7).write_bytes(later)
+    flip(path, records[3].offset + 8)
+    assert cleared(stage).reason == "steps 4 to 6 are here only; the next attach moves them"
+    assert stage.root.exists()
+    note_collected(run, RUN_ID, [(0, 1, 6)])
+    assert cleared(stage).goes
+
+
+def test_a_folder_that_cannot_be_read_stays(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = staged(run, 3)
+
+    def broken(path: Path) -> memoryview:
+        raise DamagedFile(path, "it cannot be read ([Errno 5] Input/output error)")
+
+    with monkeypatch.context() as patch:
+        for module in ("staging", "staging_retention"):
+            patch.setattr(f"lowdiff.persistence.{module}.read_view", broken)
+        verdict = cleared(stage)
+    assert not verdict.goes
+    assert verdict.reason.startswith("it may hold steps, but ")
+
+
+@pytest.mark.parametrize("known", ["b" * 32, None])
+def test_a_life_that_the_run_has_gone_on_without_stays(run: RunFolder, known: str | None) -> None:
+    stage = staged(run, 3)
+    claim(stage, run, "a" * 32)
+    made_durable(run, stage)
+    if known is not None:
+        write_fence(run, fence(0, life=known))
+    reason = cleared(stage).reason
+    assert reason.startswith("steps 1 to 3 may be here only: ")
+    assert reason.endswith("has gone on without this life 0")
+    shutil.rmtree(run.root / "incarnations", ignore_errors=True)
+    write_fence(run, fence(0, life="a" * 32))
+    assert cleared(stage).goes
+
+
 def test_a_folder_without_a_step_goes(run: RunFolder) -> None:
     assert cleared(staged(run, 0)).reason == "it holds no step"
 
@@ -112,10 +163,21 @@ def test_what_is_in_use_stays_even_by_force(run: RunFolder, name: str) -> None:
     assert cleared(stage).goes
 
 
-def test_what_belongs_to_a_deleted_run_goes(run: RunFolder) -> None:
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_belongs_to_a_run_that_was_moved_or_deleted_stays(
+    run: RunFolder, tmp_path: Path, is_replaced: bool
+) -> None:
     stage = staged(run, 3)
-    shutil.rmtree(run.root)
-    assert cleared(stage).reason == f"{run.root} is gone"
+    moved = RunFolder(run.root.rename(tmp_path / "moved"))
+    why = "is not there; moved or deleted?"
+    if is_replaced:
+        create_run(run, "ff" * 16)
+        why = "is another run now; was this one moved or deleted?"
+    verdict = cleared(stage)
+    assert not verdict.goes
+    assert verdict.reason == f"steps 1 to 3 may be here only: {run.root} {why}"
+    assert staging_of_run(tmp_path / "staging", moved, RUN_ID) == [stage]
+    assert cleared(stage, force=True).goes
     assert not stage.root.exists()
 
 
@@ -135,11 +197,10 @@ def test_what_belongs_to_a_run_that_may_only_be_unmounted_stays(
     assert stage.chunk(0).exists()
 
 
-def test_a_run_that_was_replaced_by_another_is_gone(run: RunFolder) -> None:
-    stage = staged(run, 3)
+def test_nothing_is_lost_with_a_folder_of_a_deleted_run_without_a_step(run: RunFolder) -> None:
+    stage = staged(run, 0)
     shutil.rmtree(run.root)
-    create_run(run, "ff" * 16)
-    assert cleared(stage).reason == f"{run.root} is another run now"
+    assert cleared(stage).goes
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"\xff"])

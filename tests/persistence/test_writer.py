@@ -201,6 +201,7 @@ def test_a_writer_killed_at_any_moment_loses_nothing_and_writes_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_process, "_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(writer_process, "_BACKOFF_SECONDS", 0.0)
     settings = settings_in(tmp_path)
     log = log_of(settings, cap_bytes=5 * 4096)
     rng = np.random.default_rng(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def life(number: int, *, base: int = 0, parent: int | None = None, ranks: int = 
             environment=ENVIRONMENT,
             layout=Layout(()),
             optimizers=(),
-            compressor={},
+            compressor={"name": "topk", "settings": {}},
             names={},
         )
     )
@@ -214,6 +215,21 @@ def test_of_two_snapshots_of_a_step_the_later_incarnations_is_taken() -> None:
     )
     assert way(made, 5) == ((1, 5), [])
     assert plan_recovery(made, 5).incarnation == 1
+
+
+def test_a_step_changed_outside_the_optimizer_is_reached_by_a_snapshot_only() -> None:
+    others = [1, 2, 4, 5]
+    made = catalog([life(0, ranks=2)], [(0, 0)], {(0, 0): others, (0, 1): others})
+    for rank in (0, 1):
+        changed = record(0, rank, 3)
+        header = replace(changed.record.header, rebases=True)
+        stored = replace(changed, record=replace(changed.record, header=header))
+        made.records[0, rank].stage(stored, is_checked=True)
+    assert recoverable(made) == [(0, 2)]
+    why = "changed outside the optimizer in step 3, so only a snapshot leads to it"
+    for step in (3, 5):
+        with pytest.raises(StepNotFound, match=f"step {step} of run .*{why}.*: 0 to 2"):
+            plan_recovery(made, step)
 
 
 @pytest.mark.parametrize(

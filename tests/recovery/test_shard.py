@@ -18,7 +18,7 @@ from lowdiff.compressors import Dense
 from lowdiff.compressors.dense import DenseReducer
 from lowdiff.environment import environment_of
 from lowdiff.errors import DamagedFile, ReplayMismatch
-from lowdiff.layout import flat
+from lowdiff.layout import byte_view, flat
 from lowdiff.persistence.values import encode
 from lowdiff.recovery.load import empty_state
 from lowdiff.recovery.replica_file import ReplicaFile, SlotTooSmall
@@ -72,14 +72,7 @@ class Live:
 
     def __init__(self, kind: type[torch.optim.Optimizer], **settings: Any) -> None:
         torch.manual_seed(0)
-        # The first parameter spans three units, the small ones share one.
-        self.model = nn.ParameterDict(
-            {
-                "large": nn.Parameter(torch.randn(20, 17)),
-                "bias": nn.Parameter(torch.randn(33)),
-                "scale": nn.Parameter(torch.randn(())),
-            }
-        )
+        self.model = self.make()
         self.optimizer = kind(self.model.parameters(), **settings)
         attached = describe(self.model, [self.optimizer])
         self.fence = Fence(
@@ -100,6 +93,16 @@ class Live:
         self.start = self.state(1)
         self.steps = [self._step(t) for t in range(2, STEPS + 2)]
         self.end = self.state(STEPS + 1)
+
+    def make(self) -> nn.Module:
+        # The first parameter spans three units, the small ones share one.
+        return nn.ParameterDict(
+            {
+                "large": nn.Parameter(torch.randn(20, 17)),
+                "bias": nn.Parameter(torch.randn(33)),
+                "scale": nn.Parameter(torch.randn(())),
+            }
+        )
 
     def _step(self, number: int) -> Step:
         for parameter in self.model.parameters():
@@ -137,10 +140,14 @@ class Live:
 def image(state: RecoveredState) -> dict[str, Any]:
     found: dict[str, Any] = {"step": state.step, "items": state.items[0]["stateful/count"]}
     for name, values in state.parameters.items():
-        found[name] = values.numpy().tobytes()
+        found[name] = bits(values)
     for name, entries in state.optimizers[0].state.items():
-        found |= {f"{name}/{k}": v.flatten().numpy().tobytes() for k, v in entries.items()}
+        found |= {f"{name}/{k}": bits(v) for k, v in entries.items()}
     return found
+
+
+def bits(values: torch.Tensor) -> bytes:
+    return bytes(byte_view(values.flatten().contiguous()))
 
 
 @pytest.fixture(scope="module", params=["AdamW", "NAdam", "ASGD"])

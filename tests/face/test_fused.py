@@ -1,0 +1,53 @@
+"""The run's ``fused`` wins over the constructor's, also where a gradient scaler goes by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowdiff.persistence.values import same
+from tests.face.loops import Loop
+
+KINDS: list[Any] = [
+    torch.optim.AdamW,
+    lambda p, lr, fused: torch.optim.SGD(p, lr=lr, momentum=0.9, fused=fused),
+    torch.optim.Adagrad,
+]
+
+
+def train(folder: Path, until: int, kind: Any, *, fused: bool | None, dies: bool = False) -> Any:
+    """One life with a gradient scaler, whose scale is no power of two, and which meets an overflow."""
+    loop = Loop(folder, make=lambda p: kind(p, lr=1e-2, fused=fused))
+    scaler = torch.amp.GradScaler("cpu", init_scale=3000.0, growth_interval=2)
+    loop.attach(scaler=scaler)
+    for number in loop.checkpointer.steps(until):
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
+        loss = loop.model(inputs).square().mean() * (float("inf") if number == 4 else 1.0)
+        loop.optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+    if dies:
+        loop.die()
+    else:
+        loop.checkpointer.close()
+    state = loop.optimizer.state_dict()["state"]
+    return (
+        {p: dict(sorted(e.items())) for p, e in state.items()},
+        loop.weights(),
+        scaler.get_scale(),
+    )
+
+
+@pytest.mark.parametrize("fused", [True, None], ids=["fused, then not", "not fused, then"])
+@pytest.mark.parametrize("kind", KINDS, ids=["AdamW", "SGD", "Adagrad"])
+def test_a_run_goes_on_with_the_kernel_it_began_with(
+    tmp_path: Path, kind: Any, fused: bool | None
+) -> None:
+    expected = train(tmp_path / "whole", 7, kind, fused=fused)
+    train(tmp_path / "killed", 3, kind, fused=fused, dies=True)
+    found = train(tmp_path / "killed", 7, kind, fused=None if fused else True)
+    assert same(found, expected)

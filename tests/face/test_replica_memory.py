@@ -1,0 +1,264 @@
+"""What the next life finds in the memory of one that died, and what it waits for and refuses first."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lowdiff.errors import DamagedFile, RunInUse, StorageError
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.replica_status import read_replica_status
+from lowdiff.persistence.staging_retention import clear_staging
+from lowdiff.recovery import in_memory, recover, replica_file
+from lowdiff.recovery.in_memory import plan_in_memory
+from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.replica_file import ReplicaFile
+from lowdiff.recovery.shard import Shard
+from tests.face.test_replica import LargerTraining, Life
+from tests.faults.victim import ONE_WORKER, digest_of
+from tests.scenarios.lives import Kill, abandon
+from tests.scenarios.pool import Pool
+
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    """A life of `STEPS` steps, of which the disk holds none but the first state."""
+    life = Life(tmp_path_factory.mktemp("original"), snapshot_every=1000)
+    life.run(STEPS)
+    life.wait(lambda stats: stats["replica_step"] == STEPS)
+    life.wait(lambda stats: stats["durable_step"] == 0)
+    life.kill()
+    return life
+
+
+@pytest.fixture
+def killed(original: Life, tmp_path: Path) -> Life:
+    """What it left, to be changed."""
+    for name in ("run", "staging"):
+        shutil.copytree(original.folder / name, tmp_path / name)
+    life = copy(original)
+    life.folder = tmp_path
+    return life
+
+
+@pytest.fixture
+def dead(killed: Life) -> Life:
+    """The same, with no step in its queue any more, so that nothing leads on from the disk."""
+    empty_queue(killed)
+    return killed
+
+
+def empty_queue(life: Life) -> None:
+    for _, chunk in stage_of(life.folder).chunks():
+        chunk.unlink()
+
+
+def planned(life: Life) -> int | None:
+    """The step that the memory leads to; None if it does not."""
+    catalog = scan(RunFolder(life.folder / "run"), [life.folder / "staging"])
+    plan = plan_in_memory(catalog, None)
+    return None if plan is None else plan.step
+
+
+def stage_of(folder: Path) -> StagingFolder:
+    (stage,) = StagingFolder.all(folder / "staging")
+    return stage
+
+
+@contextmanager
+def beside(run: Callable[[threading.Event], object]) -> Iterator[None]:
+    """Run something in a thread, which ends when its event is set."""
+    end = threading.Event()
+    thread = threading.Thread(target=run, args=(end,))
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["trainer_lock", "replica_lock"])
+def test_whoever_only_looks_at_the_memory_is_waited_for(dead: Life, name: str) -> None:
+    lock = FileLock(getattr(stage_of(dead.folder), name))
+    assert lock.acquire("process 1, clearing staging memory")
+
+    def look(end: threading.Event) -> None:
+        end.wait(1.0)
+        lock.release()
+
+    with beside(look):
+        dead.assert_recovered()
+
+
+def test_looks_of_gc_hide_no_step(dead: Life) -> None:
+    def look(end: threading.Event) -> None:
+        while not end.is_set():
+            list(clear_staging(dead.folder / "staging", dry_run=True))
+
+    with beside(look):
+        for _ in range(40):
+            assert planned(dead) == STEPS
+
+
+@pytest.mark.parametrize("name", ["trainer_lock", "replica_lock"])
+def test_whoever_keeps_the_memory_of_a_dead_trainer_is_named(
+    dead: Life, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_memory, "_PATIENCE_SECONDS", 0.2)
+    lock = FileLock(getattr(stage_of(dead.folder), name))
+    assert lock.acquire("somebody else")
+    with pytest.raises(RunInUse, match="in use by somebody else"):
+        dead.assert_recovered()
+    lock.release()
+    dead.assert_recovered()
+
+
+def test_the_memory_of_a_live_trainer_is_left_alone_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_memory, "_PATIENCE_SECONDS", 0.0)  # it would be an error
+    life = Life(tmp_path, snapshot_every=4)
+    life.run(6)
+    life.wait(lambda stats: stats["replica_step"] == 6)
+    assert planned(life) is None
+    life.assert_recovered()  # from the disk, and what it lists of the queue
+    life.kill()
+    assert planned(life) == 6
+
+
+def no_memory(*_: object, **__: object) -> Any:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+
+def no_room(*_: object, **__: object) -> Any:
+    raise StorageError("staging needs 1.0 MiB, and that file system is full")
+
+
+def no_map(*_: object, **__: object) -> Any:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize(
+    ("thing", "name", "failure", "error"),
+    [
+        (Shard, "__init__", no_memory, RuntimeError),
+        (Shard, "__init__", no_room, StorageError),
+        (mmap, "mmap", no_map, OSError),
+    ],
+    ids=["memory", "room", "map"],
+)
+def test_want_of_memory_is_no_reason_to_go_back(
+    dead: Life, thing: Any, name: str, failure: Any, error: type[Exception]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if thing is mmap:  # of the replica's file only
+            patch.setattr(replica_file, "mmap", type("Full", (), {**vars(mmap), name: failure}))
+        else:
+            patch.setattr(thing, name, failure)
+        with pytest.raises(error):
+            recover(dead.folder / "run", staging=dead.folder / "staging", options=ONE_WORKER)
+    dead.assert_recovered()
+
+
+def test_content_that_fits_nothing_is_a_reason_to_go_back(
+    dead: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def misfit(*_: object, **__: object) -> Any:
+        raise RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")
+
+    monkeypatch.setattr(in_memory, "_merge", misfit)
+    dead.assert_recovered(0)
+    assert "going back to what is on disk" in caplog.text
+
+
+def recovered_by(rank: int, _: int, folder: Path, failing: int) -> tuple[int, str]:
+    """One rank of those that recover together; runs in a pool's process."""
+
+    def damaged(*_: object) -> Any:
+        raise DamagedFile(folder, "it is torn")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == failing:
+            patch.setattr(in_memory, "_shares_joined", damaged)
+        options = ReplayOptions(num_workers=2, group=dist.group.WORLD)
+        state = recover(folder / "run", staging=folder / "staging", options=options)
+    return state.step, digest_of(state)
+
+
+def test_ranks_that_recover_together_use_the_memory_all_of_them_or_none(
+    dead: Life, pool: Pool
+) -> None:
+    newest = (STEPS, dead.training.digest())
+    assert pool.run(recovered_by, 2, dead.folder, -1) == [newest, newest]
+    first, second = pool.run(recovered_by, 2, dead.folder, 1)
+    assert first == second
+    assert first[0] == 0
+
+
+def tear(stage: StagingFolder) -> None:
+    """Leave one page of the replica's state as it was at an earlier step, as a loss of power does."""
+    generation = read_replica_status(stage.replica_status).generation
+    file = ReplicaFile.open(stage.replica_state(generation), private=False)
+    for tensor in file.tensors().values():
+        tensor.zero_()
+
+
+def test_a_state_on_a_disk_is_not_believed_after_a_loss_of_power(
+    killed: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replica_file, "is_in_memory", lambda _: False)
+    assert planned(killed) == STEPS  # its own kernel still runs
+    tear(stage_of(killed.folder))
+    monkeypatch.setattr(replica_file, "this_machine", lambda: "the next boot")
+    assert planned(killed) is None
+    assert "before this machine was started" in caplog.text
+    killed.assert_recovered()  # from the first state, with the queue, which has checksums
+    empty_queue(killed)
+    killed.assert_recovered(0)
+
+
+def test_a_state_in_memory_needs_no_note(dead: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_file, "is_in_memory", lambda _: True)
+    monkeypatch.setattr(replica_file, "this_machine", lambda: "whatever it is")
+    dead.assert_recovered()
+
+
+def test_a_replica_without_its_trainer_ends_with_the_step_in_hand(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    life = Life(tmp_path, LargerTraining, snapshot_every=1000)
+    life.run(2)
+    life.wait(lambda stats: stats["replica_step"] == 2)
+    stage = life.stager._log.folder
+    replica, writer = life.stager.replica._process, life.stager.writer._process
+    os.kill(replica.pid, signal.SIGSTOP)
+    life.run(8)
+    abandon(life.checkpointer, Kill(8, writers=False))
+    os.kill(replica.pid, signal.SIGCONT)
+    replica.wait(20)
+    writer.wait(20)
+    assert read_replica_status(stage.replica_status).step <= 3
+    life.assert_recovered()
+    after = Life(tmp_path, LargerTraining, snapshot_every=1000)
+    assert after.resumed == 8
+    assert after.training.digest() == life.training.digest()
+    after.kill()

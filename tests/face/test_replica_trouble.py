@@ -1,0 +1,179 @@
+"""What a replica cannot do now is tried again; only what it has no use for is given up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowdiff
+from lowdiff.errors import UnsupportedOptimizer, WriterFailed
+from lowdiff.recovery import optimizers
+from tests.face.test_replica import Life
+from tests.mounts import tmpfs_or_skip
+
+MEMORY_MIB = 40
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose ``staging`` is a file system of its own."""
+    with tmpfs_or_skip(tmp_path / "staging", MEMORY_MIB):
+        yield tmp_path
+
+
+def fill(folder: Path) -> Path:
+    """Take all that is left of a file system, as another process would."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1 << 16)):
+                pass
+        except OSError:
+            return ballast
+    raise AssertionError("it has no end")
+
+
+def in_background(run: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def catch_up(life: Life) -> None:
+    """Train until the snapshot that is owed is taken."""
+    while life.checkpointer.stats()["snapshots"] < 2:
+        assert life.step < 1000
+        life.run(life.step + 1)
+        time.sleep(0.02)
+
+
+def slowly(life: Life, until: int) -> None:
+    while life.step < until:
+        life.run(life.step + 1)
+        time.sleep(0.05)
+
+
+def test_without_memory_for_images_training_waits_at_the_bound_and_gives_nothing_up(
+    memory: Path,
+) -> None:
+    life = Life(memory, snapshot_every=5)
+    life.run(4)
+    life.wait(lambda stats: stats["replica_step"] == 4)
+    ballast = fill(memory / "staging")
+    training = in_background(lambda: life.run(23))
+    deadline = time.monotonic() + 60
+    while life.checkpointer.stats()["replica_step"] != 10:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.5)
+    stats = life.checkpointer.stats()
+    assert stats["committed_step"] == 10, "twice the interval, and no image of step 5 or 10"
+    assert "no image of step" in stats["replica_error"]
+    ballast.unlink()
+    training.join(60)
+    life.wait(lambda stats: stats["durable_step"] == 20)
+    stats = life.checkpointer.stats()
+    assert not stats["replica_error"]
+    assert (stats["dropped_steps"], stats["snapshots"]) == (0, 1)
+    life.kill()
+    life.assert_recovered()
+
+
+def test_want_of_memory_for_images_is_an_error_where_that_is_asked_for(memory: Path) -> None:
+    life = Life(memory, snapshot_every=5, on_error="raise")
+    life.run(4)
+    life.wait(lambda stats: stats["replica_step"] == 4)
+    ballast = fill(memory / "staging")
+    with pytest.raises(WriterFailed, match="no image of step 5"):
+        slowly(life, 100)
+    ballast.unlink()
+    life.wait(lambda stats: not stats["replica_error"])
+    life.checkpointer.commit()
+    life.step += 1
+    life.kill()
+    life.assert_recovered()
+
+
+def test_a_snapshot_put_off_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    life = Life(tmp_path, snapshot_every=1000, backpressure="degrade")
+    life.run(3)
+    opened = life.checkpointer._opened
+    assert opened is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(life.stager, "_is_image_in_use", lambda: True)
+        opened.session.snapshot()
+        assert life.stager.owes_snapshot
+        life.run(6)
+    life.wait(lambda stats: stats["replica_step"] == 6)
+    assert life.checkpointer.stats()["snapshots"] == 1
+    catch_up(life)
+    assert life.checkpointer.stats()["dropped_steps"] == 0
+    life.kill()
+    life.assert_recovered()
+
+
+def test_steps_after_one_that_cannot_be_replayed_wait_for_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path, snapshot_every=1000, backpressure="degrade")
+    life.run(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(life.stager, "_is_image_in_use", lambda: True)
+        with torch.no_grad():
+            next(life.training.model.parameters()).mul_(0.5)
+        life.run(6)
+        assert life.checkpointer.stats()["dropped_steps"] == 2, "the replica cannot reach them"
+    catch_up(life)
+    life.run(life.step + 2)
+    life.kill()
+    life.assert_recovered()
+
+
+def test_a_full_queue_does_not_keep_close_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path, snapshot_every=1000)
+    life.run(3)
+    life.wait(lambda stats: stats["replica_step"] == 3)
+    pid = life.stager.replica.pid
+    os.kill(pid, signal.SIGSTOP)
+    life.run(6)
+    # Not even the mark of a snapshot finds room.
+    monkeypatch.setattr(life.stager._log, "_reserve", lambda *_, **__: False)
+    closing = in_background(life.checkpointer.close)
+    closing.join(30)
+    assert not closing.is_alive()
+    assert not list((tmp_path / "staging").rglob("replica*"))
+    life.assert_recovered()
+
+
+class Halving(torch.optim.Optimizer):
+    """An optimizer that is not torch's own."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_an_optimizer_that_the_replica_does_not_know_is_refused(tmp_path: Path) -> None:
+    lowdiff.register_optimizer(Halving, "element")
+    try:
+        model = nn.Linear(3, 3)
+        checkpointer = lowdiff.Checkpointer(tmp_path / "run", staging=tmp_path / "staging")
+        with pytest.raises(UnsupportedOptimizer, match=r"Halving.*compressor=TopK"):
+            checkpointer.attach(model, Halving(model.parameters()))
+        assert not list(tmp_path.rglob("i0*")), "nothing was begun"
+    finally:
+        name = optimizers._qualified(Halving)
+        del optimizers.GRANULARITY[name], optimizers._registered[name]

@@ -1,0 +1,116 @@
+"""Whoever compares holds two states: both are counted before anything is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowdiff
+from lowdiff.errors import NotEnoughMemory
+from lowdiff.recovery import sizing
+from lowdiff.recovery.against import compare_with
+from lowdiff.recovery.compare import differences, distance
+from lowdiff.recovery.export import export
+from lowdiff.recovery.sizing import needed_bytes
+from lowdiff.recovery.verify import verify
+from tests.recovery.training import Trained, train
+
+_ELEMENTS = 1 << 24  # 64 MiB
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Snapshots at 0, 5 and 7."""
+    return train(tmp_path_factory.mktemp("bound"), 7)
+
+
+def bytes_of(trained: Trained) -> int:
+    """Of the largest snapshot."""
+    return max(path.stat().st_size for path in trained.run.rglob("*.safetensors"))
+
+
+def never(*_: object) -> None:
+    raise AssertionError("it was to be refused before it began")
+
+
+def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(sizing, "free_bytes", lambda: num_bytes)
+
+
+def test_verify_counts_what_it_compares_with(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = bytes_of(trained)
+    free(monkeypatch, needed_bytes(one + one // 2))
+    assert lowdiff.recover(trained.run, staging=trained.staging).step == 7
+    begun: list[Any] = []
+    with pytest.raises(NotEnoughMemory) as refused:
+        verify(trained.run, trained.staging, progress=lambda *seen: begun.append(seen))
+    assert not begun
+    assert needed_bytes(one + one // 2) < refused.value.needed_bytes <= needed_bytes(2 * one)
+    free(monkeypatch, needed_bytes(2 * one))
+    assert verify(trained.run, trained.staging).ok
+
+
+def test_a_comparison_counts_the_file(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = lowdiff.recover(trained.run, 6, staging=trained.staging)
+    file = export(state, tmp_path / "x.pt")
+    one, other = bytes_of(trained), file.stat().st_size
+    free(monkeypatch, needed_bytes(one + other) - 1)
+    with monkeypatch.context() as during:
+        during.setattr(torch, "load", never)
+        with pytest.raises(NotEnoughMemory):
+            compare_with(trained.run, file, staging=trained.staging)
+    free(monkeypatch, needed_bytes(one + other))
+    assert compare_with(trained.run, file, staging=trained.staging).ok
+
+
+@contextmanager
+def at_most(mib: int) -> Iterator[None]:
+    """Fail if the body makes this process grow by more than so many MiB."""
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) >> 10
+
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts anew
+    before = status("VmRSS")
+    yield
+    assert status("VmHWM") - before <= mib
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensor: None, []),
+        (lambda tensor: tensor[5:].add_(1), ["parameter 0 (16777211 elements; the first, 5: 0.0"]),
+    ],
+    ids=["same", "different"],
+)
+def test_comparing_takes_next_to_nothing(
+    trained: Trained, change: Callable[[torch.Tensor], Any], named: list[str]
+) -> None:
+    left, right = (lowdiff.recover(trained.run, 0, staging=trained.staging) for _ in range(2))
+    left.parameters["0"], right.parameters["0"] = torch.zeros(_ELEMENTS), torch.zeros(_ELEMENTS)
+    change(right.parameters["0"])
+    with at_most(mib=48):
+        found = list(differences(left, right))
+    assert [text[: len(start)] for text, start in zip(found, named, strict=True)] == named
+
+
+def test_distances_of_far_numbers_do_not_overflow() -> None:
+    largest = torch.finfo(torch.float64).max
+    left, right = (torch.full((2,), x, dtype=torch.float64) for x in (-largest, largest))
+    assert distance(left, right) == (2, 2 * (0x7FF << 52) - 2)
+    assert distance(left[:0], right[:0]) == (0, 0)
+    bits = torch.arange(4, dtype=torch.uint8)
+    assert distance(bits.view(torch.float16), bits.flip(0).view(torch.float16)) == (2, 0x301)
+    of_a_byte = (side.view(torch.float8_e4m3fn) for side in (bits, bits.flip(0)))
+    assert distance(*of_a_byte) == (4, None)
