@@ -118,7 +118,7 @@ class Attached:
 
 def ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper of a model, if there is one."""
-    parts = _wrappers(model)
+    parts = wrappers(model)
     return next((part for part in parts if isinstance(part, DistributedDataParallel)), None)
 
 
@@ -145,7 +145,7 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     if not optimizers:
         raise ConfigError("attach needs the optimizer that trains the model, or a list of several")
     _refuse_sharded(model)
-    module = _wrappers(model)[-1]
+    module = wrappers(model)[-1]
     _refuse_one_name(module)
     named = {own_name(n): p for n, p in module.named_parameters()}
     name_of = {id(p): n for n, p in named.items()}
@@ -334,7 +334,7 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _wrappers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def wrappers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The model as given, what DDP, DataParallel and torch.compile wrapped, and last the user's own."""
     found = [model]
     while True:
@@ -380,4 +380,10 @@ def _state_dict_names(
             source = source_of.get(id(value)) or by_place.get((value.data_ptr(), value.shape))
             if source is not None:
                 names[own_name(key)] = source
+    item_of = {(id(part), key): name for name, _, part, key in _buffers(module)}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for key, buffer in part._buffers.items():
+            if buffer is None and key not in part._non_persistent_buffers_set:
+                # Training may fill it, and only then does the state dict have it.
+                names[own_name(f"{prefix}.{key}" if prefix else key)] = item_of[id(part), key]
     return names

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from lowdiff.attached import Attached
+from lowdiff.attached import Attached, wrappers
 from lowdiff.digests import Digester
-from lowdiff.layout import canonical_name, dtype_name
+from lowdiff.layout import dtype_name, own_name
 from lowdiff.recovery.averages import rule_of
 from lowdiff.recovery.state import AVERAGE_ITEM
 from lowdiff.types import AverageStep, Digest, ItemRef, Layout
@@ -151,15 +151,14 @@ def _followed(average: AveragedModel, attached: Attached) -> dict[int, torch.Ten
     The averaged model may be a part of the attached one, such as a GAN's generator.
     """
     mine: dict[str, torch.Tensor] = {
-        canonical_name(n): p for n, p in average.module.named_parameters()
+        own_name(n): p for n, p in wrappers(average.module)[-1].named_parameters()
     }
     layout = attached.layout
     index_of = {spec.name: i for i, spec in enumerate(layout.parameters)}
-    frozen = {canonical_name(n) for n, p in attached.module.named_parameters()} - set(index_of)
+    frozen = {own_name(n) for n, p in attached.module.named_parameters()} - set(index_of)
     for prefix, part in attached.module.named_modules():
         full_names = {
-            canonical_name(n): canonical_name(f"{prefix}.{n}".lstrip("."))
-            for n, _ in part.named_parameters()
+            own_name(n): own_name(f"{prefix}.{n}".lstrip(".")) for n, _ in part.named_parameters()
         }
         if full_names.keys() != mine.keys():
             continue

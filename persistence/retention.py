@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile, RunInUse
-from lowdiff.persistence.catalog import SnapshotSet, begun_fences, complete_snapshots
+from lowdiff.persistence.catalog import (
+    SnapshotSet,
+    begun_fences,
+    complete_snapshots,
+    confirm_cycle,
+    has_cycle,
+    scan,
+)
 from lowdiff.persistence.durable import fsync_directory
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.lineage import lineage
@@ -96,7 +103,7 @@ def collect(folder: RunFolder, run_id: str, policy: Retention) -> None:
 
 
 def check_snapshots(folder: RunFolder, run_id: str, before: Checked | None = None) -> Checked:
-    """Read the shards of all snapshots that are there, and compare their checksums.
+    """Read the shards of all snapshots that are there, and the differentials that they need.
 
     It takes minutes for a large model, so it is for before the retention lock is taken: an attach
     would wait for it, and so would a training loop that pins a step.
@@ -109,6 +116,12 @@ def check_snapshots(folder: RunFolder, run_id: str, before: Checked | None = Non
     before = before or Checked()
     new = [s for s in complete_snapshots(folder, run_id) if s not in before.snapshots]
     passed = {s.folder: _passes(s) for s in new if _has_lengths(s)}
+    rolling = [s for s in new if s.is_rolling and passed.get(s.folder)]
+    catalog = scan(folder) if rolling else None
+    for s in rolling:
+        # Without the differentials of its cycle it leads nowhere. They may be in staging alone.
+        if catalog is not None and not (has_cycle(catalog, s) and confirm_cycle(catalog, s)):
+            passed[s.folder] = None
     return Checked(
         (*before.snapshots, *new),
         (*before.whole, *(s for s in new if passed.get(s.folder, False))),
@@ -154,7 +167,8 @@ def take_inventory(folder: RunFolder, run_id: str, *, checked: Checked | None = 
     }
     unreadable = {error.path.parent: error.what for error in damage}
     for snapshot in () if checked is None else checked.unreadable:
-        unreadable.setdefault(snapshot.folder, "a shard of it cannot be read")
+        why = "a shard of it, or a differential of its cycle, cannot be read"
+        unreadable.setdefault(snapshot.folder, why)
     for path, why in sorted(unreadable.items()):
         text = (
             "old files stay: %s may be needed, but %s; it stays, and what could depend on it, until it "

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from lowdiff.errors import ConfigError, DamagedFile
-from lowdiff.layout import canonical_name
+from lowdiff.layout import own_name
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
@@ -117,7 +117,7 @@ def compare_with(
         progress=progress,
     )  # fmt: skip
     mine: dict[str, Any] = dict(state.model_state_dict())
-    theirs: dict[str, Any] = {canonical_name(name): value for name, value in weights.items()}
+    theirs: dict[str, Any] = _unwrapped(weights, mine)
     for index, optimizer in enumerate(optimizers):
         which = "optimizer" if len(optimizers) == 1 else f"optimizer {index}"
         theirs |= _entries(which, optimizer)
@@ -135,6 +135,14 @@ def compare_with(
         compared=sum(isinstance(mine[name], torch.Tensor) for name in mine.keys() & theirs.keys()),
         differences=tuple(_differences(mine, theirs)),
     )
+
+
+def _unwrapped(weights: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's weights without what wrappers put before all names, as far as the run has it not."""
+    found = [{own_name(name): value for name, value in weights.items()}]
+    while found[-1] and all(name.startswith("module.") for name in found[-1]):
+        found.append({name.removeprefix("module."): v for name, v in found[-1].items()})
+    return max(found, key=lambda named: len(named.keys() & mine.keys()))
 
 
 def _check_name(path: Path) -> None:

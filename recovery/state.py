@@ -139,6 +139,8 @@ class RecoveredState:
         parameters = self.tensors()
         result = {}
         for key, source in self.fence.names.items():
+            if source.startswith(BUFFER_ITEM) and source not in self.items[rank]:
+                continue  # it was None
             if source.startswith((BUFFER_ITEM, FROZEN_ITEM)):
                 result[key] = self.item(source, rank)
             elif source in parameters:

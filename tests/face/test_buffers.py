@@ -123,6 +123,10 @@ def test_what_training_made_of_a_buffer_is_resumed_bit_for_bit(
         found |= steps(loop, until)
         loop.die()
     assert same(found, expected)
+    recovered = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    found_weights, weights = recovered.model_state_dict(), whole.weights()
+    assert same(sorted(found_weights), sorted(weights))
+    assert all(same(found_weights[name], value) for name, value in weights.items())
     report = verify(tmp_path / "run", tmp_path / "staging")
     assert not report.failures
     if isinstance(whole.model, Recurrent):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff.collecting import collect_run
 from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.persistence.catalog import SnapshotSet, scan
 from lowdiff.persistence.paths import RunFolder
@@ -313,3 +314,25 @@ def test_a_full_disk_costs_a_cycle_and_no_step(
         for step, weights in live.items():
             state = lowdiff.recover(disk / "run", step, staging=tmp_path / "staging")
             assert same(dict(state.model_state_dict()), weights)
+
+
+def test_what_a_damaged_cycle_goes_back_to_is_not_collected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = rolling_loop(tmp_path)
+    live = trained(loop, 14)
+    wait_until(lambda: bases(tmp_path) == {0: 0, 6: 1, 12: 7})
+    loop.die()
+    shutil.rmtree(tmp_path / "staging")
+    folder = RunFolder(tmp_path / "run")
+    damaged = next(path for _, _, first, path in folder.segments() if first == 7)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    newest = lowdiff.recover(tmp_path / "run").step
+    assert 6 <= newest < 12
+    collect_run(tmp_path / "run", {"snapshots": 1}, [], dry_run=False, as_json=False)
+    assert "a differential of its cycle, cannot be read" in caplog.text
+    state = lowdiff.recover(tmp_path / "run")
+    assert state.step == newest
+    assert same(dict(state.model_state_dict()), live[newest])

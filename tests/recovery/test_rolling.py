@@ -76,7 +76,10 @@ def states(folder: Path, make: Callable[[Any], torch.optim.Optimizer]) -> dict[i
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.step()
         found[step + 1] = copy.deepcopy([bag.state_dict(), optimizer.state_dict()])
+    assert checkpointer._opened is not None
+    writer = checkpointer._opened.session.stager.writer._process
     abandon(checkpointer, Kill(STEPS, writers=False))
+    writer.wait()  # its trainer is gone, so it makes all durable and ends
     return found
 
 
