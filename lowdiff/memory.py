@@ -18,7 +18,14 @@ from lowdiff.compressors.feedback import NUM_COPIED_SLOTS, NUM_SLOTS
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.given import Given
 from lowdiff.layout import shard_owners
-from lowdiff.persistence.budget import Room, StagingNeed, existing_part, log_cap, room_at
+from lowdiff.persistence.budget import (
+    Room,
+    StagingNeed,
+    existing_part,
+    fits_twice,
+    log_cap,
+    room_at,
+)
 from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.paths import shared_staging_root, staging_in
 from lowdiff.settings import Settings
@@ -96,6 +103,13 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
     with ranks.together():
         if error:
             raise StorageError(error)
+        if not has_staged and cap < need.log_bytes and not fits_twice([need], _room(root)):
+            _logger.warning(
+                "staging in %s has no room for a second life: after a crash the next one must fit "
+                "beside what this one leaves there, until it has begun. Enlarge it (docker: "
+                "--shm-size), or be ready to move what is left with `lowdiff recover --as-run`",
+                root,
+            )
     return Memory(root, chunk_bytes, cap)
 
 

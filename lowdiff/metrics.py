@@ -56,7 +56,7 @@ _GAUGES = {
 _FLAGS = {
     "writer_error": ("writer_in_trouble", "1 while the writer reports an error."),
     "remote_error": ("store_in_trouble", "1 while nothing reaches the store."),
-    "replica_error": ("replica_in_trouble", "1 while the replica waits for a fresh snapshot."),
+    "replica_error": ("replica_in_trouble", "1 while the replica reports an error."),
     "diverged_ranks": ("ranks_diverged", "1 once ranks held different parameters."),
     "preempted": ("preempted", "1 once SIGTERM or SIGUSR1 came to any rank."),
 }

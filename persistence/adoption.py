@@ -20,6 +20,7 @@ from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.segments import SegmentWriter, batches_of, require_run
 from lowdiff.persistence.staging_retention import only_staged, staged_differentials
+from lowdiff.persistence.status import read_trainer_status
 from lowdiff.persistence.writer_settings import WriterSettings
 
 _logger = logging.getLogger(__name__)
@@ -114,21 +115,29 @@ def _is_superseded(settings: WriterSettings, stage: StagingFolder) -> bool:
 def _is_replaced(
     settings: WriterSettings, stage: StagingFolder, trainer_gone: threading.Event
 ) -> bool:
-    """Whether the state of a replica is the base of this life, and durable.
+    """Whether the state of a replica is the base of this life, and durable or in its own memory.
 
-    Of a rank that this one serves it is in its own shard, by now. That of another, which trains on
-    another machine now, is waited for; where run folders are not shared it cannot be seen before
-    the next attach, and the memory stays.
+    Of a rank that this one serves it is in its own shard, by now; but other ranks may yet fail to
+    begin, and without theirs it is of no use. Once this rank has trained, all have begun. That of
+    another, which trains on another machine now, is waited for; where run folders are not shared it
+    cannot be seen before the next attach, and the memory stays.
     """
-    if settings.serves(stage.rank):
-        return True
+    is_served = settings.serves(stage.rank)
+    if is_served and not settings.has_replica:
+        return True  # its attach waits for this, and must not wait for other ranks
     fences = [number for number, _, _ in settings.folder.fences()]
     is_shared = fences.count(settings.incarnation) == settings.world_size
-    while not _is_superseded(settings, stage):
-        if not is_shared or trainer_gone.is_set():
+    while not (_is_superseded(settings, stage) or (is_served and _has_trained(settings))):
+        if trainer_gone.is_set() or not (is_shared or is_served):
             return False
         time.sleep(_POLL_SECONDS)
     return True
+
+
+def _has_trained(settings: WriterSettings) -> bool:
+    """Whether this rank's trainer has committed a step, for which it exchanged with all others."""
+    found = read_trainer_status(settings.staging.trainer_status)
+    return found is not None and found.step > settings.base_step
 
 
 async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:

@@ -37,16 +37,16 @@ class Span:
         return self.base <= step and (self.last is None or step <= self.last)
 
 
-def lineage(fences: Mapping[int, Fence]) -> tuple[Span, ...]:
+def lineage(fences: Mapping[int, Fence], last: int | None = None) -> tuple[Span, ...]:
     """The chain that leads to the newest incarnation, oldest first.
 
     Args:
         fences: Rank 0's fence of every incarnation whose fences are complete. An incarnation
             that died before all its ranks had written theirs never committed anything.
+        last: Last step of the newest that counts; None for all.
     """
     spans: list[Span] = []
     number = max(fences, default=None)
-    last: int | None = None
     while number is not None and number in fences:
         fence = fences[number]
         if last is None or last >= fence.base_step:

@@ -24,6 +24,7 @@
     STAGING/RUN_ID/i000002-r0000/snapshot.mark           which image is whole in it (LowDiff+)
     STAGING/RUN_ID/i000002-r0000/replica-00000001        state of the replica (LowDiff+)
     STAGING/RUN_ID/i000002-r0000/replica, replica.lock, replica.log    its status page
+    STAGING/RUN_ID/i000002-r0000/replica.boot            kernel under which it was written
     STAGING/RUN_ID/i000002-r0000/replica.image, replica.image.mark     its image, being persisted
     STAGING/RUN_ID/i000002-r0000/owner.json              which run folder it is for
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log

@@ -185,6 +185,16 @@ class RankRecords(Mapping[int, StoredRecord]):
         return self.ranges[-1][1] if self.ranges else 0
 
     @property
+    def begins(self) -> int | None:
+        """The step that the first differential begins from; None without records."""
+        if not self.ranges:
+            return None
+        first = self.ranges[0][0]
+        staged = self._staged.get(first)
+        is_base = staged is not None and staged.record.header.kind is RecordKind.BASE
+        return first if is_base else first - 1
+
+    @property
     def num_differentials(self) -> int:
         """Steps, without the base."""
         kinds = (found.record.header.kind for found in self._staged.values())

@@ -29,7 +29,8 @@ class ReplicaStatus:
         image_step: Step of the newest trainer's image that it took over.
         applied_steps: Steps applied since its process started.
         apply_seconds: Time spent on them.
-        error: Why it waits for a fresh image, empty when all is well.
+        error: Why it waits for a fresh image, or what it cannot do now and tries again; empty when
+            all is well.
         drift: Largest difference of an element of the parameters from the newest trainer's image of a
             step that it held itself; infinite where a value is not finite, None before the first.
     """

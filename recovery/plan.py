@@ -201,7 +201,12 @@ def rebases(catalog: Catalog, spans: Sequence[Span], step: int) -> bool:
 
 def spans_of(catalog: Catalog) -> tuple[Span, ...]:
     """Which incarnation owns which steps of the run's history."""
-    return lineage({n: incarnation.fence for n, incarnation in catalog.incarnations.items()})
+    fences = {n: incarnation.fence for n, incarnation in catalog.incarnations.items()}
+    # A life whose fence cannot be read is known by its records: it made void what others recorded
+    # beyond the step it began from, also if nothing of its own comes back.
+    newest = max(fences, default=-1)
+    began = [own.begins for (n, _), own in list(catalog.records.items()) if n > newest]
+    return lineage(fences, min((step for step in began if step is not None), default=None))
 
 
 def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], target: int) -> str:

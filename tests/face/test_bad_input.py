@@ -24,6 +24,7 @@ from lowdiff.errors import (
     UsageError,
 )
 from lowdiff.persistence.durable import read_json, write_json
+from lowdiff.persistence.values import same
 from tests.face.loops import Loop, small_model
 
 
@@ -294,6 +295,28 @@ def test_a_resumed_trainer_says_which_damage_it_passes_over(
     fence.write_bytes(fence.read_bytes().replace(b"parent", b"parens"))
     last = Loop(tmp_path)
     assert last.attach() == 6
+    assert f"{fence} is damaged" in caplog.text
+    last.checkpointer.close()
+
+
+def test_what_a_life_made_void_stays_so_though_its_fence_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Loop(tmp_path).run(9)
+    again = Loop(tmp_path)
+    assert again.attach(step=4) == 4
+    expected = again.weights()
+    for step in range(4, 8):
+        again.step(step)
+        again.checkpointer.commit()
+    again.die()
+    fence = tmp_path / "run/incarnations/i000001/rank-0000.json"
+    fence.write_bytes(fence.read_bytes().replace(b"parent", b"parens"))
+    with pytest.raises(StepNotFound, match="recoverable steps: 0 to 4"):
+        lowdiff.recover(tmp_path / "run", 7, staging=tmp_path / "staging")
+    last = Loop(tmp_path)
+    assert last.attach() == 4
+    assert same(last.weights(), expected)
     assert f"{fence} is damaged" in caplog.text
     last.checkpointer.close()
 

@@ -19,6 +19,7 @@ from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.retention_notes import note_collected
 from lowdiff.persistence.snapshots import Manifest, manifest_file
 from lowdiff.persistence.staging import StagingLog
+from lowdiff.persistence.status import TrainerPage, TrainerStatus
 from lowdiff.persistence.writer_settings import WriterSettings
 from tests.persistence.made_runs import fence
 from tests.persistence.writers import (
@@ -323,6 +324,26 @@ def test_another_ranks_replica_stays_until_that_ranks_shard_is_durable(tmp_path:
     adopting.join()
     assert not dead.staging.root.exists()
     assert not has_replica_before(settings)
+
+
+@pytest.mark.parametrize("ranks_seen", [1, 2], ids=["own folders", "a shared folder"])
+def test_its_own_replica_stays_until_no_rank_can_fail_to_begin(
+    tmp_path: Path, ranks_seen: int
+) -> None:
+    dead = replica_of(predecessor(tmp_path, range(1, 4), rank=0))
+    settings = settings_in(tmp_path, incarnation=1, world_size=2, base_step=3, has_replica=True)
+    begin(settings, ranks=ranks_seen)
+    snapshot(settings, rank=0)  # its own base is durable; the other rank still starts
+    make_directory(settings.staging.root)
+    page = TrainerPage(settings.staging.trainer_status)
+    page.publish(TrainerStatus(0, 3, 3, 0.0, False))
+    adopting = threading.Thread(target=adopt, args=[settings])
+    adopting.start()
+    time.sleep(0.3)
+    assert dead.staging.root.exists()
+    page.publish(TrainerStatus(0, 4, 3, 0.0, False))  # a step for which both were needed
+    adopting.join(20)
+    assert not dead.staging.root.exists()
 
 
 def test_a_replica_is_not_waited_for_where_other_shards_cannot_be_seen(tmp_path: Path) -> None:
