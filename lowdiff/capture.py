@@ -237,7 +237,9 @@ class ItemTracker:
 
         def compare(name: str, host: torch.Tensor, *, is_known: bool) -> None:
             host = host.contiguous()
-            checksum = crc32c(byte_view(host)) if host.numel() else 0
+            # With its form: another shape of the same bytes is another value.
+            form = crc32c(f"{host.dtype}{tuple(host.shape)}".encode())
+            checksum = crc32c(byte_view(host), form) if host.numel() else form
             if self._checksums.get(name) != checksum:
                 if is_known:
                     self._distrust_versions(name)

@@ -278,13 +278,15 @@ def _print_inspection(run: str, found: Inspection) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=run, title_justify="left", show_header=False, box=box.SIMPLE)
+    table = Table(show_header=False, box=box.SIMPLE)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in _rows(found):
         table.add_row(name, value)
     # Names of runs, pins and settings may hold what rich takes for markup.
-    Console(markup=False, emoji=False).print(table)
+    console = Console(markup=False, emoji=False)
+    console.print(run, style="italic", highlight=False, soft_wrap=True)
+    console.print(table)
 
 
 def _rows(found: Inspection) -> Iterator[tuple[str, str]]:

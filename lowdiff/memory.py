@@ -90,20 +90,21 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
             root,
             shared_staging_root(),
         )
-    cap, error = _cap(root, need, ranks)
+    cap, is_tight, error = _cap(root, need, ranks)
     errors = [text for text in ranks.gather(error) if text]
     if errors and settings.staging is None:
-        # Where steps are staged they are looked for, so there it has to fit.
-        if not has_staged:
+        # Where steps are staged they are looked for, so there it has to fit; and all ranks of a life
+        # stage in one place, or the next would look for some of them in the other.
+        if not any(ranks.gather(has_staged and root != instead)):
             root = instead
             _logger.warning("%s; staging in %s instead, which may be slower", errors[0], root)
         with ranks.together():
             make_directory(root)
-        cap, error = _cap(root, need, ranks)
+        cap, is_tight, error = _cap(root, need, ranks)
     with ranks.together():
         if error:
             raise StorageError(error)
-        if not has_staged and cap < need.log_bytes and not fits_twice([need], _room(root)):
+        if not has_staged and is_tight:
             _logger.warning(
                 "staging in %s has no room for a second life: after a crash the next one must fit "
                 "beside what this one leaves there, until it has begun. Enlarge it (docker: "
@@ -113,8 +114,8 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
     return Memory(root, chunk_bytes, cap)
 
 
-def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, str]:
-    """How long this rank's log may become, or why it cannot be."""
+def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool, str]:
+    """How long this rank's log may become, whether a second life has no room, or why neither."""
     with ranks.together():
         room = _room(root)
         device = os.stat(existing_part(root)).st_dev
@@ -127,7 +128,7 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, str]:
     try:
         cap = log_cap(here, need, room)
     except StorageError as error:
-        return 0, str(error)
+        return 0, True, str(error)
     _logger.info(
         "rank %d: staging at %s takes up to %.1f MiB (residual %.1f, snapshot about %.1f, replica "
         "%.1f, log %.1f), shared with %d other rank(s); %.1f MiB are free",
@@ -146,7 +147,7 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, str]:
         len(here) - 1,
         room.free_bytes / 2**20,
     )
-    return cap, ""
+    return cap, not fits_twice(here, room), ""
 
 
 def _room(root: Path) -> Room:

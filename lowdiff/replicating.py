@@ -262,7 +262,7 @@ class ReplicatedStager(Stager):
         """See ``Stager._reported``: without the replica's images nothing becomes durable, either."""
         status, replica = super()._reported(), self.replica.read_status()
         # Not what ends with the trainer's next snapshot.
-        is_asking = self._asks_for_image(replica) or replica.error == self._asked_with
+        is_asking = replica.forgot or self._asks_for_image(replica)
         trouble = "" if is_asking else replica.error
         error = "; ".join(filter(None, (status.error, trouble, self.replica.error)))
         return status if error == status.error else replace(status, error=error)

@@ -132,7 +132,8 @@ def load_constants(
         Which buffers have another shape or dtype in the run than the model was built with.
 
     Raises:
-        RunMismatch: If the model has a tensor that the run does not know, or the other way round.
+        RunMismatch: If the model has a tensor that the run does not know, or was built without one
+            that the run's model was built with.
     """
     live, slots = attached.constants(), attached.buffer_slots()
     for name in live:
@@ -141,18 +142,24 @@ def load_constants(
                 f"{name} is not in the run, whose model had no such tensor; {_NEW_RUN}"
             )
     differences = []
+    known = set(state.fence.names.values())  # as the run's model was built
     for name in [n for n in items if n.startswith((BUFFER_ITEM, FROZEN_ITEM))]:
         value, tensor = state.resolved(name, items), live.get(name)
         if tensor is not None and _takes(tensor, value):
             with torch.no_grad():
                 tensor.copy_(value)  # in place, because other tensors may be views of it
         elif name not in slots:
-            _refuse(name, tensor, value)
+            if tensor is None and name.startswith(BUFFER_ITEM) and name not in known:
+                differences.append(f"{name} is left to the model, which makes it while it trains")
+            else:
+                _refuse(name, tensor, value)
         else:
             _assign(name, value.to(attached.device if tensor is None else tensor.device), slots)
             if tensor is not None:
                 _assign_to_others(tensor, name, items, slots)
-                differences.append(f"{name} is {_form(value)} in the run, built as {_form(tensor)}")
+                forms = _form(value), _form(tensor)
+                if forms[0] != forms[1]:
+                    differences.append(f"{name} is {forms[0]} in the run, built as {forms[1]}")
     for name in live:
         # A buffer that shared its tensor with another as the model was built does so again.
         if ABSENT_ITEM + name in items and name not in attached.shared:

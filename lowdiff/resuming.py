@@ -33,7 +33,13 @@ from lowdiff.recovery.engine import (
 )
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.state import RNG_ITEM, STATEFUL_ITEM, RecoveredState, inherit
+from lowdiff.recovery.state import (
+    RNG_ITEM,
+    STATEFUL_ITEM,
+    RecoveredState,
+    inherit,
+    is_same_class,
+)
 from lowdiff.residuals import read_residual
 from lowdiff.restore import (
     check_match,
@@ -137,7 +143,7 @@ class _Objects:
             replaced={
                 name: (before[name], class_of(thing))
                 for name, thing in stateful.items()
-                if name in before and not _is_same_class(before[name], thing)
+                if name in before and not is_same_class(before[name], class_of(thing))
             },
             missing=tuple(name for name in before if name not in stateful),
         )
@@ -157,15 +163,6 @@ class _Objects:
 def class_of(thing: object) -> str:
     """Qualified name of an object's class."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-def _is_same_class(name: str, thing: object) -> bool:
-    """Whether a class of that name may be an object's own.
-
-    Where it is found does not count: one class is ``__main__.Warmup`` in a script and
-    ``train.Warmup`` where that is imported. Whether the state fits, ``load_state_dict`` tells.
-    """
-    return name.rpartition(".")[2] == type(thing).__qualname__.rpartition(".")[2]
 
 
 def _changes(

@@ -191,7 +191,7 @@ class StepCapture:
         ) -> None:
             # torch.compile goes on without compiling what raises while it is traced, but it still
             # compiles what that calls: the update itself, and any function that is called here.
-            if torch.compiler.is_compiling() or _compiling_callback() is not None:
+            if torch.compiler.is_compiling() or _compiling_callback() not in (None, False):
                 raise UsageError(
                     "optimizer.step() runs inside torch.compile, whose arithmetic replay does not "
                     "repeat; compile the model alone, or mark the function that calls "

@@ -127,7 +127,7 @@ def _is_replaced(
         return True  # its attach waits for this, and must not wait for other ranks
     fences = [number for number, _, _ in settings.folder.fences()]
     is_shared = fences.count(settings.incarnation) == settings.world_size
-    while not (_is_superseded(settings, stage) or (is_served and _has_trained(settings))):
+    while not ((is_served and _has_trained(settings)) or _is_superseded(settings, stage)):
         if trainer_gone.is_set() or not (is_shared or is_served):
             return False
         time.sleep(_POLL_SECONDS)

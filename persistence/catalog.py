@@ -92,6 +92,7 @@ class Catalog:
         staging: Staging folders seen.
         damage: What failed a check; none of it is listed above. More comes to light when claims are
             confirmed.
+        unreadable: Numbers of incarnations of which a fence is there and cannot be read.
         collected: What retention has removed.
         pins: What it spares, by label.
     """
@@ -104,6 +105,7 @@ class Catalog:
     staging: tuple[StagingFolder, ...]
     damage: Sequence[DamagedFile]
     num_incarnations: int
+    unreadable: frozenset[int] = frozenset()
     collected: Collected = field(default_factory=Collected)
     pins: tuple[Pin, ...] = ()
 
@@ -143,7 +145,7 @@ def scan(
                 key = record.header.incarnation, record.header.rank
                 own = records.setdefault(key, RankRecords(damage))
                 own.stage(StoredRecord(record, path, staged=True), is_checked=check)
-    fences, numbers = _fences(folder, run_id, damage)
+    fences, numbers, unreadable = _fences(folder, run_id, damage)
     collected, pins = _retention(folder, run_id, damage)
     add_segments(folder, run_id, records, damage, use_index=not check_all)
     return Catalog(
@@ -155,6 +157,7 @@ def scan(
         staging=tuple(staging),
         damage=damage,
         num_incarnations=_num_incarnations(numbers, run_id, staging_roots),
+        unreadable=unreadable,
         collected=collected,
         pins=pins,
     )
@@ -234,7 +237,7 @@ def complete_snapshots(
 
 def complete_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
     """Rank 0's fence of every incarnation whose ranks have all written theirs, begun or not."""
-    found, _ = _fences(folder, run_id, [])
+    found, *_ = _fences(folder, run_id, [])
     return {number: incarnation.fence for number, incarnation in found.items()}
 
 
@@ -245,7 +248,7 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
         DamagedFile: If a fence is damaged, so that the run's history is not known for sure.
     """
     damage: list[DamagedFile] = []
-    found, _ = _fences(folder, run_id, damage)
+    found, *_ = _fences(folder, run_id, damage)
     if damage:
         raise damage[0]
     return {n: i.fence for n, i in found.items() if _has_begun(folder, i.fence)}
@@ -268,9 +271,10 @@ def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, 
 
 def _fences(
     folder: RunFolder, run_id: str, damage: list[DamagedFile]
-) -> tuple[dict[int, Incarnation], set[int]]:
+) -> tuple[dict[int, Incarnation], set[int], frozenset[int]]:
+    """Complete fences by number, all numbers, and those of which a fence cannot be read."""
     by_number: dict[int, dict[int, Fence]] = {}
-    numbers = set()
+    numbers, unreadable = set(), set()
     for number, rank, path in folder.fences():
         numbers.add(number)
         try:
@@ -279,6 +283,7 @@ def _fences(
                 raise DamagedFile(path, "it belongs to another run, incarnation or rank")
         except DamagedFile as error:
             damage.append(error)
+            unreadable.add(number)
         else:
             by_number.setdefault(number, {})[rank] = fence
     complete = {
@@ -286,7 +291,7 @@ def _fences(
         for number, fences in by_number.items()
         if 0 in fences and len(fences) == fences[0].world_size
     }
-    return complete, numbers
+    return complete, numbers, frozenset(unreadable - complete.keys())
 
 
 def _snapshots(

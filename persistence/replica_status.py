@@ -31,6 +31,7 @@ class ReplicaStatus:
         apply_seconds: Time spent on them.
         error: Why it waits for a fresh image, or what it cannot do now and tries again; empty when
             all is well.
+        forgot: Whether the error is why it has no state, which the trainer's next image mends.
         drift: Largest difference of an element of the parameters from the newest trainer's image of a
             step that it held itself; infinite where a value is not finite, None before the first.
     """
@@ -42,6 +43,7 @@ class ReplicaStatus:
     applied_steps: int = 0
     apply_seconds: float = 0.0
     error: str = ""
+    forgot: bool = False
     drift: float | None = None
 
 

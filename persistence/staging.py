@@ -243,6 +243,8 @@ class StagingLog:
         try:
             self._open_chunk(self._chunks[-1].sequence + 1, size)
         except StorageError as error:
+            if not self.folder.root.is_dir():
+                raise  # somebody removed it: no memory that is freed would bring it back
             # Somebody else took the memory: make do with what there is.
             if len(self._chunks) > 1 or self._chunks[0].last_step > durable_step:
                 self._note_refused(error)

@@ -171,10 +171,12 @@ class Uploader:
             await self._compare(found, path, uploaded)
 
     async def _segments(self) -> list[tuple[int, int, int, Path]]:
-        """As `RunFolder.segments`, of the ranks whose segments this one uploads."""
-        return await asyncio.to_thread(
+        """As `RunFolder.segments`, those that this rank uploads: of another only its dead lives'."""
+        found = await asyncio.to_thread(
             lambda: list(self._settings.folder.segments(self._has_segments_of))
         )
+        settings = self._settings
+        return [s for s in found if settings.serves(s[1]) or s[0] < settings.incarnation]
 
     def _has_segments_of(self, rank: int) -> bool:
         return rank in self._adopts or self._settings.serves(rank)

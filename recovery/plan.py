@@ -205,7 +205,8 @@ def spans_of(catalog: Catalog) -> tuple[Span, ...]:
     # A life whose fence cannot be read is known by its records: it made void what others recorded
     # beyond the step it began from, also if nothing of its own comes back.
     newest = max(fences, default=-1)
-    began = [own.begins for (n, _), own in list(catalog.records.items()) if n > newest]
+    lost = {number for number in catalog.unreadable if number > newest}
+    began = [own.begins for (n, _), own in list(catalog.records.items()) if n in lost]
     return lineage(fences, min((step for step in began if step is not None), default=None))
 
 

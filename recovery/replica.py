@@ -221,9 +221,8 @@ class Replica:
         except StorageError:
             path.unlink(missing_ok=True)
             raise
-        self._page.update(
-            step=state.step, consumed_step=state.step, generation=generation, **changes
-        )
+        now = {"step": state.step, "consumed_step": state.step, "generation": generation}
+        self._page.update(**now, forgot=False, **changes)
         self._reopen()
         if before >= 0:
             self._staging.replica_state(before).unlink()
@@ -252,7 +251,9 @@ class Replica:
         generation = self._page.status.generation
         self._shard = None
         self._troubles.clear()
-        self._page.update(step=-1, generation=-1, consumed_step=consumed_step, error=error)
+        self._page.update(
+            step=-1, generation=-1, consumed_step=consumed_step, error=error, forgot=True
+        )
         self._staging.replica_state(generation).unlink(missing_ok=True)
 
     def _report(self, task: str, error: str) -> None:
@@ -262,7 +263,8 @@ class Replica:
         if error:
             _logger.warning("rank %d: %s", self._settings.rank, error)
         self._troubles[task] = error
-        self._page.update(error="; ".join(filter(None, self._troubles.values())))
+        told = "; ".join(filter(None, self._troubles.values()))
+        self._page.update(error=told, forgot=False)
 
     def _take_image(self) -> None:
         """Where one is due, copy the state for the writer to persist at its own pace.

@@ -233,12 +233,21 @@ def begin_life(state: RecoveredState, fence: Fence) -> None:
 
 
 def begun_afresh(before: Fence, after: Fence) -> list[str]:
-    """Stateful objects that an incarnation does not have from the one before it.
+    """Stateful objects that an incarnation does not have from the one before it."""
+    known = before.stateful
+    return [n for n, kind in after.stateful.items() if not is_same_class(known.get(n, ""), kind)]
 
-    The module of a class does not count: it is another one where a script is imported.
+
+def is_same_class(one: str, other: str) -> bool:
+    """Whether two names, each with its module, may be of one class.
+
+    It is ``__main__.Warmup`` in a script and ``train.Warmup`` where that is imported, and a package
+    may move it. Whether the state fits, ``load_state_dict`` tells; but those of torch's schedulers
+    take anything, and a user's own is often named like one of them.
     """
-    known = {name: kind.rpartition(".")[2] for name, kind in before.stateful.items()}
-    return [n for n, kind in after.stateful.items() if known.get(n) != kind.rpartition(".")[2]]
+    homes = {name.partition(".")[0] for name in (one, other)}
+    may_be_one = len(homes) == 1 or "torch" not in homes
+    return may_be_one and one.rpartition(".")[2] == other.rpartition(".")[2]
 
 
 def refuse_lost_objects(state: RecoveredState, fences: Sequence[Fence]) -> None:

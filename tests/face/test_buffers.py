@@ -209,13 +209,64 @@ def test_another_shape_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     )
 
 
-def test_a_buffer_that_only_the_run_has_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    Loop(tmp_path, model=Growing()).run(3)
-    without = nn.ModuleDict({"inner": small_model()})
-    with pytest.raises(
-        RunMismatch, match=r"not in the model; build .* register_buffer\('table', None"
-    ):
-        Loop(tmp_path, model=without).attach()
+def test_a_buffer_that_the_runs_model_was_built_with_is_missed(tmp_path: Path) -> None:
+    built = small_model()
+    built.register_buffer("table", torch.ones(2))
+    Loop(tmp_path, model=built).run(3)
+    with pytest.raises(RunMismatch, match=r"buffer/table is in the run and not in the model"):
+        Loop(tmp_path).attach()
+
+
+class Making(nn.Module):
+    """A model whose forward registers a buffer, as caches of masks and angles are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.ones(3), persistent=False)
+        result: torch.Tensor = self.inner(inputs) * self.cache
+        return result
+
+
+def test_a_buffer_that_forward_registers_is_left_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed = Loop(tmp_path, model=Making())
+    killed.attach()
+    for number in killed.checkpointer.steps(3):
+        killed.step(number)
+    killed.die()
+    again = Loop(tmp_path, model=Making())
+    assert again.attach() == 3
+    assert "buffer/cache is left to the model" in caplog.text
+    again.step(3)
+    again.die()
+
+
+class Turning(nn.Module):
+    """A buffer that keeps its bytes and changes its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+        self.register_buffer("table", torch.zeros(6))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.table = self.table.reshape((2, 3) if self.table.dim() == 1 else (6,))
+        result: torch.Tensor = self.inner(inputs) + self.table.sum()
+        return result
+
+
+def test_a_shape_of_the_same_bytes_is_another_value(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, model=Turning())
+    loop.run(7)
+    for step in range(1, 8):
+        state = lowdiff.recover(tmp_path / "run", step, staging=tmp_path / "staging")
+        assert state.model_state_dict()["table"].shape == ((2, 3) if step % 2 else (6,))
+    assert verify(tmp_path / "run", tmp_path / "staging").ok
 
 
 def test_a_buffer_that_only_the_model_has_is_refused(tmp_path: Path) -> None:
