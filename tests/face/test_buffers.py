@@ -249,6 +249,8 @@ def test_a_buffer_that_forward_registers_is_left_to_it(
 class Turning(nn.Module):
     """A buffer that keeps its bytes and changes its shape."""
 
+    table: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = small_model()
