@@ -102,7 +102,7 @@ def table_of(loop: Loop) -> Table:
     ("make", "kind"),
     [
         *((make, "topk") for make in MODELS),
-        (recurrent_from_zeros, "rolling"),
+        pytest.param(recurrent_from_zeros, "rolling", marks=pytest.mark.slow),
         (recurrent_from_zeros, "replica"),
     ],
 )

@@ -69,7 +69,7 @@ def compiler() -> Iterator[Any]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("whole", [False, True], ids=["the step", "a function around it"])
 def test_a_compiled_step_is_refused_and_one_beside_a_compiled_model_is_not(
     tmp_path: Path, compiler: Callable[..., Any], backend: str, whole: bool

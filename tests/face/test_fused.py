@@ -43,7 +43,13 @@ def train(folder: Path, until: int, kind: Any, *, fused: bool | None, dies: bool
 
 
 @pytest.mark.parametrize("fused", [True, None], ids=["fused, then not", "not fused, then"])
-@pytest.mark.parametrize("kind", KINDS, ids=["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=name, marks=() if name == "AdamW" else pytest.mark.slow)
+        for name, kind in zip(("AdamW", "SGD", "Adagrad"), KINDS, strict=True)
+    ],
+)
 def test_a_run_goes_on_with_the_kernel_it_began_with(
     tmp_path: Path, kind: Any, fused: bool | None
 ) -> None:

@@ -103,6 +103,7 @@ def test_want_of_memory_for_images_is_an_error_where_that_is_asked_for(memory: P
     life.assert_recovered()
 
 
+@pytest.mark.slow
 def test_a_snapshot_put_off_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life(tmp_path, snapshot_every=1000, backpressure="degrade")
     life.run(3)

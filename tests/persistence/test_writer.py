@@ -217,7 +217,7 @@ def test_a_writer_killed_at_any_moment_loses_nothing_and_writes_nothing_twice(
                 time.sleep(float(rng.exponential(0.002)))
             pids.add(writer.pid)
             os.kill(writer.pid, signal.SIGKILL)
-        wait_until(writer, lambda _: writer.pid not in pids)
+            wait_until(writer, lambda _: writer.pid not in pids)
         status = writer.finish(PATIENCE_SECONDS)
     assert len(pids) == 4
     assert (status.durable_step, status.closed) == (step, True)
