@@ -264,8 +264,7 @@ class ReplicatedStager(Stager):
         # Not what ends with the trainer's next snapshot.
         is_asking = replica.forgot or self._asks_for_image(replica)
         trouble = "" if is_asking else replica.error
-        error = "; ".join(filter(None, (status.error, trouble, self.replica.error)))
-        return status if error == status.error else replace(status, error=error)
+        return status.with_errors(trouble, self.replica.error)
 
     def _consumed_step(self) -> int:
         return self.replica.status().consumed_step

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -169,14 +169,8 @@ class RankRecords(Mapping[int, StoredRecord]):
     def ranges(self) -> Sequence[tuple[int, int]]:
         """Unbroken ranges of steps, ends included, ascending."""
         if self._ranges is None:
-            self._ranges = []
             staged = ((step, step) for step in self._staged)
-            for first, last in sorted([*((s.first, s.last) for s in self._stretches), *staged]):
-                if self._ranges and first <= self._ranges[-1][1] + 1:
-                    start, end = self._ranges[-1]
-                    self._ranges[-1] = start, max(end, last)
-                else:
-                    self._ranges.append((first, last))
+            self._ranges = joined([*((s.first, s.last) for s in self._stretches), *staged])
         return self._ranges
 
     @property
@@ -298,6 +292,17 @@ class RankRecords(Mapping[int, StoredRecord]):
 
     def _insert(self, stretch: Stretch) -> None:
         insort(self._stretches, stretch, key=lambda other: other.first)
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Unbroken ranges of steps, ends included, ascending, of what some cover together."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return found
 
 
 def reach(shards: Sequence[RankRecords], step: int, limit: int | None = None) -> int:

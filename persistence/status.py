@@ -51,6 +51,11 @@ class WriterStatus:
     remote_error: str = ""
     closed: bool = False
 
+    def with_errors(self, *more: str) -> WriterStatus:
+        """The same with what else is wrong; empty texts say nothing."""
+        error = "; ".join(filter(None, (self.error, *more)))
+        return self if error == self.error else replace(self, error=error)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerStatus:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,8 +44,9 @@ class Deaths:
         error: What is wrong, and what its log says of it; empty while it may be an accident.
     """
 
-    def __init__(self, name: str, log: Path) -> None:
-        self._name, self._log = name, log
+    def __init__(self, name: str, log: Path, rank: int, logger: logging.Logger) -> None:
+        self._name, self._log, self._rank, self._logger = name, log, rank, logger
+        self._is_dead = False
         self._num = 0
         self._done: Sequence[int] = ()
         self._start_at = 0.0
@@ -73,6 +74,32 @@ class Deaths:
             self.error = f"{self._name} keeps dying ({how}); {self._log} ends: {end or 'empty'}"
         self._start_at = time.monotonic() + delay
         return delay
+
+    def found(self, exit_code: int, done: Sequence[int]) -> None:
+        """It is no longer there, which is noted and said once until another one is."""
+        if self._is_dead:
+            return
+        self._is_dead = True
+        delay = self.note(how_it_ended(exit_code), done)
+        when = f" in {delay:.0f} s" if delay else ""
+        kind = self._name.removeprefix("the ")
+        text = f"{self._name} of rank {self._rank} ended; starting another{when}"
+        facts = {"rank": self._rank, "exit_code": exit_code, f"{kind}_log": str(self._log)}
+        log_event(self._logger, logging.WARNING, f"{kind}_restarted", text, **facts)
+
+    def successor(
+        self, start: Callable[[], subprocess.Popen[bytes]], done: Sequence[int]
+    ) -> subprocess.Popen[bytes] | None:
+        """Another one; None if it cannot be started now."""
+        try:
+            process = start()
+        except OSError as error:  # no memory or no process is to be had: perhaps later
+            self.note(f"it cannot be started: {error}", done)
+            text = "%s of rank %d cannot be started again now: %s"
+            self._logger.warning(text, self._name, self._rank, error)
+            return None
+        self._is_dead = False
+        return process
 
     @property
     def may_start(self) -> bool:
@@ -115,8 +142,9 @@ class WriterProcess:
         self._pipe = threading.Lock()  # of whoever starts, tells or ends the process
         self._write_through = False
         self.restarts = 0
-        self._deaths = Deaths("the writer", self._settings.staging.writer_log)
-        self._is_dead = False
+        self._deaths = Deaths(
+            "the writer", self._settings.staging.writer_log, settings.rank, _logger
+        )
         self._process = self._start()
         self._finishing = False
         self._checked = time.monotonic()
@@ -129,9 +157,7 @@ class WriterProcess:
 
     def read_status(self) -> WriterStatus:
         """What the writer has done; for any thread. One that keeps dying is in trouble."""
-        status = self._status.read()
-        error = "; ".join(filter(None, (status.error, self._deaths.error)))
-        return status if error == status.error else replace(status, error=error)
+        return self._status.read().with_errors(self._deaths.error)
 
     def write_through(self) -> None:
         """Have each step made durable as soon as it is staged, from now on; for any thread.
@@ -172,23 +198,9 @@ class WriterProcess:
     def _look(self, *, at_once: bool = False) -> None:
         """Replace a writer that died; after several such deaths not always ``at_once``."""
         self._checked = time.monotonic()
-        if self._finishing:
+        if self._finishing or self._process.poll() is None:
             return
-        if self._process.poll() is None:
-            return
-        if not self._is_dead:
-            self._is_dead = True
-            delay = self._deaths.note(how_it_ended(self._process.returncode), self._done())
-            when = f" in {delay:.0f} s" if delay else ""
-            log_event(
-                _logger,
-                logging.WARNING,
-                "writer_restarted",
-                f"the writer of rank {self._settings.rank} ended; starting another{when}",
-                rank=self._settings.rank,
-                exit_code=self._process.returncode,
-                writer_log=str(self._settings.staging.writer_log),
-            )
+        self._deaths.found(self._process.returncode, self._done())
         if at_once or self._deaths.may_start:
             self._restart()
 
@@ -248,14 +260,10 @@ class WriterProcess:
         with self._pipe:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            try:
-                self._process = self._start()
-            except OSError as error:  # no memory or no process is to be had: perhaps later
-                self._deaths.note(f"it cannot be started: {error}", self._done())
-                text = "the writer of rank %d cannot be started again now: %s"
-                _logger.warning(text, self._settings.rank, error)
+            process = self._deaths.successor(self._start, self._done())
+            if process is None:
                 return
-            self._is_dead = False
+            self._process = process
             self.restarts += 1
             if self._write_through:
                 self._tell(WRITE_THROUGH)

@@ -25,7 +25,7 @@ from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
-from lowdiff.persistence.records import StoredRecord
+from lowdiff.persistence.records import StoredRecord, joined
 from lowdiff.persistence.replica_status import has_replica, read_mark, read_replica_status
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.load import empty_state, load_constants, load_shard
@@ -106,13 +106,7 @@ def with_steps_in_memory(
     ranges: Sequence[tuple[int, int]], memory: tuple[int, int] | None
 ) -> list[tuple[int, int]]:
     """Ranges of steps that the disk leads to, and those that memory does; ends included, ascending."""
-    joined: list[tuple[int, int]] = []
-    for first, last in sorted([*ranges, *([] if memory is None else [memory])]):
-        if joined and first <= joined[-1][1] + 1:
-            joined[-1] = joined[-1][0], max(joined[-1][1], last)
-        else:
-            joined.append((first, last))
-    return joined
+    return joined([*ranges, *([] if memory is None else [memory])])
 
 
 def plan_in_memory(catalog: Catalog, step: int | None) -> MemoryPlan | None:

@@ -7,7 +7,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from lowdiff.events import log_event
 from lowdiff.persistence.detached import start_detached
 from lowdiff.persistence.replica_status import (
     ReplicaPage,
@@ -15,7 +14,7 @@ from lowdiff.persistence.replica_status import (
     ReplicaSettings,
     ReplicaStatus,
 )
-from lowdiff.persistence.writer_process import Deaths, how_it_ended
+from lowdiff.persistence.writer_process import Deaths
 
 _logger = logging.getLogger(__name__)
 
@@ -28,8 +27,7 @@ class ReplicaProcess:
     def __init__(self, settings: ReplicaSettings) -> None:
         self._settings = settings
         self.restarts = 0
-        self._deaths = Deaths("the replica", settings.staging.replica_log)
-        self._is_dead = False
+        self._deaths = Deaths("the replica", settings.staging.replica_log, settings.rank, _logger)
         ReplicaPage(settings.staging.replica_status).update()
         self._status = ReplicaReader(settings.staging.replica_status)
         self._process = self._start()
@@ -62,29 +60,11 @@ class ReplicaProcess:
 
     def _replace(self, done: Sequence[int]) -> None:
         """Start another one in the place of one that died having got so far, at its time."""
-        if not self._is_dead:
-            self._is_dead = True
-            delay = self._deaths.note(how_it_ended(self._process.returncode), done)
-            when = f" in {delay:.0f} s" if delay else ""
-            log_event(
-                _logger,
-                logging.WARNING,
-                "replica_restarted",
-                f"the replica of rank {self._settings.rank} ended; starting another{when}",
-                rank=self._settings.rank,
-                exit_code=self._process.returncode,
-                replica_log=str(self._settings.staging.replica_log),
-            )
-            self._close_pipe()
-        if self._deaths.may_start:
-            try:
-                self._process = self._start()
-            except OSError as error:  # no memory or no process is to be had: perhaps later
-                self._deaths.note(f"it cannot be started: {error}", done)
-                text = "the replica of rank %d cannot be started again now: %s"
-                _logger.warning(text, self._settings.rank, error)
-                return
-            self._is_dead = False
+        self._deaths.found(self._process.returncode, done)
+        self._close_pipe()
+        process = self._deaths.successor(self._start, done) if self._deaths.may_start else None
+        if process is not None:
+            self._process = process
             self.restarts += 1
 
     def stop(self) -> None:

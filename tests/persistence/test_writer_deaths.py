@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import subprocess
@@ -136,7 +137,7 @@ def test_deaths_are_an_accident_as_long_as_something_is_done_in_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_process, "_BACKOFF_SECONDS", 1.0)
-    deaths = Deaths("the writer", tmp_path / "no such log")
+    deaths = Deaths("the writer", tmp_path / "no such log", 0, logging.getLogger())
     for done in range(20):
         deaths.note_done([done, -1])
         assert deaths.note("exit code 3", [done, -1]) == 0.0
@@ -166,7 +167,7 @@ def test_deaths_are_an_accident_as_long_as_something_is_done_in_between(
 def test_the_end_of_the_log_is_quoted_as_one_line(tmp_path: Path, text: bytes, quoted: str) -> None:
     log = tmp_path / "writer.log"
     log.write_bytes(text)
-    deaths = Deaths("the writer", log)
+    deaths = Deaths("the writer", log, 0, logging.getLogger())
     for _ in range(3):
         deaths.note("exit code 1", [0])
     assert deaths.error == f"the writer keeps dying (exit code 1); {log} ends: {quoted}"
