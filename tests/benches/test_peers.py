@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,8 @@ def test_what_a_cell_left_behind_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
     waiting = threading.Thread(target=left.wait)  # else its remains would be a member for ever
     waiting.start()
     try:
+        while not cell.members():  # in the midst of exec, a process has no environment in /proc
+            time.sleep(0.01)
         assert cell.members() == [left.pid]
         cell.clean_up()
         waiting.join(5)
