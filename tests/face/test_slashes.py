@@ -49,7 +49,7 @@ def train(
     "settings",
     [
         {"compressor": TopK(0.5)},
-        {"compressor": TopK(0.5), "snapshot": "rolling"},
+        pytest.param({"compressor": TopK(0.5), "snapshot": "rolling"}, marks=pytest.mark.slow),
         {"compressor": None},
     ],
     ids=["atomic", "rolling", "LowDiff+"],

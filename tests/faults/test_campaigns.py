@@ -90,9 +90,7 @@ def test_a_power_failure_at_any_moment_costs_at_most_two_batches(tmp_path: Path)
 @pytest.mark.parametrize(
     "kind",
     [
-        kind
-        if kind in ("no permission", "I/O error")
-        else pytest.param(kind, marks=pytest.mark.slow)
+        kind if kind == "I/O error" else pytest.param(kind, marks=pytest.mark.slow)
         for kind in storage.TROUBLES
     ],
 )
@@ -100,6 +98,7 @@ def test_storage_trouble_is_said_and_outlived(tmp_path: Path, kind: str) -> None
     expect_nothing_lost(storage.storage_troubles(tmp_path, kinds=[kind]), 1)
 
 
+@pytest.mark.slow
 def test_a_zstd_bomb_is_refused_before_it_takes_memory(
     victims: list[Victim], tmp_path: Path
 ) -> None:
