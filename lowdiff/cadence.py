@@ -53,6 +53,10 @@ class Cadence:
         self.snapshot_every = settings.snapshot_every
         self.batch_size = settings.batch_size
         self._settings = settings
+        retention = settings.retention
+        self._limits = settings.tuning.limits.keeping(
+            None if retention is None else retention.snapshots
+        )
         self._folder = folder
         self._writer = writer
         self._recorder = recorder
@@ -79,7 +83,7 @@ class Cadence:
             every = near.snapshot_every if self._settings.tunes_interval else every
             batch = near.batch_size if self._settings.tunes_batch else batch
             self._levels = Levels.near(Setting(every, batch))
-        loss_steps = self._settings.tuning.limits.loss_steps
+        loss_steps = self._limits.loss_steps
         if self._settings.tunes_batch and loss_steps is not None:
             most = (loss_steps // 2).bit_length() - 1
             self._levels = replace(self._levels, batch=min(self._levels.batch, most))
@@ -180,6 +184,7 @@ class Cadence:
             snapshot_every=float(self.snapshot_every),
             batch_size=float(self.batch_size),
             world_size=float(self._world_size),  # shards of another number of ranks differ
+            snapshot=self._settings.snapshot,
         )
         self._recorder.publish()
 
@@ -199,7 +204,7 @@ class Cadence:
         tuning = self._settings.tuning
         tunes = (self._settings.tunes_interval, self._settings.tunes_batch)
         rates = estimate_rates(failures_of(lives), tuning.prior)
-        better = move(self._levels, measured.costs, rates, tuning.limits, tunes=tunes)
+        better = move(self._levels, measured.costs, rates, self._limits, tunes=tunes)
         self._wish = better or Move(self._levels, ())
 
 

@@ -160,7 +160,10 @@ def plan(
         str, typer.Option(metavar="RATE", help="From a GPU to the node's memory.")
     ] = "10GB/s",
     network: Annotated[
-        str, typer.Option(metavar="RATE", help="Between nodes, for comparison with Gemini.")
+        str,
+        typer.Option(
+            metavar="RATE", help="Of one node, to the other nodes, for comparison with Gemini."
+        ),
     ] = "10GB/s",
     restart: Annotated[
         str, typer.Option(metavar="TIME", help="From a failure until loading begins.")

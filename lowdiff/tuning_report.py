@@ -9,11 +9,15 @@ from pathlib import Path
 
 import typer
 
-from lowdiff.errors import ConfigError
+from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.lives import life_of, read_lives
 from lowdiff.persistence.durable import make_directory, unwritable, write_file
 from lowdiff.persistence.fences import read_fence, read_run_id
-from lowdiff.persistence.measurements import Measurements, gather_measurements
+from lowdiff.persistence.measurements import (
+    Measurements,
+    gather_measurements,
+    read_measurements,
+)
 from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import RunFolder, default_staging_root
@@ -80,12 +84,12 @@ def question_of_run(
             "loss of the machine costs, at most 2 * snapshot_every steps"
         )
     policy = read_notes(folder, run_id).policy
-    if policy is not None and policy.snapshots is not None:
-        limits = replace(limits, kept_snapshots=policy.snapshots)
     documents = _documents(folder, run_id, staging)
     lives = [life_of(document) for document in documents]
     ranks = documents[-1].world_size if documents else 1
-    measured = _with_residual(measure(lives, world_size=world_size or ranks), fence)
+    hosts = _num_hosts(folder, documents, world_size)
+    measured = measure(lives, world_size=world_size or ranks, num_hosts=hosts or 1)
+    measured = _with_residual(measured, fence)
     history = failures_of(lives).scaled((world_size or ranks) / ranks)
     if mtbf_seconds is None and history.failures == 0:
         raise ConfigError(
@@ -100,10 +104,14 @@ def question_of_run(
         costs=measured.costs,
         estimates=measured.estimates,
         rates=estimate_rates(history, prior),
-        limits=limits,
+        limits=limits.keeping(None if policy is None else policy.snapshots),
         current=Setting(round(used[0]), round(used[1])) if min(used) >= 1 else None,
         failure_shape=failure_shape,
-        notes=(*_notes(documents, world_size), *_notes_of_retention(policy)),
+        notes=(
+            *_notes(documents, world_size),
+            *_notes_of_loading(measured, hosts),
+            *_notes_of_retention(policy),
+        ),
         decisions=[decision for document in documents for decision in document.decisions],
     )
 
@@ -143,6 +151,25 @@ def _documents(folder: RunFolder, run_id: str, staging: Path | None) -> list[Mea
     return [found[number] for number in sorted(found)]
 
 
+def _num_hosts(
+    folder: RunFolder, documents: list[Measurements], world_size: int | None
+) -> int | None:
+    """Machines that the ranks in question are on; None if not all ranks' measurements say theirs."""
+    if not documents or world_size not in (None, documents[-1].world_size):
+        return None
+    newest = documents[-1]
+    hosts = {newest.facts.get("host")}
+    for rank in range(1, newest.world_size):
+        try:
+            found = read_measurements(folder.measurements(newest.incarnation, rank))
+        except (LowDiffError, OSError):
+            return None
+        if found.run_id != newest.run_id:
+            return None
+        hosts.add(found.facts.get("host"))
+    return None if None in hosts else len(hosts)
+
+
 def _notes(documents: list[Measurements], world_size: int | None) -> list[str]:
     """What a reader of the figures must know."""
     newest, notes = documents[-1], []
@@ -167,6 +194,16 @@ def _notes(documents: list[Measurements], world_size: int | None) -> list[str]:
             "are taken as they are, failures as so many times as frequent"
         )
     return notes
+
+
+def _notes_of_loading(measured: Measured, hosts: int | None) -> list[str]:
+    """Where it depends on what the measurements do not say."""
+    if hosts is not None or measured.estimates["load_seconds"].source != "assumed":
+        return []
+    text = (
+        "loading was never measured; on several machines it takes as many times longer as there are"
+    )
+    return [f"{text} machines"]
 
 
 def _notes_of_retention(policy: Retention | None) -> list[str]:
@@ -214,7 +251,7 @@ def question_of_plan(
         rates=known,
         limits=limits,
         failure_shape=failure_shape,
-        network_bytes_per_second=network_bytes_per_second,
+        network_bytes_per_second=network_bytes_per_second / job.ranks_per_node,
         notes=tuple(notes),
         assumed_because="not given",
     )

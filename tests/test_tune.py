@@ -137,6 +137,34 @@ def test_what_is_stored_is_said_for_the_snapshots_that_the_run_keeps(
     assert "without limit of their number and all snapshots of the last 24 hours" in several
 
 
+def test_loading_that_was_never_measured_is_of_as_many_machines_as_all_ranks_name(
+    command: Command, run: Path
+) -> None:
+    (path,) = RunFolder(run).all_measurements()
+    life = replace(read_measurements(path), world_size=2)
+    other = replace(life, rank=1)
+
+    def loading() -> tuple[float, bool]:
+        document = json.loads(command("tune", run, "--mtbf", "4h", "--json").out)
+        notes = [text for text in document["warnings"] if "loading was never measured" in text]
+        return document["estimates"]["load_seconds"]["median"], bool(notes)
+
+    one, is_doubtful = loading()
+    assert not is_doubtful
+    write_measurements(RunFolder(run), life)
+    assert loading() == (one, True)  # where rank 1 is nobody knows
+    write_measurements(RunFolder(run), other)
+    assert loading() == (one, False)
+    write_measurements(RunFolder(run), replace(other, facts={**life.facts, "host": "elsewhere"}))
+    assert loading() == (2 * one, False)
+
+
+def test_a_run_of_rolling_snapshots_is_weighed_as_one(command: Command, tmp_path: Path) -> None:
+    Loop(tmp_path, settings={"snapshot": "rolling"}).run(12)
+    out = command("tune", tmp_path / "run", "--mtbf", "4h").out
+    assert "f = sqrt(C (M + K) / (r (T + d)))" in out
+
+
 def test_a_run_may_be_called_as_it_likes(command: Command, run: Path) -> None:
     odd = run.rename(run.parent / "[bold]run :smile:")
     assert str(odd) in command("tune", odd, "--mtbf", "4h").out.replace("\n", "")
@@ -312,6 +340,18 @@ def test_a_plan_needs_no_run(command: Command, tmp_path: Path) -> None:
     assert "3.5e+08 parameters, adamw, TopK(0.01), on 8 GPUs" in result.out
     assert "a step is assumed to take 5 s" in result.out
     assert page.read_text().startswith("<!doctype html>")
+
+
+def test_the_ranks_of_a_node_share_its_network(command: Command) -> None:
+    def gemini(*given: str) -> str:
+        found = json.loads(command(*PLAN, "--json", *given).out)["strategies"]
+        return next(str(one["note"]) for one in found if one["name"] == "Gemini")
+
+    alone = gemini("--gpus-per-node", "1", "--network", "10MB/s")
+    assert gemini("--gpus-per-node", "4", "--network", "40MB/s") == alone
+    assert gemini("--gpus-per-node", "4", "--network", "10MB/s") != alone
+    # No more share it than there are.
+    assert gemini("--gpus-per-node", "64", "--network", "80MB/s") == alone
 
 
 def test_neither_report_loads_torch() -> None:

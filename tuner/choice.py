@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.costs import (
     Costs,
     Waste,
-    batch_seconds,
     best_interval,
     disk_seconds_per_step,
-    fixed_recovery_seconds,
     loop_seconds,
     recovery_seconds,
     waste,
-    writer_share,
     written_bytes_per_step,
 )  # fmt: skip
 from lowdiff.tuner.failures import FailureRates
+from lowdiff.tuner.reasons import weighed, why_batch
 from lowdiff.tuner.units import readable_bytes, readable_seconds
 
 MAX_BATCH = 4096
@@ -32,7 +30,7 @@ class Limits:
     """What the user allows; None for no limit.
 
     Attributes:
-        writer_share: Most that the writer's disk or core may be busy.
+        writer_share: Most that the writer's disk may be busy; its core may be busy all the time.
         staging_bytes: Staging memory of one rank for the image of a snapshot and two batches. The
             copies of the error-feedback residual come on top.
         loss_steps: Steps that the loss of a node may take: at most ``2 b`` are at risk.
@@ -54,6 +52,14 @@ class Limits:
     def __post_init__(self) -> None:
         if not 0 < self.writer_share <= 1:
             raise ConfigError(f"writer_share is a share, 0 to 1, got {self.writer_share}")
+        if not is_count(self.kept_snapshots) or self.kept_snapshots < 1:
+            raise ConfigError(
+                f"kept_snapshots counts snapshots: give an int, at least 1, got {self.kept_snapshots!r}"
+            )
+        if self.loss_steps is not None and not is_count(self.loss_steps):
+            raise ConfigError(
+                f"loss_steps counts steps: give an int, at least 2, or None, got {self.loss_steps!r}"
+            )
         if self.loss_steps is not None and self.loss_steps < 2:
             raise ConfigError(
                 f"losing a node can take two steps even if each is written by itself, so "
@@ -63,6 +69,15 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be positive, got {value}")
+
+    def keeping(self, snapshots: int | None) -> Limits:
+        """With as many kept snapshots as a retention says; the same if it says no number."""
+        return self if snapshots is None else replace(self, kept_snapshots=snapshots)
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number, which True is only by accident."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +201,14 @@ def is_allowed(costs: Costs, limits: Limits, setting: Setting) -> bool:
 
 def stored_bytes(costs: Costs, limits: Limits, f: float) -> float:
     """Most that the run folder holds, of all ranks: one snapshot more than are kept, while it is new."""
-    kept = limits.kept_snapshots
-    each = (kept + 1) * costs.snapshot_bytes + kept * f * costs.differential_bytes
-    return costs.world_size * each
+    snapshots = (limits.kept_snapshots + 1) * costs.snapshot_bytes
+    differentials = _kept_intervals(costs, limits) * f * costs.differential_bytes
+    return costs.world_size * (snapshots + differentials)
+
+
+def _kept_intervals(costs: Costs, limits: Limits) -> int:
+    """Intervals whose differentials stay: those of a rolling snapshot's own cycle, too."""
+    return limits.kept_snapshots + costs.is_rolling
 
 
 def written_bytes_per_hour(costs: Costs, f: float, b: float) -> float:
@@ -230,10 +250,11 @@ def allowed_intervals(costs: Costs, limits: Limits, b: int) -> Intervals:
         low = _least_interval(costs, limits.bytes_per_hour / costs.world_size / 3600)
         lows.append((low, f"{readable_bytes(limits.bytes_per_hour)} may be written in an hour"))
     if limits.total_bytes is not None:
-        kept = limits.kept_snapshots
-        room = limits.total_bytes / costs.world_size - (kept + 1) * costs.snapshot_bytes
+        snapshots = (limits.kept_snapshots + 1) * costs.snapshot_bytes
+        room = limits.total_bytes / costs.world_size - snapshots
         if costs.differential_bytes or room < 0:
-            high = room / (kept * costs.differential_bytes) if room >= 0 else 0.0
+            each = _kept_intervals(costs, limits) * costs.differential_bytes
+            high = room / each if room >= 0 else 0.0
             highs.append((high, f"the run may hold {readable_bytes(limits.total_bytes)}"))
     low, low_because = max(lows, key=lambda limit: limit[0])
     high, high_because = min(highs, key=lambda limit: limit[0])
@@ -351,45 +372,13 @@ def _reasons(
     most_because: str,
 ) -> list[str]:
     f, b = setting.snapshot_every, setting.batch_size
-    found = [_weighed(costs, rates, ideal)]
+    found = [weighed(costs, rates, ideal)]
     if f > ideal + 1:
         why = allowed.low_because or "training would wait for snapshots even more"
         found.append(f"raised to {f:,}: {why}")
     elif f < ideal - 1:
         found.append(f"lowered to {f:,}: {allowed.high_because or 'no larger one is considered'}")
-    found.append(_why_batch(costs, limits, setting, most))
+    found.append(why_batch(costs, f, b, most=most, allowed_share=limits.writer_share))
     if b == most and most_because:
         found.append(f"no larger batch: {most_because}")
     return found
-
-
-def _weighed(costs: Costs, rates: FailureRates, ideal: float) -> str:
-    """The formula of `best_interval`, and every number in it."""
-    fixed = fixed_recovery_seconds(costs)
-    sign = "-" if fixed < 0 else ""
-    return (
-        f"f = sqrt(2 C (M + K) / (r (T + d))) = {ideal:,.0f}: a snapshot takes C = "
-        f"{readable_seconds(costs.snapshot_seconds)} of training, a failure comes every M = "
-        f"{readable_seconds(rates.total.mtbf_seconds)}, a restart with its loading, less r/2, "
-        f"takes K = {sign}{readable_seconds(abs(fixed))}, replaying one of the steps since the "
-        f"snapshot r = {readable_seconds(costs.replay_seconds)}, and a step with its differential takes "
-        f"T + d = {readable_seconds(costs.step_seconds + costs.differential_seconds)}"
-    )
-
-
-def _why_batch(costs: Costs, limits: Limits, setting: Setting, most: int) -> str:
-    f, b = setting.snapshot_every, setting.batch_size
-    busy = writer_share(costs, f, b)
-    if busy > limits.writer_share + 1e-9:
-        others = "" if most == 1 else ", and no larger batch would waste less"
-        return (
-            f"b = {b}: the writer is busy for {busy:.0%} of a step, more than the "
-            f"{limits.writer_share:.0%} it should be{others}"
-        )
-    if b == 1:
-        return "b = 1: the writer keeps up with every step by itself, so nothing is gained"
-    return (
-        f"b = {b}: a durable write takes {readable_seconds(batch_seconds(costs, b))}, and in "
-        f"smaller batches the disk would be busy for more than {limits.writer_share:.0%}, or "
-        "snapshots would have to be rarer"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowdiff.tuner.costs import Costs, lost_steps, recovery_seconds, store_lag_steps, store_share
+from lowdiff.tuner.failures import Rate
 from lowdiff.tuner.report import Report
 from lowdiff.tuner.units import readable_bytes, readable_seconds
 
@@ -12,7 +13,6 @@ def facts(report: Report) -> list[tuple[str, str]]:
     question, setting = report.question, report.choice.setting
     costs, rates = question.costs, question.rates
     f, b = setting.snapshot_every, setting.batch_size
-    mtbf = rates.total
     process, node = lost_steps(costs, f, b)
     rows = [
         ("recommended", f"snapshot_every = {f:,}, batch_size = {b}"),
@@ -31,13 +31,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
     rows += [
         ("wasted", f"{report.choice.waste.seconds_per_hour:.1f} s per hour of training"),
         ("effective training time", f"{report.effective:.2%}"),
-        (
-            "a failure every",
-            (
-                f"{readable_seconds(mtbf.mtbf_seconds)} (90 %: {readable_seconds(mtbf.low_seconds)} to "
-                f"{readable_seconds(mtbf.high_seconds)}; {mtbf.failures} seen)"
-            ),
-        ),
+        ("a failure every", _time_between(rates.total)),
         ("a failure takes", f"{readable_seconds(recovery_seconds(costs, f, b))} to recover from"),
         ("steps lost", f"process crash {process:.1f}, loss of a node {node:.1f}"),
         *_store_facts(costs, f, b),
@@ -58,6 +52,16 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ),
     ]
     return rows
+
+
+def _time_between(failures: Rate) -> str:
+    mean, low, high = (
+        readable_seconds(value)
+        for value in (failures.mtbf_seconds, failures.low_seconds, failures.high_seconds)
+    )
+    if failures.low_seconds == failures.high_seconds:
+        return f"{mean} (given)"
+    return f"{mean} (90 %: {low} to {high}; {failures.failures} seen)"
 
 
 def _kept(snapshots: int) -> str:

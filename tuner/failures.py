@@ -36,8 +36,12 @@ class FailurePrior:
             raise ConfigError(f"the MTBF must be positive, got {self.mtbf_seconds} s")
         if not 0 < self.weight_failures < math.inf:
             raise ConfigError(f"a prior weighs more than 0 failures, got {self.weight_failures}")
-        if not 0 <= self.node_share <= 1:
-            raise ConfigError(f"node_share is a share, 0 to 1, got {self.node_share}")
+        _check_share(self.node_share)
+
+
+def _check_share(node_share: float) -> None:
+    if not 0 <= node_share <= 1:
+        raise ConfigError(f"node_share is a share, 0 to 1, got {node_share}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,14 @@ class FailureRates:
 
     @classmethod
     def known(cls, mtbf_seconds: float, *, node_share: float = 0.5) -> FailureRates:
-        """Rates without doubt, for plans and tests."""
+        """Rates without doubt, for plans and tests.
+
+        Raises:
+            ConfigError: If a value cannot be; infinite is a job that never fails.
+        """
+        if not mtbf_seconds > 0:
+            raise ConfigError(f"the MTBF must be positive, got {mtbf_seconds} s")
+        _check_share(node_share)
         kinds = (
             math.inf if not share else mtbf_seconds / share
             for share in (1 - node_share, node_share)

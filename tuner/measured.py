@@ -76,12 +76,17 @@ def failures_of(lives: Sequence[Life]) -> FailureHistory:
     return FailureHistory(sum(max(0.0, seconds) for seconds in alive), **counts)
 
 
-def measure(lives: Sequence[Life], *, world_size: int) -> Measured:
+def measure(lives: Sequence[Life], *, world_size: int, num_hosts: int = 1) -> Measured:
     """Costs as the newest lives show them, those of restarts from all lives.
 
     The newest life counts; what it has not seen yet, a snapshot, say, is taken from the newest one
     that has, of as many ranks on such a machine. What was never seen is assumed, and said so by its
     estimate.
+
+    Args:
+        lives: Oldest first.
+        world_size: Ranks.
+        num_hosts: Machines that they are on. Each reads what all of them have written.
 
     Raises:
         ConfigError: If no life has taken enough steps to know how long one takes.
@@ -95,9 +100,14 @@ def measure(lives: Sequence[Life], *, world_size: int) -> Measured:
     alike = [life for life in lives if _machine(life) == _machine(newest)]
     elements = number(newest.facts, "elements", 1.0)
     estimates = _training(alike, elements) | _writing(alike) | _storing(newest.samples)
-    estimates |= _recovery(lives, estimates, elements)
+    estimates |= _recovery(lives, estimates, elements, num_hosts)
     values = {name: estimate.median for name, estimate in estimates.items()}
-    return Measured(Costs(**values, world_size=world_size), estimates)
+    costs = Costs(**values, world_size=world_size, is_rolling=_is_rolling(newest.facts))
+    return Measured(costs, estimates)
+
+
+def _is_rolling(facts: Facts) -> bool:
+    return facts.get("snapshot") == "rolling"
 
 
 def _machine(life: Life) -> list[float | str | None]:
@@ -208,7 +218,7 @@ def _uploads(
 
 
 def _recovery(
-    lives: Sequence[Life], known: Mapping[str, Estimate], elements: float
+    lives: Sequence[Life], known: Mapping[str, Estimate], elements: float, num_hosts: int
 ) -> dict[str, Estimate]:
     """Load and replay are told apart by a line through restarts that replayed differently many."""
     recoveries = [life.facts for life in lives if "recovery_seconds" in life.facts]
@@ -224,8 +234,13 @@ def _recovery(
     if replay is None and line is not None and line[0] > 0:
         replay = Estimate(line[0], line[0], line[0], len(steps))
     replay = replay or Estimate.assumed(elements * ASSUMED_REPLAY_SECONDS_PER_ELEMENT)
-    loads = [max(0.0, s - replay.median * n) for s, n in zip(seconds, steps, strict=True)]
-    snapshot = known["snapshot_bytes"].median / known["write_bytes_per_second"].median
+    completing = map(_steps_before_replay, recoveries)
+    loads = [
+        max(0.0, s - replay.median * (n + before))
+        for s, n, before in zip(seconds, steps, completing, strict=True)
+    ]
+    # The ranks of a machine write at once; then it reads what the ranks of all have written.
+    written = known["snapshot_bytes"].median / known["write_bytes_per_second"].median
 
     def gaps(*kinds: str) -> Estimate | None:
         found = [life.facts for life in lives if "gap_seconds" in life.facts]
@@ -235,9 +250,19 @@ def _recovery(
     restart = gaps("process") or gaps("node", "unknown")
     return {
         "replay_seconds": _positive(replay),
-        "load_seconds": Estimate.of(loads) or Estimate.assumed(snapshot),
+        "load_seconds": Estimate.of(loads) or Estimate.assumed(num_hosts * written),
         "restart_seconds": restart or Estimate.assumed(ASSUMED_RESTART_SECONDS),
     }
+
+
+def _steps_before_replay(facts: Facts) -> float:
+    """Mean steps that brought the blocks of a rolling base to one step; `replayed_steps` follow.
+
+    A life that was closed leaves an atomic base.
+    """
+    if not (_is_rolling(facts) and facts.get("restart")):
+        return 0.0
+    return max(0.0, number(facts, "snapshot_every") - 1) / 2
 
 
 def _known(lives: Sequence[Life], name: str, otherwise: float) -> Estimate:

@@ -88,6 +88,11 @@ class Job:
         if not self.params >= 1:
             raise ConfigError(f"a model has at least 1 parameter, got {self.params}")
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share what a node has."""
+        return min(self.gpus, self.gpus_per_node)
+
 
 def planned(job: Job, given: Collection[str] = ()) -> Measured:
     """Costs of a job, each given or assumed.
@@ -104,7 +109,6 @@ def planned(job: Job, given: Collection[str] = ()) -> Measured:
     """
     entries = job.density * job.params
     state = 4.0 * job.params * (1 + OPTIMIZERS[job.optimizer])
-    ranks = min(job.gpus, job.gpus_per_node)
     residual = 4.0 * job.params
     shard = state / job.gpus + residual
     # Every rank reads and checks all shards, with the residuals in them, once through its node's disk.
@@ -120,12 +124,12 @@ def planned(job: Job, given: Collection[str] = ()) -> Measured:
         snapshot_bytes=shard,
         encode_seconds=entries / _ENCODE_ENTRIES_PER_SECOND,
         write_latency_seconds=job.write_latency_seconds,
-        write_bytes_per_second=job.disk_bytes_per_second / ranks,
+        write_bytes_per_second=job.disk_bytes_per_second / job.ranks_per_node,
         load_seconds=load,
         replay_seconds=replay,
         restart_seconds=job.restart_seconds,
         store_latency_seconds=_STORE_LATENCY_SECONDS if job.store_bytes_per_second else 0.0,
-        store_bytes_per_second=job.store_bytes_per_second / ranks,
+        store_bytes_per_second=job.store_bytes_per_second / job.ranks_per_node,
         residual_bytes=residual,
         world_size=job.gpus,
     )
@@ -134,6 +138,7 @@ def planned(job: Job, given: Collection[str] = ()) -> Measured:
     estimates = {
         name: (Estimate.given if name in known else Estimate.assumed)(getattr(costs, name))
         for name in Costs.__dataclass_fields__
-        if name != "world_size" and (job.store_bytes_per_second or not name.startswith("store_"))
+        if name not in ("world_size", "is_rolling")
+        and (job.store_bytes_per_second or not name.startswith("store_"))
     }
     return Measured(costs, estimates)

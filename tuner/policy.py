@@ -18,6 +18,7 @@ from lowdiff.tuner.choice import (
     Limits,
     Setting,
     allowed_intervals,
+    is_count,
     largest_batch,
     stored_bytes,
 )
@@ -52,8 +53,10 @@ class Tuning:
     every_steps: int = 16
 
     def __post_init__(self) -> None:
-        if self.every_steps < 1:
-            raise ConfigError(f"every_steps counts steps, at least 1, got {self.every_steps}")
+        if not is_count(self.every_steps) or self.every_steps < 1:
+            raise ConfigError(
+                f"every_steps counts steps: give an int, at least 1, got {self.every_steps!r}"
+            )
         if not self.mtbf_hours > 0:
             raise ConfigError(f"mtbf_hours must be positive, got {self.mtbf_hours}")
         _ = self.prior  # refuses what cannot be

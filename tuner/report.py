@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lowdiff.tuner.choice import (
+    MAX_BATCH,
     Choice,
     Limits,
     Setting,
@@ -33,8 +34,8 @@ from lowdiff.tuner.simulate import FailureModel, Simulated, simulate, trace_for
 from lowdiff.tuner.strategies import alternatives, lowdiff
 from lowdiff.tuner.units import readable_bytes, readable_seconds
 
-#: Of the heat map; a power of 2 apart.
-_BATCHES = tuple(1 << level for level in range(11))
+#: Of the heat map; a power of 2 apart, up to the largest that is ever chosen.
+_BATCHES = tuple(1 << level for level in range(MAX_BATCH.bit_length()))
 _INTERVAL_CELLS = 25
 #: Failures in the simulated time: enough for three digits in a fraction of a second.
 _FAILURES, _REPLICAS = 400, 64
@@ -52,7 +53,7 @@ class Question:
         rates: Of failures.
         limits: To be kept.
         current: What the run uses; None for a plan.
-        network_bytes_per_second: For Gemini's copies.
+        network_bytes_per_second: One rank's, for Gemini's copies.
         failure_shape: Weibull shape of the simulated failures.
         notes: Warnings that are known before anything is computed.
         assumed_because: Why costs are assumed, where they are.
@@ -210,7 +211,11 @@ def _numbers(setting: Setting) -> tuple[int, int]:
 
 
 def _heat_map(question: Question, shown: Sequence[Setting]) -> HeatMap:
-    """Wide enough for every setting that is marked."""
+    """Wide enough for every setting that is marked.
+
+    A batch beyond ``MAX_BATCH``, which the published model or a user may choose, is marked in the
+    last row.
+    """
     points = [setting.snapshot_every for setting in shown]
     low, high = max(1, min(points) // 6), max(points) * 6
     intervals = np.unique(np.rint(np.geomspace(low, high, _INTERVAL_CELLS)).astype(int)).tolist()

@@ -11,7 +11,13 @@ import math
 from dataclasses import dataclass, replace
 
 from lowdiff.tuner.choice import Setting
-from lowdiff.tuner.costs import Costs, batch_seconds, loop_seconds, without_residual
+from lowdiff.tuner.costs import (
+    Costs,
+    batch_seconds,
+    completing_steps,
+    loop_seconds,
+    without_residual,
+)
 from lowdiff.tuner.failures import FailureRates
 from lowdiff.tuner.paper import published_choice
 
@@ -78,10 +84,11 @@ def lowdiff(costs: Costs, setting: Setting, name: str = "lowdiff") -> Strategy:
     """This framework: staging survives a crash, batches are durable, replay from the snapshot."""
     f, b = setting.snapshot_every, setting.batch_size
     loop = loop_seconds(costs, f, b)
+    completing = costs.replay_seconds * completing_steps(costs, f)
     process = Recovery(
         grain_steps=1,
         lag_seconds=0.0,
-        fixed_seconds=costs.restart_seconds + costs.load_seconds,
+        fixed_seconds=costs.restart_seconds + costs.load_seconds + completing,
         base_steps=f,
         base_lag_seconds=costs.snapshot_bytes / costs.write_bytes_per_second,
         replay_seconds=costs.replay_seconds,

@@ -20,9 +20,10 @@ from lowdiff.lives import read_lives
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.measurements import Measurements, Recorder, read_decisions
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.policy import Retention
 from lowdiff.settings import Settings
 from lowdiff.tuner import measured
-from lowdiff.tuner.choice import Limits, Setting
+from lowdiff.tuner.choice import Limits, Setting, stored_bytes
 from lowdiff.tuner.costs import Costs, writer_share
 from lowdiff.tuner.policy import Tuning
 from tests.face.loops import Loop, small_model
@@ -50,6 +51,7 @@ def test_a_life_leaves_its_measurements(tmp_path: Path) -> None:
     assert measured.number(life.facts, "snapshot_bytes") > 0
     assert life.facts["elements"] == sum(p.numel() for p in small_model().parameters())
     assert (life.facts["snapshot_every"], life.facts["batch_size"]) == (5.0, 16.0)
+    assert life.facts["snapshot"] == "atomic"
     assert life.ended == "closed"
 
 
@@ -141,6 +143,7 @@ def test_each_snapshot_is_one_sample_also_a_rolling_one(tmp_path: Path, every: i
     (life,) = lives(tmp_path)
     assert len(life.samples["snapshot_seconds"]) == 1 + 18 // every
     assert sum(life.samples["snapshot_seconds"]) == pytest.approx(stats["snapshot_seconds"])
+    assert life.facts["snapshot"] == "rolling"
 
 
 def test_auto_never_begins_with_more_steps_at_risk_than_may_be_lost(tmp_path: Path) -> None:
@@ -248,6 +251,7 @@ class SyntheticRank:
         world_size: int,
         costs: Costs,
         story: Story | None = None,
+        **chosen: Any,
     ) -> None:
         self.costs = costs
         self.staging = StagingFolder(folder / f"rank-{rank}", 0, rank)
@@ -262,7 +266,7 @@ class SyntheticRank:
             batch_size=16,
             tunes_interval=True,
             tunes_batch=True,
-            tuning=Tuning(mtbf_hours=1.0),
+            **{"tuning": Tuning(mtbf_hours=1.0), **chosen},
         )
         self.cadence = Cadence(
             settings, self.staging, self.writer, self.trained, (rank, world_size)
@@ -353,6 +357,19 @@ def test_a_decision_that_finds_no_memory_is_followed_all_the_same(
         rank.step(step, [])
     assert (rank.cadence.snapshot_every, rank.cadence.batch_size) != (91, 16)
     assert "a decision of the tuner is not kept: [Errno 28] No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize("kept", [2, 4])
+def test_as_many_snapshots_count_as_the_retention_keeps(tmp_path: Path, kept: int) -> None:
+    total = stored_bytes(LAPTOP, Limits(kept_snapshots=4), 45)
+    assert stored_bytes(LAPTOP, Limits(kept_snapshots=2), 91) < total
+    tuning = Tuning(mtbf_hours=1.0, limits=Limits(total_bytes=total))
+    rank = SyntheticRank(tmp_path, 0, 1, LAPTOP, retention=Retention(kept), tuning=tuning)
+    for step in range(300):
+        rank.step(step, [])
+    chosen = rank.cadence.snapshot_every
+    assert (chosen < 91) == (kept == 4)
+    assert stored_bytes(LAPTOP, Limits(kept_snapshots=kept), chosen) <= total
 
 
 def test_a_new_life_keeps_to_what_the_one_before_has_learned(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import astuple, replace
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,16 @@ def test_storage_limits_bind_and_are_kept() -> None:
     oftener = recommend(CLUSTER, rates, Limits(total_bytes=total))
     assert oftener.setting.snapshot_every == free.setting.snapshot_every // 2
     assert any("may hold" in reason for reason in oftener.reasons)
+
+
+def test_rolling_snapshots_are_stored_with_the_differentials_of_their_cycles() -> None:
+    rolling = replace(LAPTOP, is_rolling=True)
+    snapshots, cycle = 3 * LAPTOP.snapshot_bytes, 50 * LAPTOP.differential_bytes
+    assert stored_bytes(LAPTOP, Limits(), 50) == pytest.approx(snapshots + 2 * cycle)
+    assert stored_bytes(rolling, Limits(), 50) == pytest.approx(snapshots + 3 * cycle)
+    total = stored_bytes(rolling, Limits(), 50)
+    limited = recommend(rolling, FailureRates.known(7200.0), Limits(total_bytes=total))
+    assert (limited.broken, limited.setting.snapshot_every) == ((), 50)
 
 
 def test_a_store_must_keep_up_where_it_can() -> None:
@@ -213,12 +224,14 @@ def test_a_writer_that_cannot_keep_up_is_not_said_to_keep_up() -> None:
 def test_the_formula_that_is_said_gives_the_number_that_is_said(job: str) -> None:
     costs, rates = JOBS[job]
     text = recommend(costs, rates, Limits()).reasons[0]
-    assert text.startswith("f = sqrt(2 C (M + K) / (r (T + d))) = ")
+    twice = "" if costs.is_rolling else "2 "
+    assert text.startswith(f"f = sqrt({twice}C (M + K) / (r (T + d))) = ")
     said = float(text.partition(") = ")[2].partition(":")[0].replace(",", ""))
     found = re.search(r"C = (.+?) of .+ M = (.+?), .+ K = (.+?), .+ r = (.+?), .+ = (.+)$", text)
     assert found is not None
     c, m, k, r, own = (units.seconds(figure.replace(",", "")) for figure in found.groups())
-    assert math.sqrt(2 * c * (m + k) / (r * own)) == pytest.approx(said, rel=0.02)
+    weighed = c if costs.is_rolling else 2 * c
+    assert math.sqrt(weighed * (m + k) / (r * own)) == pytest.approx(said, rel=0.02)
 
 
 def test_recoveries_that_take_next_to_nothing_are_said_rightly() -> None:
@@ -238,8 +251,27 @@ def test_failures_faster_than_restarts_cannot_progress() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"writer_share": 0}, {"loss_steps": 1}, {"total_bytes": -1}, {"staging_bytes": 0}]
+    "wrong",
+    [
+        {"writer_share": 0},
+        {"loss_steps": 1},
+        {"loss_steps": 8.0},
+        {"loss_steps": math.nan},
+        {"loss_steps": True},
+        {"total_bytes": -1},
+        {"staging_bytes": 0},
+        {"kept_snapshots": 0},
+        {"kept_snapshots": 1.5},
+        {"kept_snapshots": True},
+    ],
+    ids=str,
 )
-def test_limits_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError):
+def test_limits_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
         Limits(**wrong)
+
+
+def test_a_retention_says_how_many_snapshots_are_kept_if_it_says_a_number() -> None:
+    limits = Limits(loss_steps=8, kept_snapshots=3)
+    assert limits.keeping(5) == Limits(loss_steps=8, kept_snapshots=5)
+    assert limits.keeping(None) == limits

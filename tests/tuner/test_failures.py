@@ -54,6 +54,18 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert 336 <= held <= 384
 
 
+@pytest.mark.parametrize("wrong", [math.nan, -0.1, 1.1])
+def test_a_share_of_node_failures_that_cannot_be_is_refused(wrong: float) -> None:
+    with pytest.raises(ConfigError, match="node_share"):
+        FailureRates.known(HOUR, node_share=wrong)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, 0.0, -HOUR])
+def test_a_time_between_failures_that_cannot_be_is_refused(wrong: float) -> None:
+    with pytest.raises(ConfigError, match="MTBF"):
+        FailureRates.known(wrong)
+
+
 def test_a_larger_job_fails_more_often() -> None:
     history = FailureHistory(100 * HOUR, process=10)
     large = estimate_rates(history.scaled(8), None)

@@ -172,6 +172,28 @@ def test_loading_and_replay_are_told_apart_by_restarts_that_replayed_differently
     assert costs.restart_seconds == 12.0
 
 
+def test_a_run_says_itself_whether_its_snapshots_are_rolling() -> None:
+    assert not measure([life(snapshot="atomic")], world_size=1).costs.is_rolling
+    assert measure([life(snapshot="rolling")], world_size=1).costs.is_rolling
+
+
+def test_bringing_a_rolling_snapshot_to_one_step_is_no_loading() -> None:
+    rolling = {"snapshot": "rolling", "snapshot_every": 41.0}
+    recovered = {"recovery_seconds": 5.0, "replayed_steps": 10.0, "replay_seconds": 1.0}
+    crashed = life(1, **recovered, **rolling, restart="process")
+    # 0.1 s for each of 10 steps, and of 20 on average before them.
+    assert measure([life(), crashed], world_size=1).costs.load_seconds == pytest.approx(2.0)
+    # What was closed left an atomic one.
+    closed = life(1, **recovered, **rolling, restart="")
+    assert measure([life(), closed], world_size=1).costs.load_seconds == pytest.approx(4.0)
+
+
+def test_loading_that_was_never_seen_is_of_all_shards_through_the_disk_of_one_machine() -> None:
+    one, three = (measure([life()], world_size=6, num_hosts=n).costs for n in (1, 3))
+    # 100 MB of each of two ranks take a machine's disk a second, and it reads those of six.
+    assert (one.load_seconds, three.load_seconds) == (1.0, 3.0)
+
+
 def test_how_long_a_restart_takes_is_told_by_crashes_of_which_the_time_is_known() -> None:
     lives = [life(), life(1, restart="node", gap_seconds=30.0)]
     assert measure(lives, world_size=1).costs.restart_seconds == 30.0

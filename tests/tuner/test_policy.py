@@ -208,7 +208,17 @@ def test_levels_are_found_for_any_setting() -> None:
     assert Levels.near(Setting(10**9, 10**9)) == Levels(INTERVAL_LEVELS - 1, BATCH_LEVELS - 1)
 
 
-@pytest.mark.parametrize("wrong", [{"mtbf_hours": 0}, {"every_steps": 0}, {"node_share": 3}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mtbf_hours": 0},
+        {"every_steps": 0},
+        {"every_steps": 1.5},
+        {"every_steps": float("nan")},
+        {"node_share": 3},
+    ],
+    ids=str,
+)
 def test_tuning_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Tuning(**wrong)

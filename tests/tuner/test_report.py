@@ -14,7 +14,7 @@ from lowdiff.tuner.choice import Limits, Setting
 from lowdiff.tuner.costs import recovery_seconds, without_residual
 from lowdiff.tuner.estimates import Estimate
 from lowdiff.tuner.facts import facts
-from lowdiff.tuner.failures import FailureRates
+from lowdiff.tuner.failures import FailureHistory, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
 from lowdiff.tuner.paper import published_choice
 from lowdiff.tuner.plan import Job, planned
@@ -123,6 +123,13 @@ def test_every_setting_that_is_marked_lies_on_the_map() -> None:
         assert found.batches[0] <= setting.batch_size <= found.batches[-1]
 
 
+@pytest.mark.parametrize("batch", [1024, 4096])
+def test_the_map_reaches_the_largest_batch_that_is_ever_chosen(batch: int) -> None:
+    report = make_report(replace(question(), current=Setting(100, batch)))
+    assert report.heat_map.batches[-1] == 4096
+    charts.heat_map(report)
+
+
 def test_the_recommendation_is_the_best_of_its_own_map() -> None:
     report = make_report(question("slow disk"))
     found = report.heat_map
@@ -170,6 +177,13 @@ def test_the_first_figures_are_the_setting_and_what_it_wastes() -> None:
     assert f"snapshot_every = {report.choice.setting.snapshot_every:,}" in rows["recommended"]
     assert rows["effective training time"] == f"{report.effective:.2%}"
     assert report.simulated[0].effective_share == pytest.approx(report.effective, abs=0.002)
+
+
+def test_a_time_between_failures_that_is_given_has_no_interval() -> None:
+    assert dict(facts(make_report(question())))["a failure every"] == "2 h (given)"
+    estimated = estimate_rates(FailureHistory(36000.0, process=3), None)
+    row = dict(facts(make_report(replace(question(), rates=estimated))))["a failure every"]
+    assert re.fullmatch(r".+ \(90 %: .+ to .+; 3 seen\)", row)
 
 
 def test_a_job_that_cannot_progress_is_refused() -> None:
