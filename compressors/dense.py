@@ -177,7 +177,8 @@ class DenseReducer:
 
     def _tell(self, device: torch.device) -> None:
         """Exchange stamps and notes, once a step; read at commit."""
-        mine = torch.tensor([self._stamp, self._own_note]).to(device, non_blocking=True)
+        told = torch.tensor([self._stamp, self._own_note], device="cpu")
+        mine = told.to(device, non_blocking=True)
         words = torch.empty(self._world_size, 2, dtype=mine.dtype, device=device)
         work = dist.all_gather(list(words.unbind()), mine, group=self._group, async_op=True)
         assert work is not None

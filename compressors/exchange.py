@@ -137,7 +137,8 @@ def _pack(
     total = _HEADER_BYTES + index_bytes + values.numel() * values.element_size()
     total += -total % 8  # every rank's share stays aligned inside the gathered tensor
     wire = torch.zeros(total, dtype=torch.uint8, device=buffer.device)
-    header = torch.tensor([*origin, buffer.numel(), positions.numel(), note])
+    words = [*origin, buffer.numel(), positions.numel(), note]
+    header = torch.tensor(words, device="cpu")
     wire[:_HEADER_BYTES].view(torch.int64).copy_(header, non_blocking=True)
     indices, entries = _unpack(wire, values.dtype, positions.numel())
     indices.copy_(positions)

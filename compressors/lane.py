@@ -121,7 +121,7 @@ class Lane:
         """
         if self.world_size == 1:
             return
-        header = torch.tensor([self.rank, stamp, *sizes, notes.own])
+        header = torch.tensor([self.rank, stamp, *sizes, notes.own], device="cpu")
         own = header.to(device, non_blocking=True)
         assert own.numel() == HEADER_WORDS
         heads = self.gather(own)

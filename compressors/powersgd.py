@@ -204,10 +204,10 @@ class _PowerSGD:
         last, _ = self._residual.pair(self._q_of[parameter])
         q = last.view(self._compressor.matrix_rank, -1).clone()
         generator = torch.Generator().manual_seed(self._compressor.seed + 1_000_003 * parameter)
-        fresh = torch.randn(q.shape, generator=generator, dtype=q.dtype).to(q.device)
+        drawn = torch.randn(q.shape, generator=generator, dtype=q.dtype, device="cpu")
         # An overflow that no scaler skipped must not stay for ever either.
         usable = q.isfinite().all(1, keepdim=True) & q.any(1, keepdim=True)
-        return orthogonalize(torch.where(usable, q, fresh))
+        return orthogonalize(torch.where(usable, q, drawn.to(q.device)))
 
     def _keep_start(self, parameter: int, q: torch.Tensor) -> None:
         """Start from Q the next time; rows that are zero, as for unused parameters, stay."""

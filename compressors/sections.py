@@ -23,7 +23,15 @@ def numbers(values: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def floats(patterns: npt.NDArray[np.integer[Any]], dtype: torch.dtype) -> torch.Tensor:
-    """Bit patterns as a tensor; copied if they lie in memory that cannot be written."""
+    """Bit patterns as a tensor; copied if they lie in memory that cannot be written.
+
+    Raises:
+        ReplayMismatch: If they are of another width.
+    """
+    if patterns.itemsize != dtype.itemsize:
+        raise ReplayMismatch(
+            f"a payload holds {patterns.itemsize} bytes of each number that is {dtype} in this run"
+        )
     writable = np.require(patterns, requirements="W")
     return torch.from_numpy(writable.view(f"i{writable.itemsize}")).view(dtype)
 

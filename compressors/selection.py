@@ -47,7 +47,7 @@ class MagnitudeSelector:
             return torch.topk(keys, k, sorted=False).indices.sort().values
         scratch = self._scratch.get(integer)
         if scratch is None or scratch.numel() < values.numel():
-            scratch = self._scratch[integer] = torch.empty(values.numel(), dtype=integer)
+            scratch = self._scratch[integer] = torch.empty_like(values, dtype=integer)
         keys = torch.bitwise_and(
             values.view(integer), torch.iinfo(integer).max, out=scratch[: values.numel()]
         )

@@ -106,7 +106,7 @@ class SparseReducer:
             for i, (_, values) in fresh.items():
                 whole = gradients[i]
                 if whole is not None and not bool(values.isfinite().all()):
-                    fresh[i] = (torch.arange(whole.numel()), whole.clone())
+                    fresh[i] = (torch.arange(whole.numel(), device=whole.device), whole.clone())
         for i, (own, values) in fresh.items():
             narrow = self._narrow.get(i)
             if narrow is not None and narrow.numel() == values.numel():

@@ -40,12 +40,12 @@ class Ranks:
         if self._group is None:
             return [value]
         mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]), group=self._group)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()], device="cpu"), group=self._group)
         longest = max(int(size) for size in sizes)
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: mine.numel()] = mine
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(parts, padded, group=self._group)
         return [
             decode(part[: int(size)].numpy().tobytes())
@@ -120,9 +120,9 @@ class Ranks:
     def _broadcast(self, content: bytes, owner: int) -> bytes:
         assert self._group is not None
         source = dist.get_global_rank(self._group, owner)
-        size = torch.tensor([len(content)])
+        size = torch.tensor([len(content)], device="cpu")
         dist.broadcast(size, source, group=self._group)
-        buffer = torch.empty(int(size), dtype=torch.uint8)
+        buffer = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         if self.rank == owner and content:
             buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         if len(buffer):

@@ -10,9 +10,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
+from lowdiff.extra_state import extra_state_keys
 from lowdiff.layout import dtype_name, flat_like, layout_of, own_name
 from lowdiff.recovery.optimizers import class_name, refuse_foreign_state
-from lowdiff.recovery.state import BUFFER_ITEM, FROZEN_ITEM
+from lowdiff.recovery.state import BUFFER_ITEM, EXTRA_ITEM, FROZEN_ITEM
 from lowdiff.types import Layout, OptimizerSpec
 
 #: Packages whose wrappers around an optimizer leave its update as it is. Others, a Lookahead say,
@@ -33,7 +34,8 @@ class Attached:
         owner: Per parameter: index of its optimizer.
         specs: One per optimizer.
         frozen: Item name -> parameter that no optimizer trains.
-        names: Keys of the model's state dict -> parameter or item name.
+        names: Keys of the model's state dict -> parameter, item, or key within the item of extra
+            states.
         shared: Names of buffers that were an earlier one's tensor at attach, and are no item then.
     """
 
@@ -304,17 +306,6 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], 
     )
 
 
-def copied_groups(groups: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """Groups as they are now: schedulers write into tensors and lists in place."""
-    return tuple(
-        {
-            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-        }
-        for group in groups
-    )
-
-
 def number_or_none(value: Any) -> float | None:
     """A scaler's tensor as a number."""
     return None if value is None else float(value)
@@ -374,9 +365,14 @@ def _state_dict_names(
 ) -> dict[str, str]:
     source_of = {id(p): n for n, p in trained.items()}
     by_place = {(t.data_ptr(), t.shape): n for n, t in constants.items()}
+    extra = {
+        key: f"{EXTRA_ITEM}/{keys[0]}" for keys in extra_state_keys(module).values() for key in keys
+    }
     names = {}
     for key, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
+        if own_name(key) in extra:
+            names[own_name(key)] = extra[own_name(key)]
+        elif isinstance(value, torch.Tensor):
             source = source_of.get(id(value)) or by_place.get((value.data_ptr(), value.shape))
             if source is not None:
                 names[own_name(key)] = source

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lowdiff.attached import Attached, wrappers
 from lowdiff.digests import Digester
+from lowdiff.errors import ConfigError
 from lowdiff.layout import dtype_name, own_name
 from lowdiff.recovery.averages import rule_of
 from lowdiff.recovery.state import AVERAGE_ITEM
@@ -45,7 +46,7 @@ class LiveAverage:
         return {
             key: ItemRef(prefix + layout.parameters[self._sources[id(value)]].name)
             if id(value) in self._sources
-            else value.detach()
+            else (value.detach() if isinstance(value, torch.Tensor) else value)
             for key, value in self._model.state_dict(keep_vars=True).items()
         }
 
@@ -127,11 +128,20 @@ def followed_names(live: Mapping[str, LiveAverage], layout: Layout) -> dict[str,
 
 
 def find_averages(stateful: Mapping[str, object], attached: Attached) -> dict[str, LiveAverage]:
-    """The stateful objects whose tensors need not be logged."""
+    """The stateful objects whose tensors need not be logged.
+
+    Raises:
+        ConfigError: If one is made of inference tensors.
+    """
     found = {}
     for name, thing in stateful.items():
         if not isinstance(thing, AveragedModel):
             continue
+        if any(tensor.is_inference() for tensor in thing.parameters()):
+            raise ConfigError(
+                f"{name} was made under torch.inference_mode(), so PyTorch would restore nothing into "
+                "it; make it outside, or under torch.no_grad(); it may be updated in either"
+            )
         parameters = _followed(thing, attached)
         if parameters and rule_of(thing) is not None:
             found[name] = LiveAverage(name, thing, parameters)

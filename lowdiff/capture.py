@@ -95,7 +95,7 @@ class ItemTracker:
         self._constants = constants
         self._random = random_states(device)
         self._stateful = dict(stateful)
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._versions: dict[str, tuple[int, int] | None] = {}
         self._checksums: dict[str, int] = {}
         self._committed: dict[str, bytes] = {}
         self._seen_random: dict[str, tuple[Any, bytes]] = {}
@@ -195,14 +195,15 @@ class ItemTracker:
             Called once these are there: the items whose bytes differ from those of the last call;
             no bytes for one that is gone.
         """
-        found = {
+        values = {
             name: data for name, data in self.read().items() if self._committed.get(name) != data
         }
-        self._committed.update(found)
         tensors = self.tensors
-        changed_tensors = self._changed_tensors(tensors, thorough=thorough, fetch=fetch)
         absent = self._now_absent(tensors)
-        found |= {ABSENT_ITEM + name: _ABSENT for name in absent - self._absent}
+        changed_tensors = self._changed_tensors(tensors, thorough=thorough, fetch=fetch)
+        # Only now: whoever calls again after an error, of the user's object perhaps, finds it all.
+        self._committed.update(values)
+        found = values | {ABSENT_ITEM + name: _ABSENT for name in absent - self._absent}
         found |= {ABSENT_ITEM + name: b"" for name in self._absent - absent}
         self._absent = absent
 
@@ -234,6 +235,8 @@ class ItemTracker:
         """Read `tensors`; called once they are there: those that differ from the last call's."""
         fetched: list[tuple[str, torch.Tensor]] = []
         found: dict[str, torch.Tensor] = {}
+        versions: dict[str, tuple[int, int] | None] = {}
+        checksums: dict[str, int] = {}
 
         def compare(name: str, host: torch.Tensor, *, is_known: bool) -> None:
             host = host.contiguous()
@@ -243,25 +246,28 @@ class ItemTracker:
             if self._checksums.get(name) != checksum:
                 if is_known:
                     self._distrust_versions(name)
-                self._checksums[name] = checksum
+                checksums[name] = checksum
                 found[name] = host
 
         for name, tensor in tensors.items():
             # Version counters are right for frozen parameters, which only in-place operations
             # write, but not for buffers: batch norm updates its statistics behind their back.
-            version = (tensor._version, tensor.data_ptr())
-            is_known = name.startswith(FROZEN_ITEM) and self._versions.get(name) == version
-            if is_known and self._trusts_versions and not thorough:
-                continue
-            self._versions[name] = version
-            if name.startswith(FROZEN_ITEM):  # may be large, so one at a time; seldom read
-                compare(name, fetch_now(tensor), is_known=is_known)
-            else:
+            if not name.startswith(FROZEN_ITEM):
                 fetched.append((name, fetch(tensor)))
+                continue
+            version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+            is_known = version is not None and self._versions.get(name) == version
+            if not is_known or thorough or not self._trusts_versions:
+                versions[name] = version
+                # It may be large, so one at a time; seldom read.
+                compare(name, fetch_now(tensor), is_known=is_known)
+        self._versions |= versions
+        self._checksums |= checksums
 
         def differing() -> dict[str, torch.Tensor]:
             for name, host in fetched:
                 compare(name, host, is_known=False)
+            self._checksums |= checksums
             return found
 
         return differing

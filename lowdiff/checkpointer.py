@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,6 @@ from lowdiff.attached import bare_optimizers, describe
 from lowdiff.capture import Stateful
 from lowdiff.closing import finish, release
 from lowdiff.compressors import Dense
-from lowdiff.counters import writer_document
 from lowdiff.dataloader import ResumableLoader, StatefulEpochs
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.events import log_event
@@ -32,6 +32,7 @@ from lowdiff.preemption import SignalWatch
 from lowdiff.protocols import Compressor
 from lowdiff.session import Session
 from lowdiff.settings import Settings, cadence
+from lowdiff.stats import stats_of
 from lowdiff.training_loop import TrainingLoop
 from lowdiff.tuner.policy import Tuning
 
@@ -66,8 +67,8 @@ class Checkpointer:
             as ``snapshot_every``; see docs/snapshots.md.
         snapshot_every: Steps between full snapshots; ``"auto"``, with a compressor: as the tuner
             finds best.
-        batch_size: Differentials per durable write, or ``"auto"``. A crash of processes loses no committed
-            step whatever it is; the loss of the machine's power at most ``2 * batch_size``. Without
+        batch_size: Differentials per durable write, or ``"auto"``; fewer are written five seconds
+            after the first of them. A crash of processes loses no committed step whatever it is; the loss of the machine's power at most ``2 * batch_size``. Without
             a compressor it has no effect, and that bound is ``2 * snapshot_every``.
         staging: Folder in memory (tmpfs) for logs that survive the process; by default
             ``/dev/shm/lowdiff-UID``.
@@ -352,20 +353,8 @@ class Checkpointer:
         opened = self._opened
         if opened is None:
             return dict(self._final_stats)
-        writer = opened.session.stager.writer
-        return {
-            "rank": opened.ranks.rank,
-            **opened.session.stager.counters.document(),
-            **writer_document(writer.read_status()),
-            **opened.session.stager.figures(),
-            "durable_step": opened.session.stager.durable_step,
-            "committed_step": opened.session.committed_step,
-            "attach_seconds": self._attach_seconds,
-            "diverged_ranks": list(opened.session.divergence.ranks),
-            "large_items": opened.session.large_items,
-            "writer_restarts": writer.restarts,
-            "preempted": self.preempted,
-        }
+        own = {"attach_seconds": self._attach_seconds, "preempted": self.preempted}
+        return stats_of(opened) | own
 
     def keep(self, step: int | None = None, *, label: str | None = None) -> int:
         """Pin a step, which it returns: retention spares it until ``lowdiff gc --unpin LABEL``.
@@ -415,9 +404,10 @@ class Checkpointer:
         opened = self._opened
         try:
             finish(opened, failed=failed)
-            self._final_stats = self.stats()
             self._say("closed", f"{self._settings.run} is closed", step=opened.session.step)
         finally:
+            with suppress(Exception):  # what went wrong before says more
+                self._final_stats = self.stats()
             self._let_go(opened)
 
     @property
@@ -440,7 +430,7 @@ class Checkpointer:
         if self._signals is not None:
             self._signals.close()
             self._signals = None
-        self.hook_state.close()
+        self.hook_state.close(opened.session.reducer)
         if self._loop is not None:
             self._loop.remove()
             self._loop = None

@@ -82,6 +82,7 @@ class ResumableLoader:
         own = {"sampler", "batch_sampler", "generator", "worker_init_fn"} & set(options)
         if own:
             raise ConfigError(f"{min(own)} is what makes this loader resumable; leave it out")
+        _refuse_out_of_order(options.get("in_order", True))
         self.epoch = 0
         self.consumed = 0
         self._dataset = dataset
@@ -109,7 +110,8 @@ class ResumableLoader:
             generator=torch.Generator().manual_seed(_mixed(self._order.seed, self.epoch)),
             **self._options,
         )
-        batches = iter(loader)
+        with torch.device("cpu"):  # it draws a seed with its generator, which must be of one device
+            batches = iter(loader)
         # Without workers, collating a batch may draw from the generators of the step; and so may
         # what follows an epoch of which nothing is left.
         self._before_batch()
@@ -175,10 +177,10 @@ class ResumableLoader:
 
     def _batches(self) -> list[list[int]]:
         count, stride = len(self._samples), self._stride
-        order = torch.arange(count)
+        order = torch.arange(count, device="cpu")
         if self._order.shuffle:
             generator = torch.Generator().manual_seed(_mixed(self._order.seed, self.epoch))
-            order = torch.randperm(count, generator=generator)
+            order = torch.randperm(count, generator=generator, device="cpu")
         # In rounds, so that whatever the world size, a prefix of the epoch is a prefix of the same
         # permutation.
         batches = []
@@ -210,13 +212,14 @@ class StatefulEpochs:
             before_batch: Called before a batch is fetched, which is where a step begins.
 
         Raises:
-            ConfigError: If the loader does not know its position.
+            ConfigError: If the loader does not know its position, or hands out batches out of order.
         """
         if not isinstance(loader, Stateful):
             raise ConfigError(
                 f"a {type(loader).__name__} does not know its position; pass its dataset and "
                 "batch_size to checkpointer.dataloader(...), or a StatefulDataLoader of torchdata"
             )
+        _refuse_out_of_order(getattr(loader, "in_order", True))
         self.epoch = 0
         self._loader = loader
         self._before_batch = before_batch
@@ -256,6 +259,14 @@ class StatefulEpochs:
         self.epoch, self._started = state_dict["epoch"], False
         if self._waiting["position"] is not None:
             self._loader.load_state_dict(self._waiting["position"])
+
+
+def _refuse_out_of_order(in_order: bool) -> None:
+    if not in_order:
+        raise ConfigError(
+            "in_order=False hands batches out as they come, so their number does not say which were "
+            "seen, and a resumed run would repeat some and leave others out; leave it out"
+        )
 
 
 class _SeededSamples(Dataset[Any]):

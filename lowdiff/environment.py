@@ -35,7 +35,7 @@ def _processor() -> str:
 
 
 def _flushes_denormals() -> bool:
-    smallest_normal = torch.tensor(torch.finfo(torch.float32).tiny)
+    smallest_normal = torch.tensor(torch.finfo(torch.float32).tiny, device="cpu")
     return bool(smallest_normal * 0.5 == 0)
 
 

@@ -186,15 +186,19 @@ class RecoveryError(LowDiffError):
 
 
 class NotEnoughMemory(RecoveryError):
-    """Recovery would need more memory than this process may take."""
+    """Recovery would need more memory than the processes that recover here may take."""
 
-    def __init__(self, needed_bytes: int, free_bytes: int) -> None:
+    def __init__(self, needed_bytes: int, free_bytes: int, num_processes: int = 1) -> None:
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
+        self.num_processes = num_processes
+        is_alone = num_processes == 1
+        each = f", in each of the {num_processes} processes that recover on this machine at once"
         super().__init__(
             f"recovery needs up to {needed_bytes / 2**20:,.0f} MiB of memory (the states it "
-            f"holds, a quarter of them, and 256 MiB), and {free_bytes / 2**20:,.0f} MiB are free; free some, raise the "
-            "container's limit, or recover on a larger machine"
+            f"holds, a quarter of them, and 256 MiB{'' if is_alone else each}), and "
+            f"{free_bytes / 2**20:,.0f} MiB are free; free some, raise the container's limit, or "
+            f"recover on a larger machine{'' if is_alone else ' or with fewer processes'}"
         )
 
 

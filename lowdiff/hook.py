@@ -3,6 +3,7 @@
 # No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, known to type checkers
@@ -42,9 +43,10 @@ class HookState:
         self.averaged.clear()
         self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
 
-    def close(self) -> None:
-        """Stop: a hook call after this is an error."""
-        self._reducer = None
+    def close(self, reducer: Reducer) -> None:
+        """Stop, unless another has taken this reducer's place: a hook call after this is an error."""
+        if self._reducer is reducer:
+            self._reducer = None
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Compress, exchange and average one bucket."""
@@ -61,15 +63,30 @@ class HookState:
         parameters = [self._index_of[id(parameter)] for parameter in bucket.parameters()]
         self.has_exchanged = True
         self.averaged.update(parameters)
-        return self._reducer.reduce(
-            parameters,
-            [flat(gradient) for gradient in bucket.gradients()],
-            bucket.buffer(),
-        )
+        with without_autocast(bucket.buffer().device):
+            return self._reducer.reduce(
+                parameters,
+                [flat(gradient) for gradient in bucket.gradients()],
+                bucket.buffer(),
+            )
 
 
 def _state_of_a_copy() -> HookState:
     return HookState(is_copy=True)
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether this thread is inside ``torch.autocast`` for a device."""
+    is_known = torch.amp.is_autocast_available(device.type)
+    return is_known and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, arithmetic is of the width that is written, also in a user's ``torch.autocast``.
+
+    It would multiply matrices in half width, and refuses to join tensors of the other half.
+    """
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

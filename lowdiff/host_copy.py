@@ -25,6 +25,8 @@ class HostCopies:
         """Copy from ``device``, on which the training runs."""
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
+        #: The stream on which an optimizer stepped last.
+        self._stepping: torch.Stream | None = None
         self._waiting: deque[Callable[[], None]] = deque()
         #: Sources of copies under way: the allocator must not hand their memory out again.
         self._sources: list[torch.Tensor] = []
@@ -48,6 +50,7 @@ class HostCopies:
             return source.clone()
         if source.device != self._device:  # a frozen part, say; no stream of ours knows of it
             return source.cpu()
+        self.follow()
         host = torch.empty_like(source, device="cpu", pin_memory=True)
         training = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(training)
@@ -65,7 +68,24 @@ class HostCopies:
 
     def fetch_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """`fetch` of a tensor that the next forward pass may overwrite."""
-        return self.fetch(tensor if self._stream is None else tensor.detach().clone())
+        if self._stream is None:
+            return self.fetch(tensor)
+        self.follow()
+        copy = tensor.detach().clone()
+        current = torch.accelerator.current_stream(self._device)
+        if self._stepping is not None and self._stepping != current:
+            self._stepping.wait_stream(current)
+        return self.fetch(copy)
+
+    def follow(self) -> None:
+        """Let what is queued from here on come after what the last optimizer did.
+
+        A loop body may run on a stream of the user's, and its commit on another.
+        """
+        if self._stepping is not None:
+            current = torch.accelerator.current_stream(self._device)
+            if current != self._stepping:
+                current.wait_stream(self._stepping)
 
     def then(self, action: Callable[[], None]) -> None:
         """Run an action once all that was fetched is there, after those given before."""
@@ -75,9 +95,14 @@ class HostCopies:
             self._waiting.append(action)
 
     def hold(self) -> None:
-        """Let the device do nothing more for training until it has read what is being copied."""
-        if self._stream is not None and self._sources:
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+        """Let the device do nothing more for training until it has read what is being copied.
+
+        Called where an optimizer is about to step.
+        """
+        if self._stream is not None:
+            self._stepping = torch.accelerator.current_stream(self._device)
+            if self._sources:
+                self._stepping.wait_stream(self._stream)
 
     def wait(self) -> None:
         """Wait for the copies, on the host."""

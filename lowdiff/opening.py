@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from lowdiff.capture import Stateful, name_large_items
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, RunInUse, StorageError
+from lowdiff.extra_state import with_extra_states
 from lowdiff.given import Given, watch
 from lowdiff.history import Story, story_of
 from lowdiff.host_copy import HostCopies
@@ -34,6 +35,7 @@ from lowdiff.persistence.fences import new_life, write_fence
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import claim
 from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.retention import retention_locked
 from lowdiff.persistence.retention_notes import note_policy
 from lowdiff.persistence.staging import StagingLog
@@ -55,7 +57,6 @@ from lowdiff.stager import Stager
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
-
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -167,7 +168,7 @@ def _opened(
                     f'restore="none" starts afresh and has no use for step={step}; leave one of '
                     "them out"
                 )
-            given = watch(attached, stateful)
+            given = watch(attached, with_extra_states(stateful, attached.module, attached.device))
             settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
             if settings.has_replica:
                 refuse_registered(attached.specs)
@@ -265,6 +266,9 @@ def _begin(
     story: Story,
 ) -> Opened:
     """Staging, writer and session."""
+    if any(map(has_replica, StagingFolder.all_of_run(memory.root, fence.run_id))):
+        # Of a life that may never have begun: only a snapshot after it makes its memory void.
+        start = replace(start, needs_snapshot=start.needs_snapshot or not settings.has_replica)
     staging = StagingFolder.of(memory.root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo:
         with ranks.together():
@@ -276,12 +280,15 @@ def _begin(
             # G3 holds from the return of attach: what it starts from is durable by then.
             if start.needs_snapshot or settings.has_replica:
                 session.snapshot(required=True)
+            # Where that is a snapshot, no life before it is waited for: a replica's memory stays, and
+            # counts as not adopted, until no rank can fail to begin.
             if start.needs_snapshot:
                 session.stager.wait_for_snapshot()
-            if start.continues and not settings.has_replica:
+            elif start.continues and not settings.has_replica:
                 session.stager.wait_for_adoption()
             if settings.store is not None and (start.needs_snapshot or not settings.has_replica):
-                session.stager.wait_for_store(start.step)
+                is_rebased = start.needs_snapshot and fence.incarnation > 0
+                session.stager.wait_for_store(-1 if is_rebased else start.step)
             session.stager.meter.note(story.attached())
         if ranks.rank == 0:
             name_large_items(given.tracker)
@@ -339,6 +346,7 @@ def _session(
             is_rolling=settings.snapshot == "rolling",
             store=settings.store,
             has_replica=settings.has_replica,
+            continues=start.continues,
         )
     )
     undo.callback(writer.stop)

@@ -10,7 +10,12 @@ from typing import Any
 
 from lowdiff.events import log_event
 from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.replica_status import MarkPage, ReplicaSettings, ReplicaStatus
+from lowdiff.persistence.replica_status import (
+    MarkPage,
+    ReplicaSettings,
+    ReplicaStatus,
+    read_mark,
+)
 from lowdiff.persistence.snapshots import ImageTensor
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import WriterStatus
@@ -134,6 +139,8 @@ class ReplicatedStager(Stager):
         self._step = step
         self._needs_image |= rebases
         self.counters.staged_bytes += size[0]
+        if is_step:
+            self._keep_room()
         return self._log.body_checksum
 
     @property
@@ -143,14 +150,57 @@ class ReplicatedStager(Stager):
 
     def _wait_for_step(self, limit: int) -> None:
         """See ``Stager._wait_for_step``; not for an image that comes only once training goes on."""
+        if self._tells_first:
+            self._wait_until(
+                lambda status: self._is_reached(status, limit + 1) or bool(status.error),
+                f"an image of step {limit + 1} to be durable",
+            )
         self._wait_until(
-            lambda status: (
-                status.durable_step >= limit
-                or self.needs_image
-                or (self._owes_snapshot and not self._replica_makes_images)
-            ),
+            lambda status: self._is_reached(status, limit),
             f"an image of step {limit} to be durable",
         )
+
+    def _is_reached(self, status: WriterStatus, step: int) -> bool:
+        return status.durable_step >= step or self.needs_image or self._newest_image < step
+
+    @property
+    def _newest_image(self) -> int:
+        """Step of the newest image that there is, or will be before training goes on."""
+        if not self._replica_makes_images:
+            return self._snapshot_step
+        known = self._told_step if self._world_size > 1 else self._step
+        newest = known - known % self._settings.snapshot_every
+        if self._consumed_step() > newest:  # made by now, or left out for want of memory
+            mark = read_mark(self._log.folder.replica_image_mark)
+            newest = -1 if mark is None else mark.step
+        return max(self._snapshot_step, newest)
+
+    @property
+    def _tells_first(self) -> bool:
+        """Whether trouble is raised only once all ranks have heard of it."""
+        return self._raises and self._world_size > 1
+
+    def _keep_room(self) -> None:
+        """Wait for room for the next step while there is another in which to tell of trouble.
+
+        Not for what the replica takes only once the next step has told it what is committed.
+        """
+        if self._tells_first and not self._degrades:
+            self._wait_until(
+                lambda status: (
+                    bool(status.error)
+                    or self.needs_image
+                    or self._consumed_step() >= self._told_step
+                    or self._has_room()
+                ),
+                "the replica to make room",
+            )
+
+    def _has_room(self) -> bool:
+        """Whether a step as large as the last one would fit into the queue."""
+        has_room = self._log.append_ahead((), durable_step=self._consumed_step())
+        self._log.drop_ahead()
+        return has_room
 
     def _forget_image(self) -> None:
         """Give an image's memory back once the replica has its own copy and the disk has it."""
@@ -180,10 +230,17 @@ class ReplicatedStager(Stager):
         """See ``Stager.stage_snapshot``: the replica begins anew with it, the writer persists it."""
         # The replica takes what is committed, and only this thread can tell it what is.
         is_untold = self._world_size > 1 and self._snapshot_step > self._told_step
-        if (self._degrades or is_untold) and not required and self._is_image_in_use():
+        if required or not (self._degrades or is_untold):
+            self._wait_until(
+                lambda status: (
+                    not self._is_image_in_use()
+                    or (self._tells_first and not required and bool(status.error))
+                ),
+                "the last full snapshot",
+            )
+        if self._is_image_in_use():
             self._owes_snapshot = True
             return
-        self._wait_until(lambda _: not self._is_image_in_use(), "the last full snapshot")
         self._holds_image = False  # the new one takes its place
         mark = self._stage_image(step, tensors, required=required)
         if mark is not None:
@@ -226,17 +283,17 @@ class ReplicatedStager(Stager):
         return status.generation < 0 and status.image_step >= self._snapshot_step >= 0
 
     def is_ready_for_snapshot(self, step: int) -> bool:
-        """Whether the replica has used up all before it, and can take an image."""
+        """Whether the replica keeps up with training, and can take an image."""
+        # A whole step's time for a step: the newest has only just been staged, and with several
+        # ranks it is committed, and may be applied, only with the next one. What a replica that
+        # keeps up is behind would otherwise keep the ranks from ever being ready together.
+        in_time = self._step - 1 - (self._world_size > 1)
         return (
             step >= self._retry_step
-            # Where training waits for storage, it waits here as well. With several ranks the newest
-            # step is committed, and applied, with the next one.
+            # Where training waits for storage, it waits here as well.
             and (
                 not self._degrades
-                or (
-                    not self._is_image_in_use()
-                    and self._consumed_step() >= self._step - (self._world_size > 1)
-                )
+                or (not self._is_image_in_use() and self._consumed_step() >= in_time)
             )
         )
 

@@ -10,11 +10,13 @@ import torch
 from lowdiff.attached import Attached
 from lowdiff.capture import ABSENT_ITEM, Stateful
 from lowdiff.errors import RunMismatch
+from lowdiff.extra_state import ExtraStates
 from lowdiff.layout import shaped
 from lowdiff.persistence.values import same
 from lowdiff.recovery.optimizers import placed_scalar, take_scales_by_groups
 from lowdiff.recovery.state import (
     BUFFER_ITEM,
+    EXTRA_ITEM,
     FROZEN_ITEM,
     STATEFUL_ITEM,
     RecoveredState,
@@ -170,7 +172,7 @@ def load_constants(
 def load_weights(
     state: RecoveredState, items: Mapping[str, bytes], attached: Attached
 ) -> list[str]:
-    """Copy a run's weights and buffers by name into a model that may train others of them.
+    """Copy a run's weights, buffers and extra states by name into a model that may train others.
 
     Buffers that are in no state dict are left alone where they do not fit: the model makes them
     itself, perhaps for another length of its input.
@@ -217,6 +219,8 @@ def load_weights(
         else:
             with torch.no_grad():
                 tensor.copy_(value)
+    extra = state.resolved(EXTRA_ITEM, items) if EXTRA_ITEM in items else {}
+    ExtraStates(attached.module, attached.device).load_state_dict(extra)
     return [name for name in live if name not in taken | made]
 
 

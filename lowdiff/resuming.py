@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,6 +32,7 @@ from lowdiff.recovery.engine import (
 )
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.sizing import local_ranks
 from lowdiff.recovery.state import (
     RNG_ITEM,
     STATEFUL_ITEM,
@@ -205,8 +205,12 @@ def recover_together(
     with ranks.together():
         target = newest_step(catalog, step) if ranks.rank == 0 else -1
     target = ranks.gather(target)[0]
+    here = local_ranks(ranks.gather)
     options = ReplayOptions(
-        num_workers=_workers_per_rank(ranks), progress=clock.progress, device=attached.device
+        num_workers=max(1, len(os.sched_getaffinity(0)) // here.count),  # they share its cores
+        progress=clock.progress,
+        device=attached.device,
+        here=here,
     )
     with ranks.together():
         newest_step(catalog, target)
@@ -252,13 +256,6 @@ def _has_history(catalog: Catalog) -> bool:
     )
 
 
-def _workers_per_rank(ranks: Ranks) -> int:
-    """Ranks on one machine share its cores."""
-    here = socket.gethostname()
-    neighbours = ranks.gather(here).count(here)
-    return max(1, len(os.sched_getaffinity(0)) // neighbours)
-
-
 def _residual_of(
     settings: Settings, catalog: Catalog, state: RecoveredState, rank: int
 ) -> dict[str, torch.Tensor]:
@@ -269,7 +266,7 @@ def _residual_of(
     and says so.
     """
     newest = catalog.incarnations[max(catalog.incarnations)]
-    had_one = bool(state.residuals[rank] or _kept(state.fence).parameters)
+    had_one = any(state.residuals) or bool(_kept(state.fence).parameters)
     for number in (newest.number, state.fence.incarnation):
         kept = _kept(catalog.incarnations[number].fence)
         step, mark = _newest_mark(catalog, number, rank, state) if kept.parameters else (0, None)
@@ -297,7 +294,22 @@ def _residual_of(
             state.step,
             state.base_step,
         )
-    return state.residuals[rank]
+    return _residual_of_base(state, rank)
+
+
+def _residual_of_base(state: RecoveredState, rank: int) -> dict[str, torch.Tensor]:
+    """One old rank's residual as the snapshot holds it, by name.
+
+    Where a life with another number of ranks was replayed without its first snapshot, the base is of
+    the life before it, and with the mean of that every rank began.
+    """
+    if len(state.residuals) == len(state.items):
+        return state.residuals[rank]
+    names = dict.fromkeys(name for residual in state.residuals for name in residual)
+    return {
+        name: _mean([r[name] for r in state.residuals if name in r], len(state.residuals))
+        for name in names
+    }
 
 
 def _newest_mark(
@@ -335,7 +347,7 @@ def _inherited_residual(
 
     What another compressor left is taken over where its name and size fit.
     """
-    old_ranks = len(state.residuals)
+    old_ranks = len(state.items)  # not those of the snapshot, which may be of an earlier life
     sources = [ranks.rank] if old_ranks == ranks.world_size else list(range(old_ranks))
     found = [_residual_of(settings, catalog, state, rank) for rank in sources]
     means: list[torch.Tensor | None] = []
@@ -343,7 +355,14 @@ def _inherited_residual(
         own = [r for r in (residual.get(spec.name) for residual in found) if r is not None]
         if any(r.numel() != spec.numel or r.dtype != torch_dtype(spec.dtype) for r in own):
             own = []
-        # Averaged gradients divide by the world size, so the mean keeps what is owed in total.
-        mean = torch.stack(own).sum(0) / len(sources) if len(sources) > 1 and own else None
+        mean = _mean(own, len(sources)) if len(sources) > 1 and own else None
         means.append(mean if len(sources) > 1 else next(iter(own), None))
     return means
+
+
+def _mean(residuals: list[torch.Tensor], num_ranks: int) -> torch.Tensor:
+    """What each rank owes after a change of world size; some of the old ones may owe nothing.
+
+    Averaged gradients divide by the world size, so the mean keeps what is owed in total.
+    """
+    return torch.stack(residuals).sum(0) / num_ranks

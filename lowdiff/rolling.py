@@ -352,7 +352,7 @@ class Rolling:
 @lru_cache
 def _code(dtype: torch.dtype) -> str:
     """The dtype as an image's header names it."""
-    return image_tensor("", torch.empty(0, dtype=dtype)).dtype
+    return image_tensor("", torch.empty(0, dtype=dtype, device="cpu")).dtype
 
 
 def _image_bytes(tensor: torch.Tensor) -> memoryview:

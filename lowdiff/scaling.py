@@ -39,7 +39,7 @@ class Scaling:
         if scale in (0.0, 1.0):
             return self._clipped_by
         # As ``GradScaler.unscale_`` computes it: a float32.
-        inverse = float(torch.tensor(scale).double().reciprocal().float())
+        inverse = float(torch.tensor(scale, device="cpu").double().reciprocal().float())
         return (inverse, *self._clipped_by)
 
     def clip_grad_norm_(

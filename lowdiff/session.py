@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from lowdiff.capture import restore_random_states
 from lowdiff.digests import Digester
 from lowdiff.divergence import Divergence
-from lowdiff.hook import hook_of
+from lowdiff.hook import hook_of, without_autocast
 from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.snapshots import ImageTensor
@@ -79,6 +80,7 @@ class Session:
         self._pieces = self._digester.pieces_of(live.rank, live.world_size)
         self._base_step = step
         self._unstaged: Differential | None = None
+        self._is_half_made = False
         self._is_signalled = False
         self._all_preempted = self._is_prepared = False
         self._is_taken_over = False
@@ -122,7 +124,7 @@ class Session:
         self.committed_step = max(self.committed_step, self.step - lag)
         if self._world_size > 1 and self._settings.has_replica:
             # A replica applies what is committed.
-            self.stager.show(self.step, self.committed_step)
+            self.stager.show(self.step, self.committed_step, preempted=self.is_preempted)
 
     def commit(self) -> None:
         """Stage the step that just ended; where an accelerator made it, at the next call.
@@ -146,7 +148,8 @@ class Session:
             self._capture.look_outside()
             # Making it consumes what changed: a commit that failed to stage it must find it again.
             if self._unstaged is None:
-                self._make_differential()
+                with without_autocast(self._attached.device):
+                    self._make_differential()
             rebases = self._capture.changed_outside
         if self._rolling is not None:
             self._rolling.copy(self.step + 1, self._committed_held)
@@ -171,6 +174,7 @@ class Session:
             with self.stager.timed("differential_seconds"):
                 self._copies.wait()
             self._copies.finish()
+            self._copies.follow()
 
     def _stage(self, *, rebases: bool) -> None:
         differential = self._unstaged
@@ -215,8 +219,7 @@ class Session:
         self._warn_once(
             f"parameters, optimizer state or their average were changed outside optimizer.step() "
             f"and update_parameters() around step {self.step} (load_state_dict, clamping, an EMA "
-            "swap?); such a step costs a full "
-            "snapshot"
+            "swap?), or its commit was interrupted; such a step costs a full snapshot"
         )
         self.snapshot(at_once=True)
         if self._settings.backpressure == "block":
@@ -238,10 +241,8 @@ class Session:
 
     def _warn_about_large_items(self) -> None:
         for name, size in self._tracker.large_items.items():
-            megabytes = size / 1e6
-            self._warn_once(
-                f"{name} changed, which costs {megabytes:.1f} MB in every step that changes it"
-            )
+            cost = f"{size / 1e6:.1f} MB in every step that changes it"
+            self._warn_once(f"{name} changed, which costs {cost}")
 
     @property
     def large_items(self) -> dict[str, int]:
@@ -256,38 +257,48 @@ class Session:
 
     def _make_differential(self) -> None:
         """Read the step that just ended; it is whole, in `_unstaged`, once the copies are."""
+        step = self.step + 1
+        # First, because the user's objects may raise: nothing has been consumed then.
+        is_thorough = self._is_thorough(step)
+        items = self._tracker.changed(thorough=is_thorough, fetch=self._copies.fetch_copy)
+        # The rest can be done once only; after an interrupt there, the step is its snapshot.
+        self._capture.changed_outside |= self._is_half_made
+        self._is_half_made = True
         steps = self._capture.optimizer_steps()
         held = self._committed_held = self._attached.held()
         self._residual.advance(carried=self._kept_gradients())
         self.scaling.end_step()
-        step = self.step + 1
         digest = self._digest(step)
         averages, replayable = self._averages.commit(self._digester, digest)
         self._capture.changed_outside |= not replayable
         absent = tuple(sorted(self._capture.absent))
         payload = self.reducer.payload(self._copies.fetch)
-        items = self._tracker.changed(
-            thorough=self._is_thorough(step), fetch=self._copies.fetch_copy
-        )
         self._residual.copy(step, self._copies)
 
         def whole() -> None:
-            self._unstaged = Differential(
-                step=step,
-                incarnation=self._incarnation,
-                rank=self._rank,
-                world_size=self._world_size,
+            self._unstaged = self._differential(
+                step,
                 optimizers=steps,
                 absent=absent,
                 held=tuple(held),
                 payload=payload,
                 items=items(),
-                residual=self._residual.mark(),
                 digest=digest,
                 averages=averages,
             )
 
         self._copies.then(whole)
+        self._is_half_made = False
+
+    def _differential(self, step: int, **parts: Any) -> Differential:
+        return Differential(
+            step=step,
+            incarnation=self._incarnation,
+            rank=self._rank,
+            world_size=self._world_size,
+            residual=self._residual.mark(),
+            **parts,
+        )
 
     def _is_thorough(self, step: int) -> bool:
         """Whether to read frozen parameters that nothing says were written."""
@@ -324,17 +335,7 @@ class Session:
         """Name the residual this incarnation starts from, should it die in its first step."""
         self._residual.copy(self.step, self._copies, is_first=True)
         self._copies.finish()
-        base = Differential(
-            step=self.step,
-            incarnation=self._incarnation,
-            rank=self._rank,
-            world_size=self._world_size,
-            optimizers=(),
-            absent=(),
-            held=(),
-            payload=Payload(()),
-            residual=self._residual.mark(),
-        )
+        base = self._differential(self.step, optimizers=(), absent=(), held=(), payload=Payload(()))
         self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), base.payload)
 
     def _is_snapshot_due(self, notes: tuple[int, ...]) -> bool:

@@ -97,9 +97,13 @@ class Live:
             if not (self.shares_constants and tracker.is_as_started(name))
         ]
         tensors += [(RESIDUAL + name, copies.fetch(values)) for name, values in residual.items()]
+        # The next body may set a learning rate before its optimizer steps, or without a step.
         groups = [
             [
-                {k: copies.fetch(v) if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+                {
+                    k: copies.fetch_copy(v) if isinstance(v, torch.Tensor) else v
+                    for k, v in group.items()
+                }
                 for group in hyper_parameters(optimizer)
             ]
             for optimizer in attached.optimizers

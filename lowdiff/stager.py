@@ -59,6 +59,7 @@ class Stager:
         self._owes_snapshot = False
         self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
+        self._shown_step, self._shown_at = -1, 0.0
         self.trouble = Trouble(log.folder, rank, settings, lambda: self._most_at_risk)
 
     def begin(self, step: int, story: Story, layout: Layout) -> None:
@@ -108,20 +109,22 @@ class Stager:
 
         def fits(status: WriterStatus) -> bool:
             dropped_before = self._log.dropped_step
-            size = self._log.append(
-                kind,
-                step,
-                scalars,
-                payload.sections,
-                durable_step=status.durable_step,
-                pieces=pieces,
-                rebases=rebases,
-                drop=self._degrades,
-            )
+            try:
+                size = self._log.append(
+                    kind,
+                    step,
+                    scalars,
+                    payload.sections,
+                    durable_step=status.durable_step,
+                    pieces=pieces,
+                    rebases=rebases,
+                    drop=self._degrades,
+                )
+            finally:  # even so there may be no memory for this record
+                if self._log.dropped_step > dropped_before:
+                    self._note_dropped(dropped_before, status)
             if size is not None:
                 written.append(size)
-            if self._log.dropped_step > dropped_before:
-                self._note_dropped(dropped_before, status)
             return size is not None
 
         self._wait_until(fits, "staging memory")
@@ -289,6 +292,8 @@ class Stager:
     def wait_for_store(self, base_step: int) -> None:
         """Wait until all that training starts from is in the store, or the store is in trouble.
 
+        Of steps before this life's snapshot, up to ``base_step``: -1 where none is needed.
+
         Raises:
             WriterFailed: If ``on_error="raise"`` and it is in trouble.
         """
@@ -300,7 +305,7 @@ class Stager:
                     and status.remote_snapshot >= self._snapshot_step
                 )
             ),
-            f"step {base_step} to be in {self._settings.store}",
+            f"step {max(base_step, self._snapshot_step)} to be in {self._settings.store}",
         )
         if self.trouble.of_store and self._raises:
             raise self.trouble.failure([self._rank])
@@ -369,7 +374,10 @@ class Stager:
 
     def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
         """Tell whoever watches the run how far this rank is."""
-        self._page.publish(TrainerStatus(os.getpid(), step, committed_step, time.time(), preempted))
+        if step > self._shown_step:
+            self._shown_step, self._shown_at = step, time.time()
+        status = TrainerStatus(os.getpid(), step, committed_step, self._shown_at, preempted)
+        self._page.publish(status)
 
     def _reported(self) -> WriterStatus:
         """What the writer says."""

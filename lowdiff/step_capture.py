@@ -8,16 +8,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from lowdiff.attached import Attached, copied_groups, hyper_parameters, number_or_none
+from lowdiff.attached import Attached, hyper_parameters, number_or_none
 from lowdiff.averages import Averages
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.errors import UsageError
 from lowdiff.guard import StepGuard
-from lowdiff.hook import HookState
+from lowdiff.hook import HookState, autocasts, without_autocast
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
+from lowdiff.recovery.optimizers import granularity
 from lowdiff.scaling import Scaling
 from lowdiff.types import OptimizerStep
 
@@ -26,6 +28,17 @@ from lowdiff.types import OptimizerStep
 _compiling_callback: Callable[[], object] = getattr(
     torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
 )
+
+
+def copied(value: Any) -> Any:
+    """Hyper-parameters as they are now: schedulers write into tensors, arrays and lists in place."""
+    if type(value) is dict:
+        return {key: copied(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([copied(part) for part in value])
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 class StepCapture:
@@ -177,7 +190,7 @@ class StepCapture:
         )
 
     def _hyper_parameters(self) -> list[tuple[dict[str, Any], ...]]:
-        return [copied_groups(hyper_parameters(o)) for o in self._attached.optimizers]
+        return [copied(hyper_parameters(o)) for o in self._attached.optimizers]
 
     def _pre_hook(
         self,
@@ -197,7 +210,8 @@ class StepCapture:
                     "repeat; compile the model alone, or mark the function that calls "
                     "optimizer.step() with torch.compiler.disable"
                 )
-            with timed():
+            self._refuse_autocast(index)
+            with timed(), without_autocast(self._attached.device):
                 self._refuse_second_step(index)
                 will_step()
                 self._consume(index, optimizer, [*args, *kwargs.values()])
@@ -214,6 +228,16 @@ class StepCapture:
                 self._finished.add(index)
 
         return after_step
+
+    def _refuse_autocast(self, index: int) -> None:
+        """Optimizers that only work element by element do nothing that autocast would change."""
+        spec = self._attached.specs[index]
+        if autocasts(self._attached.device) and granularity(spec) != "element":
+            raise UsageError(
+                f"optimizer.step() runs inside torch.autocast, where {spec.class_name} would "
+                "multiply matrices in half width, which replay does not repeat; call it after the "
+                "with block, which is for the forward pass and the loss"
+            )
 
     def _refuse_second_step(self, index: int) -> None:
         if index in self._stepped:
@@ -233,7 +257,7 @@ class StepCapture:
         self._refuse_own_gradients(gradients)
         step = OptimizerStep(
             stepped=True,
-            consumed=copied_groups(hyper_parameters(optimizer)),
+            consumed=copied(hyper_parameters(optimizer)),
             grad_scale=number_or_none(getattr(optimizer, "grad_scale", None)),
             found_inf=number_or_none(getattr(optimizer, "found_inf", None)),
         )

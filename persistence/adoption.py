@@ -16,10 +16,15 @@ from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordRef
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import is_known, staging_of_run
+from lowdiff.persistence.page import Page, PageReader
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.segments import SegmentWriter, batches_of, require_run
-from lowdiff.persistence.staging_retention import only_staged, staged_differentials
+from lowdiff.persistence.staging_retention import (
+    only_staged,
+    said_durable,
+    staged_differentials,
+)
 from lowdiff.persistence.status import read_trainer_status
 from lowdiff.persistence.writer_settings import WriterSettings
 
@@ -45,12 +50,16 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 if trainer_gone.is_set():
                     break  # the next incarnation's writer will adopt it
             else:
-                if not has_replica(stage):
+                is_log = not has_replica(stage)
+                if is_log:
                     asyncio.run(_adopt(settings, stage))
-                    stage.remove()
-                elif not _is_replaced(settings, stage, trainer_gone):
+                # The residual of a log's last step is nowhere else, as is all of a replica's state.
+                is_base = is_log and settings.continues
+                if not is_base and not _is_replaced(settings, stage, trainer_gone):
                     _logger.info("%s stays until a later life's snapshot is seen", stage.root)
-                elif FileLock(stage.replica_lock).acquire("adopting writer", timeout_seconds=1.0):
+                elif is_log or FileLock(stage.replica_lock).acquire(
+                    "adopting writer", timeout_seconds=1.0
+                ):
                     stage.remove()
                 else:
                     errors.append(f"{FileLock(stage.replica_lock).holder()} holds {stage.root}")
@@ -107,7 +116,7 @@ def _heir(rank: int, here: Collection[int], world_size: int) -> int:
 
 
 def _is_superseded(settings: WriterSettings, stage: StagingFolder) -> bool:
-    """Whether a later life has a snapshot of all its ranks, so that a replica's memory may go."""
+    """Whether a later life has a snapshot of all its ranks, so that memory may go."""
     found = complete_snapshots(settings.folder, settings.run_id)
     return any(snapshot.incarnation > stage.incarnation for snapshot in found)
 
@@ -115,16 +124,14 @@ def _is_superseded(settings: WriterSettings, stage: StagingFolder) -> bool:
 def _is_replaced(
     settings: WriterSettings, stage: StagingFolder, trainer_gone: threading.Event
 ) -> bool:
-    """Whether the state of a replica is the base of this life, and durable or in its own memory.
+    """Whether the state in memory is no longer needed, because a life that came after it has begun.
 
-    Of a rank that this one serves it is in its own shard, by now; but other ranks may yet fail to
+    Of a rank that this one serves the base is in its own shard, by now; but other ranks may yet fail to
     begin, and without theirs it is of no use. Once this rank has trained, all have begun. That of
     another, which trains on another machine now, is waited for; where run folders are not shared it
     cannot be seen before the next attach, and the memory stays.
     """
     is_served = settings.serves(stage.rank)
-    if is_served and not settings.has_replica:
-        return True  # its attach waits for this, and must not wait for other ranks
     fences = [number for number, _, _ in settings.folder.fences()]
     is_shared = fences.count(settings.incarnation) == settings.world_size
     while not ((is_served and _has_trained(settings)) or _is_superseded(settings, stage)):
@@ -148,7 +155,10 @@ async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
     staged: dict[int, RecordRef] = {}
     for record in staged_differentials(stage):
         staged.setdefault(record.header.step, record)
-    for step in only_staged(settings.folder, stage, staged):
+    missing = only_staged(settings.folder, stage, staged)
+    if missing:
+        _doubt(stage, missing[0])
+    for step in missing:
         record = staged[step]
         if segments is None:
             file_header = FileHeader(
@@ -164,3 +174,14 @@ async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
             await segments.append(batch)
     if segments is not None:
         await segments.seal()
+
+
+def _doubt(stage: StagingFolder, first: int) -> None:
+    """Take back what a log's writer said of the steps from one on, of which some are gone.
+
+    They are about to be written again, and that may fail: whoever finds them then must not rely on
+    what was true of others.
+    """
+    if said_durable(stage) >= first:
+        said = PageReader(stage.status).read()
+        Page(stage.status).publish({**said, "durable_step": first - 1})

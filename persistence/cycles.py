@@ -181,7 +181,9 @@ def complete(partial: Path, mark: CycleMark) -> int:
         CRC-32C of the whole file.
 
     Raises:
-        DamagedFile: If a slice is not there, or not as it was staged.
+        DamagedFile: If a slice is not there, or not as it was staged; or if it cannot be made
+            durable. Then nobody may try again: an fsync succeeds after one that failed, though
+            nothing was written.
     """
     try:
         os.truncate(partial, mark.image_bytes)
@@ -199,7 +201,10 @@ def complete(partial: Path, mark: CycleMark) -> int:
     for start in range(0, mark.image_bytes, _COPY_BYTES):
         whole = crc32c(view[start : start + _COPY_BYTES], whole)
     with partial.open("rb") as file:
-        os.fsync(file.fileno())
+        try:
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise DamagedFile(partial, f"it cannot be made durable ({error})") from error
     return int(whole)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, NewerFormat, StorageError
-from lowdiff.persistence.framing import FORMAT_VERSION
+from lowdiff.persistence.framing import FORMAT_VERSION, FileHeader, RecordRef
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -37,6 +37,38 @@ def make_directory(path: Path) -> None:
     make_directory(path.parent)
     path.mkdir(exist_ok=True)
     fsync_directory(path.parent)
+
+
+def make_durable(path: Path, header: FileHeader, doubtful: Sequence[RecordRef]) -> None:
+    """Fsync a segment that somebody else has written, whose own fsync may have failed.
+
+    When bytes do not reach the disk, Linux says so once, and takes their pages for clean from then
+    on: the next fsync, in whichever process, writes nothing and succeeds. So what may have met that
+    is written once more first, in its place.
+
+    Args:
+        path: The segment. Nobody is adding to it.
+        header: Its header.
+        doubtful: Those of its records of which nobody knows that they are durable. They passed
+            their checksums and are in memory: mapped pages could change when they are read again.
+    """
+    descriptor = os.open(path, os.O_RDWR if doubtful else os.O_RDONLY)
+    try:
+        if doubtful:
+            _write_at(descriptor, 0, header.pack())
+        for record in doubtful:
+            body = bytes(record.body)
+            padding = bytes(-len(body) % 8)
+            _write_at(descriptor, record.offset, record.header.pack() + body + padding)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(descriptor: int, offset: int, data: bytes) -> None:
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, data[written:], offset + written)
 
 
 @contextmanager

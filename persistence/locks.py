@@ -43,8 +43,7 @@ class FileLock:
             if not shared:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, description.encode(), 0)
-        itself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _release(itself()))
+        _held.add(self)
         return True
 
     def holder(self) -> str:
@@ -59,6 +58,7 @@ class FileLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+            _held.discard(self)
 
 
 def _try_lock(descriptor: int, how: int) -> bool:
@@ -69,6 +69,13 @@ def _try_lock(descriptor: int, how: int) -> bool:
     return True
 
 
-def _release(lock: FileLock | None) -> None:
-    if lock is not None:
+# What a process registers for its forks cannot be taken back, so it is one function for all locks.
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _release_all() -> None:
+    for lock in list(_held):
         lock.release()
+
+
+os.register_at_fork(after_in_child=_release_all)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from lowdiff.errors import StoreError
 from lowdiff.persistence.measurements import Recorder
+from lowdiff.persistence.own_threads import OwnThreads
 from lowdiff.persistence.status import Complaints, StatusPage
 from lowdiff.persistence.writer_settings import WriterSettings
 
@@ -28,10 +29,13 @@ _Result = TypeVar("_Result")
 class Patience:
     """Of one writer, with one store. Lives on the writer's event loop."""
 
-    def __init__(self, settings: WriterSettings, page: StatusPage, recorder: Recorder) -> None:
+    def __init__(
+        self, settings: WriterSettings, page: StatusPage, recorder: Recorder, threads: OwnThreads
+    ) -> None:
         self._settings = settings
         self._page = page
         self._recorder = recorder
+        self._threads = threads
         self._complaints = Complaints(page, "remote_error")
         self._ending = asyncio.Event()
         self._ending_since = 0.0
@@ -58,7 +62,7 @@ class Patience:
         while True:
             began = time.monotonic()
             try:
-                result = await asyncio.to_thread(request)
+                result = await self._threads.run(request)
             except StoreError as error:
                 self.report(task, str(error))
                 self._page.update(remote_retries=self._page.status.remote_retries + 1)

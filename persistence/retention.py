@@ -7,6 +7,7 @@ and acting (an attach, a pin) shares it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -43,6 +44,9 @@ from lowdiff.persistence.retention_plan import (
 from lowdiff.persistence.snapshots import check_shard, shard_file
 
 _logger = logging.getLogger(__name__)
+
+#: What the system says where the disk, or the user's share of it, is full.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +208,32 @@ def carry_out(folder: RunFolder, run_id: str, plan: CollectionPlan) -> None:
     """Remove what a plan says; a crash in the middle leaves nothing that looks like damage.
 
     What will be missing is written down first. A snapshot's manifests go before its tensors:
-    without them it no longer exists by the one definition there is.
+    without them it no longer exists by the one definition there is. On a full disk snapshots go
+    until there is room to write that down: it is about differentials, and these go after them.
     """
     if not plan.removals:
         return
-    note_collected(folder, run_id, plan.collected)
+    is_noted = False
     for removal in plan.removals:
+        is_noted = is_noted or _is_noted(folder, run_id, plan, must=not removal.is_snapshot)
         if removal.is_snapshot:
             _remove_snapshot(removal)
         else:
             removal.path.unlink(missing_ok=True)
+    if not is_noted:
+        note_collected(folder, run_id, plan.collected)
     _remove_unused_constants(folder)
+
+
+def _is_noted(folder: RunFolder, run_id: str, plan: CollectionPlan, *, must: bool) -> bool:
+    """Write down what will be missing; false if the disk is full, which is an error if it must be."""
+    try:
+        note_collected(folder, run_id, plan.collected)
+    except OSError as error:
+        if must or error.errno not in DISK_FULL:
+            raise
+        return False
+    return True
 
 
 def _remove_unused_constants(folder: RunFolder) -> None:

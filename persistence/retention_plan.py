@@ -149,7 +149,8 @@ def plan_collection(
     targets = {pin.step: f"pinned: {pin.label}" for pin in pins if is_valid(inventory.spans, pin)}
     targets.update(dict.fromkeys(inventory.bases, "where an incarnation begins"))
     unreadable = [s for s in inventory.snapshots if s.unreadable and is_on(inventory.spans, s)]
-    start = _window(valid, unreadable, steps, policy, now_seconds)
+    latest = _latest_start(valid, steps)
+    start = min(latest, _window(valid, unreadable, steps, policy, now_seconds))
     planner = _Planner(inventory, policy, steps, targets, unreadable)
     if policy.snapshots is None or len(steps) < policy.snapshots:
         everything = (Kept(start, None, "the newest snapshots"),)
@@ -158,7 +159,7 @@ def plan_collection(
         plan = planner.plan(start, void_stays=True)
     # Under pressure what is void goes first, then the window's oldest snapshot, and so on; but not
     # to make room for what only stays until it can be read again.
-    for shorter in (step for step in steps if step >= start and not unreadable):
+    for shorter in (step for step in steps if start <= step <= latest and not unreadable):
         if policy.total_bytes is None or plan.bytes_kept <= policy.total_bytes:
             break
         plan = planner.plan(shorter, void_stays=False)
@@ -184,6 +185,16 @@ def owner_of(spans: Sequence[Span], step: int) -> int | None:
 
 def _total_bytes(inventory: Inventory) -> int:
     return sum(s.bytes for s in inventory.snapshots) + sum(s.bytes for s in inventory.segments)
+
+
+def _latest_start(valid: Sequence[StoredSnapshot], steps: Sequence[int]) -> int:
+    """Step of the oldest snapshot in a window that could not be shorter.
+
+    An atomic snapshot may take the place of the newest one if that is a rolling one. While it does,
+    neither is there, and the one before them leads to their step.
+    """
+    is_rolling = all(s.first_base is not None for s in valid if s.step == steps[-1])
+    return steps[-2] if is_rolling and len(steps) > 1 else steps[-1]
 
 
 def _window(

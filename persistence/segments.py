@@ -17,7 +17,7 @@ from crc32c import crc32c
 from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.catalog import last_segment
 from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.durable import fsync_directory, make_directory
+from lowdiff.persistence.durable import fsync_directory, make_directory, make_durable
 from lowdiff.persistence.framing import (
     HEADER_BYTES,
     FileHeader,
@@ -28,6 +28,7 @@ from lowdiff.persistence.framing import (
 )
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.sections import encode_sections, read_sections
+from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.segment_index import Sealed, add_to_index, is_worth_remembering
 
 _logger = logging.getLogger(__name__)
@@ -187,11 +188,20 @@ def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:
     ]
 
 
-def durable_step(folder: RunFolder, incarnation: int, rank: int, base_step: int) -> int:
+def durable_step(
+    folder: RunFolder, incarnation: int, rank: int, base_step: int, known_step: int = -1
+) -> int:
     """Last step of one rank's records in segments, or ``base_step``.
 
-    The segment is fsynced first: a writer that was killed may have left its last batch in the
-    page cache only.
+    It is durable on return: a writer that was killed may have left its last batch in the page cache
+    only, also after an fsync, which had failed.
+
+    Args:
+        folder: The run.
+        incarnation: Whose records.
+        rank: Likewise.
+        base_step: Where they begin.
+        known_step: Up to here that writer knew them to be durable.
 
     Raises:
         StorageError: If the run is not there.
@@ -200,9 +210,13 @@ def durable_step(folder: RunFolder, incarnation: int, rank: int, base_step: int)
     found = last_segment(folder, incarnation, rank)
     if found is None:
         return base_step
-    path, step = found
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    path, _ = found
+    file, doubtful, step = SegmentFile(path), list[RecordRef](), base_step
+    while (record := file.next()) is not None:
+        step = record.header.step
+        if step > known_step:
+            doubtful.append(record)
+    make_durable(path, file.header, doubtful)
     fsync_directory(path.parent)
     return step
 

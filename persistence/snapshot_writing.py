@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import aiofiles
@@ -70,10 +71,13 @@ class SnapshotWriter:
         if isinstance(mark, CycleMark):
             size, first_base = mark.image_bytes, mark.first_base
             if target.exists() and not partial.exists():
-                partial = target  # an earlier attempt failed after this
+                partial = target  # an earlier attempt failed after it was durable
             try:
                 checksum = await asyncio.to_thread(self._assembly.complete, partial, mark)
             except DamagedFile as error:
+                if partial != target:
+                    with suppress(OSError):
+                        partial.unlink(missing_ok=True)  # nor may a successor take it for whole
                 raise CycleLost(error.what) from error
         else:
             size, checksum, first_base = mark.bytes, mark.checksum, None
@@ -82,11 +86,6 @@ class SnapshotWriter:
             except OSError:
                 partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
                 raise
-        if target.exists():  # a rolling snapshot of the same step: never under another's manifest
-            manifest_file(folder, settings.rank).unlink(missing_ok=True)
-            await asyncio.to_thread(fsync_directory, folder)
-        partial.replace(target)
-        await asyncio.to_thread(fsync_directory, folder)
         manifest = Manifest(
             run_id=settings.run_id,
             incarnation=settings.incarnation,
@@ -97,10 +96,25 @@ class SnapshotWriter:
             checksum=checksum,
             first_base=first_base,
         )
-        await asyncio.to_thread(
-            write_json, manifest_file(folder, settings.rank), manifest.document()
-        )
+        path = manifest_file(folder, settings.rank)
+        # An earlier attempt's manifest stays: other ranks may rely on the snapshot already.
+        if await asyncio.to_thread(_is_of_another, path, manifest):
+            path.unlink()  # a shard is never under another's manifest
+            await asyncio.to_thread(fsync_directory, folder)
+        partial.replace(target)
+        await asyncio.to_thread(fsync_directory, folder)
+        await asyncio.to_thread(write_json, path, manifest.document())
         return size
+
+
+def _is_of_another(path: Path, manifest: Manifest) -> bool:
+    """Whether another manifest is there, as that of a rolling snapshot of the same step."""
+    try:
+        return Manifest.read(path) != manifest
+    except FileNotFoundError:
+        return False
+    except DamagedFile:
+        return True
 
 
 async def _copy_image(mark: StagedImage, partial: Path) -> None:

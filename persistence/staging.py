@@ -8,13 +8,11 @@ and therefore do not count.
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from lowdiff.errors import DamagedFile, StorageError
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.chunks import Chunks
 from lowdiff.persistence.copying import CheckedCopy
 from lowdiff.persistence.framing import (
     HEADER_BYTES,
@@ -27,19 +25,10 @@ from lowdiff.persistence.framing import (
     read_record,
     read_records,
 )
-from lowdiff.persistence.memory import MappedFile, read_view
+from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.sections import sections_bytes, write_sections
 from lowdiff.types import Section
-
-_logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Chunk:
-    sequence: int
-    file: MappedFile
-    last_step: int
 
 
 class StagingLog:
@@ -57,26 +46,26 @@ class StagingLog:
         self.folder = folder
         self._run_id = run_id
         self._world_size = world_size
-        self._chunk_bytes = chunk_bytes
-        self._cap_bytes = cap_bytes
-        self._chunks: deque[_Chunk] = deque()
+        self._chunks = Chunks(folder, chunk_bytes=chunk_bytes, cap_bytes=cap_bytes)
         self._offset = 0
         # Of the newest atomic snapshot, and of the newest rolling one after it.
         self._marks: list[tuple[RecordKind, int, bytes]] = []
         # Sections that were staged ahead of their record, where its body will be.
         self._ahead: CheckedCopy | None = None
         self._usual_bytes = 0
-        self._is_refused = False
         #: CRC-32C of the body of the newest record.
         self.body_checksum = 0
-        #: Last step that was dropped before it was durable, -1 for none.
-        self.dropped_step = -1
-        self._open_chunk(0, chunk_bytes)
+        self._install()
 
     @property
     def bytes_held(self) -> int:
         """Bytes of all chunks."""
-        return sum(chunk.file.size for chunk in self._chunks)
+        return self._chunks.bytes_held
+
+    @property
+    def dropped_step(self) -> int:
+        """Last step that was dropped before it was durable, -1 for none."""
+        return self._chunks.dropped_step
 
     def append(
         self,
@@ -106,7 +95,8 @@ class StagingLog:
             Bytes written, or None if the log is at its cap: wait until more is durable.
 
         Raises:
-            StorageError: If a chunk that is too small could not grow. The log is as it was.
+            StorageError: If a chunk that is too small could not grow, and nothing becomes durable
+                that would help. All that is not durable is as it was, but for `dropped_step`.
         """
         if self._ahead is not None:
             assert kind is RecordKind.DIFFERENTIAL
@@ -115,7 +105,7 @@ class StagingLog:
             return self._finish(kind, step, meta, durable_step, rebases=rebases)
         size = HEADER_BYTES + padded(len(meta)) + sections_bytes(sections)
         size += padded(sum(piece.nbytes for piece in pieces))
-        if not self._reserve(size, durable_step, drop=drop):
+        if not self._reserve(size, step, durable_step, drop=drop):
             return None
         if kind in (RecordKind.SNAPSHOT, RecordKind.CYCLE):
             atomic = [mark for mark in self._marks if mark[0] is RecordKind.SNAPSHOT]
@@ -146,10 +136,11 @@ class StagingLog:
             needed = HEADER_BYTES + max(size, self._usual_bytes)
         else:
             needed = HEADER_BYTES + ahead.size + size
-            if self._offset + needed <= self._chunks[-1].file.size:
+            if self._offset + needed <= self._chunks.newest.file.size:
                 return True
             before = bytes(self._body()[: ahead.size])  # its chunk may be the one that is reused
-        if not self._reserve(needed, durable_step, drop=False):
+        # No other record of its step is in the log.
+        if not self._reserve(needed, self._chunks.last_step + 1, durable_step, drop=False):
             return False
         self._ahead = CheckedCopy(self._body())
         if before:
@@ -158,7 +149,7 @@ class StagingLog:
 
     def _body(self) -> memoryview:
         """All memory behind the next record's header."""
-        return self._chunks[-1].file.view[self._offset + HEADER_BYTES :]
+        return self._chunks.newest.file.view[self._offset + HEADER_BYTES :]
 
     def _finish(
         self, kind: RecordKind, step: int, meta: bytes, durable_step: int, *, rebases: bool
@@ -204,7 +195,7 @@ class StagingLog:
         meta_last: bool = False,
     ) -> None:
         """Put the header before a body: now it is a record."""
-        chunk = self._chunks[-1]
+        chunk = self._chunks.newest
         self.body_checksum = body.checksum
         header = RecordHeader(
             kind=kind,
@@ -225,73 +216,19 @@ class StagingLog:
         chunk.last_step = step
         self._offset = start + padded(body.size)
 
-    def _reserve(self, size: int, durable_step: int, *, drop: bool) -> bool:
-        chunk = self._chunks[-1]
-        if self._offset + size <= chunk.file.size:
+    def _reserve(self, size: int, step: int, durable_step: int, *, drop: bool) -> bool:
+        if self._offset + size <= self._chunks.newest.file.size:
             return True
         marks = sum(HEADER_BYTES + padded(len(meta)) for _, _, meta in self._marks)
-        chunk_bytes = max(self._chunk_bytes, HEADER_BYTES + marks + size)
-        if self._next_chunk(chunk_bytes, durable_step):
-            return True
-        return drop and self._drop_oldest(chunk_bytes, durable_step)
-
-    def _next_chunk(self, size: int, durable_step: int) -> bool:
-        if len(self._chunks) > 1 and self._chunks[0].last_step <= durable_step:
-            return self._reuse_oldest(size)
-        if self.bytes_held + size > max(self._cap_bytes, self._chunks[-1].file.size + size):
+        needed = HEADER_BYTES + marks + size
+        if not self._chunks.begin(needed, step, durable_step, drop=drop):
             return False
-        try:
-            self._open_chunk(self._chunks[-1].sequence + 1, size)
-        except StorageError as error:
-            if not self.folder.root.is_dir():
-                raise  # somebody removed it: no memory that is freed would bring it back
-            # Somebody else took the memory: make do with what there is.
-            if len(self._chunks) > 1 or self._chunks[0].last_step > durable_step:
-                self._note_refused(error)
-                return False
-            self._reuse_oldest(size)
+        self._install()
         return True
 
-    def _note_refused(self, error: StorageError) -> None:
-        if not self._is_refused:
-            self._is_refused = True
-            text = "rank %d: %s. Until then training waits for what there is; this is said once"
-            _logger.warning(text, self.folder.rank, error)
-
-    def _drop_oldest(self, size: int, durable_step: int) -> bool:
-        if len(self._chunks) == 1:
-            return False
-        last_step = self._chunks[0].last_step
-        self._reuse_oldest(size)
-        if last_step > durable_step:
-            self.dropped_step = last_step
-        return True
-
-    def _reuse_oldest(self, size: int) -> bool:
-        """Begin the next chunk in the memory of the oldest one; if that fails, nothing has changed.
-
-        One that is too small grows where it is: removed first, it would give nothing back, because
-        whoever reads the log still maps it.
-        """
-        sequence = self._chunks[-1].sequence + 1
-        file = self._chunks[0].file
-        if file.size < size:
-            file = MappedFile(file.path, size)
-        file.renamed(self.folder.chunk(sequence))
-        self._chunks.popleft()
-        self._install(_Chunk(sequence, file, last_step=-1))
-        return True
-
-    def _open_chunk(self, sequence: int, size: int) -> None:
-        path = self.folder.chunk(sequence)
-        try:
-            file = MappedFile(path, size)
-        except StorageError:
-            path.unlink(missing_ok=True)  # what could be allocated of it
-            raise
-        self._install(_Chunk(sequence, file, last_step=-1))
-
-    def _install(self, chunk: _Chunk) -> None:
+    def _install(self) -> None:
+        """Write what a new chunk begins with."""
+        chunk = self._chunks.newest
         # No record may follow the new header by accident: stale ones carry another lap.
         header = FileHeader(
             FileKind.CHUNK,
@@ -302,7 +239,6 @@ class StagingLog:
             chunk.sequence,
         )
         chunk.file.view[:HEADER_BYTES] = header.pack()
-        self._chunks.append(chunk)
         self._offset = HEADER_BYTES
         for mark in self._marks:
             # Chunks are reused by what differentials are durable; a writer that is restarted while

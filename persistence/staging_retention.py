@@ -11,12 +11,13 @@ from pathlib import Path
 
 from lowdiff.errors import DamagedFile, LowDiffError, NotARun, StorageError
 from lowdiff.persistence.catalog import complete_snapshots
-from lowdiff.persistence.durable import fsync_directory
+from lowdiff.persistence.durable import fsync_directory, make_durable
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import FileHeader, RecordKind, RecordRef, read_records
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.ownership import Owner, is_known
+from lowdiff.persistence.page import PageReader
 from lowdiff.persistence.paths import RunFolder, StagingFolder, file_bytes
 from lowdiff.persistence.replica_status import has_replica, read_replica_status
 from lowdiff.persistence.retention_notes import Collected, read_notes
@@ -105,7 +106,11 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
     if not is_known(stage, folder):
         why = f"{owner.run} has gone on without this life {stage.incarnation}"
         return _verdict(stage, f"{here_only}: {why}")
-    left = _left(folder, stage, steps)
+    try:
+        left = _left(folder, stage, steps)
+    except OSError as error:
+        why = f"what {owner.run} has of it cannot be made durable now: {error}"
+        return _verdict(stage, f"{here_only}: {why}")
     if not left:
         return _verdict(stage, f"its steps are all in {owner.run}", goes=True)
     return _verdict(stage, f"{_range(left)} are here only; the next attach moves them")
@@ -164,13 +169,13 @@ def only_staged(folder: RunFolder, stage: StagingFolder, steps: Collection[int])
     The newest segment's end says little: one before it may be damaged, or may never have been
     fetched from a store, because the step was here. What is found there is durable on return.
     """
-    missing = set(steps)
+    missing, said = set(steps), said_durable(stage)
+    doubtful = {step for step in steps if step > said}
     found = False
     for path in _segments_around(folder, stage, steps):
-        there = missing & _steps_in(path, stage)
-        if there and _is_synced(path):
-            missing -= there
-            found = True
+        there = _made_durable(path, stage, missing, doubtful)
+        missing -= there
+        found |= bool(there)
     if found:
         fsync_directory(folder.segments_of(stage.rank))
     # Read after the segments: retention says what it is about to remove before it does.
@@ -180,14 +185,12 @@ def only_staged(folder: RunFolder, stage: StagingFolder, steps: Collection[int])
     return sorted(step for step in missing if not collected.holds(stage.incarnation, step))
 
 
-def _is_synced(path: Path) -> bool:
-    """Whether a segment is still there, and on disk: a killed writer's end may be in a cache."""
+def said_durable(stage: StagingFolder) -> int:
+    """Up to which step a log's writer said that all is durable; -1 if it said nothing."""
     try:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        return int(PageReader(stage.status).read().get("durable_step", -1))
     except FileNotFoundError:
-        return False
-    return True
+        return -1
 
 
 def _segments_around(
@@ -204,15 +207,32 @@ def _segments_around(
             yield path
 
 
-def _steps_in(path: Path, stage: StagingFolder) -> set[int]:
-    """What can be read of a segment."""
-    steps = set()
+def _made_durable(
+    path: Path, stage: StagingFolder, wanted: Collection[int], doubtful: Collection[int]
+) -> set[int]:
+    """Those of some steps that can be read of a segment; they are durable on return.
+
+    Args:
+        path: The segment.
+        stage: The log whose steps they are.
+        wanted: The steps.
+        doubtful: Steps of which nobody knows that they are durable where they are found.
+    """
+    steps: set[int] = set()
+    again: list[RecordRef] = []
     # A dead writer's first, torn record; a bad disk; or retention was faster.
     with suppress(DamagedFile, FileNotFoundError):
         file = SegmentFile(path)
         owner = file.header.run_id, file.header.incarnation, file.header.rank
         while owner == (stage.run_id, stage.incarnation, stage.rank) and (record := file.next()):
-            steps.add(record.header.step)
+            if record.header.step in wanted:
+                steps.add(record.header.step)
+                again += [record] if record.header.step in doubtful else []
+    if steps:
+        try:
+            make_durable(path, file.header, again)
+        except FileNotFoundError:
+            steps.clear()
     return steps
 
 

@@ -32,7 +32,7 @@ from lowdiff.persistence.images import StagedImage, durable_image, is_free, newe
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.measurements import Recorder, gather_measurements, write_measurements
 from lowdiff.persistence.residual import checksum_slots
-from lowdiff.persistence.retention import collect
+from lowdiff.persistence.retention import DISK_FULL, collect
 from lowdiff.persistence.segments import (
     Batch,
     SegmentWriter,
@@ -66,8 +66,10 @@ class Writer:
             asyncio.Queue(maxsize=2)
         )
         # A restarted writer goes on after what its predecessor made durable.
+        before = _status_before(settings)
+        known = before.durable_step
         durable = durable_step(
-            settings.folder, settings.incarnation, settings.rank, settings.base_step
+            settings.folder, settings.incarnation, settings.rank, settings.base_step, known
         )
         # A later image may already lie where that of a durable snapshot was. An atomic snapshot
         # takes the place of a rolling one of the same step: it holds the residual of that step.
@@ -75,7 +77,11 @@ class Writer:
         snapshot, _ = self._marked
         if settings.has_replica:
             durable = max(snapshot, durable_image(settings))
-        self._status = _status_page(settings, durable, snapshot)
+        # Counters go on where those of a dead writer stopped.
+        now = replace(
+            before, durable_step=durable, durable_snapshot=snapshot, error="", closed=False
+        )
+        self._status = StatusPage(settings.staging.status, now)
         self._assembly = Assembly(settings, snapshot)
         self._snapshots = SnapshotWriter(settings, self._assembly)
         self._slices: list[RecordRef] = []
@@ -275,6 +281,8 @@ class Writer:
                 text = f"rank {self._settings.rank}: {error}"
                 log_event(_logger, logging.WARNING, "write_failed", text, task=action.__name__)
                 self._give_up_if_deleted(error)
+                if isinstance(error, OSError) and error.errno in DISK_FULL:
+                    await self._collect()  # it may have failed when the newest snapshot came
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 self._complaints.report(action.__name__, "")
@@ -319,6 +327,10 @@ class Writer:
     async def _snapshot(self, mark: StagedImage | CycleMark) -> None:
         await self._retrying(self._persist_snapshot, mark)
         self._assembly.settle(mark.step)
+        await self._collect()
+
+    async def _collect(self) -> None:
+        """Remove what need not be there any more; if that fails, the next time will do."""
         settings = self._settings
         if settings.retention is not None:
             try:
@@ -364,18 +376,10 @@ class Writer:
             self._uploader.wake(snapshot=True)
 
 
-def _status_page(settings: WriterSettings, durable_step: int, durable_snapshot: int) -> StatusPage:
-    """The page of this writer, whose counters go on where those of a dead one stopped."""
+def _status_before(settings: WriterSettings) -> WriterStatus:
+    """What a dead writer of this life said last."""
     path = settings.staging.status
-    before = StatusReader(path).read() if path.exists() else WriterStatus(durable_step)
-    now = replace(
-        before,
-        durable_step=durable_step,
-        durable_snapshot=durable_snapshot,
-        error="",
-        closed=False,
-    )
-    return StatusPage(path, now)
+    return StatusReader(path).read() if path.exists() else WriterStatus(durable_step=-1)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -50,6 +50,8 @@ class WriterSettings(ProcessSettings):
         folder_patience_seconds: How long the run folder may.
         has_replica: Whether a replica applies the differentials (LowDiff+), so that only images
             are made durable.
+        continues: Whether this life goes on from the one before it; otherwise that one is the
+            run's history until this one's first snapshot is complete.
     """
 
     base_step: int
@@ -61,6 +63,7 @@ class WriterSettings(ProcessSettings):
     store_patience_seconds: float = 60.0
     folder_patience_seconds: float = 600.0
     has_replica: bool = False
+    continues: bool = True
 
     def serves(self, rank: int) -> bool:
         """Whether what ``rank`` left is this writer's: its own, and its share of ranks that are no more."""

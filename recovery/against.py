@@ -116,8 +116,10 @@ def compare_with(
         run, named_step if step is None else step, staging=staging, options=options,
         progress=progress,
     )  # fmt: skip
-    mine: dict[str, Any] = dict(state.model_state_dict())
-    theirs: dict[str, Any] = _unwrapped(weights, mine)
+    mine = dict(state.model_state_dict())
+    if path.suffix == ".safetensors":  # which holds nothing else
+        mine = {name: value for name, value in mine.items() if isinstance(value, torch.Tensor)}
+    theirs = _unwrapped(weights, mine)
     for index, optimizer in enumerate(optimizers):
         which = "optimizer" if len(optimizers) == 1 else f"optimizer {index}"
         theirs |= _entries(which, optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,13 +17,14 @@ from lowdiff.persistence.fetching import fetch_history, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import was_removed
+from lowdiff.recovery.attempts import in_blocks_or_whole
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.in_memory import MemoryPlan, carry_out_in_memory, plan_in_memory
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
 from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.rolling import load_base
-from lowdiff.recovery.sharing import made_by_all
-from lowdiff.recovery.sizing import check_memory
+from lowdiff.recovery.sharing import gather, made_by_all
+from lowdiff.recovery.sizing import check_memory, local_ranks
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
 from lowdiff.recovery.unit import UNREPLAYABLE
 from lowdiff.types import Fence
@@ -295,20 +297,9 @@ def try_from_disk(
 def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
     """Load the plan's snapshot, complete it if it is a rolling one, and replay its differentials.
 
-    Replay is checked against the digests the live run recorded. Where blocks do not reproduce
-    them (an unusual kernel or thread count), parameters are replayed whole once more.
+    In whole tensors where blocks do not reproduce the live run's bits.
     """
-    try:
-        return _carry_out(catalog, plan, options)
-    except ReplayMismatch as error:
-        if options.whole:
-            raise
-        why = str(error)
-    # Not in the clause above, and not with the error itself, which holds on to the first state.
-    _logger.warning("%s; replaying whole tensors instead of blocks", why)
-    if options.movements is not None:
-        options.movements.clear()
-    return _carry_out(catalog, plan, replace(options, whole=True))
+    return in_blocks_or_whole(partial(_carry_out, catalog, plan), options)
 
 
 def _carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
@@ -317,12 +308,15 @@ def _carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> 
 
     _same_layout(fence_of(plan.base.incarnation), plan, fence_of(plan.incarnation))
 
+    group = options.group
+    here = options.here if group is None else local_ranks(partial(gather, group=group))
+
     def load() -> RecoveredState:
-        check_memory(plan.loaded_bytes)
+        check_memory(plan.loaded_bytes, here)
         return load_base(plan.base, fence_of(plan.base.incarnation), plan.cycle, options)
 
     try:
-        state = made_by_all(load, options.group)
+        state = made_by_all(load, group)
         state = replay(state, plan.steps, fence_of, options)
         state.move(torch.device("cpu"))
         return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from lowdiff.persistence.durable import make_directory, replaced, unwritable
 from lowdiff.recovery.branch import new_directory
 from lowdiff.recovery.state import RecoveredState
 
+_logger = logging.getLogger(__name__)
+
 #: What ``torch.load(weights_only=True)`` takes as it is.
 _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes),
@@ -36,7 +39,8 @@ def export(state: RecoveredState, path: str | Path, *, overwrite: bool = False) 
             list when the run has several), ``stateful`` and ``step``, for
             ``torch.load(path, weights_only=True)``. NumPy values in it become tensors and plain
             numbers, and other containers the plain ones closest to them. ``.safetensors``: the
-            model's weights and buffers only; tied weights are written under each of their names.
+            model's weights and buffers, and extra states of modules that are a tensor; what is left
+            out is named in a warning. Tied weights are written under each of their names.
             No ending: a folder in the format of ``torch.distributed.checkpoint``, with the keys
             of ``.pt``, for ``dcp.load`` at any number of ranks. Missing folders are created.
         overwrite: Replace a file of that name.
@@ -109,7 +113,7 @@ def _document(state: RecoveredState) -> dict[str, Any]:
         for index in range(len(state.optimizers))
     ]
     return {
-        "model": state.model_state_dict(),
+        "model": {key: _plain(value, key) for key, value in state.model_state_dict().items()},
         "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
         "stateful": {name: _plain(value, name) for name, value in state.stateful.items()},
         "step": state.step,
@@ -119,7 +123,11 @@ def _document(state: RecoveredState) -> dict[str, Any]:
 def _write_weights(state: RecoveredState) -> Callable[[IO[bytes]], object]:
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
+    left_out = []
     for name, tensor in state.model_state_dict().items():
+        if not isinstance(tensor, torch.Tensor):
+            left_out.append(name)
+            continue
         # safetensors refuses strided tensors, and those that share memory.
         whole = tensor.contiguous()
         tensors[name] = whole.clone() if whole.data_ptr() in seen else whole
@@ -131,6 +139,12 @@ def _write_weights(state: RecoveredState) -> Callable[[IO[bytes]], object]:
         raise ConfigError(
             f"the model has no safetensors form ({error}); give a name ending in .pt"
         ) from error
+    if left_out:
+        _logger.warning(
+            "a .safetensors file holds nothing but tensors, and lacks these extra states: %s; give a "
+            "name ending in .pt to have them",
+            ", ".join(left_out),
+        )
     return lambda file: file.write(data)
 
 
@@ -171,6 +185,6 @@ def _key(value: Any, where: str) -> Any:
 def _refusal(value: Any, where: str) -> ConfigError:
     return ConfigError(
         f"{where} holds a {type(value).__name__}, which torch.load(weights_only=True) refuses; "
-        "export the weights alone to a name ending in .safetensors, or take the object from "
-        "lowdiff.recover(...).stateful"
+        "export the weights alone to a name ending in .safetensors, or take it from what "
+        "lowdiff.recover(...) returns"
     )

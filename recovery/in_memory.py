@@ -27,6 +27,7 @@ from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.records import StoredRecord, joined
 from lowdiff.persistence.replica_status import has_replica, read_mark, read_replica_status
+from lowdiff.recovery.attempts import in_blocks_or_whole
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.load import empty_state, load_constants, load_shard
 from lowdiff.recovery.optimizers import settle_kernels
@@ -156,9 +157,14 @@ def carry_out_in_memory(
         ReplayMismatch: If a step in flight does not replay.
     """
     settle_kernels()
-    state = _shares_of(catalog, plan, options)
+    return in_blocks_or_whole(partial(_carried_out, catalog, plan), options)
+
+
+def _carried_out(catalog: Catalog, plan: MemoryPlan, options: ReplayOptions) -> RecoveredState:
+    state, is_whole = _shares_of(catalog, plan, options)
     with _unfit_is_damaged(catalog, plan):
         state.move(options.device if plan.steps else _HOST)
+        options = replace(options, whole=is_whole)
         state = replay(state, plan.steps, lambda n: catalog.incarnations[n].fence, options)
         state.move(_HOST)
     return state
@@ -178,10 +184,12 @@ def _unfit_is_damaged(catalog: Catalog, plan: MemoryPlan) -> Iterator[None]:
         raise DamagedFile(catalog.root, what) from error
 
 
-def _shares_of(catalog: Catalog, plan: MemoryPlan, options: ReplayOptions) -> RecoveredState:
-    """All shares together; where one rank of a group cannot have them, the others raise as it does."""
+def _shares_of(
+    catalog: Catalog, plan: MemoryPlan, options: ReplayOptions
+) -> tuple[RecoveredState, bool]:
+    """See `_shares_joined`; where one rank of a group cannot have them, the others raise as it does."""
 
-    def make() -> RecoveredState | LowDiffError:
+    def make() -> tuple[RecoveredState, bool] | LowDiffError:
         try:
             with _unfit_is_damaged(catalog, plan):
                 return _shares_joined(catalog, plan, options)
@@ -189,27 +197,34 @@ def _shares_of(catalog: Catalog, plan: MemoryPlan, options: ReplayOptions) -> Re
             return error
 
     found = made_by_all(make, options.group)
-    is_missing = isinstance(found, LowDiffError)
-    missing = [is_missing] if options.group is None else gather(is_missing, options.group)
-    if isinstance(found, LowDiffError):
+    failure = type(found) if isinstance(found, LowDiffError) else None
+    failures = [failure] if options.group is None else gather(failure, options.group)
+    # Of the same kind on all: whoever tries again in whole tensors does so on every rank, or none.
+    told = ReplayMismatch if ReplayMismatch in failures else DamagedFile
+    if isinstance(found, told):
         raise found
-    if any(missing):
-        what = f"rank {missing.index(True)} cannot use what replicas left in memory"
-        raise DamagedFile(catalog.root, what)
+    if any(failures):
+        what = f"rank {failures.index(told)} cannot use what replicas left in memory"
+        raise ReplayMismatch(what) if told is ReplayMismatch else DamagedFile(catalog.root, what)
+    assert not isinstance(found, LowDiffError)
     return found
 
 
-def _shares_joined(catalog: Catalog, plan: MemoryPlan, options: ReplayOptions) -> RecoveredState:
-    """All ranks' shares, at the common step."""
+def _shares_joined(
+    catalog: Catalog, plan: MemoryPlan, options: ReplayOptions
+) -> tuple[RecoveredState, bool]:
+    """All ranks' shares, at the common step; and whether only whole tensors reproduce the run's bits."""
     fence = catalog.incarnations[plan.incarnation].fence
     constants = load_constants(RunFolder(catalog.root), fence)
     state = empty_state(plan.common, fence)
     state.optimizers = []
-    for rank, share in enumerate(_shares(catalog, fence, plan, options)):
+    # What one replica has seen of its share holds for all of the state.
+    is_whole = options.whole or any(map(_is_whole, plan.sources))
+    for rank, share in enumerate(_shares(catalog, fence, plan, replace(options, whole=is_whole))):
         _merge(state, share)
         state.items[rank] = {**constants, **state.items[rank]}
     state.averages = {name: state.averages.get(name, {}) for name in fence.averages}
-    return state
+    return state, is_whole
 
 
 def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
@@ -312,32 +327,42 @@ def _shares(
 ) -> list[RecoveredState]:
     """Every rank's share at the common step, in private memory; several are stepped at a time."""
     chooser = StepChooser()
-    begun = [_begun(source, fence, plan.common, chooser) for source in plan.sources]
+    begun = [_begun(s, fence, plan.common, chooser, whole=options.whole) for s in plan.sources]
     between = [
         [s for s in _between(catalog, fence.incarnation, source, plan.common) if s is not None]
         for source in plan.sources
     ]
-    # Whole tensors take several threads each.
-    is_whole = any(isinstance(share, Shard) and share.is_whole for share in begun)
-    num_workers = 1 if is_whole else replace(options, device=_HOST).workers
+    num_workers = replace(options, device=_HOST).workers
     with threads_put_back(), ThreadPoolExecutor(num_workers) as pool:
         arrive = partial(_at_step, step=plan.common, fence=fence)
         return list(pool.map(arrive, begun, between))
 
 
+def _is_whole(source: _Source) -> bool:
+    """Whether a replica found that blocks do not reproduce its share's bits."""
+    if source.is_image:
+        return False
+    return bool(ReplicaFile.open(source.path, private=True).base().get("whole"))
+
+
 def _begun(
-    source: _Source, fence: Fence, common: int, chooser: StepChooser
+    source: _Source, fence: Fence, common: int, chooser: StepChooser, *, whole: bool
 ) -> Shard | RecoveredState:
-    """One rank's share as it was left."""
-    if not source.is_image:
-        file = ReplicaFile.open(source.path, private=True)
-        return Shard(file, fence, journaled=False, chooser=chooser)
-    state = load_shard(source.path, source.step, fence)
-    if source.step == common:
-        return state
-    with tempfile.TemporaryDirectory(prefix="lowdiff-") as folder:
+    """One rank's share as it was left, ready to be stepped, in whole tensors where that is asked."""
+    if source.is_image:
+        state = load_shard(source.path, source.step, fence)
+        if source.step == common:
+            return state
         # Its replica came no further than the trainer's image; others did.
-        file = ReplicaFile.create(Path(folder) / "share", contents_of(state, whole=False))
+    else:
+        file = ReplicaFile.open(source.path, private=True)
+        share = Shard(file, fence, journaled=False, chooser=chooser)
+        # A step that was begun in blocks ends in blocks.
+        if not whole or share.is_whole or source.step == common or source.reach > source.step:
+            return share
+        state = share.state
+    with tempfile.TemporaryDirectory(prefix="lowdiff-") as folder:
+        file = ReplicaFile.create(Path(folder) / "share", contents_of(state, whole=whole))
     return Shard(file, fence, journaled=False, chooser=chooser)
 
 

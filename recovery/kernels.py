@@ -51,10 +51,10 @@ class StepChooser:
 
 
 def _types(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    # Kernel choices are values, not types; the dtype is that of all parameters of a unit's group
-    # or of none, because a first parameter of another dtype only means another probe.
+    # Kernel choices are values, not types. Small parameters of several dtypes may share a unit, and
+    # which one comes first says nothing about the others.
     return (
-        group["params"][0].dtype if group["params"] else None,
+        frozenset({parameter.dtype for parameter in group["params"]}),
         group.get("fused"),
         group.get("foreach"),
         # A momentum of 0 makes no buffer, and then compiled code could not make one either.
@@ -135,7 +135,7 @@ def _agree(optimizer: torch.optim.Optimizer, bare: _Step, compiled: _Step) -> bo
 
 
 def _small(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A copy of an optimizer over two small parameters a group, made up and always the same."""
+    """A copy of an optimizer over small parameters, two of each dtype a group, always the same."""
     generator = torch.Generator().manual_seed(1)
     made = copy.copy(optimizer)
     made.state = copy.copy(optimizer.state)
@@ -145,9 +145,10 @@ def _small(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
             "params": [
                 torch.nn.Parameter(
-                    torch.randn(_PROBE_ELEMENTS, generator=generator).to(group["params"][0].dtype),
+                    torch.randn(_PROBE_ELEMENTS, generator=generator).to(dtype),
                     requires_grad=False,
                 )
+                for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"])
                 for _ in range(2)
             ],
         }

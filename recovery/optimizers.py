@@ -156,7 +156,7 @@ def settle_kernels() -> None:
     processes, and in none of 66 after this call.
     """
     for dtype in (torch.float32, torch.float64):
-        torch.ones(64, dtype=dtype).sqrt()  # too short to be shared out over threads
+        torch.ones(64, dtype=dtype, device="cpu").sqrt()  # too short to be shared out over threads
 
 
 def granularity(spec: OptimizerSpec) -> Granularity:
@@ -185,12 +185,22 @@ def build(
             keys the constructor does not take, such as a scheduler's ``initial_lr``.
     """
     kind = _class_of(spec.class_name)
-    accepted = set(inspect.signature(kind.__init__).parameters) - {"self", "params"}
-    first = {k: v for k, v in groups[0][0].items() if k in accepted}
-    optimizer: torch.optim.Optimizer = kind(
-        [{**hyper, "params": parameters} for hyper, parameters in groups], **first
-    )
-    return optimizer
+    accepted = dict(inspect.signature(kind.__init__).parameters)
+    first = {k: v for k, v in groups[0][0].items() if k in accepted.keys() - {"self", "params"}}
+
+    def made(arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
+        own = [{**hyper, "params": parameters} for hyper, parameters in groups]
+        optimizer: torch.optim.Optimizer = kind(own, **arguments)
+        return optimizer
+
+    try:
+        return made(first)
+    except (AssertionError, RuntimeError, ValueError):
+        # Only constructors look at values. A group may have been given others, or a schedule may
+        # have led to them: Nesterov momentum that begins at 0, say. Groups hold them all the same.
+        return made(
+            {k: v for k, v in first.items() if accepted[k].default is inspect.Parameter.empty}
+        )
 
 
 def independent(

@@ -30,6 +30,7 @@ from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.sharing import agree, gather_made, owners_of, share_results, together
 from lowdiff.recovery.sizing import (
     BLOCK_ELEMENTS,
+    LocalRanks,
     measured_block_elements,
     threads_put_back,
     usable_cores,
@@ -67,6 +68,8 @@ class ReplayOptions:
             each. All must ask for the same step of the same files.
         device: Where the optimizer runs; the result is on the CPU. A run comes back bit for bit
             where it was trained, elsewhere last places may differ.
+        here: The processes of this machine that recover at once and share its memory; None if this one
+            is alone. Those of a group ask each other.
     """
 
     num_workers: int | None = None
@@ -76,6 +79,7 @@ class ReplayOptions:
     movements: dict[int, Movement] | None = None
     group: dist.ProcessGroup | None = None
     device: torch.device = _CPU
+    here: LocalRanks | None = None
 
     def __post_init__(self) -> None:
         if self.block_elements is not None and (
@@ -261,7 +265,7 @@ class Replayer:
         movements: dict[int, Movement] = {}
         torch.set_num_threads(self._threads)  # per thread; see threads_put_back
         scratch = Scratch(self._scratch.elements)
-        torch.empty(_KEPT_BYTES, dtype=torch.uint8)
+        torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
         with torch.no_grad():
             for unit in queue:
                 for step in window:

@@ -39,6 +39,7 @@ from lowdiff.persistence.snapshots import decode_mark, stage_image
 from lowdiff.persistence.staging import LogTail
 from lowdiff.persistence.status import StatusReader
 from lowdiff.recovery.compare import largest_difference
+from lowdiff.recovery.image_pace import ImagePace
 from lowdiff.recovery.images import shard_images
 from lowdiff.recovery.load import load_shard
 from lowdiff.recovery.optimizers import settle_kernels
@@ -71,6 +72,7 @@ class Replica:
         self._image_step = -1 if mark is None else mark.step
         self._writer = StatusReader(self._staging.status)
         self._holds_image = self._staging.replica_image.exists()
+        self._pace = ImagePace(settings)
         self._is_trainer_gone = False
         self._whole = False
         #: What does not succeed now and is tried again, and what is wrong with it.
@@ -277,10 +279,12 @@ class Replica:
         newest = max(self._page.status.image_step, self._image_step)
         if not self._settings.is_image_due(step) or step <= newest:
             return
-        while self._writer.read().durable_snapshot < self._image_step:
-            if not self._settings.waits or self._look_for_trainer():
+        while self._settings.waits and self._is_writing():
+            if self._look_for_trainer():
                 return
             time.sleep(_POLL_SECONDS)
+        if not self._pace.takes(step, is_free=not self._is_writing()):
+            return
         try:
             size, checksum = stage_image(
                 self._staging.replica_image, shard_images(self._shard.state)
@@ -293,9 +297,13 @@ class Replica:
         self._holds_image = True
         self._report("image", "")
 
+    def _is_writing(self) -> bool:
+        """Whether the last image is still to be made durable."""
+        return self._writer.read().durable_snapshot < self._image_step
+
     def _forget_image(self) -> None:
         """Give an image's memory back once it is durable."""
-        if self._holds_image and self._writer.read().durable_snapshot >= self._image_step:
+        if self._holds_image and not self._is_writing():
             self._staging.replica_image.unlink(missing_ok=True)
             self._holds_image = False
 

@@ -165,7 +165,7 @@ class ReplicaFile:
                 getattr(torch, dtype)
             )
             if self._regions["places"][name][1]
-            else torch.empty(0, dtype=getattr(torch, dtype))
+            else torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
             for name, dtype in self._regions["dtypes"].items()
         }
 

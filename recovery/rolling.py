@@ -30,7 +30,7 @@ from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.replay import Replayer, ReplayOptions, windows
 from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned
 from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState
-from lowdiff.types import Differential, Fence
+from lowdiff.types import Block, Differential, Fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class _RollingUnit(UnitState):
         parts = [
             (fence.layout.parameters[block.parameter].name, found)
             for block in unit.blocks
-            for found in _parts(fence, block.parameter, block.start, block.stop, stored, state.step)
+            for found in _parts(unit, block, state, stored)
         ]
         self._begins = min((found.step for _, found in parts), default=state.step)
         self._ends = state.step
@@ -222,17 +222,17 @@ class _RollingUnit(UnitState):
 
 
 def _parts(
-    fence: Fence,
-    parameter: int,
-    start: int,
-    stop: int,
-    stored: Mapping[str, Sequence[_Stored]],
-    last: int,
+    unit: Unit, block: Block, state: RecoveredState, stored: Mapping[str, Sequence[_Stored]]
 ) -> Iterator[_Stored]:
     """What of a parameter's stored ranges lies in one block of a unit."""
-    known = stored.get(fence.layout.parameters[parameter].name)
+    start, stop = block.start, block.stop
+    spec = state.fence.layout.parameters[block.parameter]
+    known = stored.get(spec.name)
     if known is None:  # of a shard that is atomic
-        yield _Stored(last, start, stop, {})
+        # Its counters, too: they move on with those of the unit's other parameters, of lower steps.
+        entries = state.optimizers[unit.optimizer].state.get(spec.name, {})
+        scalars = {k: v for k, v in entries.items() if not is_aligned(k, v, spec.numel)}
+        yield _Stored(state.step, start, stop, scalars)
         return
     for found in known:
         first, end = max(start, found.start), min(stop, found.stop)

@@ -123,7 +123,7 @@ def share_results(
             dist.broadcast(torch.cat(views), source, group=group)
             continue
         sizes = [view.numel() for view in views]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         dist.broadcast(buffer, source, group=group)
         for view, part in zip(views, buffer.split(sizes), strict=True):
             view.copy_(part)
@@ -155,7 +155,7 @@ def _views(unit: Unit, told: Sequence[_Entries], state: RecoveredState) -> Itera
                     full[key] = value
                     continue
                 if not is_aligned(key, full.get(key), spec.numel):
-                    full[key] = torch.empty(spec.numel, dtype=dtype)
+                    full[key] = torch.empty(spec.numel, dtype=dtype, device="cpu")
                 yield full[key][block.start : block.stop]
         for name in sorted(state.averages):
             if spec.name in state.averages[name]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from lowdiff.errors import NotEnoughMemory
 from lowdiff.layout import torch_dtype
 from lowdiff.persistence.budget import memory_headroom
+from lowdiff.persistence.lease import this_machine
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import build, granularity, usable_on
 from lowdiff.recovery.state import RecoveredState
@@ -37,18 +39,53 @@ def needed_bytes(state_bytes: int) -> int:
     return state_bytes + state_bytes // 4 + _SLACK_BYTES
 
 
-def check_memory(state_bytes: int) -> None:
+@dataclass(frozen=True, slots=True)
+class LocalRanks:
+    """Processes of one machine that recover at once, each a whole state.
+
+    Attributes:
+        count: How many, this one included.
+        free_bytes: Memory that was free for all of them together before any had loaded anything.
+    """
+
+    count: int
+    free_bytes: int
+
+
+def local_ranks(gather: Callable[[Any], list[Any]]) -> LocalRanks:
+    """Find out which ranks share this one's memory; each has dropped what it held of an attempt before.
+
+    They check at different times, and what is free then lacks what others have loaded already. So
+    memory is looked at here: nobody loads before all have answered.
+
+    Args:
+        gather: Returns everybody's value.
+    """
+    # By kernel and container: each container may have a limit of its own.
+    here = [this_machine(), os.readlink("/proc/self/ns/mnt")]
+    told = gather([here, free_bytes()])
+    found = [free for place, free in told if place == here]
+    # Whoever looked first may have seen what others still held; whoever looked last has not.
+    return LocalRanks(len(found), max(found))
+
+
+def check_memory(state_bytes: int, here: LocalRanks | None = None) -> None:
     """Refuse a recovery that would be killed halfway.
 
     Args:
         state_bytes: As in `needed_bytes`.
+        here: The processes that recover so much at once; None if there is but this one.
 
     Raises:
         NotEnoughMemory: Saying how much is needed, and how much there is.
     """
+    needed = needed_bytes(state_bytes)
+    if here is not None and here.count * needed > here.free_bytes:
+        raise NotEnoughMemory(here.count * needed, here.free_bytes, here.count)
+    # What the others have taken since then leaves enough, unless somebody else has taken some.
     free = free_bytes()
-    if needed_bytes(state_bytes) > free:
-        raise NotEnoughMemory(needed_bytes(state_bytes), free)
+    if needed > free:
+        raise NotEnoughMemory(needed, free)
 
 
 def free_bytes() -> int:
@@ -125,10 +162,11 @@ def step_seconds(
         dtype: Of its parameters.
         shape: Of this one.
     """
-    parameter = torch.nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=False)
-    parameter.grad = torch.full(shape, 1e-3, dtype=dtype)
-    optimizer = build(spec, [(usable_on(parameter.device, dict(hyper)), [parameter])])
-    step = StepChooser().choose(optimizer)
+    with torch.device("cpu"):  # workers have no other default
+        parameter = torch.nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=False)
+        parameter.grad = torch.full(shape, 1e-3, dtype=dtype)
+        optimizer = build(spec, [(usable_on(parameter.device, dict(hyper)), [parameter])])
+        step = StepChooser().choose(optimizer)
     times = []
     with threads_put_back(), torch.no_grad():
         torch.set_num_threads(1)

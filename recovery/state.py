@@ -23,6 +23,10 @@ _logger = logging.getLogger(__name__)
 BUFFER_ITEM, STATEFUL_ITEM, RNG_ITEM, FROZEN_ITEM = "buffer/", "stateful/", "rng/", "frozen/"
 #: Large tensors inside stateful objects; and what averages follow, which is no item but replayed.
 TENSOR_ITEM, AVERAGE_ITEM = "tensor/", "average/"
+#: The stateful object that holds what modules of the model keep beside parameters and buffers, which
+#: no keyword argument can name; and its item.
+EXTRA_STATE = "model.get_extra_state()"
+EXTRA_ITEM = STATEFUL_ITEM + EXTRA_STATE
 
 
 @dataclass(slots=True, eq=False)
@@ -134,11 +138,20 @@ class RecoveredState:
             raise DamagedFile(name, f"it refers to {reference}, which is not there") from error
         return tensor
 
-    def model_state_dict(self, rank: int = 0) -> dict[str, torch.Tensor]:
-        """What ``model.state_dict()`` was, with the buffers of ``rank``."""
-        parameters = self.tensors()
+    def model_state_dict(self, rank: int = 0) -> dict[str, Any]:
+        """What ``model.state_dict()`` was, with the buffers and extra states of ``rank``.
+
+        Under keys that end in ``_extra_state`` is what a module gave as ``get_extra_state()``, with its
+        tensors on the CPU; all else is tensors.
+        """
+        parameters, extra = self.tensors(), self._extra_states(rank)
         result = {}
         for key, source in self.fence.names.items():
+            if source.startswith(EXTRA_ITEM + "/"):
+                own_key = source.removeprefix(EXTRA_ITEM + "/")
+                if own_key in extra:  # a later life's model may have another such module
+                    result[key] = extra[own_key]
+                continue
             if source.startswith(BUFFER_ITEM) and source not in self.items[rank]:
                 continue  # it was None
             if source.startswith((BUFFER_ITEM, FROZEN_ITEM)):
@@ -148,6 +161,16 @@ class RecoveredState:
             else:
                 raise DamagedFile(key, f"it refers to {source}, which is not there")
         return result
+
+    def _extra_states(self, rank: int) -> dict[str, Any]:
+        """Key of the model's state dict -> what that module's ``get_extra_state()`` was."""
+        if EXTRA_ITEM not in self.items[rank]:
+            return {}  # none of its modules has one, or the run is from before they were stored
+        held = self.item(EXTRA_ITEM, rank)
+        try:
+            return {key: entry["value"] for key, entry in held.items()}
+        except (AttributeError, TypeError, LookupError) as error:
+            raise DamagedFile(EXTRA_ITEM, f"not the states of modules ({error!r})") from error
 
     def optimizer_state_dict(self, index: int = 0) -> dict[str, Any]:
         """What ``optimizer.state_dict()`` was, for the ``index``-th attached optimizer."""
@@ -177,11 +200,11 @@ class RecoveredState:
 
     @property
     def stateful(self) -> dict[str, Any]:
-        """Name -> ``state_dict()`` of every stateful object, of rank 0."""
+        """Name -> ``state_dict()`` of every stateful object that was attached, of rank 0."""
         return {
             name.removeprefix(STATEFUL_ITEM): self.item(name)
             for name in self.items[0]
-            if name.startswith(STATEFUL_ITEM)
+            if name.startswith(STATEFUL_ITEM) and name != EXTRA_ITEM
         }
 
 

@@ -11,7 +11,7 @@ import torch
 from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.digests import Digester
 from lowdiff.errors import ReplayMismatch
-from lowdiff.layout import flat, shaped, torch_dtype
+from lowdiff.layout import flat, flat_like, shaped, torch_dtype
 from lowdiff.protocols import Decoder
 from lowdiff.recovery.averages import BlockAverage
 from lowdiff.recovery.blocks import Unit, aligned
@@ -199,7 +199,7 @@ class UnitState:
             if gradient.is_cpu or isinstance(step.decode, IndexedDecoder):
                 step.decode(block, gradient)
             else:
-                host = torch.zeros(count, dtype=gradient.dtype)
+                host = torch.zeros(count, dtype=gradient.dtype, device="cpu")
                 step.decode(block, host)
                 gradient.copy_(host)
             parameter.grad = self._reshaped(block, gradient)
@@ -221,8 +221,8 @@ class UnitState:
             found_inf = torch.tensor(done.found_inf, device=device)
             optimizer.grad_scale = scale  # type: ignore[attr-defined]
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        elif hasattr(optimizer, "found_inf"):
-            del optimizer.found_inf
+        elif hasattr(optimizer, "grad_scale") and hasattr(optimizer, "found_inf"):
+            del optimizer.grad_scale, optimizer.found_inf  # as the scaler does after its step
         step_of = self._chooser.choose(optimizer)
         try:
             step_of(optimizer)
@@ -270,8 +270,9 @@ class UnitState:
                 if key not in full or not isinstance(full[key], torch.Tensor):
                     full[key] = value.new_empty(self._numel(block.parameter))
                 destination = full[key][block.start : block.stop]
-                if destination.data_ptr() != value.data_ptr():
-                    destination.copy_(flat(value))
+                elements = self._in_memory_order(block, value)
+                if destination.data_ptr() != elements.data_ptr():
+                    destination.copy_(elements)
 
     def _build(self, consumed: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         grouped = [
@@ -317,6 +318,11 @@ class UnitState:
 
     def _reshaped(self, block: Block, values: torch.Tensor) -> torch.Tensor:
         return shaped(values, self._layout.parameters[block.parameter]) if self._shaped else values
+
+    def _in_memory_order(self, block: Block, value: torch.Tensor) -> torch.Tensor:
+        """A state entry flat, as its parameter lies in memory: optimizers may lay it out otherwise."""
+        spec = self._layout.parameters[block.parameter]
+        return flat_like(value, spec) if tuple(value.shape) == spec.shape else flat(value)
 
     def _average(self, tensors: Mapping[str, torch.Tensor], followed: set[str]) -> BlockAverage:
         return BlockAverage(

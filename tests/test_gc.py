@@ -63,6 +63,16 @@ def test_what_would_go_is_said_of_a_folder_that_cannot_be_written(
         assert "Read-only file system" in result.err
 
 
+def test_a_full_disk_is_freed(command: Command, trained: Trained, tmp_path: Path) -> None:
+    with tmpfs_or_skip(tmp_path / "disk", 8) as disk:
+        shutil.copytree(trained.run, disk / "run")
+        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free))
+        result = command("gc", disk / "run", "--keep-snapshots", 1)
+        assert result.code == 0, result.err
+        assert [step for _, step, _ in RunFolder(disk / "run").snapshots()] == [12]
+        assert command("verify", disk / "run", "--staging", tmp_path / "none").code == 0
+
+
 def test_it_keeps_what_the_trainer_was_told_to_keep(command: Command, copy: Trained) -> None:
     result = command("gc", copy.run)
     assert result.code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -161,3 +162,14 @@ def test_a_payload_that_lacks_a_part_is_an_error_and_not_zeros(name: str) -> Non
     for payloads in ([Payload(())], [whole, Payload(())], [Payload(whole.sections[:1])]):
         with pytest.raises(ReplayMismatch, match="payload"):
             decoded(case.made, payloads, case.layout, 100)
+
+
+def test_factors_of_another_width_are_an_error_that_says_so() -> None:
+    case = Case("powersgd", ((24, 40),), (torch.float32,), ("nothing",), 2)
+    whole = payload_of(run(case, 0, None)[0])
+    cut = tuple(
+        replace(s, data=s.data.view(np.uint16)) if s.name == "low_rank/float32" else s
+        for s in whole.sections
+    )
+    with pytest.raises(ReplayMismatch, match=r"2 bytes.*float32"):
+        decoded(case.made, [Payload(cut)], case.layout, 100)

@@ -182,6 +182,27 @@ def test_a_snapshot_is_given_up_if_parameters_change_before_close_has_copied_it(
     assert all(torch.equal(found[name], value.cpu()) for name, value in committed.items())
 
 
+def test_a_learning_rate_that_is_a_tensor_is_that_of_the_snapshots_step(
+    tmp_path: Path, device: str
+) -> None:
+    rate = torch.tensor(0.01, device=device)
+    loop = DeviceLoop(
+        tmp_path,
+        model=small_model().to(device),
+        make=lambda parameters: torch.optim.AdamW(parameters, lr=rate, foreach=False),
+    )
+    loop.device = device
+    loop.attach()
+    for number in loop.checkpointer.steps(7):
+        rate.fill_(0.01 / (number + 1))  # while the snapshot of step 5 is being copied
+        loop.step(number)
+    loop.checkpointer.close()
+    report = verify(tmp_path / "run", tmp_path / "staging")
+    assert report.ok, report.failures
+    (group,) = recovered(tmp_path, 5, device).optimizer_state_dict()["param_groups"]
+    assert float(group["lr"]) == pytest.approx(0.01 / 5)
+
+
 def test_an_object_that_writes_parameters_whenever_it_is_read_loses_no_step(
     tmp_path: Path, device: str
 ) -> None:
@@ -341,3 +362,27 @@ def test_on_a_cpu_nothing_is_copied_and_nothing_waits() -> None:
     assert copies.fetch(tensor).data_ptr() == tensor.data_ptr()
     assert copies.fetch_copy(tensor).data_ptr() == tensor.data_ptr()
     assert not copies.lag
+
+
+def test_a_commit_follows_the_optimizers_stream_before_it_reads_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Recorded(LateCopies):
+        def follow(self) -> None:
+            calls.append("follow")
+
+        def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+            calls.append("fetch")
+            return super().fetch(tensor)
+
+    monkeypatch.setattr(lowdiff.opening, "HostCopies", Recorded)
+    loop = loop_on("cpu", tmp_path)
+    loop.attach()
+    loop.step(0)
+    calls.clear()
+    loop.checkpointer.commit()
+    assert calls[0] == "follow"
+    assert "fetch" in calls
+    loop.checkpointer.close()

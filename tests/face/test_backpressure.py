@@ -13,6 +13,7 @@ import torch
 
 import lowdiff
 from lowdiff.compressors import TopK
+from lowdiff.errors import StorageError
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import manifest_file
 from lowdiff.persistence.values import same
@@ -217,3 +218,30 @@ def test_no_image_takes_the_memory_of_one_that_is_not_durable(
     recovered = lowdiff.recover(disk / "run", staging=tmp_path / "staging")
     assert recovered.step == step
     assert same(dict(recovered.model_state_dict()), expected)
+
+
+def test_steps_that_were_dropped_in_vain_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a record that finds no memory even so."""
+    loop = Loop(tmp_path, settings={"backpressure": "degrade", "batch_size": 1})
+    loop.attach()
+    assert loop.checkpointer._opened is not None
+    stager = loop.checkpointer._opened.session.stager
+    for number in range(3):
+        loop.step(number)
+        loop.checkpointer.commit()
+    wait_until(lambda: stager.durable_step == 3)
+
+    def append(*_: object, **__: object) -> int:
+        stager._log._chunks.dropped_step = 5
+        raise StorageError("staging needs more than there is")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stager._log, "append", append)
+        loop.step(3)
+        with pytest.raises(StorageError, match="more than there is"):
+            loop.checkpointer.commit()
+    assert stager.owes_snapshot
+    assert loop.checkpointer.stats()["dropped_steps"] == 2
+    loop.die()

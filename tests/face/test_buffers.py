@@ -288,3 +288,58 @@ def test_a_buffer_whose_elements_share_memory_is_resumed(tmp_path: Path) -> None
     second = Loop(tmp_path, model=expanded())
     second.run(5)
     assert same(dict(lowdiff.recover(tmp_path / "run", 5).model_state_dict()), second.weights())
+
+
+class Counting(nn.Module):
+    """Counts its calls, also those of an evaluation, in tensors that it replaces."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+        self.register_buffer("calls", torch.zeros(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        result: torch.Tensor = self.inner(inputs)
+        return result
+
+
+class Histogram:
+    """A metric as large as is logged apart, whose tensor every update replaces."""
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(2048)
+
+    def update(self, outputs: torch.Tensor) -> None:
+        self.counts = self.counts + outputs.mean()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.counts = state["counts"].clone()
+
+
+def test_what_an_evaluation_in_inference_mode_made_is_read_like_the_rest(tmp_path: Path) -> None:
+    loop, metric = Loop(tmp_path, model=Counting()), Histogram()
+    frozen = nn.Linear(2, 2)
+    with torch.inference_mode():
+        frozen.weight = nn.Parameter(frozen.weight.clone(), requires_grad=False)
+    frozen.bias.requires_grad_(False)
+    assert frozen.weight.is_inference()
+    loop.model.frozen = frozen
+    loop.attach(metric=metric)
+    expected = {}
+    for number in loop.checkpointer.steps(4):
+        loop.step(number)
+        with torch.inference_mode():
+            metric.update(loop.model.eval()(torch.ones(2, 20)))
+        loop.model.train()
+        expected[number + 1] = {**loop.weights(), "counts": metric.counts.clone()}
+    assert loop.model.get_buffer("calls").is_inference()
+    loop.checkpointer.close()
+    for step, values in expected.items():
+        state = lowdiff.recover(tmp_path / "run", step, staging=tmp_path / "staging")
+        assert same({**state.model_state_dict(), **state.stateful["metric"]}, values)

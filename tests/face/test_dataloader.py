@@ -330,6 +330,8 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
         ResumableLoader(Stream(), batch_size=1)
     with pytest.raises(ConfigError, match="generator is what makes"):
         ResumableLoader(Noisy(), batch_size=1, generator=torch.Generator())
+    with pytest.raises(ConfigError, match="in_order=False hands batches out as they come"):
+        ResumableLoader(Noisy(), batch_size=1, num_workers=2, in_order=False)
     with pytest.raises(ConfigError, match="Endless has no length"):
         ResumableLoader(Endless(), batch_size=1)
     with pytest.raises(ConfigError, match="at least 1, got 0"):
@@ -347,3 +349,11 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
         checkpointer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(UsageError, match="before attach"):
             checkpointer.dataloader(Noisy(), batch_size=1)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_stateful_loader_out_of_order_is_refused(tmp_path: Path) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    loader = torchdata.StatefulDataLoader(Noisy(), batch_size=4, in_order=False)
+    with pytest.raises(ConfigError, match="in_order=False hands batches out as they come"):
+        lowdiff.Checkpointer(tmp_path / "run").dataloader(loader)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import lowdiff
 from lowdiff.persistence.values import same
 from tests.face.loops import Loop
 
@@ -57,3 +58,23 @@ def test_a_run_goes_on_with_the_kernel_it_began_with(
     train(tmp_path / "killed", 3, kind, fused=fused, dies=True)
     found = train(tmp_path / "killed", 7, kind, fused=None if fused else True)
     assert same(found, expected)
+
+
+def test_a_scale_ends_with_the_scaler(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, make=lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
+    loop.checkpointer.attach(loop.model, loop.optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=3000.0)
+    for number in loop.checkpointer.steps(4):
+        if number >= 2:
+            loop.step(number)
+            continue
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
+        loop.optimizer.zero_grad()
+        scaler.scale(loop.model(inputs).square().mean()).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+    expected = loop.weights()
+    loop.die()
+    recovered = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    assert (recovered.step, recovered.base_step) == (4, 0)
+    assert same(dict(recovered.model_state_dict()), expected)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowdiff
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import ConfigError, DamagedFile
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
@@ -68,6 +68,14 @@ def test_an_average_that_was_written_behind_its_back_is_found(tmp_path: Path) ->
     loop.die()
     report = verify(tmp_path / "run", tmp_path / "staging")
     assert "as 'ema' averages them" in report.failures[0].message
+
+
+def test_an_average_that_nothing_could_be_restored_into_is_refused(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with torch.inference_mode():
+        average = AveragedModel(loop.model)
+    with pytest.raises(ConfigError, match=r"ema was made under torch\.inference_mode\(\)"):
+        loop.attach(ema=average)
 
 
 def test_an_average_attached_later_begins_with_a_snapshot(

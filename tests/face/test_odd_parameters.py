@@ -43,9 +43,16 @@ class Sum(nn.Module):
         return torch.stack([value.square().sum() for value in self.values]).sum()
 
 
-def train(folder: Path, model: nn.Module, until: int, *, dies: bool) -> tuple[int, dict[str, Any]]:
+def train(
+    folder: Path,
+    model: nn.Module,
+    until: int,
+    *,
+    dies: bool,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+) -> tuple[int, dict[str, Any]]:
     """One life; returns where it resumed, and the state of its optimizer."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     checkpointer = lowdiff.Checkpointer(
         folder / "run",
         compressor=TopK(0.1),
@@ -89,6 +96,32 @@ def test_it_resumes_and_is_recovered_bit_for_bit(tmp_path: Path, name: str) -> N
     assert same(dict(recovered.model_state_dict()), dict(whole.state_dict()))
     for found in (resumed_optimizer, recovered.optimizer_state_dict()):
         assert same(in_order(found["state"]), in_order(optimizer["state"]))
+
+
+def test_state_that_lies_in_another_order_than_its_parameter_keeps_its_places(
+    tmp_path: Path,
+) -> None:
+    def model() -> Sum:
+        torch.manual_seed(1)
+        kernels = [(6, 4, 3, 1), (6, 4, 1, 3)]
+        return Sum(*(torch.randn(k).to(memory_format=torch.channels_last) for k in kernels))
+
+    live = model()
+    _, optimizer = train(tmp_path, live, 3, dies=True, kind=torch.optim.Adafactor)
+    # One of the factors has the shape of its weight, but torch makes it in row order.
+    for index, key in enumerate(("row_var", "col_var")):
+        factor = optimizer["state"][index][key]
+        assert factor.shape == live.values[index].shape
+        assert factor.is_contiguous()
+        assert not live.values[index].is_contiguous()
+    recovered = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    assert recovered.base_step == 0
+    assert same(dict(recovered.model_state_dict()), dict(live.state_dict()))
+    found = recovered.optimizer_state_dict()
+    assert same(in_order(found["state"]), in_order(optimizer["state"]))
+    resumed = model()
+    assert train(tmp_path, resumed, 3, dies=False, kind=torch.optim.Adafactor)[0] == 3
+    assert same(dict(resumed.state_dict()), dict(live.state_dict()))
 
 
 def in_order(state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:

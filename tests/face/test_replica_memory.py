@@ -18,18 +18,21 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lowdiff.errors import DamagedFile, RunInUse, StorageError
-from lowdiff.persistence.catalog import scan
+from lowdiff.errors import DamagedFile, ReplayMismatch, RunInUse, StorageError
+from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.replica_status import read_replica_status
 from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.recovery import in_memory, recover, replica_file
-from lowdiff.recovery.in_memory import plan_in_memory
-from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.replica_file import ReplicaFile
-from lowdiff.recovery.shard import Shard
+from lowdiff.recovery.in_memory import MemoryPlan, plan_in_memory
+from lowdiff.recovery.replay import ReplayOptions, replay
+from lowdiff.recovery.replica_file import Contents, ReplicaFile
+from lowdiff.recovery.shard import Shard, contents_of
+from lowdiff.recovery.state import RecoveredState
 from tests.face.test_replica import LargerTraining, Life
+from tests.face.test_replica_ranks import RankLife
 from tests.faults.victim import ONE_WORKER, digest_of
 from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import Pool
@@ -189,15 +192,22 @@ def test_content_that_fits_nothing_is_a_reason_to_go_back(
     assert "going back to what is on disk" in caplog.text
 
 
-def recovered_by(rank: int, _: int, folder: Path, failing: int) -> tuple[int, str]:
+def recovered_by(
+    rank: int, _: int, folder: Path, failing: int, in_blocks: bool = False
+) -> tuple[int, str]:
     """One rank of those that recover together; runs in a pool's process."""
+    joined = in_memory._shares_joined
 
-    def damaged(*_: object) -> Any:
-        raise DamagedFile(folder, "it is torn")
+    def fails(catalog: Catalog, plan: MemoryPlan, options: ReplayOptions) -> Any:
+        if not in_blocks:
+            raise DamagedFile(folder, "it is torn")
+        if not options.whole:
+            raise ReplayMismatch("the parameters differ")
+        return joined(catalog, plan, options)
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == failing:
-            patch.setattr(in_memory, "_shares_joined", damaged)
+            patch.setattr(in_memory, "_shares_joined", fails)
         options = ReplayOptions(num_workers=2, group=dist.group.WORLD)
         state = recover(folder / "run", staging=folder / "staging", options=options)
     return state.step, digest_of(state)
@@ -211,6 +221,103 @@ def test_ranks_that_recover_together_use_the_memory_all_of_them_or_none(
     first, second = pool.run(recovered_by, 2, dead.folder, 1)
     assert first == second
     assert first[0] == 0
+
+
+# Blocks that do not reproduce the live run's bits, as with an unusual kernel
+
+
+@pytest.fixture
+def in_flight(tmp_path: Path) -> Life:
+    """A life whose replica holds step 3, and whose queue leads to `STEPS`."""
+    life = Life(tmp_path, snapshot_every=1000)
+    life.run(3)
+    life.wait(lambda stats: stats["replica_step"] == 3)
+    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    life.run(STEPS)
+    life.kill()
+    return life
+
+
+def replaying_in_blocks_fails(attempts: list[bool]) -> Callable[..., RecoveredState]:
+    def replayed(*arguments: Any) -> RecoveredState:
+        options = arguments[-1]
+        attempts.append(options.whole)
+        if not options.whole:
+            raise ReplayMismatch("the parameters differ")
+        return replay(*arguments)
+
+    return replayed
+
+
+def make_whole(stage: StagingFolder) -> None:
+    """As a replica leaves its file once it has seen that blocks do not reproduce the bits."""
+    fence = read_fence(
+        RunFolder(stage.root.parents[2] / "run").fence(stage.incarnation, stage.rank)
+    )
+    path = stage.replica_state(read_replica_status(stage.replica_status).generation)
+    state = Shard(ReplicaFile.open(path, private=True), fence, journaled=False).state
+    ReplicaFile.create(path.with_suffix(".new"), contents_of(state, whole=True))
+    path.with_suffix(".new").rename(path)
+
+
+def test_steps_in_flight_are_replayed_in_whole_tensors_where_blocks_do_not_reproduce_them(
+    in_flight: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts: list[bool] = []
+    monkeypatch.setattr(in_memory, "replay", replaying_in_blocks_fails(attempts))
+    in_flight.assert_recovered()
+    assert attempts == [False, True]
+    assert "replaying whole tensors instead of blocks" in caplog.text
+
+
+def test_steps_in_flight_are_replayed_as_the_replica_had_to(
+    in_flight: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_whole(stage_of(in_flight.folder))
+    attempts: list[bool] = []
+    monkeypatch.setattr(in_memory, "replay", replaying_in_blocks_fails(attempts))
+    in_flight.assert_recovered()
+    assert attempts == [True]
+    assert not caplog.records
+
+
+def trained(rank: int, _: int, folder: Path) -> str:
+    """One rank's life up to `STEPS`, all of which its replica holds; runs in a pool's process."""
+    life = RankLife(rank, folder, snapshot_every=1000)
+    while life.step < STEPS:
+        life.train()
+    # The last step is known to be committed only with the next.
+    life.wait(lambda: life.checkpointer.stats()["replica_step"] == STEPS - 1)
+    digest = life.training.digest()
+    abandon(life.checkpointer, Kill(STEPS))
+    return digest
+
+
+def test_a_share_that_begins_with_the_trainers_image_is_stepped_as_the_others_are(
+    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, _ = pool.run(trained, 2, tmp_path)
+    first, second = StagingFolder.all(tmp_path / "staging")
+    first.replica_state(read_replica_status(first.replica_status).generation).unlink()
+    make_whole(second)
+    made: list[bool] = []
+
+    def contents(state: RecoveredState, *, whole: bool) -> Contents:
+        made.append(whole)
+        return contents_of(state, whole=whole)
+
+    monkeypatch.setattr(in_memory, "contents_of", contents)
+    state = recover(tmp_path / "run", staging=tmp_path / "staging", options=ONE_WORKER)
+    assert (state.step, digest_of(state)) == (STEPS, digest)
+    assert made == [True]
+
+
+@pytest.mark.slow
+def test_where_one_rank_needs_whole_tensors_all_that_recover_together_take_them(
+    dead: Life, pool: Pool
+) -> None:
+    newest = (STEPS, dead.training.digest())
+    assert pool.run(recovered_by, 2, dead.folder, 1, True) == [newest, newest]
 
 
 def tear(stage: StagingFolder) -> None:

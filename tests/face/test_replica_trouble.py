@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import torch
 from torch import nn
 
 import lowdiff
-from lowdiff.errors import UnsupportedOptimizer, WriterFailed
+import lowdiff.stager
+from lowdiff.compressors import TopK
+from lowdiff.errors import StorageError, UnsupportedOptimizer, WriterFailed
+from lowdiff.persistence.replica_status import ImageMark, MarkPage
 from lowdiff.recovery import optimizers
 from tests.face.test_replica import Life
 from tests.mounts import tmpfs_or_skip
@@ -122,6 +126,38 @@ def test_a_snapshot_put_off_costs_no_step(tmp_path: Path, monkeypatch: pytest.Mo
     life.assert_recovered()
 
 
+def test_trouble_that_other_ranks_have_not_heard_of_puts_a_snapshot_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path, snapshot_every=1000, on_error="raise")
+    life.run(3)
+    opened, real = life.checkpointer._opened, life.stager._status
+    assert opened is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(life.stager, "_world_size", 2)
+        patch.setattr(life.stager, "_is_image_in_use", lambda: True)
+        patch.setattr(life.stager, "_status", lambda: replace(real(), error="no disk"))
+        opened.session.snapshot()
+    assert life.stager.owes_snapshot
+    catch_up(life)
+    life.kill()
+    life.assert_recovered()
+
+
+def test_training_does_not_wait_for_an_image_that_was_left_out(tmp_path: Path) -> None:
+    life = Life(tmp_path, snapshot_every=5)
+    life.run(3)
+    life.wait(lambda stats: stats["durable_step"] == 0)
+    os.kill(life.stager.writer.pid, signal.SIGSTOP)
+    life.run(7)
+    life.wait(lambda stats: stats["replica_step"] == 7)
+    # As by a replica that had no memory for the image of step 5 and died since.
+    MarkPage(life.stager._log.folder.replica_image_mark).publish(ImageMark(0, 0, 0))
+    life.stager._wait_for_step(1)  # returns: the next image comes only once training goes on
+    life.kill()
+    life.assert_recovered()
+
+
 def test_steps_after_one_that_cannot_be_replayed_wait_for_its_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +191,29 @@ def test_a_full_queue_does_not_keep_close_from_ending(
     assert not closing.is_alive()
     assert not list((tmp_path / "staging").rglob("replica*"))
     life.assert_recovered()
+
+
+def test_an_attach_without_a_compressor_that_failed_does_not_hold_up_the_next_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path, compressor=TopK(0.5))
+    life.run(4)
+    life.kill()
+
+    def full(*_: object, **__: object) -> None:
+        raise StorageError("staging needs 1.0 MiB, and that file system is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lowdiff.stager, "stage_image", full)
+        with pytest.raises(StorageError, match="full"):
+            Life(tmp_path)
+    after = Life(tmp_path, compressor=TopK(0.5))
+    assert after.resumed == 4
+    assert after.training.digest() == life.training.digest()
+    after.run(6)
+    after.checkpointer.close()
+    assert not list((tmp_path / "staging").rglob("replica*"))
+    after.assert_recovered()
 
 
 class Halving(torch.optim.Optimizer):

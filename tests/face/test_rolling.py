@@ -17,7 +17,7 @@ from torch import nn
 
 import lowdiff
 from lowdiff.collecting import collect_run
-from lowdiff.compressors import PowerSGD, TopK
+from lowdiff.compressors import Cast, PowerSGD, TopK
 from lowdiff.persistence.catalog import SnapshotSet, scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
@@ -177,14 +177,30 @@ def test_steps_that_are_kept_for_ever_are_atomic(tmp_path: Path) -> None:
 def test_retention_keeps_what_a_cycle_needs(tmp_path: Path) -> None:
     loop = rolling_loop(tmp_path, retention=1, snapshot_every=4)
     live = trained(loop, 14)
-    wait_until(lambda: set(bases(tmp_path)) == {12})
+    wait_until(lambda: set(bases(tmp_path)) == {8, 12})
     loop.die()
-    assert bases(tmp_path) == {12: 9}
-    check(tmp_path, {step: live[step] for step in (12, 13, 14)})
+    assert bases(tmp_path) == {8: 5, 12: 9}
+    check(tmp_path, {step: live[step] for step in range(8, 15)})
     with pytest.raises(lowdiff.LowDiffError, match="no snapshot lies at or before it"):
-        lowdiff.recover(tmp_path / "run", 11, staging=tmp_path / "staging")
+        lowdiff.recover(tmp_path / "run", 7, staging=tmp_path / "staging")
     report = verify(tmp_path / "run", tmp_path / "staging")
-    assert report.recoverable == ((12, 14),)
+    assert report.recoverable == ((8, 14),)
+
+
+def test_a_kill_while_an_atomic_snapshot_takes_a_rolling_ones_place_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    loop = rolling_loop(tmp_path, retention=1, snapshot_every=4)
+    live = trained(loop, 12)
+    wait_until(lambda: set(bases(tmp_path)) == {8, 12})
+    loop.die()
+    # As `close()` leaves it between the manifest that goes and the one that comes.
+    (tmp_path / "run/snapshots/i000000-s0000000012/rank-0000.json").unlink()
+    check(tmp_path, {step: live[step] for step in range(8, 13)})
+    again = rolling_loop(tmp_path, retention=1, snapshot_every=4)
+    assert again.attach() == 12
+    again.checkpointer.close()
+    assert bases(tmp_path) == {12: 12}
 
 
 def test_a_writer_that_dies_in_a_cycle_has_a_successor_that_completes_it(tmp_path: Path) -> None:
@@ -276,6 +292,25 @@ def test_a_cycle_whose_slices_were_dropped_never_counts(tmp_path: Path) -> None:
         state = lowdiff.recover(tmp_path / "run", staging=memory)
         assert same(dict(state.model_state_dict()), loop.weights())
         assert not [s for s in snapshots(tmp_path) if s.is_rolling]
+
+
+def test_a_cycle_ends_where_staging_memory_is_the_least_that_attach_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_it(*_: object, **facts: object) -> None:
+        raise AssertionError(f"training waits for ever: {facts}")
+
+    monkeypatch.setattr("lowdiff.stager._NOTICE_SECONDS", 20.0)
+    monkeypatch.setattr("lowdiff.stager.log_event", end_it)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 60_000), nn.ReLU(), nn.Linear(60_000, 3))
+    with tmpfs_or_skip(tmp_path / "memory", 28) as memory:
+        # Slices and differentials of 3 MB each, in a log of 5.
+        settings = {"snapshot": "rolling", "snapshot_every": 4, "batch_size": 1}
+        loop = Loop(tmp_path, model, settings={"staging": memory, "compressor": Cast(), **settings})
+        trained(loop, 6)
+        loop.checkpointer.close()
+    assert bases(tmp_path) == {0: 0, 4: 1, 6: 6}
 
 
 @pytest.mark.slow

@@ -34,20 +34,21 @@ def test_a_killed_run_comes_back_from_the_store_alone(tmp_path: Path, server: S3
     url = server.url("killed")
     loop = loop_in(tmp_path / "node", url, retention=1, **ROLLING)
     loop.attach()
-    train_slowly(loop, 10)
-    wait_until(loop, lambda stats: stats["snapshots"] == 3 and "s0000000004" not in held(server))
+    train_slowly(loop, 14)
+    wait_until(loop, lambda stats: stats["snapshots"] == 4 and "s0000000004" not in held(server))
     loop.die()
     lose(tmp_path / "node")
-    # Only the newest snapshot is left, and of the steps before it those of its cycle.
-    assert re.findall(r"snapshots/i000000-s(\d+)/rank-0000.json", held(server)) == ["0000000008"]
+    # The newest one is rolling, so the one before it is left, and of earlier steps those of its cycle.
+    left = re.findall(r"snapshots/i000000-s(\d+)/rank-0000.json", held(server))
+    assert left == ["0000000008", "0000000012"]
     assert "i000000-s0000000005.seg" in held(server)
     assert "i000000-s0000000004.seg" not in held(server)
     found = lowdiff.recover(url, staging=tmp_path / "none")
-    assert (found.step, found.base_step) == (10, 8)
+    assert (found.step, found.base_step) == (14, 12)
     assert_same_weights(found, loop)
     report = verify(url, tmp_path / "none")
     assert report.ok, report.failures
-    assert loop_in(tmp_path / "other", url, **ROLLING).run(11) == 10
+    assert loop_in(tmp_path / "other", url, **ROLLING).run(15) == 14
 
 
 @pytest.mark.slow

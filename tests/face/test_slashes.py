@@ -50,7 +50,7 @@ def train(
     [
         {"compressor": TopK(0.5)},
         pytest.param({"compressor": TopK(0.5), "snapshot": "rolling"}, marks=pytest.mark.slow),
-        {"compressor": None},
+        pytest.param({"compressor": None}, marks=pytest.mark.slow),
     ],
     ids=["atomic", "rolling", "LowDiff+"],
 )

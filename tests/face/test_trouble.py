@@ -13,11 +13,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
+from lowdiff.closing import finish
 from lowdiff.compressors import TopK
 from lowdiff.errors import RunInUse, StorageError, WriterFailed
+from lowdiff.opening import Opened
 from lowdiff.persistence.catalog import last_segment
 from lowdiff.persistence.lease import Lease
 from lowdiff.persistence.paths import RunFolder
+from lowdiff.stager import Stager
 from tests.face.loops import Loop, small_model
 from tests.mounts import tmpfs, tmpfs_or_skip
 from tests.scenarios.pool import Pool
@@ -224,6 +227,30 @@ def test_a_single_process_raises_at_the_next_commit_and_may_go_on(tmp_path: Path
     assert loop.checkpointer.stats()["retries"] > 0
     loop.checkpointer.close()
     assert lowdiff.recover(run).step == 2
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_stats_after_a_close_that_failed_are_those_of_its_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    loop = Loop(tmp_path)
+    loop.run(1)
+    loop.attach()
+    for number in (1, 2):
+        loop.step(number)
+        loop.checkpointer.commit()
+
+    def failing(opened: Opened, *, failed: bool) -> None:
+        finish(opened, failed=failed)
+        if broken:
+            monkeypatch.setattr(Stager, "figures", lambda _: 1 / 0)
+        raise WriterFailed("it took too long")
+
+    monkeypatch.setattr("lowdiff.checkpointer.finish", failing)
+    with pytest.raises(WriterFailed, match="it took too long"):
+        loop.checkpointer.close()
+    # Those of the life before, where its own cannot be told: the error that came first counts.
+    assert loop.checkpointer.stats()["steps"] == (1 if broken else 2)
 
 
 def test_a_full_disk_at_attach_has_a_name_and_takes_nothing(tmp_path: Path) -> None:

@@ -102,3 +102,29 @@ def test_a_model_is_copied_while_it_is_attached(
     again.close()
     with pytest.raises(UsageError, match="outside the life of its Checkpointer"):
         num_kept(twin)
+
+
+def test_an_older_checkpointer_of_the_model_closes_and_the_newer_one_goes_on(
+    ddp: DistributedDataParallel, tmp_path: Path
+) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    old, new = (
+        lowdiff.Checkpointer(tmp_path / name, compressor=TopK(0.5), staging=tmp_path / "staging")
+        for name in "ab"
+    )
+
+    def train(checkpointer: lowdiff.Checkpointer) -> None:
+        ddp.zero_grad()
+        ddp(torch.randn(3, 4)).square().sum().backward()
+        optimizer.step()
+        checkpointer.commit()
+
+    old.attach(ddp, optimizer)
+    train(old)
+    new.attach(ddp, optimizer)
+    old.close()
+    train(new)
+    new.close()
+    assert [lowdiff.recover(tmp_path / name).step for name in "ab"] == [1, 1]
+    with pytest.raises(UsageError, match="outside the life of its Checkpointer"):
+        ddp(torch.randn(3, 4)).sum().backward()

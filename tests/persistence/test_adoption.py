@@ -326,12 +326,15 @@ def test_another_ranks_replica_stays_until_that_ranks_shard_is_durable(tmp_path:
     assert not has_replica_before(settings)
 
 
+@pytest.mark.parametrize("has_replica", [True, False], ids=["LowDiff+", "a compressor"])
 @pytest.mark.parametrize("ranks_seen", [1, 2], ids=["own folders", "a shared folder"])
 def test_its_own_replica_stays_until_no_rank_can_fail_to_begin(
-    tmp_path: Path, ranks_seen: int
+    tmp_path: Path, ranks_seen: int, has_replica: bool
 ) -> None:
     dead = replica_of(predecessor(tmp_path, range(1, 4), rank=0))
-    settings = settings_in(tmp_path, incarnation=1, world_size=2, base_step=3, has_replica=True)
+    settings = settings_in(
+        tmp_path, incarnation=1, world_size=2, base_step=3, has_replica=has_replica
+    )
     begin(settings, ranks=ranks_seen)
     snapshot(settings, rank=0)  # its own base is durable; the other rank still starts
     make_directory(settings.staging.root)
@@ -343,6 +346,31 @@ def test_its_own_replica_stays_until_no_rank_can_fail_to_begin(
     assert dead.staging.root.exists()
     page.publish(TrainerStatus(0, 4, 3, 0.0, False))  # a step for which both were needed
     adopting.join(20)
+    assert not dead.staging.root.exists()
+
+
+@pytest.mark.parametrize("how", ["its first snapshot", "a step of all ranks"])
+def test_what_a_life_does_not_go_on_from_stays_until_that_life_has_begun(
+    tmp_path: Path, how: str
+) -> None:
+    """Until then the life before is the run's history, and only there is its newest residual."""
+    dead = predecessor(tmp_path, range(1, 4))
+    settings = settings_in(tmp_path, incarnation=1, world_size=2, continues=False)
+    page = TrainerPage(settings.staging.trainer_status)
+    begin(settings, ranks=2)
+    snapshot(settings, rank=0)
+    gone = threading.Event()
+    gone.set()
+    assert adopt_predecessors(settings, gone) == ""
+    assert stored(dead.folder) == [1, 2, 3]
+    assert dead.staging.root.exists()
+    adopting = threading.Thread(target=adopt, args=[settings])
+    adopting.start()
+    if how == "its first snapshot":
+        snapshot(settings, rank=1)
+    else:
+        page.publish(TrainerStatus(0, 1, 0, 0.0, False))
+    adopting.join(PATIENCE_SECONDS)
     assert not dead.staging.root.exists()
 
 

@@ -147,3 +147,47 @@ def test_a_full_disk_keeps_nobody_from_locking(path: Path, monkeypatch: pytest.M
     lock.release()
     assert lock.acquire("first")
     lock.release()
+
+
+def test_locks_that_come_and_go_leave_nothing_behind(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is registered there stays for ever, and runs in every forked child.
+    registered: list[object] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hook: registered.append(hook))
+    for _ in range(3):
+        lock = FileLock(path)
+        assert lock.acquire("somebody")
+        lock.release()
+    assert not registered
+
+
+FORKING = """
+import os, sys
+from pathlib import Path
+from lowdiff.persistence.locks import FileLock
+
+locks = [FileLock(Path(sys.argv[1]) / f"{number}.lock") for number in range(3)]
+for lock in locks:
+    assert lock.acquire("the parent")
+locks[1].release()
+before = len(os.listdir("/proc/self/fd"))
+if not os.fork():
+    os._exit(before - len(os.listdir("/proc/self/fd")))
+_, status = os.wait()
+assert not FileLock(locks[0].path).acquire("nobody")
+for lock in locks:
+    lock.release()
+    assert lock.acquire("the parent again")
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_closes_every_lock_that_is_held(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", FORKING, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert found.stdout == b"2\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from lowdiff.persistence.retention import check_snapshots, collect, take_invento
 from lowdiff.persistence.retention_notes import Collected, read_notes, write_pin
 from lowdiff.persistence.retention_plan import Pin
 from lowdiff.persistence.snapshots import Manifest, manifest_file, shard_file
+from tests.mounts import tmpfs_or_skip
 from tests.persistence.made_runs import RUN_ID
 from tests.persistence.retained import fence
 
@@ -132,6 +134,63 @@ def test_a_power_failure_cannot_bring_back_manifests_without_their_tensors(
         *(".json", ".json", "fsync i000000-s0000000000", ".safetensors", ".safetensors"),
         *(".seg", ".seg"),
     ]
+
+
+def test_a_full_disk_is_freed(tmp_path: Path) -> None:
+    """Before anything else can be written, what retention writes down included."""
+    with tmpfs_or_skip(tmp_path / "disk", 1) as disk:
+        folder = complete_run(disk / "run", [0, 10, 20, 30])
+        filler = shutil.disk_usage(disk).free
+        (disk / "filler").write_bytes(bytes(filler))
+        with pytest.raises(OSError, match="No space left on device"):
+            write_json(disk / "another", {})
+        collect(folder, RUN_ID, Retention(1))
+        assert on_disk(folder) == ([30], [(0, 31), (1, 31)])
+        assert read_notes(folder, RUN_ID).collected == Collected(((0, 1, 30),))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_what_will_be_missing_is_written_down_once_a_snapshot_made_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    folder = complete_run(tmp_path / "run", [0, 10, 20, 30], world_size=1)
+    before = on_disk(folder)
+    snapshots: list[list[int]] = []
+
+    def full(*arguments: Any) -> None:
+        snapshots.append(on_disk(folder)[0])
+        assert on_disk(folder)[1] == before[1], "no segment goes without a word"
+        if len(snapshots) < 3:
+            raise OSError(number, os.strerror(number))
+        write_json(*arguments)
+
+    monkeypatch.setattr("lowdiff.persistence.retention_notes.write_json", full)
+    if number == errno.EIO:  # room is not what it lacks
+        with pytest.raises(OSError, match="Input/output error"):
+            collect(folder, RUN_ID, Retention(1))
+        assert on_disk(folder) == before
+    else:
+        collect(folder, RUN_ID, Retention(1))
+        assert snapshots == [[0, 10, 20, 30], [10, 20, 30], [20, 30]]
+        assert on_disk(folder) == ([30], [(0, 31)])
+        assert read_notes(folder, RUN_ID).collected == Collected(((0, 1, 30),))
+
+
+def test_segments_stay_where_nothing_makes_room_for_a_word_about_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = complete_run(tmp_path / "run", [0, 10, 20], world_size=1)
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lowdiff.persistence.retention_notes.write_json", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            collect(folder, RUN_ID, Retention(1))
+    assert on_disk(folder) == ([20], [(0, 1), (0, 11), (0, 21)])
+    collect(folder, RUN_ID, Retention(1))
+    assert on_disk(folder) == ([20], [(0, 21)])
 
 
 def test_where_an_incarnation_is_about_to_begin_is_read_from_its_first_fence(

@@ -220,3 +220,30 @@ def test_a_chunk_that_somebody_removed_is_a_storage_error(tmp_path: Path) -> Non
     log.folder.chunk(0).unlink()
     with pytest.raises(StorageError, match="cannot have it"):
         append(log, 17, durable=8)
+
+
+def test_a_chunk_that_cannot_grow_is_no_error_while_more_can_become_durable(tmp_path: Path) -> None:
+    log = log_in(folder_in(tmp_path))
+    for step in range(1, 25):
+        assert append(log, step)
+    with refusing(errno.ENOSPC):
+        assert append(log, 25, durable=8, num_items=LONG) is None
+        with pytest.raises(StorageError, match="is full"):
+            append(log, 25, durable=16, num_items=LONG)
+        assert steps(log.folder)[-8:] == list(range(17, 25))
+        assert append(log, 25, durable=16)
+    assert append(log, 26, durable=25, num_items=LONG)
+    assert [check(r, LONG) for r in drained(LogTail(log.folder))[-1:]] == [26]
+
+
+def test_a_long_chunk_serves_on_where_there_is_no_memory_for_a_shorter_one(tmp_path: Path) -> None:
+    log = log_in(folder_in(tmp_path))
+    assert append(log, 1, num_items=LONG)
+    with refusing(errno.ENOSPC):
+        for step in range(2, 5000):
+            assert append(log, step, durable=step - 1)
+    held = log.bytes_held
+    assert held > 4 * LONG
+    for step in range(5000, 8000):
+        assert append(log, step, durable=step - 1)
+    assert log.bytes_held == 2 * CHUNK

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.segments import batches_of
-from lowdiff.persistence.staging import LogTail, staged_records
+from lowdiff.persistence.staging import LogTail, StagingLog, staged_records
 from tests.persistence.staged_logs import (
     CHUNK,
     ITEMS,
@@ -90,6 +90,98 @@ def test_a_record_larger_than_a_chunk_gets_one_of_its_own(tmp_path: Path) -> Non
     assert [check(r, n) for r, n in zip(found, (ITEMS, 20480, ITEMS), strict=True)] == [1, 2, 3]
 
 
+LARGE = 10 * CHUNK  # items: records of 40 chunks
+
+
+def test_a_rare_large_record_makes_the_log_longer_only_for_a_while(tmp_path: Path) -> None:
+    log = log_in(folder_in(tmp_path), cap_bytes=1000 * CHUNK)
+    for step in range(1, 33):  # a stall: four chunks of eight
+        assert append(log, step)
+    for step in range(33, 1000):  # each lands on another chunk than the one before
+        assert append(log, step, durable=step - 1, num_items=ITEMS if step % 41 else LARGE)
+        assert log.bytes_held < 50 * CHUNK
+        assert log.bytes_held == sum(p.stat().st_size for _, p in log.folder.chunks())
+    for step in range(1000, 1040):
+        assert append(log, step, durable=step - 1)
+    assert log.bytes_held == 4 * CHUNK
+
+
+def test_a_large_record_of_every_lap_keeps_its_chunk(tmp_path: Path) -> None:
+    log = log_in(folder_in(tmp_path))
+    inodes = set()
+    for step in range(1, 300):  # three chunks, of which each is needed for another kind in turn
+        assert append(log, step, durable=step - 3, num_items=(ITEMS, 1000, LARGE)[step % 3])
+        if step > 30:
+            inodes |= {path.stat().st_ino for _, path in log.folder.chunks()}
+    assert len(inodes) == len(log.folder.chunks())
+
+
+def test_chunks_grow_within_the_cap_only(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log, tail = log_in(folder, cap_bytes=100 * CHUNK), LogTail(folder)
+    for step in range(1, 41):
+        assert append(log, step)
+    seen = [record.header.step for record in drained(tail)]
+    for step in range(41, 500):
+        assert append(log, step, durable=step - 1, num_items=ITEMS if step % 5 else LARGE)
+        assert log.bytes_held <= 100 * CHUNK
+        seen += [record.header.step for record in drained(tail)]
+    assert seen == list(range(1, 500))
+
+
+def test_a_large_record_waits_for_memory_that_can_become_free(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=4 * CHUNK)
+    for step in range(1, 25):
+        append(log, step)
+    assert append(log, 25, durable=8, num_items=LARGE) is None
+    assert steps(folder)[-16:] == list(range(9, 25))
+    assert append(log, 25, durable=16, num_items=LARGE)
+    assert [r.header.step for _, r in staged_records(folder)] == list(range(17, 26))
+
+
+def test_where_it_may_drop_the_log_keeps_its_cap_for_large_records_too(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=100 * CHUNK)
+    for step in range(1, 1500):
+        num_items = ITEMS if step % 40 else LARGE
+        size = log.append(
+            RecordKind.DIFFERENTIAL, step, b"", payload(step, num_items), durable_step=3, drop=True
+        )
+        assert size
+        assert log.bytes_held <= 100 * CHUNK
+        found = [record.header.step for _, record in staged_records(folder)]
+        assert found == list(range(found[0], step + 1))
+        assert log.dropped_step == (found[0] - 1 if found[0] > 1 else -1)
+
+
+def append_slice(log: StagingLog, step: int, *, durable: int, num_items: int) -> int | None:
+    data = payload(step, num_items)[0].data.data.cast("B")
+    return log.append(RecordKind.SLICE, step, b"", (), durable_step=durable, pieces=[data])
+
+
+def test_nothing_waits_for_a_step_that_waits_for_it(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    log = log_in(folder, cap_bytes=2 * CHUNK)
+    for step in range(1, 30):
+        assert append_slice(log, step, durable=step - 1, num_items=700)
+        assert append_slice(log, step, durable=step - 1, num_items=400)
+        # The slices lie in two chunks, and neither is durable before the differential is.
+        assert append(log, step, durable=step - 1, num_items=700)
+        found = [record.header.step for _, record in staged_records(folder)]
+        assert found[-3:] == [step] * 3
+        assert log.bytes_held <= 3 * CHUNK
+
+
+def test_a_step_before_it_is_waited_for(tmp_path: Path) -> None:
+    log = log_in(folder_in(tmp_path), cap_bytes=2 * CHUNK)
+    assert append(log, 1, num_items=700)
+    assert append_slice(log, 2, durable=0, num_items=700)
+    assert append(log, 2, durable=0, num_items=700) is None
+    assert append(log, 2, durable=1, num_items=700)
+    assert log.bytes_held == 2 * CHUNK
+
+
 def test_a_record_larger_than_the_cap_is_taken_once_it_is_alone(tmp_path: Path) -> None:
     folder = folder_in(tmp_path)
     log = log_in(folder, cap_bytes=2 * CHUNK)
@@ -97,11 +189,10 @@ def test_a_record_larger_than_the_cap_is_taken_once_it_is_alone(tmp_path: Path) 
         append(log, step)
     assert append(log, 17, num_items=5 * CHUNK) is None
     assert append(log, 17, durable=8, num_items=5 * CHUNK)
-    held = log.bytes_held
-    assert held > 20 * CHUNK
+    assert log.bytes_held > 20 * CHUNK
     for step in range(18, 400):
         assert append(log, step, durable=step - 1)
-    assert log.bytes_held <= held  # the large chunk is reused like any other
+    assert log.bytes_held == 2 * CHUNK
 
 
 @given(st.lists(st.tuples(st.integers(0, 2500), st.integers(0, 6), st.booleans()), max_size=40))
@@ -118,6 +209,7 @@ def test_any_sequence_of_sizes_and_progress_keeps_all_that_is_not_durable(
             sizes[step] = size
         if with_mark:
             log.append(RecordKind.SNAPSHOT, step, b"image", (), durable_step=durable)
+        assert log.bytes_held <= 3 * CHUNK or len(folder.chunks()) == 2
         for record in drained(tail):
             if record.header.kind is RecordKind.DIFFERENTIAL:
                 seen.append(check(record, sizes[record.header.step]))

@@ -17,9 +17,13 @@ from safetensors.numpy import load_file
 from lowdiff.errors import WriterFailed
 from lowdiff.persistence import writer_process
 from lowdiff.persistence.catalog import complete_snapshots
+from lowdiff.persistence.durable import make_directory
+from lowdiff.persistence.fences import write_fence
+from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.snapshots import shard_file
 from lowdiff.persistence.writer import Writer
 from tests.mounts import remount, tmpfs_or_skip
+from tests.persistence.made_runs import fence
 from tests.persistence.writers import (
     RUN_ID,
     append,
@@ -145,6 +149,31 @@ def test_a_snapshot_that_does_not_fit_holds_up_no_differential_and_outlives_its_
     tensors = load_file(shard_file(snapshot.folder, 0))
     np.testing.assert_array_equal(tensors["model/w"], noise(1, 1 << 18))
     assert stored(settings.folder) == list(range(1, 40))
+
+
+def test_a_full_disk_is_freed_as_soon_as_retention_can(small_disk: Path) -> None:
+    """It could not when the snapshot came that it waits for; no other comes while nothing is written."""
+    settings = settings_in(
+        small_disk.parent, run=small_disk / "run", batch_size=1, retention=Retention(snapshots=1)
+    )
+    write_fence(settings.folder, fence(0))
+    unreadable = settings.folder.pin("best")
+    make_directory(unreadable.parent)
+    log = log_of(settings)
+    with writing(settings) as writer:
+        for step in (1, 2):
+            append(log, step)
+            stage_snapshot(log, step, 1 << 16)
+            wait_until(writer, lambda s, step=step: s.durable_snapshot == step)  # type: ignore[misc]
+            unreadable.write_text("not a pin")
+        Trouble("full", small_disk).begin()
+        for step in range(3, 10):
+            append(log, step, num_items=4000)
+        wait_until(writer, lambda s: "No space left on device" in s.error)
+        assert [step for _, step, _ in settings.folder.snapshots()] == [1, 2]
+        unreadable.unlink()
+        assert not wait_until(writer, lambda s: s.durable_step == 9).error
+    assert [step for _, step, _ in settings.folder.snapshots()] == [2]
 
 
 def test_a_run_folder_that_does_not_answer_is_not_deleted(

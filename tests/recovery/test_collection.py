@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 import lowdiff
 from lowdiff.errors import StepNotFound
 from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.durable import write_json
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.policy import Retention
@@ -66,18 +68,33 @@ def killed_after(operations: int) -> Iterator[list[Any]]:
         yield done
 
 
+@contextmanager
+def full_disk(folder: RunFolder, num_snapshots: int) -> Iterator[None]:
+    """One with room for so many snapshots, and for nothing that retention writes down beside more."""
+
+    def write(*arguments: Any) -> None:
+        if len(list(folder.snapshots())) > num_snapshots:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_json(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowdiff.persistence.retention_notes.write_json", write)
+        yield
+
+
 def collected(run: Path) -> None:
     folder = RunFolder(run)
     collect(folder, read_run_id(folder), POLICY)
 
 
+@pytest.mark.parametrize("room", [1000, 3], ids=["room for all", "room once all that go are gone"])
 def test_killed_after_any_deletion_all_that_is_kept_is_exact_and_nothing_looks_lost(
-    trained: Trained, tmp_path: Path
+    trained: Trained, tmp_path: Path, room: int
 ) -> None:
     for operations in range(1000):
         (tmp_path / str(operations)).mkdir()
         copy = trained.copied(tmp_path / str(operations))
-        with killed_after(operations) as done:
+        with full_disk(RunFolder(copy.run), room), killed_after(operations) as done:
             try:
                 collected(copy.run)
             except Killed:

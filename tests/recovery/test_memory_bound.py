@@ -1,4 +1,4 @@
-"""Whoever compares holds two states: both are counted before anything is replayed."""
+"""All states are counted before anything is replayed: of comparisons two, of neighbours theirs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lowdiff
+from lowdiff.compressors import TopK
 from lowdiff.errors import NotEnoughMemory
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.recovery import sizing
 from lowdiff.recovery.against import compare_with
 from lowdiff.recovery.compare import differences, distance
 from lowdiff.recovery.export import export
+from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.sizing import needed_bytes
 from lowdiff.recovery.verify import verify
 from tests.recovery.training import Trained, train
+from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import classifier, wrapped
 
 _ELEMENTS = 1 << 24  # 64 MiB
 
@@ -70,6 +77,73 @@ def test_a_comparison_counts_the_file(
             compare_with(trained.run, file, staging=trained.staging)
     free(monkeypatch, needed_bytes(one + other))
     assert compare_with(trained.run, file, staging=trained.staging).ok
+
+
+def recovered_by(
+    rank: int, _: int, trained: Trained, free: tuple[list[int], ...], machines: str
+) -> int | tuple[int, int, str]:
+    """One rank of those that recover together, and how it is refused; runs in a pool's process.
+
+    Args:
+        trained: What they recover.
+        free: Per rank, what it finds free each time it looks; the last for ever.
+        machines: A letter for each rank.
+    """
+    looks = list(free[rank])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizing, "free_bytes", lambda: looks.pop(0) if len(looks) > 1 else looks[0])
+        patch.setattr(sizing, "this_machine", lambda: machines[rank])
+        options = ReplayOptions(num_workers=1, group=dist.group.WORLD)
+        try:
+            return lowdiff.recover(trained.run, 7, staging=trained.staging, options=options).step
+        except NotEnoughMemory as error:
+            return error.needed_bytes, error.num_processes, str(error)
+
+
+def test_processes_of_one_machine_need_the_memory_of_all_of_them(
+    trained: Trained, pool: Pool
+) -> None:
+    one = needed_bytes(bytes_of(trained))
+    short = ([2 * one - 1], [2 * one - 1])
+    for needed, num_processes, text in pool.run(recovered_by, 2, trained, short, "AA"):
+        assert (needed, num_processes) == (2 * one, 2)
+        assert "in each of the 2 processes that recover on this machine at once" in text
+    assert pool.run(recovered_by, 2, trained, ([one], [one]), "AB") == [7, 7]
+
+
+def test_what_the_neighbours_have_taken_already_is_not_missed_twice(
+    trained: Trained, pool: Pool
+) -> None:
+    one = needed_bytes(bytes_of(trained))
+    # Both looked before anything was loaded; the later one looks again when the other has its state.
+    assert pool.run(recovered_by, 2, trained, ([2 * one], [2 * one, one]), "AA") == [7, 7]
+    # The first looked while the other still held what it had of an attempt before.
+    assert pool.run(recovered_by, 2, trained, ([one], [2 * one]), "AA") == [7, 7]
+
+
+def attached_by(rank: int, world_size: int, folder: str, free_bytes: int | None) -> int | str:
+    """A pool's job: where a life begins, or how it is refused."""
+    model = wrapped(classifier())
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", compressor=TopK(0.1), staging=f"{folder}/staging"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if free_bytes is not None:
+            free(patch, free_bytes)
+        try:
+            resumed = checkpointer.attach(model, torch.optim.SGD(model.parameters(), 0.1))
+        except NotEnoughMemory as error:
+            return str(error)
+    checkpointer.close()
+    return resumed
+
+
+def test_attach_counts_the_ranks_of_the_machine(pool: Pool, tmp_path: Path) -> None:
+    pool.run(attached_by, 2, str(tmp_path), None)
+    one = needed_bytes(scan(RunFolder(tmp_path / "run")).snapshots[-1].bytes)
+    for refused in pool.run(attached_by, 2, str(tmp_path), 2 * one - 1):
+        assert "in each of the 2 processes that recover on this machine at once" in refused
+    assert pool.run(attached_by, 2, str(tmp_path), 2 * one) == [0, 0]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import lowdiff
 from lowdiff.errors import ConfigError, UnsupportedOptimizer
 from lowdiff.layout import flat, layout_of
 from lowdiff.persistence.values import same
-from lowdiff.recovery import optimizers
+from lowdiff.recovery import kernels, optimizers
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import build, class_name, register_optimizer, usable_on
 from lowdiff.recovery.replay import ReplayOptions, plan_units
@@ -197,6 +197,30 @@ def test_the_functional_form_is_compiled_where_torch_offers_one(name: str) -> No
     assert StepChooser().choose(optimizer) is not inspect.unwrap(kind.step)
 
 
+def test_one_half_precision_parameter_in_a_unit_is_enough_for_the_real_step() -> None:
+    chooser = StepChooser()
+    norm = [torch.nn.Parameter(torch.ones(70)) for _ in range(2)]
+    bias = torch.nn.Parameter(torch.ones(70, dtype=torch.bfloat16))
+    bare = inspect.unwrap(torch.optim.AdamW.step)
+    assert chooser.choose(torch.optim.AdamW(norm)) is not bare
+    assert chooser.choose(torch.optim.AdamW([*norm, bias])) is bare
+
+
+def test_a_compiled_step_is_tried_with_every_dtype_of_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[set[torch.dtype]] = []
+
+    def compiled(optimizer: torch.optim.Optimizer) -> None:
+        tried.append({p.dtype for group in optimizer.param_groups for p in group["params"]})
+
+    monkeypatch.setattr(kernels, "_compiled", lambda kind: compiled)
+    dtypes = (torch.float32, torch.float64)
+    parameters = [torch.nn.Parameter(torch.ones(70, dtype=dtype)) for dtype in dtypes]
+    StepChooser().choose(torch.optim.AdamW(parameters))
+    assert tried[0] == set(dtypes)
+
+
 @settings(max_examples=15)
 @example("AdamW", torch.bfloat16, [1], 1, [0.5, 0.5, 0.5, 0.25], 0.01)
 @given(
@@ -252,6 +276,15 @@ class Normed(Signed):
             p.sub_(p.grad / norm, alpha=0.01)
 
 
+class Careful(Signed):
+    """Its constructor wants a rate, and sees to what it is given."""
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.9) -> None:
+        if momentum <= 0:
+            raise ValueError("no momentum")
+        super().__init__(params, lr)
+
+
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """Registrations end with the test."""
@@ -282,6 +315,17 @@ def test_one_call_makes_a_third_partys_optimizer_replayable(
     del optimizers.GRANULARITY[f"{kind.__module__}.{kind.__qualname__}"]
     with pytest.raises(UnsupportedOptimizer, match="as the training script did"):
         recover()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_what_its_constructor_refuses_a_group_may_hold() -> None:
+    register_optimizer(Careful)
+    weight = torch.nn.Parameter(torch.ones(3))
+    spec = OptimizerSpec(class_name(Careful([weight], 0.1)), (("weight",),))
+    hyper = {"lr": 0.2, "momentum": 0.0}
+    made = build(spec, [(hyper, [weight])])
+    assert made.param_groups == [{**hyper, "params": [weight]}]
+    assert hyper == {"lr": 0.2, "momentum": 0.0}
 
 
 @pytest.mark.parametrize(

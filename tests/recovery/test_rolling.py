@@ -28,6 +28,8 @@ from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.verify import verify
 from tests.recovery.training import Trained, train
 from tests.scenarios.lives import Kill, abandon
+from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import batch, classifier, wrapped
 
 Makers = dict[str, Callable[[Any], torch.optim.Optimizer]]
 BY_ELEMENT: Makers = {
@@ -242,3 +244,51 @@ def test_the_loss_of_the_node_costs_no_more_than_with_atomic_snapshots(
     assert state.step == 17
     assert same(dict(state.model_state_dict()), dict(trained.models[17]))
     assert same(state.stateful["scheduler"], trained.stateful[17]["scheduler"])
+
+
+def one_rank_loses_its_cycle(
+    rank: int, world_size: int, folder: str, name: str
+) -> dict[int, list[Any]]:
+    """A pool's job: what the live run held at two steps; rank 0 ends its cycle with an atomic shard."""
+    torch.manual_seed(0)
+    model = wrapped(classifier())
+    optimizer = BY_ELEMENT[name](model.parameters())
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run",
+        compressor=TopK(0.3, dense_below=64),
+        snapshot="rolling",
+        snapshot_every=CYCLE,
+        batch_size=2,
+        retention=None,
+        staging=f"{folder}/staging",
+    )
+    checkpointer.attach(model, optimizer)
+    assert checkpointer._opened is not None
+    session = checkpointer._opened.session
+    assert session._rolling is not None
+    found = {}
+    for step in checkpointer.steps(CYCLE + 2):
+        if rank == 0 and step == 4:
+            session._rolling.restart()
+        optimizer.zero_grad()
+        model(batch(step, rank, 16, 40)).square().mean().backward()
+        optimizer.step()
+        if step + 1 >= CYCLE:
+            found[step + 1] = copy.deepcopy([model.module.state_dict(), optimizer.state_dict()])
+    writer = session.stager.writer._process
+    abandon(checkpointer, Kill(CYCLE + 2, writers=False))
+    writer.wait()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["adamw", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nadam", "asgd"))]
+)
+def test_shards_of_which_some_are_atomic_lead_to_the_live_bits(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
+    live, _ = pool.run(one_rank_loses_its_cycle, 2, str(tmp_path), name)
+    (snapshot,) = (s for s in scan(RunFolder(tmp_path / "run")).snapshots if s.step == CYCLE)
+    assert [manifest.first_base for manifest in snapshot.manifests] == [None, 1]
+    for step, state in live.items():
+        assert is_equal(state, recovered(tmp_path, step)), f"step {step}"

@@ -117,7 +117,7 @@ def abandon(checkpointer: lowdiff.Checkpointer, kill: Kill) -> None:
     opened.session.detach()
     opened.lock.release()
     opened.staging_lock.release()
-    checkpointer.hook_state.close()
+    checkpointer.hook_state.close(opened.session.reducer)
     if checkpointer._signals is not None:
         checkpointer._signals.close()
     assert checkpointer._loop is not None

@@ -80,3 +80,40 @@ def test_without_staging_memory_it_is_that_of_the_snapshot(
         assert resumed == 4
         assert all(torch.equal(before[key], residual) for key, residual in after.items())
         assert bool(after) == (name == "powersgd")
+
+
+def lose_snapshots_after(folder: Path, kept: str) -> None:
+    for snapshot in (folder / "run/snapshots").iterdir():
+        if snapshot.name > kept:
+            shutil.rmtree(snapshot)
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 3), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_a_rank_goes_on_with_its_own_where_the_snapshot_of_the_change_is_lost(
+    pool: Pool, tmp_path: Path, first: int, then: int
+) -> None:
+    compressor = FAMILY["topk"]
+    pool.run(train, first, str(tmp_path), compressor, 4)
+    ended = pool.run(train, then, str(tmp_path), compressor, 8)
+    lose_snapshots_after(tmp_path, "i000000-s0000000000")
+    began = pool.run(train, then, str(tmp_path), compressor, 9)
+    for (_, _, after), (resumed, before, _) in zip(ended, began, strict=True):
+        assert resumed == 8
+        assert any(bool(residual.any()) for residual in after.values())
+        assert all(torch.equal(before[key], residual) for key, residual in after.items())
+
+
+@pytest.mark.parametrize(("first", "then"), [pytest.param(2, 3, marks=pytest.mark.slow), (3, 2)])
+def test_without_staging_memory_it_is_then_the_mean_of_the_older_snapshot(
+    pool: Pool, tmp_path: Path, first: int, then: int
+) -> None:
+    compressor = FAMILY["topk"]
+    owed = [after for _, _, after in pool.run(train, first, str(tmp_path), compressor, 4, True)]
+    pool.run(train, then, str(tmp_path), compressor, 8, True)
+    lose_snapshots_after(tmp_path, "i000000-s0000000004")
+    shutil.rmtree(tmp_path / "staging")
+    for resumed, before, _ in pool.run(train, then, str(tmp_path), compressor, 9):
+        assert resumed == 8
+        for key, residual in before.items():
+            olds = [old.get(key, torch.zeros_like(residual)) for old in owed]
+            assert torch.allclose(residual, torch.stack(olds).sum(0) / first), key

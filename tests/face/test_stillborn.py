@@ -1,0 +1,43 @@
+"""A life that begins afresh and dies in ``attach``: the one before it is the run's history still."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.values import same
+from lowdiff.stager import Stager
+from tests.face.loops import PATIENCE_SECONDS, Loop, wait_until
+
+KILLED, END = 7, 10
+
+
+@pytest.mark.parametrize("restore", ["none", "model"])
+def test_what_was_owed_to_killed_steps_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restore: str
+) -> None:
+    whole = Loop(tmp_path / "whole")
+    whole.run(END)
+    killed = Loop(tmp_path)
+    killed.attach()
+    for number in range(KILLED):
+        killed.step(number)
+        killed.checkpointer.commit()
+    killed.die()
+
+    def dies(self: Stager) -> None:
+        """Before its first snapshot is staged, when its writer has done all that it can."""
+        wait_until(lambda: scan(RunFolder(tmp_path / "run")).of(0, 0).ranges == [(1, KILLED)])
+        self.writer.finish(PATIENCE_SECONDS)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stager, "wait_for_snapshot", dies)
+        with pytest.raises(KeyboardInterrupt):
+            Loop(tmp_path).attach(restore=restore)
+    resumed = Loop(tmp_path)
+    assert resumed.run(END) == KILLED
+    assert same(resumed.weights(), whole.weights())
