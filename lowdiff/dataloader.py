@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,10 @@ class ResumableLoader:
             generator=torch.Generator().manual_seed(_mixed(self._order.seed, self.epoch)),
             **self._options,
         )
-        with torch.device("cpu"):  # it draws a seed with its generator, which must be of one device
+        # It draws a seed with its generator, where that is not on the default device; and forked
+        # workers keep what they begin in.
+        is_usual = torch.get_default_device().type == "cpu"
+        with nullcontext() if is_usual else torch.device("cpu"):
             batches = iter(loader)
         # Without workers, collating a batch may draw from the generators of the step; and so may
         # what follows an epoch of which nothing is left.

@@ -266,9 +266,11 @@ def _begin(
     story: Story,
 ) -> Opened:
     """Staging, writer and session."""
-    if any(map(has_replica, StagingFolder.all_of_run(memory.root, fence.run_id))):
-        # Of a life that may never have begun: only a snapshot after it makes its memory void.
-        start = replace(start, needs_snapshot=start.needs_snapshot or not settings.has_replica)
+    left = StagingFolder.all_of_run(memory.root, fence.run_id)
+    if any(ranks.gather(any(map(has_replica, left)))) and not settings.has_replica:
+        # Of a life that may never have begun, on whichever machine: only a snapshot after it makes
+        # its memory void.
+        start = replace(start, needs_snapshot=True)
     staging = StagingFolder.of(memory.root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo:
         with ranks.together():

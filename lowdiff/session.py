@@ -10,6 +10,7 @@ from typing import Any
 from lowdiff.capture import restore_random_states
 from lowdiff.digests import Digester
 from lowdiff.divergence import Divergence
+from lowdiff.errors import UsageError
 from lowdiff.hook import hook_of, without_autocast
 from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
@@ -256,8 +257,18 @@ class Session:
             _logger.warning("rank %d: %s. This is said once", self._rank, text)
 
     def _make_differential(self) -> None:
-        """Read the step that just ended; it is whole, in `_unstaged`, once the copies are."""
+        """Read the step that just ended; it is whole, in `_unstaged`, once the copies are.
+
+        Raises:
+            UsageError: If this was broken off where it can be done once only, with several ranks.
+        """
         step = self.step + 1
+        if self._is_half_made and self._world_size > 1:
+            # The others' records of it are whole, so they would take no snapshot instead of it.
+            raise UsageError(
+                f"commit() of step {step} was broken off on this rank, and what it had read is gone: "
+                "call close() and end all ranks; the next attach goes on from the step before"
+            )
         # First, because the user's objects may raise: nothing has been consumed then.
         is_thorough = self._is_thorough(step)
         items = self._tracker.changed(thorough=is_thorough, fetch=self._copies.fetch_copy)

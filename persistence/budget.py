@@ -123,11 +123,15 @@ def is_in_memory(path: Path) -> bool:
 
 def memory_headroom(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     """Bytes that the control groups of this process still allow; None without a limit."""
-    found = [room for room in _headrooms(proc, cgroups) if room is not None]
-    return min(found) if found else None
+    return min(group_headrooms(proc, cgroups).values(), default=None)
 
 
-def _headrooms(proc: Path, cgroups: Path) -> Iterator[int | None]:
+def group_headrooms(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> dict[str, int]:
+    """Bytes that each control group of this process still allows; those without a limit are not in it."""
+    return dict(_headrooms(proc, cgroups))
+
+
+def _headrooms(proc: Path, cgroups: Path) -> Iterator[tuple[str, int]]:
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers == "":
@@ -144,7 +148,7 @@ def _headrooms(proc: Path, cgroups: Path) -> Iterator[int | None]:
 
 def _of_groups(
     root: Path, name: str, limit_file: str, usage_file: str, reclaimable: str
-) -> Iterator[int | None]:
+) -> Iterator[tuple[str, int]]:
     """The group and all above it; in a container only the root of the hierarchy may be visible."""
     group = root / name.lstrip("/")
     for folder in (group, *group.parents):
@@ -154,10 +158,9 @@ def _of_groups(
             if text != "max" and int(text) < 1 << 60:
                 used = int((folder / usage_file).read_text())
                 free = int(text) - used + _stat(folder / "memory.stat", reclaimable)
-                yield max(0, free - int(_RESERVE * int(text)))
+                yield str(folder), max(0, free - int(_RESERVE * int(text)))
         if folder == root:
             return
-    yield None
 
 
 def _stat(path: Path, name: str) -> int:

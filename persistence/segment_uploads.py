@@ -12,7 +12,7 @@ from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.paths import RunFile
 from lowdiff.persistence.segments import Batch, Uploaded, read_batch, uploaded_records
 from lowdiff.persistence.status import StatusPage
-from lowdiff.persistence.stored_run import StoredRun, unreadable
+from lowdiff.persistence.stored_run import StoredRun, check_read, unreadable
 from lowdiff.persistence.writer_settings import WriterSettings
 
 
@@ -37,6 +37,8 @@ class SegmentUploads:
         self._needed_snapshot = settings.base_step if settings.has_replica else -1
         #: Segments of earlier lives that could not be read, and did not get there since.
         self._missing: set[Path] = set()
+        #: Whether snapshots could not be read, of whichever life.
+        self.lacks_snapshots = False
 
     def has_segments_of(self, rank: int) -> bool:
         """Whether this rank uploads segments of another, or of its own."""
@@ -105,6 +107,9 @@ class SegmentUploads:
             old: Those that are not worth it.
             is_adopted: Whether all of earlier lives is durable.
             base_will_be_there: Whether, after this, the store has all that this life builds on.
+
+        Raises:
+            StorageError: If some could not be read. All that does not build on them is there.
         """
         segments = await self._listed()
         paths = {path for *_, path in segments}
@@ -129,9 +134,9 @@ class SegmentUploads:
             self._missing.discard(path)
             if not is_own or first < newest:
                 self._done.add(path)
-        self._stored.report_unread("segment files", list(unread.values()))
         self._is_base_there |= base_will_be_there and not self._missing
         self.publish()
+        check_read(list(unread.values()))
 
     async def _upload(self, key: tuple[int, int], path: Path) -> None:
         """What a segment holds and the store lacks; batches that piled up share an object.
@@ -166,7 +171,8 @@ class SegmentUploads:
         self._last = max(self._last, last)
         snapshot = self._page.status.remote_snapshot
         # A snapshot of this life needs nothing of those before.
-        is_covered = bool(self._missing) and snapshot >= self._settings.base_step
+        lacks_some = bool(self._missing) or self.lacks_snapshots
+        is_covered = lacks_some and snapshot >= self._settings.base_step
         is_base_there = self._is_base_there or is_covered
         if is_base_there and snapshot >= self._needed_snapshot:
             self._page.update(remote_step=self._last)

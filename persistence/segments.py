@@ -194,7 +194,8 @@ def durable_step(
     """Last step of one rank's records in segments, or ``base_step``.
 
     It is durable on return: a writer that was killed may have left its last batch in the page cache
-    only, also after an fsync, which had failed.
+    only, also after an fsync, which had failed. If that fails now as well, its last step is the last
+    of which that writer knew, and those after it are to be written elsewhere.
 
     Args:
         folder: The run.
@@ -216,8 +217,12 @@ def durable_step(
         step = record.header.step
         if step > known_step:
             doubtful.append(record)
-    make_durable(path, file.header, doubtful)
-    fsync_directory(path.parent)
+    try:
+        make_durable(path, file.header, doubtful)
+        fsync_directory(path.parent)
+    except OSError as error:
+        _logger.warning("%s cannot be made durable: %s", path, error)
+        return max(base_step, min(step, known_step))
     return step
 
 

@@ -111,6 +111,8 @@ class StagingLog:
             atomic = [mark for mark in self._marks if mark[0] is RecordKind.SNAPSHOT]
             self._marks = [*(atomic if kind is RecordKind.CYCLE else ()), (kind, step, meta)]
         self._write(kind, step, meta, sections, pieces, rebases=rebases)
+        if kind is RecordKind.DIFFERENTIAL:
+            self._usual_bytes = size - HEADER_BYTES
         return size
 
     def append_ahead(self, sections: Sequence[Section], *, durable_step: int) -> bool:

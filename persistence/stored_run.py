@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
-from lowdiff.errors import RunMismatch
+from lowdiff.errors import RunMismatch, StorageError
 from lowdiff.persistence.measurements import Recorder
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.own_threads import OwnThreads
 from lowdiff.persistence.patience import Patience
 from lowdiff.persistence.status import StatusPage
 from lowdiff.persistence.writer_settings import WriterSettings
-
-_logger = logging.getLogger(__name__)
 
 #: One for segments and one for snapshots: each makes one request after the other.
 _NUM_THREADS = 2
@@ -32,7 +29,6 @@ class StoredRun:
         assert settings.store is not None
         self._settings = settings
         self._page = page
-        self._unread: dict[str, str] = {}
         self.store = ObjectStore(settings.store, make=True)
         self.threads = OwnThreads("upload", _NUM_THREADS)
         self.patience = Patience(settings, page, recorder, self.threads)
@@ -65,17 +61,22 @@ class StoredRun:
             f"{self._settings.run}; nothing more is uploaded. Give the store a URL of its own"
         )
 
-    def report_unread(self, kind: str, files: Sequence[str]) -> None:
-        """Publish which files of a kind cannot be read, if any; log it where it is news."""
-        text = f"{'; '.join(files)}; what does not build on that is uploaded" if files else ""
-        if text and text != self._unread.get(kind):
-            _logger.warning("rank %d: %s", self._settings.rank, text)
-        self._unread[kind] = text
-        self.patience.report(kind, text)
-
     def count(self, uploaded: int) -> None:
         """Bytes that the store has got."""
         self._page.update(remote_bytes=self._page.status.remote_bytes + uploaded)
+
+
+def check_read(unread: Sequence[str]) -> None:
+    """After a pass over files, all of which had their turn.
+
+    Args:
+        unread: What is `unreadable` among them.
+
+    Raises:
+        StorageError: If there is any: they are to be tried again.
+    """
+    if unread:
+        raise StorageError(f"{'; '.join(unread)}; what does not build on that is uploaded")
 
 
 def unreadable(name: str, error: OSError) -> str:

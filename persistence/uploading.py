@@ -23,7 +23,7 @@ from lowdiff.persistence.remote_retention import may_be_replaced, spent
 from lowdiff.persistence.segment_uploads import SegmentUploads
 from lowdiff.persistence.snapshots import manifest_file, shard_file
 from lowdiff.persistence.status import StatusPage
-from lowdiff.persistence.stored_run import StoredRun, unreadable
+from lowdiff.persistence.stored_run import StoredRun, check_read, unreadable
 from lowdiff.persistence.writer_settings import WriterSettings
 
 _logger = logging.getLogger(__name__)
@@ -119,15 +119,22 @@ class Uploader:
 
     async def _try(self, what: str, action: Callable[[], Awaitable[None]]) -> bool:
         """Wait out trouble with the run folder, not for long once the trainer is gone; then False."""
-        last_attempts = _LAST_ATTEMPTS
+        last_attempts, said = _LAST_ATTEMPTS, ""
         while True:
             try:
                 await action()
             except StoreError:
                 raise
             except (OSError, StorageError) as error:
-                _logger.warning("rank %d: %s", self._settings.rank, error)
-                self._patience.report(what, f"{type(error).__name__}: {error}")
+                text = (
+                    str(error)
+                    if isinstance(error, StorageError)
+                    else f"{type(error).__name__}: {error}"
+                )
+                if text != said:
+                    said = text
+                    _logger.warning("rank %d: %s", self._settings.rank, text)
+                self._patience.report(what, text)
                 # Once is no reason to give up: retention and users remove files meanwhile.
                 last_attempts -= self._patience.is_ending
                 if not last_attempts:
@@ -222,9 +229,11 @@ class Uploader:
                     newest = max(step, self._page.status.remote_snapshot)
                     self._page.update(remote_snapshot=newest)
                     self._segments.publish(newest if settings.has_replica else -1)
-        self._stored.report_unread("snapshot files", unread)
         if uploaded and settings.retention is not None:
             await self._collect()
+        self._segments.lacks_snapshots = bool(unread)
+        self._segments.publish()
+        check_read(unread)
         if not self._snapshots_passed.is_set():
             self._snapshots_passed.set()
             self._new_segments.set()

@@ -13,7 +13,7 @@ import torch
 
 from lowdiff.errors import NotEnoughMemory
 from lowdiff.layout import torch_dtype
-from lowdiff.persistence.budget import memory_headroom
+from lowdiff.persistence.budget import group_headrooms
 from lowdiff.persistence.lease import this_machine
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import build, granularity, usable_on
@@ -45,11 +45,13 @@ class LocalRanks:
 
     Attributes:
         count: How many, this one included.
-        free_bytes: Memory that was free for all of them together before any had loaded anything.
+        budgets: Of the machine, and of each control group of this process that has a limit: how many
+            of them share it, and the bytes that were free for all of these together before any had
+            loaded anything.
     """
 
     count: int
-    free_bytes: int
+    budgets: tuple[tuple[int, int], ...]
 
 
 def local_ranks(gather: Callable[[Any], list[Any]]) -> LocalRanks:
@@ -61,12 +63,14 @@ def local_ranks(gather: Callable[[Any], list[Any]]) -> LocalRanks:
     Args:
         gather: Returns everybody's value.
     """
-    # By kernel and container: each container may have a limit of its own.
+    # By kernel and container, which gives names to control groups.
     here = [this_machine(), os.readlink("/proc/self/ns/mnt")]
-    told = gather([here, free_bytes()])
+    own = free_memory()
+    told = gather([here, own])
     found = [free for place, free in told if place == here]
     # Whoever looked first may have seen what others still held; whoever looked last has not.
-    return LocalRanks(len(found), max(found))
+    shared = [[free[budget] for free in found if budget in free] for budget in own]
+    return LocalRanks(len(found), tuple((len(looks), max(looks)) for looks in shared))
 
 
 def check_memory(state_bytes: int, here: LocalRanks | None = None) -> None:
@@ -80,8 +84,9 @@ def check_memory(state_bytes: int, here: LocalRanks | None = None) -> None:
         NotEnoughMemory: Saying how much is needed, and how much there is.
     """
     needed = needed_bytes(state_bytes)
-    if here is not None and here.count * needed > here.free_bytes:
-        raise NotEnoughMemory(here.count * needed, here.free_bytes, here.count)
+    for count, free in here.budgets if here is not None else ():
+        if count * needed > free:
+            raise NotEnoughMemory(count * needed, free, count)
     # What the others have taken since then leaves enough, unless somebody else has taken some.
     free = free_bytes()
     if needed > free:
@@ -90,11 +95,14 @@ def check_memory(state_bytes: int, here: LocalRanks | None = None) -> None:
 
 def free_bytes() -> int:
     """Memory that this process may still take, page cache included."""
+    return min(free_memory().values())
+
+
+def free_memory() -> dict[str, int]:
+    """Bytes that the machine has left, and each control group of this process that has a limit."""
     with open("/proc/meminfo", encoding="ascii") as file:
         found = dict(line.split(":", 1) for line in file)
-    available = int(found["MemAvailable"].split()[0]) << 10
-    limit = memory_headroom()
-    return available if limit is None else min(available, limit)
+    return {"machine": int(found["MemAvailable"].split()[0]) << 10, **group_headrooms()}
 
 
 def usable_cores() -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowdiff
@@ -17,11 +18,12 @@ import lowdiff.capture
 from lowdiff.compressors import TopK
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.digests import Digester
-from lowdiff.errors import ConfigError
+from lowdiff.errors import ConfigError, StepNotFound, UsageError
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import RecoveredState
 from tests.face.loops import Loop
+from tests.scenarios.pool import Pool
 
 STEPS = 3
 FAILING = 2
@@ -122,6 +124,27 @@ def trained(folder: Path, compressor: Compressor | None, breaks: Breaks | None =
     return folder
 
 
+def interrupted_alone(rank: int, _: int, folder: Path) -> str:
+    """A pool's job: the first of the ranks is interrupted in its second commit, and repeats it."""
+    loop = Loop(folder, model=DistributedDataParallel(torch.nn.Linear(20, 3)))
+    loop.attach()
+    for number in range(FAILING):
+        loop.step(number)
+        if number + 1 < FAILING or rank:
+            loop.checkpointer.commit()
+    told = ""
+    if not rank:
+        with pytest.MonkeyPatch.context() as patch:
+            error = interrupted_at_the_mark(patch, Meter())
+            with pytest.raises(error):
+                loop.checkpointer.commit()
+        with pytest.raises(UsageError) as caught:
+            loop.checkpointer.commit()
+        told = str(caught.value)
+    loop.die()
+    return told
+
+
 def recovered(folder: Path, step: int) -> RecoveredState:
     return lowdiff.recover(folder / "run", step, staging=folder / "staging")
 
@@ -172,3 +195,13 @@ def test_a_step_whose_objects_could_not_be_read_is_replayed_all_the_same(
         "i000000-s0000000000",
         f"i000000-s{STEPS:010}",
     ]
+
+
+def test_one_of_several_ranks_cannot_repeat_what_the_others_have_whole(
+    tmp_path: Path, pool: Pool
+) -> None:
+    told, _ = pool.run(interrupted_alone, 2, tmp_path)
+    assert "commit() of step 2 was broken off on this rank" in told
+    assert recovered(tmp_path, 1).step == 1
+    with pytest.raises(StepNotFound):
+        recovered(tmp_path, 2)

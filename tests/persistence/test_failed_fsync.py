@@ -96,8 +96,7 @@ def test_what_is_known_to_be_durable_is_not_written_again(
     assert durable_step(dead.folder, 0, 0, 0, known_step=STEPS) == STEPS
     assert not kernel.rewritten
     kernel.fail_next(".seg")
-    with pytest.raises(OSError, match="Input/output error"):
-        durable_step(dead.folder, 0, 0, 0, known_step=DURABLE)
+    assert durable_step(dead.folder, 0, 0, 0, known_step=DURABLE) == DURABLE, "the rest is not"
     assert durable_step(dead.folder, 0, 0, 0, known_step=-1) == STEPS
     check_rewritten(kernel, segment(dead), 1)
 

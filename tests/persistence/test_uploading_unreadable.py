@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lowdiff.errors import StorageError
 from lowdiff.persistence.measurements import Recorder
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.status import StatusPage, WriterStatus
@@ -65,7 +66,9 @@ def uploaded(settings: WriterSettings, durable: int) -> WriterStatus:
     uploader = Uploader(settings, page, Recorder(settings.staging.measured_by_writer))
     uploader.adopted()
     uploader.end()
-    asyncio.run(uploader.run())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowdiff.persistence.uploading._ATTEMPT_SECONDS", 0.0)
+        asyncio.run(uploader.run())
     return page.status
 
 
@@ -155,6 +158,40 @@ def test_a_snapshot_that_cannot_be_read_holds_up_no_other(
     assert "i000001-s0000000009" in status.remote_error
 
 
+def test_steps_without_the_snapshot_that_they_follow_are_not_said_to_be_there(
+    tmp_path: Path,
+) -> None:
+    settings = settings_in(tmp_path, store=f"file://{tmp_path}/store", batch_size=1)
+    written(settings, range(1, 3), snapshot=0)
+    shard = settings.folder.snapshot(0, 0) / "rank-0000.safetensors"
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(shard)  # an OSError whoever asks
+    status = uploaded(settings, 2)
+    assert (status.remote_snapshot, status.remote_step) == (-1, -1)
+    assert "i000000-s0000000000" in status.remote_error
+    shard.unlink()
+    (tmp_path / "elsewhere").rename(shard)
+    again = uploaded(settings, 2)
+    assert (again.remote_snapshot, again.remote_step, again.remote_error) == (0, 2, "")
+
+
+def test_a_file_that_could_not_be_read_once_is_tried_again(
+    settings: WriterSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, failed = Path.open, list[Path]()
+
+    def once_refused(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path.name == FIRST and not failed:
+            failed.append(path)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return opened(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", once_refused)
+    status = uploaded(settings, 8)
+    assert failed
+    assert (status.remote_step, status.remote_error) == (8, "")
+
+
 def test_what_was_removed_before_it_could_be_read_stays_missing(settings: WriterSettings) -> None:
     page = StatusPage(settings.staging.status, WriterStatus(8))
     uploader = Uploader(settings, page, Recorder(settings.staging.measured_by_writer))
@@ -163,9 +200,8 @@ def test_what_was_removed_before_it_could_be_read_stays_missing(settings: Writer
     async def passes() -> None:
         await uploader._begin()
         await uploader._upload_snapshots()
-        with unreadable(SECOND):
+        with unreadable(SECOND), pytest.raises(StorageError, match=SECOND):
             await uploader._upload_segments()
-        assert SECOND in page.status.remote_error
         next(Path(settings.run).rglob(SECOND)).unlink()
         await uploader._upload_segments()
 

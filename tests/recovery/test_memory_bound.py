@@ -46,7 +46,7 @@ def never(*_: object) -> None:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr(sizing, "free_bytes", lambda: num_bytes)
+    monkeypatch.setattr(sizing, "free_memory", lambda: {"machine": num_bytes})
 
 
 def test_verify_counts_what_it_compares_with(
@@ -80,7 +80,12 @@ def test_a_comparison_counts_the_file(
 
 
 def recovered_by(
-    rank: int, _: int, trained: Trained, free: tuple[list[int], ...], machines: str
+    rank: int,
+    _: int,
+    trained: Trained,
+    free: tuple[list[int], ...],
+    machines: str,
+    groups: str = "",
 ) -> int | tuple[int, int, str]:
     """One rank of those that recover together, and how it is refused; runs in a pool's process.
 
@@ -88,10 +93,18 @@ def recovered_by(
         trained: What they recover.
         free: Per rank, what it finds free each time it looks; the last for ever.
         machines: A letter for each rank.
+        groups: Likewise, of its control group, whose limit it finds; none, and it is the machine's.
     """
     looks = list(free[rank])
+    group = groups[rank : rank + 1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizing, "free_bytes", lambda: looks.pop(0) if len(looks) > 1 else looks[0])
+
+        def look() -> dict[str, int]:
+            free = looks.pop(0) if len(looks) > 1 else looks[0]
+            # Of the rank's own group; the machine has enough for all.
+            return {"machine": 1 << 50, f"group {group}": free} if group else {"machine": free}
+
+        patch.setattr(sizing, "free_memory", look)
         patch.setattr(sizing, "this_machine", lambda: machines[rank])
         options = ReplayOptions(num_workers=1, group=dist.group.WORLD)
         try:
@@ -109,6 +122,9 @@ def test_processes_of_one_machine_need_the_memory_of_all_of_them(
         assert (needed, num_processes) == (2 * one, 2)
         assert "in each of the 2 processes that recover on this machine at once" in text
     assert pool.run(recovered_by, 2, trained, ([one], [one]), "AB") == [7, 7]
+    assert pool.run(recovered_by, 2, trained, ([one], [one]), "AA", "GH") == [7, 7]
+    found = pool.run(recovered_by, 2, trained, short, "AA", "GG")
+    assert [num_processes for _, num_processes, _ in found] == [2, 2]
 
 
 def test_what_the_neighbours_have_taken_already_is_not_missed_twice(

@@ -221,7 +221,7 @@ def test_a_run_that_may_only_be_read_is_recovered(trained: Trained, tmp_path: Pa
 def test_too_little_memory_is_refused_with_the_figure(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizing, "free_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(sizing, "free_memory", lambda: {"machine": 100 << 20})
     with pytest.raises(NotEnoughMemory, match=r"needs up to 256 MiB .* 100 MiB are free") as caught:
         lowdiff.recover(trained.run, 9, staging=trained.staging)
     assert caught.value.free_bytes == 100 << 20
