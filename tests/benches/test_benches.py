@@ -53,16 +53,13 @@ FIGURES = {
 
 #: Of the files, where it is not the bench's: peers.json is that of the fault table.
 RESULTS = {"peers": "peers_overhead"}
-#: The others take half a minute or more together with what they compare.
-FAST = {"codec"}
 
 
 @pytest.mark.launch
 # Cells of bench_peers start eighteen processes, one after the other.
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in FIGURES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
 def test_a_bench_runs_and_writes_what_others_read(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benches.bench_{name}", "--smoke", "--out", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

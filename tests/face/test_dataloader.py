@@ -124,7 +124,7 @@ def life(
 @pytest.mark.parametrize(
     ("make", "num_workers"),
     [
-        *[(ours, 0), (ours, 2), (masking, 0), (masking, 2)],
+        *[(ours, 0), (ours, 2), (masking, 0), pytest.param(masking, 2, marks=pytest.mark.slow)],
         *[(torchdatas, 0), (torchdatas, 2), (seeded, 0)],
     ],
 )

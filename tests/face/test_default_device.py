@@ -28,11 +28,11 @@ from tests.face.loops import Loop, small_model
 from tests.scenarios.pool import Pool
 
 COMPRESSORS = [
-    TopK(0.1, dense_below=64, value_dtype=torch.bfloat16),
-    CyclicTopK(0.1, dense_below=64),
-    RandomK(0.1, dense_below=64),
+    pytest.param(TopK(0.1, dense_below=64, value_dtype=torch.bfloat16), marks=pytest.mark.slow),
+    pytest.param(CyclicTopK(0.1, dense_below=64), marks=pytest.mark.slow),
+    pytest.param(RandomK(0.1, dense_below=64), marks=pytest.mark.slow),
     PowerSGD(2, dense_below=64),
-    Quantize(),
+    pytest.param(Quantize(), marks=pytest.mark.slow),
     None,
 ]
 

@@ -72,7 +72,7 @@ def sink_below_zero(group: dict[str, Any], number: int) -> None:
     ("make", "schedule", "compressor"),
     [
         (without_momentum_in_one_group, as_constructed, TopK(0.1)),
-        (without_momentum_in_one_group, as_constructed, None),
+        pytest.param(without_momentum_in_one_group, as_constructed, None, marks=pytest.mark.slow),
         (nesterov, warm_up, TopK(0.1)),
         (lambda p: torch.optim.AdamW(p, lr=1e-3), sink_below_zero, TopK(0.1)),
     ],

@@ -172,7 +172,13 @@ second.close(); first.close()
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end",
+    [
+        end if end == "with a handler in front" else pytest.param(end, marks=pytest.mark.slow)
+        for end in ENDS
+    ],
+)
 def test_sigterm_ends_a_process_again_once_all_is_closed(tmp_path: Path, end: str) -> None:
     code = f"""
 import signal, sys, threading, torch, lowdiff

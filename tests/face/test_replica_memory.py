@@ -293,6 +293,7 @@ def trained(rank: int, _: int, folder: Path) -> str:
     return digest
 
 
+@pytest.mark.slow
 def test_a_share_that_begins_with_the_trainers_image_is_stepped_as_the_others_are(
     tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

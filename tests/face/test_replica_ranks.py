@@ -231,7 +231,8 @@ def commit_without_exchange(rank: int, _: int, folder: Path, on_error: str) -> i
     return int(life.checkpointer.stats()["durable_step"])
 
 
-@pytest.mark.parametrize("on_error", [pytest.param("warn", marks=pytest.mark.slow), "raise"])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
 def test_training_does_not_wait_for_images_of_steps_that_only_the_next_exchange_commits(
     tmp_path: Path, pool: Pool, on_error: str
 ) -> None:

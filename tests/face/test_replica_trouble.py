@@ -92,6 +92,7 @@ def test_without_memory_for_images_training_waits_at_the_bound_and_gives_nothing
     life.assert_recovered()
 
 
+@pytest.mark.slow
 def test_want_of_memory_for_images_is_an_error_where_that_is_asked_for(memory: Path) -> None:
     life = Life(memory, snapshot_every=5, on_error="raise")
     life.run(4)

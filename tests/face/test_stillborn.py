@@ -15,7 +15,7 @@ from tests.face.loops import PATIENCE_SECONDS, Loop, wait_until
 KILLED, END = 7, 10
 
 
-@pytest.mark.parametrize("restore", ["none", "model"])
+@pytest.mark.parametrize("restore", ["none", pytest.param("model", marks=pytest.mark.slow)])
 def test_what_was_owed_to_killed_steps_is_still_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restore: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,16 +77,30 @@ def segments_in(store: ObjectStore) -> list[str]:
     return sorted(name.rpartition("/")[2] for name in store.sizes("segments"))
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> WriterSettings:
+@pytest.fixture(scope="module")
+def two_lives(tmp_path_factory: pytest.TempPathFactory) -> WriterSettings:
     """Of a second life that begins with step 6, and has steps 7 and 8; the first has two segments."""
-    first = settings_in(tmp_path, store=f"file://{tmp_path}/store", batch_size=1)
+    root = tmp_path_factory.mktemp("two-lives")
+    first = settings_in(root, batch_size=1)
     written(first, range(1, 3))
     (first.staging.root / "log-00000000.chunk").unlink()
     written(first, range(3, 7))
     second = replace(first, incarnation=1, base_step=6)
     written(second, range(7, 9))
     return second
+
+
+@pytest.fixture
+def settings(two_lives: WriterSettings, tmp_path: Path) -> WriterSettings:
+    """Of a copy of them."""
+    shutil.copytree(two_lives.run, tmp_path / "run")
+    shutil.copytree(two_lives.staging_root, tmp_path / "staging")
+    return replace(
+        two_lives,
+        run=f"{tmp_path}/run",
+        staging_root=f"{tmp_path}/staging",
+        store=f"file://{tmp_path}/store",
+    )
 
 
 def test_a_segment_that_cannot_be_read_holds_up_no_other_life(settings: WriterSettings) -> None:

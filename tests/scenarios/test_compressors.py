@@ -55,7 +55,6 @@ def test_five_kills_change_no_bit(pool: Pool, tmp_path: Path, name: str, world_s
 #: What happens between hook and optimizer, and what the hook does not see, in real loops.
 LOOPS = sorted(REAL)
 QUICK = {
-    ("scaler_unscale_clip", "8 bits"),
     ("unused_parameters_zeroed", "powersgd"),
     ("several_backward_passes", "cast to bfloat16"),
     ("nan_gradients", "randomk"),

@@ -15,26 +15,35 @@ NAMES = sorted(REAL | AVERAGED)
 
 #: Near relatives of others here: they run with the slow tests.
 RARER = {
+    "autocast_bfloat16",
     "average_of_its_own_kind",
     "bfloat16_parameters",
     "bucket_view",
     "centered_rmsprop",
     "clamped_weights",
-    "ema_of_ddp",
     "ema_of_a_generator",
+    "ema_of_ddp",
     "ema_updated_before_the_step",
     "evaluation_between_steps",
     "float64_parameters",
+    "fused_adamw",
+    "gan_without_ddp",
     "large_stateful_object",
     "many_buckets",
     "multi_step_lr",
+    "nan_gradients",
     "nesterov",
+    "nesterov_foreach",
     "one_cycle",
+    "scalar_parameter",
     "scaler_fused",
     "scaler_fused_unscale_clip",
+    "several_backward_passes",
     "swa_of_every_third_step",
+    "unused_parameters",
     "unused_parameters_bucket_view",
     "unused_parameters_bucket_view_zeroed",
+    "weight_tying_two_names",
 }
 assert set(NAMES) >= RARER
 

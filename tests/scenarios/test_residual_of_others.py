@@ -68,7 +68,9 @@ def test_the_mean_of_what_is_owed_survives_a_change_of_world_size(
     assert bool(warm) == (name == "powersgd")
 
 
-@pytest.mark.parametrize("name", ["powersgd", "cast to bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["powersgd", pytest.param("cast to bfloat16", marks=pytest.mark.slow)]
+)
 def test_without_staging_memory_it_is_that_of_the_snapshot(
     pool: Pool, tmp_path: Path, name: str
 ) -> None:
@@ -103,7 +105,8 @@ def test_a_rank_goes_on_with_its_own_where_the_snapshot_of_the_change_is_lost(
         assert all(torch.equal(before[key], residual) for key, residual in after.items())
 
 
-@pytest.mark.parametrize(("first", "then"), [pytest.param(2, 3, marks=pytest.mark.slow), (3, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 2)])
 def test_without_staging_memory_it_is_then_the_mean_of_the_older_snapshot(
     pool: Pool, tmp_path: Path, first: int, then: int
 ) -> None:

@@ -16,8 +16,8 @@ from tests.scenarios.pool import Pool
 STEPS = 22
 ROLLING = {"snapshot": "rolling", "snapshot_every": 5, "retention": None}
 NAMES = sorted(TRAININGS)
-#: Each of these cuts its state in another way; the others are slow tests.
-FAST = {("gpt_adamw", 3), ("ema_beside_fused_adamw", 2)}
+#: The others are slow tests.
+FAST = {("gpt_adamw", 3)}
 
 
 def cases() -> list[object]:
