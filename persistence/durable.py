@@ -57,9 +57,7 @@ def make_durable(path: Path, header: FileHeader, doubtful: Sequence[RecordRef]) 
         if doubtful:
             _write_at(descriptor, 0, header.pack())
         for record in doubtful:
-            body = bytes(record.body)
-            padding = bytes(-len(body) % 8)
-            _write_at(descriptor, record.offset, record.header.pack() + body + padding)
+            _write_at(descriptor, record.offset, record.header.framed(bytes(record.body)))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

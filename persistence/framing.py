@@ -142,6 +142,10 @@ class RecordHeader:
     meta_coded: bool = False
     meta_last: bool = False
 
+    def framed(self, body: bytes) -> bytes:
+        """The record as it stands in a file: header, body and padding."""
+        return self.pack() + body + bytes(-len(body) % 8)
+
     def pack(self) -> bytes:
         """64 bytes; the CRC-32C covers everything after itself."""
         head = _RECORD.pack(

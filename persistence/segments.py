@@ -161,7 +161,7 @@ def coded_record(record: RecordRef, codec: Codec) -> bytes:
         body_checksum=crc32c(body),
         lap=0,
     )
-    return coded.pack() + body + bytes(-len(body) % 8)
+    return coded.framed(body)
 
 
 def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import shutil
 import threading
@@ -34,18 +35,25 @@ FIRST, SECOND = "i000000-s0000000001.seg", "i000000-s0000000003.seg"
 
 
 @contextmanager
-def unreadable(*names: str) -> Iterator[None]:
-    """Files of these names fail as on a bad sector."""
-    opened = Path.open
+def unreadable(*names: str, times: float = math.inf) -> Iterator[list[Path]]:
+    """Files of these names fail as on a bad sector, so often; yields those that did."""
+    opened, failed = Path.open, list[Path]()
 
     def refused(path: Path, *arguments: Any, **more: Any) -> Any:
-        if path.name in names:
+        if path.name in names and len(failed) < times:
+            failed.append(path)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return opened(path, *arguments, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "open", refused)
-        yield
+        yield failed
+
+
+def lead_nowhere(shard: Path, elsewhere: Path) -> None:
+    """Whoever opens it, in whichever language, gets an error other than that it is not there."""
+    shard.rename(elsewhere)
+    shard.symlink_to(shard)
 
 
 def written(settings: WriterSettings, steps: range, snapshot: int | None = None) -> None:
@@ -166,8 +174,7 @@ def test_a_snapshot_that_cannot_be_read_holds_up_no_other(
         (settings.staging.root / path).unlink()
         written(settings, range(step, step + 1), snapshot=step)
     shard = settings.folder.snapshot(1, 9) / "rank-0000.safetensors"
-    shard.rename(tmp_path / "elsewhere")
-    shard.symlink_to(shard)  # an OSError whoever asks
+    lead_nowhere(shard, tmp_path / "elsewhere")
     status = uploaded(settings, 10)
     assert status.remote_snapshot == 10
     assert "i000001-s0000000009" in status.remote_error
@@ -179,8 +186,7 @@ def test_steps_without_the_snapshot_that_they_follow_are_not_said_to_be_there(
     settings = settings_in(tmp_path, store=f"file://{tmp_path}/store", batch_size=1)
     written(settings, range(1, 3), snapshot=0)
     shard = settings.folder.snapshot(0, 0) / "rank-0000.safetensors"
-    shard.rename(tmp_path / "elsewhere")
-    shard.symlink_to(shard)  # an OSError whoever asks
+    lead_nowhere(shard, tmp_path / "elsewhere")
     status = uploaded(settings, 2)
     assert (status.remote_snapshot, status.remote_step) == (-1, -1)
     assert "i000000-s0000000000" in status.remote_error
@@ -190,19 +196,9 @@ def test_steps_without_the_snapshot_that_they_follow_are_not_said_to_be_there(
     assert (again.remote_snapshot, again.remote_step, again.remote_error) == (0, 2, "")
 
 
-def test_a_file_that_could_not_be_read_once_is_tried_again(
-    settings: WriterSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, failed = Path.open, list[Path]()
-
-    def once_refused(path: Path, *arguments: Any, **more: Any) -> Any:
-        if path.name == FIRST and not failed:
-            failed.append(path)
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return opened(path, *arguments, **more)
-
-    monkeypatch.setattr(Path, "open", once_refused)
-    status = uploaded(settings, 8)
+def test_a_file_that_could_not_be_read_once_is_tried_again(settings: WriterSettings) -> None:
+    with unreadable(FIRST, times=1) as failed:
+        status = uploaded(settings, 8)
     assert failed
     assert (status.remote_step, status.remote_error) == (8, "")
 
