@@ -285,24 +285,7 @@ class Checkpointer:
         Raises:
             UsageError: If a body called ``commit()`` or ``close()`` and did not leave the loop.
         """
-        session, loop = self._session, self._training_loop
-        loop.counts_steps()
-        while session.step < until:
-            loop.body_begins()
-            step = session.step
-            yield step
-            if self._opened is None:
-                raise UsageError(
-                    "the Checkpointer was closed inside its own loop; leave the loop with break, and "
-                    "close it afterwards"
-                )
-            if session.step != step:
-                raise UsageError(
-                    f"the body of step {step} in steps() called commit(), but steps() commits each "
-                    "body when it ends, so every other one would be left out; take commit() out, or "
-                    "end steps by commit() alone, in a loop of your own"
-                )
-            session.commit()
+        return self._training_loop.steps(until)
 
     def commit(self) -> None:
         """End a step by hand, in loops that do not use ``steps()``.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from lowdiff.attached import Attached
+from lowdiff.errors import UsageError
 from lowdiff.session import Session
 
 _logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class TrainingLoop:
         self._model = attached.model
         self._session = session
         self._random_states = random_states if session.step else None
-        self._is_restored = False
+        self._is_restored = self._is_over = False
         self._ends = "unknown"
         self._has_trained = False
         self._has_stepped = False
@@ -48,9 +49,26 @@ class TrainingLoop:
             optimizer.register_step_post_hook(self._after_step) for optimizer in attached.optimizers
         ]
 
-    def counts_steps(self) -> None:
-        """The loop goes over ``steps()``."""
+    def steps(self, until: int) -> Iterator[int]:
+        """See ``Checkpointer.steps``."""
+        session = self._session
         self._ends = "steps"
+        while session.step < until:
+            self.body_begins()
+            step = session.step
+            yield step
+            if self._is_over:
+                raise UsageError(
+                    "the Checkpointer was closed inside its own loop; leave the loop with break, and "
+                    "close it afterwards"
+                )
+            if session.step != step:
+                raise UsageError(
+                    f"the body of step {step} in steps() called commit(), but steps() commits each "
+                    "body when it ends, so every other one would be left out; take commit() out, or "
+                    "end steps by commit() alone, in a loop of your own"
+                )
+            session.commit()
 
     def body_begins(self) -> None:
         """Restore the generators for good, if this is the first body."""
@@ -66,7 +84,8 @@ class TrainingLoop:
             self._session.commit()
 
     def remove(self) -> None:
-        """Take the hooks out."""
+        """Take the hooks out: the Checkpointer is closed."""
+        self._is_over = True
         for handle in (*self._forward_hooks.values(), *self._step_hooks):
             handle.remove()
         self._forward_hooks.clear()

@@ -58,33 +58,80 @@ Total = Annotated[
     str | None,
     typer.Option("--total", metavar="SIZE", help="Most bytes the run may hold, of all ranks."),
 ]
+BlendedMtbf = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="Expected time between failures of the whole job, e.g. 4h; blended with those the "
+        "run has had. Needed until it has had one.",
+    ),
+]
+WorldSize = Annotated[
+    int | None,
+    typer.Option(
+        "--world-size",
+        min=1,
+        max=_MOST_RANKS,
+        metavar="N",
+        help="Ranks of the job in question, if not the run's; failures it has had count so "
+        "many times as often.",
+    ),
+]
+StagingFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder given to Checkpointer(staging=...), if one was."),
+]
+Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 7e9.")]
+Gpus = Annotated[int, typer.Option(min=1, max=_MOST_RANKS, metavar="N", help="GPUs, each a rank.")]
+PlannedMtbf = Annotated[
+    str, typer.Option(metavar="TIME", help="Time between failures of the whole job, e.g. 6h.")
+]
+Disk = Annotated[
+    str, typer.Option(metavar="RATE", help="Durable bandwidth of one node, e.g. 2GB/s.")
+]
+Store = Annotated[
+    str | None,
+    typer.Option(metavar="RATE", help="What one node uploads to an object store, if there is one."),
+]
+OptimizerName = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="sgd, momentum, adagrad, rmsprop, lion, adam, adamw."),
+]
+Density = Annotated[
+    float,
+    typer.Option(
+        metavar="P",
+        help="Share of each gradient that TopK keeps; the residual that it needs is counted.",
+    ),
+]
+StepTime = Annotated[
+    str | None, typer.Option("--step-time", metavar="TIME", help="One training step, e.g. 5s.")
+]
+GpusPerNode = Annotated[
+    int,
+    typer.Option(
+        "--gpus-per-node",
+        min=1,
+        max=_MOST_RANKS,
+        metavar="N",
+        help="Ranks that share a node's disk.",
+    ),
+]
+CopyRate = Annotated[str, typer.Option(metavar="RATE", help="From a GPU to the node's memory.")]
+Network = Annotated[
+    str,
+    typer.Option(
+        metavar="RATE", help="Of one node, to the other nodes, for comparison with Gemini."
+    ),
+]
+Restart = Annotated[str, typer.Option(metavar="TIME", help="From a failure until loading begins.")]
 
 
 def tune(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
-    mtbf: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Expected time between failures of the whole job, e.g. 4h; blended with those the "
-            "run has had. Needed until it has had one.",
-        ),
-    ] = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option(
-            "--world-size",
-            min=1,
-            max=_MOST_RANKS,
-            metavar="N",
-            help="Ranks of the job in question, if not the run's; failures it has had count so "
-            "many times as often.",
-        ),
-    ] = None,
-    staging: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder given to Checkpointer(staging=...), if one was."),
-    ] = None,
+    mtbf: BlendedMtbf = None,
+    world_size: WorldSize = None,
+    staging: StagingFolder = None,
     node_share: NodeShare = 0.5,
     max_loss: LossSteps = None,
     memory: StagingMemory = None,
@@ -116,58 +163,18 @@ def tune(
 
 def plan(
     context: typer.Context,
-    params: Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 7e9.")],
-    gpus: Annotated[
-        int, typer.Option(min=1, max=_MOST_RANKS, metavar="N", help="GPUs, each a rank.")
-    ],
-    mtbf: Annotated[
-        str, typer.Option(metavar="TIME", help="Time between failures of the whole job, e.g. 6h.")
-    ],
-    disk: Annotated[
-        str, typer.Option(metavar="RATE", help="Durable bandwidth of one node, e.g. 2GB/s.")
-    ],
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE", help="What one node uploads to an object store, if there is one."
-        ),
-    ] = None,
-    optimizer: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="sgd, momentum, adagrad, rmsprop, lion, adam, adamw."),
-    ] = "adamw",
-    density: Annotated[
-        float,
-        typer.Option(
-            metavar="P",
-            help="Share of each gradient that TopK keeps; the residual that it needs is counted.",
-        ),
-    ] = 0.01,
-    step_time: Annotated[
-        str | None, typer.Option("--step-time", metavar="TIME", help="One training step, e.g. 5s.")
-    ] = None,
-    gpus_per_node: Annotated[
-        int,
-        typer.Option(
-            "--gpus-per-node",
-            min=1,
-            max=_MOST_RANKS,
-            metavar="N",
-            help="Ranks that share a node's disk.",
-        ),
-    ] = 8,
-    copy: Annotated[
-        str, typer.Option(metavar="RATE", help="From a GPU to the node's memory.")
-    ] = "10GB/s",
-    network: Annotated[
-        str,
-        typer.Option(
-            metavar="RATE", help="Of one node, to the other nodes, for comparison with Gemini."
-        ),
-    ] = "10GB/s",
-    restart: Annotated[
-        str, typer.Option(metavar="TIME", help="From a failure until loading begins.")
-    ] = "2min",
+    params: Params,
+    gpus: Gpus,
+    mtbf: PlannedMtbf,
+    disk: Disk,
+    store: Store = None,
+    optimizer: OptimizerName = "adamw",
+    density: Density = 0.01,
+    step_time: StepTime = None,
+    gpus_per_node: GpusPerNode = 8,
+    copy: CopyRate = "10GB/s",
+    network: Network = "10GB/s",
+    restart: Restart = "2min",
     node_share: NodeShare = 0.5,
     max_loss: LossSteps = None,
     memory: StagingMemory = None,

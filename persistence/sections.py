@@ -33,12 +33,13 @@ def max_payload_bytes(layout: Layout) -> int:
 
 def write_sections(copy: CheckedCopy, sections: Sequence[Section]) -> None:
     """Copy sections, uncoded."""
+    padding = b""  # goes with the next head: each piece takes a call or two
     for section in sections:
         nbytes = section.data.nbytes
-        head = _head(section, nbytes)
-        copy.add(head)
+        copy.add(padding + _head(section, nbytes))
         copy.add(section.data)
-        copy.add(bytes(_size(section, nbytes) - len(head) - nbytes))
+        padding = bytes(-nbytes % 8)
+    copy.add(padding)
 
 
 def encode_sections(sections: Sequence[Section], codec: Codec) -> bytes:
