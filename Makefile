@@ -5,6 +5,8 @@ PYTHON ?= python3
 MARKERS ?= not slow and not gpu
 # Many tests wait for disks and processes, so there are more than cores.
 WORKERS ?= 3
+# Where figures go; those that the documents show: RESULTS=docs/results, then `python -m benches.report`.
+RESULTS ?= results
 
 BIN := .venv/bin
 FOLDERS := $(wildcard lowdiff compressors persistence recovery tuner benches docs examples tests)
@@ -25,23 +27,21 @@ coverage: .venv/installed-dev
 
 # An hour or more; `make soak SOAK_MINUTES=5` does less of everything.
 soak: .venv/installed-dev
-	$(BIN)/python -m tests.faults.soak --out docs/results $(if $(SOAK_MINUTES),--minutes $(SOAK_MINUTES))
-	$(BIN)/python -m tests.faults.peers --out docs/results
-	$(BIN)/python -m benches.bench_failures --out docs/results
+	$(BIN)/python -m tests.faults.soak --out $(RESULTS) $(if $(SOAK_MINUTES),--minutes $(SOAK_MINUTES))
+	$(BIN)/python -m tests.faults.peers --out $(RESULTS)
+	$(BIN)/python -m benches.bench_failures --out $(RESULTS)
 
 demo: .venv/installed-plot
 	$(BIN)/lowdiff demo
 
 # Under a quarter of an hour on two cores. Both go on where they stopped.
 bench: .venv/installed-plot
-	$(BIN)/python -m benches.bench_peers --out docs/results
-	$(BIN)/python -m benches.report
+	$(BIN)/python -m benches.bench_peers --out $(RESULTS)
 
 # Hours: every system, each in an environment of its own under .venv-peers.
 bench-peers: .venv/installed-plot
-	$(BIN)/python -m benches.bench_peers --out docs/results --systems all --models 10M,60M --ranks 1,2
-	$(BIN)/python -m benches.bench_peers --out docs/results --systems all --models 10M,60M --ranks 8
-	$(BIN)/python -m benches.report
+	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --systems all --models 10M,60M --ranks 1,2
+	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --systems all --models 10M,60M --ranks 8
 
 check: .venv/installed-dev
 	$(BIN)/ruff check $(FOLDERS)

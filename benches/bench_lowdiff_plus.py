@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from matplotlib.axes import Axes
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import lowdiff
 from benches.bench_overhead import Batch, Trainee, pair_arguments
@@ -107,8 +109,12 @@ class Bench:
         pairs = list(abba(arm(self.checked), arm(self.plain)))
         return pairs, list(abba(arm(self.twin), arm(self.plain)))
 
-    def others(self, folder: Path, steps: int) -> dict[str, list[float]]:
-        """Seconds of steps that are followed by a full save, by the way of saving."""
+    def others(self, folder: Path, steps: int, cores: Sequence[int]) -> dict[str, list[float]]:
+        """Seconds of steps that are followed by a full save, by the way of saving.
+
+        The threads that save have all cores, as replica and writer have those that training leaves.
+        """
+        pin(cores)
         trainee = self.saved
         saving: Any = None
 
@@ -123,13 +129,19 @@ class Bench:
             )
         store = dist.FileStore(str(folder / "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        # The recipe's: memory of the copy reused; pinning and its stream are for CUDA.
+        stager = DefaultStager(StagingOptions(False, False, False, False))
         for number in range(steps):
             batch = self.batch()
             begun = time.perf_counter()
             trainee.step(batch)
             if saving is not None:
                 saving.result()
-            saving = dcp.async_save(state(), checkpoint_id=folder / f"dcp-{number % 2}")
+            saving = dcp.async_save(
+                state(), checkpoint_id=folder / f"dcp-{number % 2}", async_stager=stager
+            )
+            if isinstance(saving, AsyncSaveResponse):  # which it is depends on the stager
+                saving = saving.upload_completion
             found["async_save"].append(time.perf_counter() - begun)
         if saving is not None:
             saving.result()
@@ -271,7 +283,8 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
     after = bench.checkpointer.stats()
     assert after["replica_restarts"] == 0, "the replica died and was started again"
     with tempfile.TemporaryDirectory(dir=args.out) as folder:
-        others = bench.others(Path(folder), args.others)
+        others = bench.others(Path(folder), args.others, cores)
+    pin(cores[:1])
     reading, copying = after_a_crash(bench, where)
     update = update_seconds(bench.plain)
     estimate = overhead(pairs, null_pairs, seed=args.seed)

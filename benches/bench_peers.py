@@ -121,9 +121,17 @@ def say(plan: Plan, cell: Mapping[str, Any]) -> None:
 def settings_from(args: argparse.Namespace) -> Settings:
     """How to measure, from the arguments."""
     if args.smoke:
-        return Settings(args.seed, 2, 1, 1, (3,), args.timeout)
+        return Settings(args.seed, 2, 1, 1, 4, (3,), args.timeout)
     history = tuple(int(steps) for steps in args.history.split(","))
-    return Settings(args.seed, args.block_steps, args.rounds, args.kills, history, args.timeout)
+    return Settings(
+        args.seed,
+        args.block_steps,
+        args.rounds,
+        args.kills,
+        args.last_kill,
+        history,
+        args.timeout,
+    )
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -135,7 +143,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--models", default="10M", help=f"by comma, of {', '.join(MODELS)}")
     parser.add_argument("--ranks", default="1", help="numbers of processes, by comma")
-    parser.add_argument("--again", action="store_true", help="also cells that are done")
+    parser.add_argument("--again", action="store_true", help="measure cells that are done, too")
     parser.add_argument(
         "--environments", type=Path, default=Path(".venv-peers"), help="folder of the competitors'"
     )
@@ -144,11 +152,14 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--rounds", type=int, default=0, help="of ABBA; 0: as the model's size asks"
     )
     parser.add_argument("--kills", type=int, default=3, help="trainings killed at a random instant")
+    parser.add_argument("--last-kill", type=int, default=20, help="in which step at the latest")
     parser.add_argument("--history", default="10,100,1000", help="steps to recover from, by comma")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a phase")
     args = parser.parse_args(argv)
     if args.kills < 1:
         parser.error("--kills: at least 1")
+    if args.last_kill < 4:
+        parser.error("--last-kill: at least 4")
     args.systems = {None: list(QUICK), "all": list(SYSTEMS)}.get(
         args.systems, (args.systems or "").split(",")
     )

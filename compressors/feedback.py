@@ -8,7 +8,7 @@ carry, so that it means the same under another scale and without a scaler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -108,6 +108,19 @@ class RotatingResidual:
         for i, of in list(self._written.items()):
             if of == parameter and i not in self._settled:
                 del self._written[i]
+
+    def unsettled(self, parameter: int) -> dict[int, torch.Tensor]:
+        """Copies of what a parameter's exchanges wrote that no optimizer has consumed, for `restore`."""
+        return {
+            i: self._slots[self._next][i].clone()
+            for i, of in list(self._written.items())
+            if of == parameter and i not in self._settled
+        }
+
+    def restore(self, unsettled: Mapping[int, torch.Tensor]) -> None:
+        """Owe what was owed before a further exchange, of which nothing came."""
+        for i, values in unsettled.items():
+            self._slots[self._next][i].copy_(values)
 
     def advance(self, *, carried: Collection[int] = ()) -> None:
         """Commit the step: what is settled becomes current, all else stays as it was before.

@@ -75,7 +75,8 @@ class SharedReducer(SparseReducer, ABC):
                 gradient.copy_(own)
                 continue
             gradient.zero_().index_copy_(0, chosen[i], own)
-            self.selected[i] = chosen[i][slice(*share(counts[i], self.rank, self.world_size))]
+            mine = slice(*share(counts[i], self.rank, self.world_size))
+            self.note_selected(i, chosen[i][mine])
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

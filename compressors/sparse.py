@@ -19,7 +19,7 @@ from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import factor_sections, factors_of, floats
 from lowdiff.errors import GradientChanged
 from lowdiff.host_copy import fetch_now
-from lowdiff.layout import bits
+from lowdiff.layout import INT_OF_BYTES, bits
 from lowdiff.protocols import Fetch, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
@@ -45,6 +45,8 @@ class SparseReducer:
         self.value_dtype = value_dtype
         #: Layout index -> positions that this rank stores; whole parameters are shared out.
         self.selected: dict[int, torch.Tensor] = {}
+        #: The same of earlier passes of this step.
+        self._earlier: dict[int, torch.Tensor] = {}
         self.consumed: dict[int, Entries] = {}
         self.notes = Notes()
         self.stamp = 0
@@ -58,6 +60,7 @@ class SparseReducer:
     def begin(self, stamp: int, *, audit: bool = False, note: int = 0) -> None:
         """See ``Reducer.begin``: forget the last step's selection."""
         self.selected.clear()
+        self._earlier.clear()
         self.consumed.clear()
         self._narrow.clear()
         self._consumed_narrow.clear()
@@ -87,7 +90,19 @@ class SparseReducer:
                 gradient.copy_(rounded)
                 self._narrow[i] = rounded[self._positions(i)].clone()
             if self.audit:
-                self._exchanged[i] = int(gradient.count_nonzero())
+                count = int(gradient.count_nonzero())
+                self._exchanged[i] = max(count, self._exchanged.get(i, 0))
+
+    def note_selected(self, parameter: int, positions: torch.Tensor) -> None:
+        """Store these positions of a parameter, and those of earlier passes that are still in use.
+
+        DDP leaves a gradient that no rank used in the last pass as the pass before had it.
+        """
+        earlier = self.selected.get(parameter)
+        if earlier is not None:
+            known = self._earlier.get(parameter)
+            self._earlier[parameter] = earlier if known is None else torch.cat([known, earlier])
+        self.selected[parameter] = positions
 
     def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Factors = ()) -> None:
         """See ``Reducer.consume``. Tensors exchanged whole are split over the ranks."""
@@ -163,6 +178,11 @@ class SparseReducer:
         if isinstance(positions, slice):
             values = gradient[positions].clone()
             return torch.arange(positions.start, positions.stop, device=gradient.device), values
+        earlier = self._earlier.get(parameter)
+        if earlier is not None:
+            filled = gradient.view(INT_OF_BYTES[gradient.element_size()])[earlier] != 0
+            union = torch.cat([positions, earlier[filled]]).unique()  # ascending
+            positions = union if union.numel() > positions.numel() else positions
         return positions, gradient.index_select(0, positions)
 
     def _positions(self, parameter: int) -> torch.Tensor | slice:

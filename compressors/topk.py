@@ -145,7 +145,7 @@ class TopKReducer(SparseReducer):
         values: list[torch.Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             chosen, kept = self._compress(parameter, gradient)
-            self.selected[parameter] = chosen
+            self.note_selected(parameter, chosen)
             offset = int(gradient.storage_offset()) - int(buffer.storage_offset())
             positions.append(chosen + offset)
             values.append(kept)

@@ -3,7 +3,8 @@
 #
 #SBATCH --job-name=lowdiff
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks-per-node=1       # torchrun, which starts the trainers
+#SBATCH --cpus-per-task=32        # for all of them, their data loaders and lowdiff's writers
 #SBATCH --time=04:00:00
 #SBATCH --requeue                 # after a preemption or a node's failure, by Slurm itself
 #SBATCH --open-mode=append
@@ -21,7 +22,7 @@ trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # workers that --max-restarts starts need a fresh store
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --kill-on-bad-exit=1 torchrun \
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \
   --nnodes="$SLURM_NNODES" --nproc-per-node="$PROCESSES_PER_NODE" --max-restarts=3 \
   --rdzv-backend=c10d --rdzv-endpoint="$first_node:$PORT" \
   --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \

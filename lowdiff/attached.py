@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
 from lowdiff.extra_state import extra_state_keys
 from lowdiff.layout import dtype_name, flat_like, layout_of, own_name
+from lowdiff.recovery.images import holds
 from lowdiff.recovery.optimizers import class_name, refuse_foreign_state
 from lowdiff.recovery.state import BUFFER_ITEM, EXTRA_ITEM, FROZEN_ITEM
 from lowdiff.types import Layout, OptimizerSpec
@@ -170,7 +171,7 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     frozen: dict[str, torch.Tensor] = {
         FROZEN_ITEM + n: p for n, p in named.items() if n not in trained
     }
-    _refuse_complex(module)
+    _refuse_unstorable(module)
     _refuse_sparse(module)
     ddp = ddp_of(model)
     if ddp is not None:
@@ -243,13 +244,21 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
             )
 
 
-def _refuse_complex(module: torch.nn.Module) -> None:
-    tensors = [*module.named_buffers(), *module.named_parameters()]
-    strange = [name for name, tensor in tensors if tensor.is_complex()]
-    if strange:
+def _refuse_unstorable(module: torch.nn.Module) -> None:
+    for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
+        if tensor.is_complex():
+            what = "is complex", "register torch.view_as_real(...) of it instead"
+        elif tensor.layout is not torch.strided or tensor.is_nested:
+            what = f"has layout {tensor.layout}", "register its indices and values, each dense"
+        elif tensor.is_meta:
+            what = "is on the meta device", "give it memory before attach"
+        elif not holds(tensor.dtype):
+            what = f"is {dtype_name(tensor.dtype)}", "register its bytes, tensor.view(torch.uint8)"
+        else:
+            continue
         raise UnsupportedModel(
-            f"{strange[0]!r} is complex, which snapshots cannot hold; register "
-            "torch.view_as_real(...) of it instead"
+            f"{name!r} {what[0]}, which snapshots cannot hold; {what[1]}, or keep what never "
+            "changes as a plain attribute"
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from crc32c import crc32c
 
 from lowdiff.errors import ConfigError
+from lowdiff.frozen_samples import FrozenSamples
 from lowdiff.host_copy import fetch_now
 from lowdiff.layout import byte_view, dtype_name
 from lowdiff.persistence.values import decode, encode, same
@@ -102,6 +103,7 @@ class ItemTracker:
         self._apart: dict[str, torch.Tensor] = {}
         self._frozen_at_start: dict[str, int] = {}
         self._trusts_versions = True
+        self._samples = FrozenSamples()
         self._buffers = {name for name in constants() if name.startswith(BUFFER_ITEM)}
         self._absent: frozenset[str] = frozenset()
         #: Item name -> most bytes that one step logged of it, of those over `LARGE_ITEM_BYTES`.
@@ -188,7 +190,8 @@ class ItemTracker:
         """Read everything as it is now.
 
         Args:
-            thorough: Whether to read frozen parameters that no version counter says were written.
+            thorough: Whether to read frozen parameters whole that neither a version counter nor
+                a few of their elements say were written.
             fetch: Brings buffers and large tensors to the host.
 
         Returns:
@@ -237,6 +240,7 @@ class ItemTracker:
         found: dict[str, torch.Tensor] = {}
         versions: dict[str, tuple[int, int] | None] = {}
         checksums: dict[str, int] = {}
+        trusted: list[str] = []
 
         def compare(name: str, host: torch.Tensor, *, is_known: bool) -> None:
             host = host.contiguous()
@@ -259,14 +263,22 @@ class ItemTracker:
             is_known = version is not None and self._versions.get(name) == version
             if not is_known or thorough or not self._trusts_versions:
                 versions[name] = version
+                if version is not None:
+                    self._samples.note(name, tensor)
                 # It may be large, so one at a time; seldom read.
                 compare(name, fetch_now(tensor), is_known=is_known)
+            else:
+                trusted.append(name)
+        has_moved = self._samples.look(trusted, fetch)
         self._versions |= versions
         self._checksums |= checksums
 
         def differing() -> dict[str, torch.Tensor]:
             for name, host in fetched:
                 compare(name, host, is_known=False)
+            if has_moved():
+                for name in trusted:
+                    compare(name, fetch_now(tensors[name]), is_known=True)
             self._checksums |= checksums
             return found
 

@@ -194,6 +194,9 @@ class Checkpointer:
                 self._close_earlier()
                 if attached.ddp is not None:
                     self.hook_state = registered(attached.ddp, self.hook_state)
+            for loader in self._loaders.values():
+                if isinstance(loader, ResumableLoader):
+                    loader.share(ranks.rank, ranks.world_size)
             objects = {**self._loaders, **stateful}
             opened = open_session(
                 self._settings, attached, objects, ranks, restore=restore, step=step
@@ -255,10 +258,14 @@ class Checkpointer:
         if isinstance(data, DataLoader):
             if batch_size is not None or options:
                 raise ConfigError("a loader has its batch_size and options already; pass only it")
-            loader = StatefulEpochs(data, self._body_begins)
+            loader = StatefulEpochs(data, self._body_begins, self._is_body_over)
         else:
             loader = ResumableLoader(
-                data, batch_size=batch_size, before_batch=self._body_begins, **options
+                data,
+                batch_size=batch_size,
+                before_batch=self._body_begins,
+                is_body_over=self._is_body_over,
+                **options,
             )
         self._loaders[f"dataloader{len(self._loaders)}"] = loader
         return loader
@@ -275,6 +282,10 @@ class Checkpointer:
 
     def steps(self, until: int) -> Iterator[int]:
         """Yield ``completed, ..., until - 1``; each body makes one step, committed when it ends.
+
+        A body that is left by ``break`` after its step is committed by what comes next: another
+        ``steps()``, ``commit()`` or ``close()``. With a loader: ``zip(steps(until), loader)``, in
+        this order, because a batch counts to the step at whose commit it was fetched.
 
         Args:
             until: Number of completed steps to stop at.
@@ -442,3 +453,6 @@ class Checkpointer:
     def _body_begins(self) -> None:
         if self._loop is not None:
             self._loop.body_begins()
+
+    def _is_body_over(self) -> bool:
+        return self._loop is not None and self._loop.is_body_over

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lowdiff.capture import Stateful
-from lowdiff.errors import ConfigError
+from lowdiff.errors import ConfigError, UsageError
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class ResumableLoader:
         drop_last: bool = False,
         seed: int = 0,
         before_batch: Callable[[], None] | None = None,
+        is_body_over: Callable[[], bool] | None = None,
         **options: Any,
     ) -> None:
         """Describe the data.
@@ -63,6 +64,8 @@ class ResumableLoader:
             seed: Seeds orders and augmentation. A run that resumes in the middle of an epoch
                 ends it with the seed and the ``shuffle`` that it was begun with.
             before_batch: Called before the first batch is fetched, which is where a step begins.
+            is_body_over: Whether a step is made and not committed yet: then it is too early to
+                fetch the next one's batch, which would count to it.
             options: Further arguments of ``torch.utils.data.DataLoader``.
 
         Raises:
@@ -93,18 +96,27 @@ class ResumableLoader:
         self._given = _Order(int(seed) % _NUM_SEEDS, bool(shuffle))
         self._order = self._given  # of the epoch at hand
         self._before_batch = before_batch or (lambda: None)
+        self._is_body_over = is_body_over or (lambda: False)
         self._options = options
+        # What is known by now; a launcher may form the group later, and `attach` knows it.
         joined = dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank() if joined else 0
-        self._world_size = dist.get_world_size() if joined else 1
+        self.share(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1)
+
+    def share(self, rank: int, world_size: int) -> None:
+        """Hand out the batches of one of so many ranks; ``attach`` says which."""
+        self._rank, self._world_size = rank, world_size
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank."""
+        """Batches of a whole epoch on this rank; before ``attach``, of those that have met by then."""
         count = len(self._samples)
         return count // self._stride if self._drop_last else -(-count // self._stride)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the current epoch that were not consumed yet."""
+        """Yield the batches of the current epoch that were not consumed yet.
+
+        Raises:
+            UsageError: If a body of ``steps()`` fetches the next step's batch.
+        """
         loader = DataLoader(
             _SeededSamples(self._dataset, self._order.seed, self.epoch),
             batch_sampler=self._batches()[self.consumed :],
@@ -119,7 +131,7 @@ class ResumableLoader:
         # Without workers, collating a batch may draw from the generators of the step; and so may
         # what follows an epoch of which nothing is left.
         self._before_batch()
-        for batch in batches:
+        for batch in _in_time(batches, self._is_body_over):
             self.consumed += 1
             yield batch
         self.epoch += 1
@@ -208,12 +220,18 @@ class StatefulEpochs:
         epoch: Epochs completed.
     """
 
-    def __init__(self, loader: DataLoader[Any], before_batch: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        before_batch: Callable[[], None],
+        is_body_over: Callable[[], bool],
+    ) -> None:
         """Wrap a loader.
 
         Args:
             loader: Any ``DataLoader`` with ``state_dict`` and ``load_state_dict``.
-            before_batch: Called before a batch is fetched, which is where a step begins.
+            before_batch: Called before the first batch is fetched, which is where a step begins.
+            is_body_over: As of `ResumableLoader`.
 
         Raises:
             ConfigError: If the loader does not know its position, or hands out batches out of order.
@@ -227,6 +245,7 @@ class StatefulEpochs:
         self.epoch = 0
         self._loader = loader
         self._before_batch = before_batch
+        self._is_body_over = is_body_over
         # Until it is iterated over: asked for its state, the loader would start its workers.
         self._waiting: dict[str, Any] = {"position": None, "generator": None}
         self._started = False
@@ -236,14 +255,22 @@ class StatefulEpochs:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the current epoch that were not consumed yet."""
+        """Yield the batches of the current epoch that were not consumed yet.
+
+        Raises:
+            UsageError: If a body of ``steps()`` fetches the next step's batch.
+        """
+        before = torch.get_rng_state()
         iterator = iter(self._loader)
+        if self._waiting["position"] is not None and not self._started:
+            # The epoch was begun before; and steps() may have restored the generators already.
+            torch.set_rng_state(before)
         if self._waiting["generator"] is not None and not self._started:
             # Drawing the seed of its workers is something that the loader does not repeat.
             self._loader.generator.set_state(self._waiting["generator"])
         self._started = True
         self._before_batch()
-        yield from iterator
+        yield from _in_time(iterator, self._is_body_over)
         self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,6 +290,22 @@ class StatefulEpochs:
         self.epoch, self._started = state_dict["epoch"], False
         if self._waiting["position"] is not None:
             self._loader.load_state_dict(self._waiting["position"])
+
+
+def _in_time(batches: Iterator[Any], is_body_over: Callable[[], bool]) -> Iterator[Any]:
+    """Hand batches out, each in the step that it counts to."""
+    # Who begins with a loader after the step evaluates, say: such a batch is of the step before.
+    was_over = is_body_over()
+    for batch in batches:
+        is_over = is_body_over()
+        if is_over and not was_over:
+            raise UsageError(
+                "the next batch was fetched after optimizer.step() and before steps() committed the "
+                "body, so a run that resumes there would leave that batch out; begin each body with "
+                "its batch: for step, batch in zip(checkpointer.steps(N), loader), in this order"
+            )
+        was_over = is_over
+        yield batch
 
 
 def _refuse_out_of_order(in_order: bool) -> None:

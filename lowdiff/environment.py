@@ -7,19 +7,23 @@ from pathlib import Path
 
 import torch
 
+from lowdiff.recovery.arithmetic import flushes_denormals, process_modes
 from lowdiff.types import Environment
 
 
 def environment_of(device: torch.device) -> Environment:
     """Describe this process on this machine."""
+    default_dtype, matmul_precision = process_modes()
     return Environment(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         torch_version=torch.__version__,
         processor=_processor(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         num_threads=torch.get_num_threads(),
-        flush_denormal=_flushes_denormals(),
+        flush_denormal=flushes_denormals(),
         mkl=_mkl_version(),
+        default_dtype=default_dtype,
+        matmul_precision=matmul_precision,
     )
 
 
@@ -32,11 +36,6 @@ def _processor() -> str:
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
         platform.machine(),
     )
-
-
-def _flushes_denormals() -> bool:
-    smallest_normal = torch.tensor(torch.finfo(torch.float32).tiny, device="cpu")
-    return bool(smallest_normal * 0.5 == 0)
 
 
 def _mkl_version() -> str:

@@ -64,6 +64,8 @@ def load_gradients(state: RecoveredState, attached: Attached) -> None:
 def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
     """Copy hyper-parameters and optimizer state, bit for bit.
 
+    What an optimizer holds of frozen parameters, which no snapshot does, stays as it is.
+
     Returns:
         Where the constructor's hyper-parameters differed from the restored ones, which win.
     """
@@ -85,12 +87,13 @@ def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
                 group.setdefault(key, value)  # the run's PyTorch did not have it yet
         if given != [bool(group.get("fused")) for group in optimizer.param_groups]:
             take_scales_by_groups(optimizer)
-        optimizer.state.clear()
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         for i, parameter in enumerate(attached.parameters):
             spec = attached.layout.parameters[i]
             entries = recovered.state.get(spec.name)
-            if attached.owner[i] == index and entries:
+            if attached.owner[i] != index or not entries:
+                optimizer.state.pop(parameter, None)
+            else:
                 optimizer.state[parameter] = {
                     key: shaped(value.to(parameter.device, copy=True), spec)
                     if is_aligned(key, value, spec.numel)

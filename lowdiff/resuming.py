@@ -30,7 +30,7 @@ from lowdiff.recovery.engine import (
     try_from_disk,
     without,
 )
-from lowdiff.recovery.plan import plan_recovery
+from lowdiff.recovery.plan import plan_recovery, spans_of
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.sizing import local_ranks
 from lowdiff.recovery.state import (
@@ -265,14 +265,18 @@ def _residual_of(
     older; training then continues from the exact state with a slightly different error feedback,
     and says so.
     """
-    newest = catalog.incarnations[max(catalog.incarnations)]
     had_one = any(state.residuals) or bool(_kept(state.fence).parameters)
-    for number in (newest.number, state.fence.incarnation):
+    # A life that begins takes the residual over, and the memory of the one before it goes; if it
+    # dies in attach, it may have none yet. So it may be any of those that begin at this step.
+    lives = [span for span in spans_of(catalog) if span.holds(state.step)]
+    for life in reversed([span for span in lives if span.incarnation >= state.fence.incarnation]):
+        # With another number of ranks it began with the mean, the same on each.
+        number, holder = life.incarnation, rank % life.world_size
         kept = _kept(catalog.incarnations[number].fence)
-        step, mark = _newest_mark(catalog, number, rank, state) if kept.parameters else (0, None)
+        step, mark = _newest_mark(catalog, number, holder, state) if kept.parameters else (0, None)
         if mark is None:
             continue
-        staging = StagingFolder.of(settings.staging_root, catalog.run_id, number, rank)
+        staging = StagingFolder.of(settings.staging_root, catalog.run_id, number, holder)
         found = read_residual(staging.residual, kept, mark)
         if found is not None:
             if step < state.step:

@@ -37,7 +37,7 @@ from lowdiff.persistence.snapshots import (
 )
 from lowdiff.persistence.values import encode
 from lowdiff.recovery.images import image_tensor
-from lowdiff.recovery.optimizers import SCALAR_STATE, granularity
+from lowdiff.recovery.optimizers import granularity, is_scalar
 from lowdiff.recovery.state import AVERAGE_ITEM
 from lowdiff.settings import Settings
 from lowdiff.snapshot import Live
@@ -363,7 +363,7 @@ def _image_bytes(tensor: torch.Tensor) -> memoryview:
 def _is_full(key: str, value: Any, parameter: torch.Tensor) -> bool:
     """Whether a state entry has one element per element of its parameter, as in a snapshot."""
     is_shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    return is_shaped and key not in SCALAR_STATE
+    return is_shaped and not is_scalar(key, parameter.numel())
 
 
 def _cuttable(share: _Share) -> Cuttable:

@@ -75,9 +75,12 @@ class Session:
         raises = settings.on_error == "raise"
         self.divergence = Divergence(attached, self._digester, live.rank, raises=raises)
         self.scaling = scaling
-        ddp = attached.ddp if live.world_size > 1 else None
+        ddp = attached.ddp
         hook = None if ddp is None else hook_of(ddp)
-        self._capture = StepCapture(attached, reducer, live.residual, scaling, live.averages, hook)
+        if hook is not None and ddp is not None and ddp.find_unused_parameters:
+            hook.residual = live.residual
+        told = hook if live.world_size > 1 else None
+        self._capture = StepCapture(attached, reducer, live.residual, scaling, live.averages, told)
         self._pieces = self._digester.pieces_of(live.rank, live.world_size)
         self._base_step = step
         self._unstaged: Differential | None = None
@@ -384,7 +387,7 @@ class Session:
         if self._rolling is not None:
             self._rolling.restart()
         if self.stager.atomic_step != self.step:
-            tensors = self._live.shard(self._committed_held)
+            tensors = self._live.shard(self._committed_held, self._capture.committed_groups)
             is_late = self._copies.lag and not (required or at_once)
             stage = self._stage_late_snapshot if is_late else self.stager.stage_snapshot
             self._copies.then(partial(stage, self.step, tensors, required=required))

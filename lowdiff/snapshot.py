@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,8 +16,11 @@ from lowdiff.host_copy import HostCopies
 from lowdiff.layout import shard_owners
 from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER, RESIDUAL, ImageTensor
 from lowdiff.recovery.images import image_tensor, scalars_image
-from lowdiff.recovery.optimizers import SCALAR_STATE
+from lowdiff.recovery.optimizers import is_scalar
 from lowdiff.recovery.state import AVERAGE_ITEM
+
+#: An optimizer's groups without their parameters.
+Groups: TypeAlias = "tuple[dict[str, Any], ...]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,25 +47,32 @@ class Live:
     world_size: int
     copies: HostCopies
 
-    def shard(self, held: Sequence[int]) -> Callable[[], list[ImageTensor]]:
+    def shard(
+        self, held: Sequence[int], groups: Sequence[Groups]
+    ) -> Callable[[], list[ImageTensor]]:
         """Read everything that this rank stores of the current state.
 
         Args:
             held: Layout indices of parameters that held a gradient at the last commit.
+            groups: Each optimizer's hyper-parameters as of the last commit: a scheduler may have
+                moved them since, at an epoch's end say.
 
         Returns:
             Called once all that was fetched is there: the image's tensors.
         """
-        return self._read(held, self.rank, self.residual.named(), self.averages.named_tensors())
+        residual, averages = self.residual.named(), self.averages.named_tensors()
+        return self._read(held, groups, self.rank, residual, averages)
 
     def small(self, held: Sequence[int]) -> Callable[[], list[ImageTensor]]:
         """`shard`, but only what is of a step as a whole: items, buffers, hyper-parameters."""
         nobody = -1  # owns no parameter
-        return self._read(held, nobody, {}, {})
+        groups = [hyper_parameters(optimizer) for optimizer in self.attached.optimizers]
+        return self._read(held, groups, nobody, {}, {})
 
     def _read(
         self,
         held: Sequence[int],
+        groups: Sequence[Groups],
         rank: int,
         residual: Mapping[str, torch.Tensor],
         averages: Mapping[str, Mapping[int, torch.Tensor]],
@@ -79,7 +89,7 @@ class Live:
             entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
             for key, value in entries.items():
                 full = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                if full and key not in SCALAR_STATE:
+                if full and not is_scalar(key, parameter.numel()):
                     name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
                     tensors.append((name, copies.fetch(value)))
                 else:
@@ -98,22 +108,22 @@ class Live:
         ]
         tensors += [(RESIDUAL + name, copies.fetch(values)) for name, values in residual.items()]
         # The next body may set a learning rate before its optimizer steps, or without a step.
-        groups = [
+        copied = [
             [
                 {
                     k: copies.fetch_copy(v) if isinstance(v, torch.Tensor) else v
                     for k, v in group.items()
                 }
-                for group in hyper_parameters(optimizer)
+                for group in of_optimizer
             ]
-            for optimizer in attached.optimizers
+            for of_optimizer in groups
         ]
         items = dict(tracker.committed)
 
         def image() -> list[ImageTensor]:
             return [
                 *(image_tensor(name, tensor) for name, tensor in tensors),
-                scalars_image(groups, state, list(held), items),
+                scalars_image(copied, state, list(held), items),
             ]
 
         return image

@@ -190,8 +190,8 @@ class Stager:
 
     @property
     def owes_snapshot(self) -> bool:
-        """Whether a snapshot could not be taken and should be."""
-        return self._owes_snapshot
+        """Whether a snapshot could not be taken and should be, or a step is lost and needs one."""
+        return self._owes_snapshot or self.writer.read_status().lost_step > self._snapshot_step
 
     def _is_settled(self, status: WriterStatus) -> bool:
         """Whether the last staged snapshot is durable, or a rolling one that is lost.
@@ -257,8 +257,8 @@ class Stager:
         """
         status = self.writer.read_status()
         if 0 < self._first_dropped and status.durable_snapshot < self._log.dropped_step:
-            return min(status.durable_step, self._first_dropped - 1)
-        return status.durable_step
+            return min(status.unbroken_step, self._first_dropped - 1)
+        return status.unbroken_step
 
     def stop(self) -> None:
         """Stage nothing more but a last snapshot."""

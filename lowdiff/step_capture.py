@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -47,6 +48,7 @@ class StepCapture:
     Attributes:
         absent: Parameters without a gradient when their optimizer stepped.
         changed_outside: Whether something changed parameters or optimizer state otherwise.
+        committed_groups: Each optimizer's hyper-parameters as of the last `optimizer_steps`.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class StepCapture:
         self._finished: set[int] = set()
         self.absent: set[int] = set()
         self.changed_outside = False
-        self._committed_groups = self._hyper_parameters()
+        self.committed_groups = self._hyper_parameters()
         self._guard = StepGuard(attached)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._looking: dict[int, torch.utils.hooks.RemovableHandle] = {}
@@ -102,6 +104,11 @@ class StepCapture:
             before = optimizer.register_step_pre_hook(hook)
             self._guard.registered(index, before)
             after = optimizer.register_step_post_hook(self._post_hook(index, timed))
+            # First of all: what the user's hooks write, replay lacks, so it must not count as the
+            # optimizer's own work.
+            hooks = optimizer._optimizer_step_post_hooks
+            assert isinstance(hooks, OrderedDict)
+            hooks.move_to_end(after.id, last=False)
             self._handles += [before, after]
 
     def remove(self) -> None:
@@ -169,8 +176,8 @@ class StepCapture:
     def optimizer_steps(self) -> tuple[OptimizerStep, ...]:
         """What each optimizer did, with its groups as they are now; ends the step."""
         steps = []
-        self._committed_groups = self._hyper_parameters()
-        for index, groups in enumerate(self._committed_groups):
+        self.committed_groups = self._hyper_parameters()
+        for index, groups in enumerate(self.committed_groups):
             done = self._stepped.get(index)
             if done is None:
                 steps.append(OptimizerStep(stepped=False, consumed=groups))
@@ -181,13 +188,11 @@ class StepCapture:
         return tuple(steps)
 
     def is_as_committed(self) -> bool:
-        """Whether nothing of the optimizers moved since the last `optimizer_steps`."""
-        return (
-            not self._stepped
-            and not self.changed_outside
-            and not self._guard.at_commit()
-            and same(self._hyper_parameters(), self._committed_groups)
-        )
+        """Whether no parameter or optimizer state moved since the last `optimizer_steps`.
+
+        Groups are left out: of these a snapshot holds `committed_groups`.
+        """
+        return not self._stepped and not self.changed_outside and not self._guard.at_commit()
 
     def _hyper_parameters(self) -> list[tuple[dict[str, Any], ...]]:
         return [copied(hyper_parameters(o)) for o in self._attached.optimizers]
@@ -261,6 +266,7 @@ class StepCapture:
             grad_scale=number_or_none(getattr(optimizer, "grad_scale", None)),
             found_inf=number_or_none(getattr(optimizer, "found_inf", None)),
         )
+        self.changed_outside |= bool(step.found_inf) and _keeps_unwritten_memory(optimizer)
         if self._attached.ddp is None:
             # Only a fused optimizer that unscales by itself still gets them scaled.
             self._scaling.exchanged_at(step.grad_scale or 1.0)
@@ -301,3 +307,18 @@ class StepCapture:
             if live.data_ptr() != gradient.data_ptr():
                 spec = self._attached.layout.parameters[i]
                 live.copy_(gradient.as_strided(spec.shape, spec.strides))
+
+
+def _keeps_unwritten_memory(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step that a fused kernel skips leaves state that nobody has written.
+
+    Before its first step with momentum torch's SGD allocates the buffers and leaves it to the kernel
+    to fill them; the kernel does not, and SGD keeps them all the same.
+    """
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        parameter.grad is not None
+        and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for parameter in group["params"]
+    )

@@ -13,6 +13,10 @@ from lowdiff.session import Session
 
 _logger = logging.getLogger(__name__)
 
+#: Where the generators were restored, each a surer sign of the first body than the one before it: a
+#: model may be tried out, also in training mode, between attach and the loop.
+_NOWHERE, _IN_EVALUATION, _IN_TRAINING, _IN_BODY = range(4)
+
 
 class TrainingLoop:
     """Restores the random generators when the first body begins, and ends steps as the loop does.
@@ -35,8 +39,9 @@ class TrainingLoop:
         """
         self._model = attached.model
         self._session = session
-        self._random_states = random_states if session.step else None
-        self._is_restored = self._is_over = False
+        self._random_states = random_states
+        self._restored = _NOWHERE if session.step else _IN_BODY
+        self._is_over = self._is_in_body = False
         self._ends = "unknown"
         self._has_trained = False
         self._has_stepped = False
@@ -52,11 +57,17 @@ class TrainingLoop:
     def steps(self, until: int) -> Iterator[int]:
         """See ``Checkpointer.steps``."""
         session = self._session
+        if session.has_finished_step:  # in a body that was left, or in a loop that never commits
+            session.commit()
         self._ends = "steps"
         while session.step < until:
             self.body_begins()
             step = session.step
-            yield step
+            self._is_in_body = True
+            try:
+                yield step
+            finally:
+                self._is_in_body = False
             if self._is_over:
                 raise UsageError(
                     "the Checkpointer was closed inside its own loop; leave the loop with break, and "
@@ -71,8 +82,19 @@ class TrainingLoop:
             session.commit()
 
     def body_begins(self) -> None:
-        """Restore the generators for good, if this is the first body."""
-        self._restore(for_good=True)
+        """Restore the generators, if this is the first body; commit one that was left.
+
+        A loop leaves it by ``break``, or by ``zip`` where the loader in front of ``steps()`` ends.
+        """
+        is_left = self._ends == "steps" and not self._is_in_body
+        if is_left and self._session.has_finished_step:
+            self._session.commit()
+        self._restore(_IN_BODY)
+
+    @property
+    def is_body_over(self) -> bool:
+        """Whether a body of ``steps()`` has made its step, which is committed when it ends."""
+        return self._is_in_body and self._session.has_finished_step
 
     def commit(self) -> None:
         """End a step by the user's call."""
@@ -100,11 +122,10 @@ class TrainingLoop:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         self._enter(module)
-        if self._random_states is not None or self._commits_by_itself:
+        if self._restored < _IN_BODY or self._commits_by_itself:
             is_training = any(part.training for part in self._model.modules())
             self._has_trained |= is_training
-            # With all of it in evaluation mode this may be an evaluation before the first body.
-            self._restore(for_good=is_training)
+            self._restore(_IN_TRAINING if is_training else _IN_EVALUATION)
             is_next = is_training or not self._has_trained
             if is_next and self._commits_by_itself and self._session.has_finished_step:
                 self._commit_by_forward()
@@ -134,24 +155,21 @@ class TrainingLoop:
         self._has_stepped = True
         self._leave_generators()
 
-    def _restore(self, *, for_good: bool) -> None:
-        if self._random_states is None or (self._is_restored and not for_good):
-            return
-        self._session.restore_random_states(self._random_states)
-        self._is_restored = True
-        if for_good:
-            self._random_states = None
+    def _restore(self, place: int) -> None:
+        if place > self._restored:
+            self._session.restore_random_states(self._random_states)
+            self._restored = place
 
     def _leave_generators(self) -> None:
         """The first body is over: to restore them now would repeat its numbers in the second."""
-        if not (self._random_states is None or self._is_restored):
+        if self._restored == _NOWHERE:
             _logger.warning(
                 "the random generators were not restored, because the first step after attach "
                 "began without a forward pass of the attached model with gradients on: this run "
                 "draws other numbers than an uninterrupted one; loop over checkpointer.steps(...) "
                 "or a checkpointer.dataloader(...), which restore them"
             )
-        self._random_states = None
+        self._restored = _IN_BODY
 
 
 class _Hook:

@@ -38,6 +38,7 @@ class Trouble:
         self._most_at_risk = most_at_risk
         self._of_disk = ""
         self._troubled: tuple[int, ...] = ()
+        self._lost_step = -1
         #: Of the store, as its writer reported it last; empty if all is well.
         self.of_store = ""
         #: Why no full snapshot was taken; empty if none is owed for want of memory.
@@ -64,6 +65,14 @@ class Trouble:
             text = f"rank {rank}: checkpoints become durable again"
             log_event(_logger, logging.INFO, "writer_recovered", text, rank=rank)
         self._of_disk = status.error
+        if status.lost_step > self._lost_step:
+            self._lost_step = status.lost_step
+            if not self._degrades:  # else its trainer dropped it, and has said so
+                text = (
+                    f"rank {rank}: step {status.lost_step} was damaged in staging memory and is not "
+                    "durable; a full snapshot follows"
+                )
+                log_event(_logger, logging.WARNING, "step_lost", text, rank=rank)
         if status.remote_error and status.remote_error != self.of_store:
             log_event(
                 _logger,

@@ -30,7 +30,13 @@ from lowdiff.tuner.estimates import Estimate
 from lowdiff.tuner.facts import basis, facts
 from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
-from lowdiff.tuner.measured import Measured, failures_of, measure, number
+from lowdiff.tuner.measured import (
+    ASSUMED_NETWORK_BYTES_PER_SECOND,
+    Measured,
+    failures_of,
+    measure,
+    number,
+)
 from lowdiff.tuner.plan import Job, planned
 from lowdiff.tuner.report import Question, Report, make_report
 from lowdiff.types import Fence
@@ -99,17 +105,25 @@ def question_of_run(
     prior = None if mtbf_seconds is None else FailurePrior(mtbf_seconds, node_share=node_share)
     newest = documents[-1]
     used = number(newest.facts, "snapshot_every"), number(newest.facts, "batch_size")
+    # On machines that nobody knows each rank is taken to be on its own, in favour of its peers.
+    job_size = measured.costs.world_size
+    num_nodes = hosts or job_size
     return Question(
         title=run,
         costs=measured.costs,
         estimates=measured.estimates,
         rates=estimate_rates(history, prior),
         limits=limits.keeping(None if policy is None else policy.snapshots),
+        num_nodes=num_nodes,
+        network_bytes_per_second=ASSUMED_NETWORK_BYTES_PER_SECOND / -(-job_size // num_nodes),
         current=Setting(round(used[0]), round(used[1])) if min(used) >= 1 else None,
         failure_shape=failure_shape,
         notes=(
             *_notes(documents, world_size),
             *_notes_of_loading(measured, hosts),
+            *_notes_of_network(
+                num_nodes, ASSUMED_NETWORK_BYTES_PER_SECOND, "node" if hosts else "rank"
+            ),
             *_notes_of_retention(policy),
         ),
         decisions=[decision for document in documents for decision in document.decisions],
@@ -206,6 +220,14 @@ def _notes_of_loading(measured: Measured, hosts: int | None) -> list[str]:
     return [f"{text} machines"]
 
 
+def _notes_of_network(num_nodes: int, bytes_per_second: float, whose: str) -> list[str]:
+    """Where it is assumed, and something is compared that goes over it."""
+    if num_nodes == 1:
+        return []
+    rate = units.readable_bytes(bytes_per_second)
+    return [f"the network is assumed to take {rate}/s of each {whose}, for Gemini's copies"]
+
+
 def _notes_of_retention(policy: Retention | None) -> list[str]:
     """Where the run holds more than its newest snapshots and what follows them."""
     if policy is None:
@@ -240,6 +262,9 @@ def question_of_plan(
             f"a step is assumed to take {job.step_seconds:.0f} s; give --step-time, much depends "
             "on it"
         )
+    if "network" not in given:
+        found = _notes_of_network(job.num_nodes, network_bytes_per_second, "node")
+        notes += [f"{text}; give --network" for text in found]
     known = FailureRates.known(mtbf_seconds, node_share=node_share)
     return Question(
         title=(
@@ -250,8 +275,9 @@ def question_of_plan(
         estimates=measured.estimates,
         rates=known,
         limits=limits,
-        failure_shape=failure_shape,
+        num_nodes=job.num_nodes,
         network_bytes_per_second=network_bytes_per_second / job.ranks_per_node,
+        failure_shape=failure_shape,
         notes=tuple(notes),
         assumed_because="not given",
     )

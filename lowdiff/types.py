@@ -254,7 +254,13 @@ class Differential:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Facts on which the last bits of the arithmetic can depend."""
+    """Facts on which the last bits of the arithmetic can depend.
+
+    Attributes:
+        default_dtype: torch dtype name; "" in runs from before it was recorded.
+        matmul_precision: As `torch.get_float32_matmul_precision` says; "" where it cannot tell, and in
+            runs from before it was recorded.
+    """
 
     device: str
     torch_version: str
@@ -263,6 +269,8 @@ class Environment:
     num_threads: int
     flush_denormal: bool
     mkl: str
+    default_dtype: str = ""
+    matmul_precision: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 errors.append(f"{type(error).__name__}: {error}")
         finally:
             lock.release()
+            stage.sweep()  # the lock may have kept it
     return "; ".join(errors)
 
 

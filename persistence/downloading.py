@@ -1,10 +1,11 @@
 """Objects of a store become files: several at once, each durable under its name or not at all.
 
-Of a segment that is there, and longer than the object of its name, only what is damaged is replaced.
+Of what is there already only what is damaged is replaced.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,21 @@ from pathlib import Path
 from threading import Lock
 
 from lowdiff.errors import DamagedFile, RunMismatch
-from lowdiff.persistence.durable import fsync_directory, make_directory, write_file
+from lowdiff.persistence.durable import (
+    fsync_directory,
+    make_directory,
+    parse_json,
+    read_json,
+    write_file,
+)
 from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, read_records
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.paths import RunFolder
 
+_logger = logging.getLogger(__name__)
+
 _PIECE_BYTES = 16 << 20
+_MOST_CHANGED_BYTES = 8
 
 #: Requests to a store.
 AT_ONCE = 8
@@ -118,6 +128,37 @@ def mend(store: ObjectStore, folder: RunFolder, names: Sequence[str]) -> None:
         mended = there + here[len(there) :]
         if _sound_bytes(mended, path) > sound:
             write_file(path, mended)
+
+
+def mend_document(store: ObjectStore, folder: RunFolder, name: str, there: bytes) -> None:
+    """Compare a document with the store's, which takes its place if it is that one with damage.
+
+    Args:
+        store: Where it is, too.
+        folder: Of a run that nobody writes to.
+        name: Of ``run.json`` or a fence, which never change.
+        there: What the store has.
+
+    Raises:
+        DamagedFile: If the store's is damaged, or too little is left here to say whose it is.
+        RunMismatch: If the two are not the same.
+    """
+    path = folder.root / name
+    said = parse_json(there, f"{store.url.rstrip('/')}/{name}")
+    try:
+        differ = read_json(path) != said
+    except DamagedFile as error:
+        here = b"" if isinstance(error.__cause__, OSError) else path.read_bytes()
+        num_changed = sum(a != b for a, b in zip(here, there, strict=False))
+        # Another life's differs in all of its random number.
+        if len(here) != len(there) or num_changed > _MOST_CHANGED_BYTES:
+            what = f"{error.what}; remove it to take that of {store.url}"
+            raise DamagedFile(path, what) from error
+        _logger.warning("%s; it is replaced by that of %s", error, store.url)
+        write_file(path, there)
+    else:
+        if differ:
+            raise different_histories(store, folder, name)
 
 
 def different_histories(store: ObjectStore, folder: RunFolder, name: str) -> RunMismatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -19,6 +20,8 @@ from lowdiff.persistence.framing import FORMAT_VERSION, FileHeader, RecordRef
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def fsync_directory(path: Path) -> None:
@@ -75,6 +78,7 @@ def replaced(path: Path, *, exclusive: bool = False) -> Iterator[IO[bytes]]:
 
     Raises:
         FileExistsError: If it must be ``exclusive``, the first of its name, and is not.
+        StorageError: If it must be, and its file system has no hard links.
     """
     # Random, because ranks in containers on a shared folder may have the same process id.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
@@ -84,7 +88,7 @@ def replaced(path: Path, *, exclusive: bool = False) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         if exclusive:
-            os.link(partial, path)
+            _link(partial, path)
             os.remove(partial)
         else:
             partial.replace(path)
@@ -92,6 +96,19 @@ def replaced(path: Path, *, exclusive: bool = False) -> Iterator[IO[bytes]]:
         partial.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def _link(partial: Path, path: Path) -> None:
+    """Give a complete file its name, unless there is one: nothing else does both at once."""
+    try:
+        os.link(partial, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        raise StorageError(
+            f"{path} could not be written: {error.strerror}; its file system has no hard links, "
+            "which keep two trainers from beginning at once. Choose a run folder on another one"
+        ) from error
 
 
 def unwritable(path: Path, why: object) -> StorageError:
@@ -124,10 +141,24 @@ def read_json(path: Path) -> dict[str, Any]:
         NewerFormat: If a later lowdiff wrote it.
     """
     try:
-        document = json.loads(path.read_bytes())
+        data = path.read_bytes()
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise DamagedFile(path, f"it cannot be read ({error})") from error
+    return parse_json(data, path)
+
+
+def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
+    """What the bytes of a document say that ``write_json`` wrote; `path` is where they are from.
+
+    Raises:
+        DamagedFile: If it is not JSON of ours or fails its checksum.
+        NewerFormat: If a later lowdiff wrote it.
+    """
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise DamagedFile(path, f"it cannot be read ({error})") from error
     try:
         version, checksum = document["format"], document.pop("crc32c")

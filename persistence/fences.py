@@ -17,6 +17,8 @@ from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec,
 _CONTENT_HASH = re.compile("[0-9a-f]{64}")
 _LIFE = re.compile("[0-9a-f]{32}")
 _RUNS_NAMED = 5
+#: What `torch.set_float32_matmul_precision` takes.
+_PRECISIONS = ("highest", "high", "medium")
 
 
 def new_run_id() -> str:
@@ -124,8 +126,9 @@ def _fence(document: dict[str, Any]) -> Fence:
         OptimizerSpec(o["class_name"], tuple(tuple(names) for names in o["groups"]))
         for o in document.pop("optimizers")
     )
-    check_types(Environment, document["environment"])
-    environment = Environment(**document.pop("environment"))
+    facts = {"default_dtype": "", "matmul_precision": "", **document.pop("environment")}
+    check_types(Environment, facts)
+    environment = Environment(**facts)
     averages = {name: tuple(names) for name, names in document.pop("averages", {}).items()}
     document.setdefault("life", "")
     check_types(Fence, document)
@@ -153,6 +156,7 @@ def _parameter(document: dict[str, Any]) -> ParameterSpec:
 
 def _check(fence: Fence) -> None:
     """Refuse what only a stranger would write, before anything relies on it."""
+    environment = fence.environment
     end = 0
     for spec in fence.layout.parameters:
         if spec.offset != end or spec.dtype not in ITEM_BYTES:
@@ -168,6 +172,12 @@ def _check(fence: Fence) -> None:
         raise ValueError(f"constants {fence.constants[:80]!r}")
     if fence.life and not _LIFE.fullmatch(fence.life):
         raise ValueError(f"life {fence.life[:40]!r}")
+    known_modes = (
+        (environment.default_dtype, ITEM_BYTES),
+        (environment.matmul_precision, _PRECISIONS),
+    )
+    if any(mode and mode not in known for mode, known in known_modes):
+        raise ValueError(f"torch has no mode {environment!r:.200}")
     if fence.rank >= fence.world_size:
         raise ValueError(f"rank {fence.rank} of {fence.world_size}")
     texts = [*fence.names.items(), *fence.stateful.items(), (fence.compressor["name"], "")]

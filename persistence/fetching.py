@@ -7,7 +7,6 @@ it already gets the rest.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import stat
@@ -21,7 +20,7 @@ from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, NotARun, StoreError
 from lowdiff.persistence.catalog import complete_fences, confirm_cycle, has_cycle, scan
-from lowdiff.persistence.downloading import AT_ONCE, different_histories, download, mend
+from lowdiff.persistence.downloading import AT_ONCE, download, mend, mend_document
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.lineage import Span, lineage
@@ -34,6 +33,9 @@ from lowdiff.types import Fence
 _logger = logging.getLogger(__name__)
 
 _LOOKS = 3
+
+#: Where a run folder has what a store gets.
+_FOLDERS = ("incarnations", "snapshots", "segments", "constants", "pins")
 
 _Result = TypeVar("_Result")
 
@@ -58,14 +60,20 @@ class Listing:
 
     @classmethod
     def of_folder(cls, folder: RunFolder) -> Listing:
-        """What a run folder holds."""
+        """What a run folder holds of the run; it may be a disk's root, with other things in it."""
+        paths = [folder.run_file, folder.retention_file]
+        for top in (
+            folder.root / name for name in _FOLDERS if not (folder.root / name).is_symlink()
+        ):
+            for parent, _, names in os.walk(top, onerror=_refuse_unreadable):
+                paths += (Path(parent, name) for name in names)
         sizes = {}
-        for parent, _, names in os.walk(folder.root, onerror=_refuse_unreadable):
-            for path in (Path(parent, name) for name in names):
-                with suppress(FileNotFoundError):  # it was only partial, or retention was faster
-                    status = path.lstat()
-                    if stat.S_ISREG(status.st_mode):
-                        sizes[folder.name(path)] = status.st_size
+        for path in paths:
+            # It was only partial, or retention was faster.
+            with suppress(FileNotFoundError, NotADirectoryError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    sizes[folder.name(path)] = status.st_size
         return cls(sizes)
 
     def files(self, *kinds: str) -> list[RunFile]:
@@ -138,6 +146,7 @@ def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> Non
     """Bring ``run.json``, all fences and retention's notes; compare the fences that are there already.
 
     Raises:
+        DamagedFile: If one is damaged, and what is left is not clearly that of the store.
         NotARun: If the store holds no run.
         RunMismatch: If folder and store hold histories that parted.
     """
@@ -152,8 +161,7 @@ def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> Non
     with ThreadPoolExecutor(AT_ONCE) as pool:
         common = [name for name in [RUN_FILE, *names] if name in here]
         for name, data in zip(common, pool.map(store.read, common), strict=True):
-            if json.loads(data) != json.loads((folder.root / name).read_bytes()):
-                raise different_histories(store, folder, name)
+            mend_document(store, folder, name, data)
 
 
 def fetch_history(

@@ -250,16 +250,22 @@ def read_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef | 
     return record if record is not None and record.is_intact() else None
 
 
-def read_records(view: memoryview, file: FileHeader, *, check: bool = True) -> Iterator[RecordRef]:
+def read_records(
+    view: memoryview, file: FileHeader, *, check: bool = True, past_damage: bool = False
+) -> Iterator[RecordRef]:
     """Every valid record from the start of a file up to the first place that holds none.
 
     Args:
         view: The file.
         file: Its header.
         check: Whether bodies are compared with their checksums, too.
+        past_damage: Whether a record whose body fails that is only left out: its header, which has
+            a checksum of its own, says where the next one begins.
     """
-    read = read_record if check else listed_record
     offset = HEADER_BYTES
-    while (record := read(view, offset, file)) is not None:
-        yield record
+    while (record := listed_record(view, offset, file)) is not None:
+        if not check or record.is_intact():
+            yield record
+        elif not past_damage:
+            return
         offset = record.end

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
 import weakref
 from pathlib import Path
+
+from lowdiff.errors import StorageError
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
 class FileLock:
@@ -30,14 +35,26 @@ class FileLock:
             description: Who takes it, for others to read; not written by those who share it.
             timeout_seconds: How long to wait.
             shared: Let others share it, and keep out only those who want it alone.
+
+        Raises:
+            StorageError: If its file system has no locks.
         """
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + timeout_seconds
-        while not _try_lock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
-            if time.monotonic() >= deadline:
-                os.close(descriptor)
-                return False
-            time.sleep(0.02)
+        try:
+            while not _try_lock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+                if time.monotonic() >= deadline:
+                    os.close(descriptor)
+                    return False
+                time.sleep(0.02)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in _NO_LOCKS:
+                raise
+            raise StorageError(
+                f"{self.path} cannot be locked: {error.strerror}; mount it with flock (Lustre: -o "
+                "flock), or choose a folder on another file system"
+            ) from error
         self._descriptor = descriptor
         with contextlib.suppress(OSError):  # a full disk keeps nobody from locking
             if not shared:

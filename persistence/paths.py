@@ -35,11 +35,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+
+from lowdiff.persistence.still_open import remove_folder
 
 RUN_FILE = "run.json"
 _CONSTANTS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
@@ -341,7 +342,13 @@ class StagingFolder:
 
     def remove(self) -> None:
         """Delete the folder and all that is in it, and its parent with the last of a run."""
-        shutil.rmtree(self.root)
+        remove_folder(self.root)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Delete the folder if it is empty, now that what was in it is not open any more."""
+        with contextlib.suppress(OSError):  # it is gone, or in use
+            self.root.rmdir()
         with contextlib.suppress(OSError):  # other ranks' folders are still there
             self.root.parent.rmdir()
 

@@ -42,6 +42,7 @@ from lowdiff.persistence.retention_plan import (
     plan_collection,
 )
 from lowdiff.persistence.snapshots import check_shard, shard_file
+from lowdiff.persistence.still_open import is_still_open, remove_empty_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -253,8 +254,9 @@ def _remove_snapshot(removal: Removal) -> None:
             manifest.unlink(missing_ok=True)
         fsync_directory(removal.path)  # a power failure must not bring back manifests alone
         for file in sorted(removal.path.iterdir()):
-            file.unlink(missing_ok=True)
-        removal.path.rmdir()
+            if not is_still_open(file):
+                file.unlink(missing_ok=True)
+        remove_empty_folder(removal.path)
 
 
 def _has_lengths(snapshot: SnapshotSet) -> bool:

@@ -8,7 +8,8 @@ and therefore do not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
@@ -21,6 +22,7 @@ from lowdiff.persistence.framing import (
     RecordHeader,
     RecordKind,
     RecordRef,
+    listed_record,
     padded,
     read_record,
     read_records,
@@ -29,6 +31,10 @@ from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.sections import sections_bytes, write_sections
 from lowdiff.types import Section
+
+_logger = logging.getLogger(__name__)
+
+_LOOKS = 3
 
 
 class StagingLog:
@@ -249,14 +255,33 @@ class StagingLog:
 
 
 class LogTail:
-    """Reads a staging log while it grows, or after its trainer died."""
+    """Reads a staging log while it grows, or after its trainer died.
 
-    def __init__(self, folder: StagingFolder) -> None:
+    A record whose body is not what was staged is passed over: what follows it is still of use behind
+    a later snapshot, and would otherwise wait for it for ever.
+
+    Args:
+        folder: Whose log.
+        on_damage: Hears of every record that was passed over.
+    """
+
+    def __init__(
+        self,
+        folder: StagingFolder,
+        on_damage: Callable[[RecordHeader], None] = lambda header: None,
+    ) -> None:
         self._folder = folder
+        self._on_damage = on_damage
         self._sequence = -1
         self._view = memoryview(b"")
         self._header: FileHeader | None = None
         self._offset = 0
+        self._num_looks = 0
+
+    @property
+    def is_at_damage(self) -> bool:
+        """Whether what follows seems damaged; it is passed over if further looks find it so."""
+        return self._num_looks > 0
 
     def next(self) -> RecordRef | None:
         """The next record, or None if it is not there yet."""
@@ -264,15 +289,49 @@ class LogTail:
             chunks = self._folder.chunks()
             if not chunks or not self._enter(chunks[0][0]):
                 return None
-        record = self._read()
-        while record is None and (following := self._following()) is not None:
+        record = self._next_whole()
+        while record is None and not self.is_at_damage:
+            following = self._following()
+            if following is None:
+                break
             # The trainer moves on only after its last record here was complete: look once more.
-            record = self._read()
-            if record is None:
+            record = self._next_whole()
+            if record is None and not self.is_at_damage:
                 if not self._enter(following):
                     break
-                record = self._read()
+                record = self._next_whole()
         return record
+
+    def _next_whole(self) -> RecordRef | None:
+        """The next record in this chunk, behind damaged ones."""
+        record = self._read()
+        while record is None and self._passes_damage():
+            record = self._read()
+        return record
+
+    def _passes_damage(self) -> bool:
+        """Whether a record was passed over whose header is whole, and whose body is not.
+
+        The body is written first, but a processor may show the two in another order for a moment.
+        """
+        assert self._header is not None
+        record = listed_record(self._view, self._offset, self._header)
+        # A chunk gets another name before it is reused; after that its records need not be whole.
+        if record is None or record.is_intact() or not self._folder.chunk(self._sequence).exists():
+            self._num_looks = 0
+            return False
+        self._num_looks += 1
+        if self._num_looks < _LOOKS:
+            return False
+        self._num_looks = 0
+        self._offset = record.end
+        _logger.warning(
+            "rank %d: the record of step %d in staging memory was damaged before it was written",
+            self._folder.rank,
+            record.header.step,
+        )
+        self._on_damage(record.header)
+        return True
 
     def _following(self) -> int | None:
         """Number of the chunk after the current one, if there is one."""
@@ -317,7 +376,7 @@ def open_chunk(folder: StagingFolder, sequence: int) -> tuple[memoryview, FileHe
 def staged_records(
     folder: StagingFolder, *, check: bool = True
 ) -> Iterator[tuple[Path, RecordRef]]:
-    """Every record of a log that is no longer written to, with the chunk it lies in.
+    """Every whole record of a log that is no longer written to, with the chunk it lies in.
 
     Without ``check`` their headers are read only.
     """
@@ -325,5 +384,5 @@ def staged_records(
         opened = open_chunk(folder, sequence)
         if opened is not None:
             view, header = opened
-            for record in read_records(view, header, check=check):
+            for record in read_records(view, header, check=check, past_damage=True):
                 yield path, record

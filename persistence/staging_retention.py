@@ -66,6 +66,8 @@ def clear_staging(
                 verdict = _verdict(stage, f"forced, although {verdict.reason}", goes=True)
             if verdict.goes and not dry_run:
                 stage.remove()
+        if verdict.goes and not dry_run:
+            stage.sweep()  # the locks may have kept it
         yield verdict
 
 
@@ -143,7 +145,7 @@ def staged_differentials(stage: StagingFolder, *, check: bool = True) -> Iterato
             _refuse_unreadable(stage, sequence, path)
             continue
         view, header = opened
-        for record in read_records(view, header, check=check):
+        for record in read_records(view, header, check=check, past_damage=True):
             if record.header.kind is RecordKind.DIFFERENTIAL:
                 yield record
 

@@ -18,6 +18,9 @@ class WriterStatus:
         durable_step: Differentials up to here are fsynced; the base step at the start.
         durable_snapshot: Step of the newest fsynced snapshot of this incarnation, -1 for none.
         lost_snapshot: Newest step whose rolling snapshot came to nothing, -1 for none.
+        first_lost_step: First of the differentials that are not in segments, and were to be; it
+            counts while no durable snapshot is behind `lost_step`.
+        lost_step: Newest of these, -1 for none: what follows needs a snapshot to be of use.
         segment_bytes: Bytes of differentials written, framing included.
         snapshot_bytes: Bytes of snapshots written.
         batches: Durable writes of differentials.
@@ -37,6 +40,8 @@ class WriterStatus:
     durable_step: int
     durable_snapshot: int = -1
     lost_snapshot: int = -1
+    first_lost_step: int = -1
+    lost_step: int = -1
     segment_bytes: int = 0
     snapshot_bytes: int = 0
     batches: int = 0
@@ -50,6 +55,23 @@ class WriterStatus:
     remote_retries: int = 0
     remote_error: str = ""
     closed: bool = False
+
+    @property
+    def unbroken_step(self) -> int:
+        """Differentials up to here are fsynced, and a snapshot that is durable leads to each."""
+        is_broken = self.durable_snapshot < self.lost_step
+        return min(self.durable_step, self.first_lost_step - 1) if is_broken else self.durable_step
+
+    def lost_before(self, first: int) -> dict[str, int]:
+        """What changes once differentials from ``first`` on are durable and some before never will be.
+
+        They were dropped, or damaged in staging memory.
+        """
+        if first <= self.durable_step + 1:
+            return {}
+        is_new = self.durable_snapshot >= self.lost_step  # else an earlier gap is still open
+        since = self.durable_step + 1 if is_new else self.first_lost_step
+        return {"first_lost_step": since, "lost_step": first - 1}
 
     def with_errors(self, *more: str) -> WriterStatus:
         """The same with what else is wrong; empty texts say nothing."""
@@ -126,6 +148,11 @@ class StatusReader:
             self._status = WriterStatus(**{**content, "batch_seconds": histogram})
             self._content = content
         return self._status
+
+
+def status_before(path: Path) -> WriterStatus:
+    """What a dead writer of this life said last."""
+    return StatusReader(path).read() if path.exists() else WriterStatus(durable_step=-1)
 
 
 class TrainerPage:

@@ -26,7 +26,7 @@ from lowdiff.persistence.adoption import adopt_predecessors, has_replica_before
 from lowdiff.persistence.assembly import PENDING_BYTES, Assembly, durable_snapshot
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.cycles import CycleMark
-from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef
+from lowdiff.persistence.framing import RecordHeader, RecordKind, RecordRef
 from lowdiff.persistence.histogram import Histogram
 from lowdiff.persistence.images import StagedImage, durable_image, is_free, newer_images
 from lowdiff.persistence.locks import FileLock
@@ -42,7 +42,7 @@ from lowdiff.persistence.segments import (
 )
 from lowdiff.persistence.snapshot_writing import CycleLost, SnapshotWriter, staged_mark
 from lowdiff.persistence.staging import LogTail
-from lowdiff.persistence.status import Complaints, StatusPage, StatusReader, WriterStatus
+from lowdiff.persistence.status import Complaints, StatusPage, status_before
 from lowdiff.persistence.uploading import Uploader
 from lowdiff.persistence.writer_settings import Orders, WriterSettings
 
@@ -52,6 +52,7 @@ _POLL_SECONDS = 0.005
 _RETRY_SECONDS = 1.0
 _MEASUREMENTS_SECONDS = 10.0
 
+
 _Work = TypeVar("_Work")
 
 
@@ -60,13 +61,13 @@ class Writer:
 
     def __init__(self, settings: WriterSettings) -> None:
         self._settings = settings
-        self._tail = LogTail(settings.staging)
+        self._tail = LogTail(settings.staging, self._note_damaged)
         self._codec = Codec()
         self._queue: asyncio.Queue[Batch | StagedImage | CycleMark | list[RecordRef] | None] = (
             asyncio.Queue(maxsize=2)
         )
         # A restarted writer goes on after what its predecessor made durable.
-        before = _status_before(settings)
+        before = status_before(settings.staging.status)
         known = before.durable_step
         durable = durable_step(
             settings.folder, settings.incarnation, settings.rank, settings.base_step, known
@@ -90,15 +91,7 @@ class Writer:
         self._recorder = Recorder(settings.staging.measured_by_writer)
         self._is_durable = asyncio.Event()
         self._deleted_since: float | None = None
-        header = FileHeader(
-            FileKind.SEGMENT,
-            settings.run_id,
-            settings.incarnation,
-            settings.rank,
-            settings.world_size,
-            sequence=0,
-        )
-        self._segments = SegmentWriter(settings.folder, header)
+        self._segments = SegmentWriter(settings.folder, settings.segment_header)
         self._uploader = (
             None if settings.store is None else Uploader(settings, self._status, self._recorder)
         )
@@ -230,10 +223,21 @@ class Writer:
             if full or late or (record is None and (gone or self._orders.write_through)):
                 await self._flush(pending)
             if record is None:
-                if gone:
+                if gone and not self._tail.is_at_damage:
                     break
                 await asyncio.sleep(_POLL_SECONDS)
         await self._queue.put(None)
+
+    def _note_damaged(self, record: RecordHeader) -> None:
+        """A staged record was passed over; a missing step is seen once one behind it is durable."""
+        what = f"its mark was damaged in {self._settings.staging.root}"
+        if record.step <= self._status.status.durable_snapshot:
+            return  # of an earlier writer's
+        if record.kind is RecordKind.CYCLE:
+            self._lose(record.step, what)
+        elif record.kind is RecordKind.SNAPSHOT and (record.step, True) > self._marked:
+            text = f"no snapshot of step {record.step}: {what}; if this stays, start training again"
+            self._complaints.report("mark", text)
 
     def _are_slices_many(self) -> bool:
         return sum(record.header.body_bytes for record in self._slices) > PENDING_BYTES
@@ -316,6 +320,7 @@ class Writer:
         self._recorder.observe("batch_steps", batch.last - batch.first + 1)
         self._recorder.publish()
         self._status.update(
+            **status.lost_before(batch.first),
             durable_step=batch.last,
             segment_bytes=status.segment_bytes + written,
             batches=status.batches + 1,
@@ -327,6 +332,7 @@ class Writer:
     async def _snapshot(self, mark: StagedImage | CycleMark) -> None:
         await self._retrying(self._persist_snapshot, mark)
         self._assembly.settle(mark.step)
+        self._complaints.report("mark", "")  # a newer chunk of the log repeated the mark
         await self._collect()
 
     async def _collect(self) -> None:
@@ -374,12 +380,6 @@ class Writer:
         log_event(_logger, logging.INFO, "snapshot_durable", text, step=mark.step, bytes=size)
         if self._uploader is not None:
             self._uploader.wake(snapshot=True)
-
-
-def _status_before(settings: WriterSettings) -> WriterStatus:
-    """What a dead writer of this life said last."""
-    path = settings.staging.status
-    return StatusReader(path).read() if path.exists() else WriterStatus(durable_step=-1)
 
 
 def main(arguments: Sequence[str]) -> int:

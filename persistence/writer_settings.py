@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass
 
 from lowdiff.persistence.detached import ProcessSettings
+from lowdiff.persistence.framing import FileHeader, FileKind
 from lowdiff.persistence.policy import Retention
 
 #: Nothing more will be staged.
@@ -69,6 +70,18 @@ class WriterSettings(ProcessSettings):
         """Whether what ``rank`` left is this writer's: its own, and its share of ranks that are no more."""
         return rank == self.rank or (
             rank >= self.world_size and rank % self.world_size == self.rank
+        )
+
+    @property
+    def segment_header(self) -> FileHeader:
+        """Of its segments, but for the step each begins with."""
+        return FileHeader(
+            FileKind.SEGMENT,
+            self.run_id,
+            self.incarnation,
+            self.rank,
+            self.world_size,
+            sequence=0,
         )
 
     @classmethod

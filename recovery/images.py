@@ -40,9 +40,17 @@ _CODES = {
     "int32": "I32",
     "int16": "I16",
     "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
     "uint8": "U8",
     "bool": "BOOL",
 }
+
+
+def holds(dtype: torch.dtype) -> bool:
+    """Whether images have a code for a dtype."""
+    return dtype_name(dtype) in _CODES
 
 
 def image_tensor(

@@ -34,7 +34,8 @@ GRANULARITY: dict[str, Granularity] = {
     "torch.optim.Muon": "tensor",
 }
 
-#: State entries that hold one number for the whole parameter, whatever the parameter's shape.
+#: State entries that may hold one number for the whole parameter, whatever the parameter's shape. Of
+#: another class they may hold one for each element; see `is_scalar`.
 SCALAR_STATE = {"step", "eta", "mu", "mu_product"}
 
 #: Those of them that torch keeps on the host.
@@ -60,7 +61,8 @@ def register_optimizer(
         granularity: ``"element"`` if an element's update depends on that element alone,
             ``"tensor"`` if on its tensor, ``"whole"`` if on several tensors: always right, slow.
         scalar_state: State entries that hold one number per parameter, however many elements that
-            has. Only parameters of a single element leave any doubt.
+            has. Only parameters of a single element leave any doubt; of those, ``step``, ``eta``,
+            ``mu`` and ``mu_product`` are taken for such numbers anyway.
 
     Raises:
         ConfigError: If ``kind`` is no optimizer class, one of torch's own, or a local class, or
@@ -243,6 +245,14 @@ def usable_on(device: torch.device, hyper: dict[str, Any]) -> dict[str, Any]:
     if device.type != "cpu" or not hyper.get("capturable"):
         return hyper
     return {**hyper, "capturable": False, "foreach": False}
+
+
+def is_scalar(key: str, numel: int) -> bool:
+    """Whether a state entry with as many elements as its parameter is one number all the same.
+
+    With several elements it is none, whatever its name: third parties keep an average as ``mu``.
+    """
+    return numel == 1 and key in SCALAR_STATE
 
 
 def placed_scalar(

@@ -23,6 +23,7 @@ from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.sections import max_payload_bytes
+from lowdiff.recovery.arithmetic import arithmetic_of
 from lowdiff.recovery.blocks import Unit, element_units, optimizer_units, tensor_units
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import granularity, settle_kernels
@@ -203,6 +204,7 @@ class Replayer:
         self._layout = fence.layout
         self._digester = Digester(fence.layout)
         self._options = options
+        self._environment = fence.environment
         self._threads = fence.environment.num_threads if options.whole else 1
         chooser = StepChooser()
         self._planned = plan_units(state, fence, options)
@@ -266,7 +268,8 @@ class Replayer:
         torch.set_num_threads(self._threads)  # per thread; see threads_put_back
         scratch = Scratch(self._scratch.elements)
         torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
-        with torch.no_grad():
+        # Units see to it as well, but a team of threads flushes denormals as the thread that made it.
+        with torch.no_grad(), arithmetic_of(self._environment):
             for unit in queue:
                 for step in window:
                     if self._options.movements is None:

@@ -126,17 +126,20 @@ def measured_block_elements(state: RecoveredState, fence: Fence, num_steps: int)
         fence: Describes layout and optimizers.
         num_steps: Differentials to replay.
     """
-    specs = {spec.name: spec for spec in fence.layout.parameters}
     if fence.layout.elements * num_steps < _WORTH_MEASURING:
         return BLOCK_ELEMENTS
-    elements, index, group = max(
-        (sum(specs[name].numel for name in names), index, g)
+    specs = {spec.name: spec for spec in fence.layout.parameters}
+    # Groups may hold frozen parameters too, which the layout does not have.
+    trained = {
+        (index, g): [specs[name] for name in names if name in specs]
         for index, spec in enumerate(fence.optimizers)
         for g, names in enumerate(spec.groups)
-    )
-    if not elements or granularity(fence.optimizers[index]) != "element":
+    }
+    index, group = max(trained, key=lambda place: sum(p.numel for p in trained[place]))
+    members = trained[index, group]
+    if not members or granularity(fence.optimizers[index]) != "element":
         return BLOCK_ELEMENTS
-    dtype = torch_dtype(specs[fence.optimizers[index].groups[group][0]].dtype)
+    dtype = torch_dtype(members[0].dtype)
     hyper = state.optimizers[index].groups[group]
 
     def cost(size: int) -> float:

@@ -14,7 +14,7 @@ from lowdiff.errors import DamagedFile, RunMismatch
 from lowdiff.layout import shaped
 from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.values import decode
-from lowdiff.recovery.optimizers import SCALAR_STATE
+from lowdiff.recovery.optimizers import is_scalar
 from lowdiff.types import Fence, ItemRef, ResidualMark
 
 _logger = logging.getLogger(__name__)
@@ -80,11 +80,13 @@ class RecoveredState:
         for tensors in (self.parameters, *self.averages.values()):
             for name, values in tensors.items():
                 tensors[name] = values.to(device)
+        numels = {spec.name: spec.numel for spec in self.fence.layout.parameters}
         for optimizer in self.optimizers:
-            for entries in optimizer.state.values():
+            for name, entries in optimizer.state.items():
                 for key, value in entries.items():
-                    if isinstance(value, torch.Tensor) and (
-                        value.numel() > 1 or device.type == "cpu"
+                    # Numbers stay on the host; whoever builds the optimizer knows where it wants them.
+                    if is_aligned(key, value, numels.get(name, 0)) or (
+                        isinstance(value, torch.Tensor) and device.type == "cpu"
                     ):
                         entries[key] = value.to(device)
 
@@ -210,7 +212,8 @@ class RecoveredState:
 
 def is_aligned(key: str, value: Any, numel: int) -> bool:
     """Whether an optimizer's state entry has one element per element of its parameter."""
-    return isinstance(value, torch.Tensor) and value.numel() == numel and key not in SCALAR_STATE
+    is_full = isinstance(value, torch.Tensor) and value.numel() == numel
+    return is_full and not is_scalar(key, numel)
 
 
 def decode_item(name: str, data: bytes) -> Any:

@@ -42,7 +42,8 @@ class TimelineStep:
         gradient_norm: L2 norm of the gradient that the optimizers consumed.
         density: Share of the gradient's entries that are not zero.
         lr: Learning rate of every parameter group of every optimizer, in order.
-        stepped: Whether any optimizer stepped; a gradient scaler may have skipped it.
+        stepped: Whether any optimizer stepped; a gradient scaler may have skipped it, or a fused
+            kernel on its behalf.
         stored_bytes: Bytes of the differential over all ranks.
     """
 
@@ -90,15 +91,16 @@ class Timeline:
 def first_outlier(steps: Sequence[TimelineStep]) -> TimelineStep | None:
     """The first step far out of line: a norm over 50 times its median of up to 100 steps before.
 
-    Needs ten steps before it; one that is not finite is far out, too.
+    Needs ten steps before it; one that is not finite is far out, too, wherever it is.
     """
-    for i in range(_FEWEST_BEFORE, len(steps)):
+    for i, step in enumerate(steps):
         before = steps[max(0, i - _MOST_BEFORE) : i]
         for norm in (_gradient_norm, _update_norm):
-            usual = statistics.median(map(norm, before))
-            value = norm(steps[i])
-            if not math.isfinite(value) or value > _FAR_OUT * usual > 0:
-                return steps[i]
+            value = norm(step)
+            if not math.isfinite(value):
+                return step
+            if i >= _FEWEST_BEFORE and value > _FAR_OUT * statistics.median(map(norm, before)) > 0:
+                return step
     return None
 
 
@@ -139,9 +141,14 @@ def timeline(
 
     def look(folder: RunFolder) -> Timeline:
         catalog = scan(folder, [root])
+        end = last
 
         def act(seen: Catalog) -> Timeline:
-            return _measured(seen, str(run), first, last, options, progress)
+            # A live run's newest step may move on faster than replay follows; that of the first look
+            # is in a segment by the next.
+            nonlocal end
+            begins, end = _unbroken(seen, end)
+            return _measured(seen, str(run), first, (begins, end), options, progress)
 
         return look_again(folder, root, catalog, act)
 
@@ -156,11 +163,11 @@ def _measured(
     catalog: Catalog,
     run: str,
     first: int | None,
-    last: int | None,
+    unbroken: tuple[int, int],
     options: ReplayOptions | None,
     progress: Progress | None,
 ) -> Timeline:
-    begins, end = _unbroken(catalog, last)
+    begins, end = unbroken
     start = begins if first is None else max(first - 1, 0)
     if first is not None and first > end:
         why = f"the newest step is {end}"
@@ -233,6 +240,6 @@ def _step(planned: PlannedStep, moved: Mapping[int, Movement], elements: int) ->
         gradient_norm=math.sqrt(movement.gradient_squared),
         density=movement.nonzeros / elements,
         lr=tuple(float(group["lr"]) for step in done for group in step.consumed if "lr" in group),
-        stepped=any(step.stepped for step in done),
+        stepped=any(step.stepped and not step.found_inf for step in done),
         stored_bytes=planned.bytes,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lowdiff.digests import Digester
 from lowdiff.errors import ReplayMismatch
 from lowdiff.layout import flat, flat_like, shaped, torch_dtype
 from lowdiff.protocols import Decoder
+from lowdiff.recovery.arithmetic import arithmetic_of
 from lowdiff.recovery.averages import BlockAverage
 from lowdiff.recovery.blocks import Unit, aligned
 from lowdiff.recovery.kernels import StepChooser
@@ -128,6 +130,7 @@ class UnitState:
         self.unit = unit
         self._chooser = chooser or StepChooser()
         self._layout = fence.layout
+        self._environment = fence.environment
         self._spec = fence.optimizers[unit.optimizer]
         self._group_of = {name: g for g, names in enumerate(self._spec.groups) for name in names}
         # Optimizers that couple a tensor's elements need its true shape; others take it flat.
@@ -161,19 +164,21 @@ class UnitState:
             see_gradients: Called before the optimizer, which may write them, has them.
         """
         done = step.shards[0].optimizers[self.unit.optimizer]
-        if done.stepped:
-            self._give_gradients(step, scratch)
-            if see_gradients is not None:
-                see_gradients()
-            self._step_optimizer(done, step.absent)
-        for name, average in step.shards[0].averages.items():
-            if average.updated:
-                self._averages[name].update(average)
+        with arithmetic_of(self._environment):
+            if done.stepped:
+                self._give_gradients(step, scratch)
+                if see_gradients is not None:
+                    see_gradients()
+                self._step_optimizer(done, step.absent)
+            for name, average in step.shards[0].averages.items():
+                if average.updated:
+                    self._averages[name].update(average)
 
     def step_measured(self, step: Step, scratch: Scratch) -> Movement:
         """`step`, and how far it went."""
         before = [parameter.clone() for parameter in self._parameters]
-        scale = step.shards[0].optimizers[self.unit.optimizer].grad_scale or 1.0
+        done = step.shards[0].optimizers[self.unit.optimizer]
+        scale = done.grad_scale or 1.0
         moved = Movement()
 
         def see() -> None:
@@ -182,7 +187,8 @@ class UnitState:
                 squared = (gradient.double() / scale).square().sum().item()
                 moved += Movement(0.0, squared, int(gradient.count_nonzero()))
 
-        self.step(step, scratch, see)
+        # What a fused kernel skips is as if the scaler had not called the optimizer at all.
+        self.step(step, scratch, None if done.found_inf else see)
         for old, parameter in zip(before, self._parameters, strict=True):
             update = (parameter - old).double().square().sum().item()
             moved += Movement(update_squared=update)
@@ -215,12 +221,12 @@ class UnitState:
         for group, index in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(consumed[index])
         if done.found_inf is not None:
-            # After an explicit unscale_ the scaler hands over found_inf without a scale.
-            known = done.grad_scale is not None
-            scale = torch.tensor(done.grad_scale, device=device) if known else None
-            found_inf = torch.tensor(done.found_inf, device=device)
+            # As the scaler makes them, whatever the default dtype. After an explicit unscale_ it hands
+            # over found_inf without a scale.
+            made = partial(torch.tensor, dtype=torch.float32, device=device)
+            scale = None if done.grad_scale is None else made(done.grad_scale)
             optimizer.grad_scale = scale  # type: ignore[attr-defined]
-            optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            optimizer.found_inf = made(done.found_inf)  # type: ignore[attr-defined]
         elif hasattr(optimizer, "grad_scale") and hasattr(optimizer, "found_inf"):
             del optimizer.grad_scale, optimizer.found_inf  # as the scaler does after its step
         step_of = self._chooser.choose(optimizer)

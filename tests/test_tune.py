@@ -1,13 +1,9 @@
-"""``lowdiff tune`` and ``lowdiff plan``, as a user types them."""
+"""``lowdiff tune``, as a user types it."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +17,13 @@ from lowdiff.persistence.measurements import read_measurements, write_measuremen
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention_notes import note_policy
+from lowdiff.tuner.choice import Limits
+from lowdiff.tuner.report import make_report
+from lowdiff.tuning_report import question_of_run
 from tests.commands import Command, command
 from tests.face.loops import Loop
 
 __all__ = ["command"]
-
-ROOT = Path(__file__).parents[1]
-PLAN = ("plan", "--params", "350M", "--gpus", "8", "--mtbf", "6h", "--disk", "500MB/s")
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +74,6 @@ def test_a_store_is_measured_and_reported_on(command: Command, tmp_path: Path) -
     assert estimates["store_bytes_per_second"]["source"] == "measured"
     assert estimates["store_latency_seconds"]["count"] >= 1
     assert "in the store" in command("tune", tmp_path / "run", "--mtbf", "4h").out
-    assert "in the store" in command(*PLAN, "--store", "100MB/s").out
-    assert "in the store" not in command(*PLAN).out
 
 
 def test_a_larger_job_fails_more_often(command: Command, run: Path) -> None:
@@ -157,6 +151,39 @@ def test_loading_that_was_never_measured_is_of_as_many_machines_as_all_ranks_nam
     assert loading() == (one, False)
     write_measurements(RunFolder(run), replace(other, facts={**life.facts, "host": "elsewhere"}))
     assert loading() == (2 * one, False)
+
+
+def test_a_run_is_compared_with_what_can_exist_on_its_machines(run: Path) -> None:
+    (path,) = RunFolder(run).all_measurements()
+    life = read_measurements(path)
+
+    def asked(*hosts: str, ranks: int) -> tuple[set[str], float, str]:
+        """Others that need a peer, a rank's network, and what is noted of it."""
+        for rank, host in enumerate(hosts):
+            facts = {**life.facts, "host": host}
+            here = replace(life, rank=rank, world_size=ranks, facts=facts)
+            write_measurements(RunFolder(run), here)
+        question = question_of_run(
+            str(run),
+            staging=None,
+            mtbf_seconds=4 * 3600.0,
+            node_share=0.5,
+            world_size=None,
+            limits=Limits(),
+            failure_shape=1.0,
+        )
+        names = {one.strategy.name for one in make_report(question).simulated}
+        notes = " ".join(text for text in question.notes if "Gemini" in text)
+        return names & {"Gemini", "just-in-time"}, question.network_bytes_per_second, notes
+
+    assert asked("a", ranks=1) == (set(), 10e9, "")
+    names, network, note = asked("a", ranks=4)
+    assert (names, network) == ({"Gemini", "just-in-time"}, 10e9)
+    assert "10 GB/s of each rank" in note  # where the others are nobody knows
+    assert asked("a", "a", "a", "a", ranks=4) == ({"just-in-time"}, 10e9 / 4, "")
+    names, network, note = asked("a", "a", "b", "b", ranks=4)
+    assert (names, network) == ({"Gemini", "just-in-time"}, 10e9 / 2)
+    assert "10 GB/s of each node" in note
 
 
 def test_a_run_of_rolling_snapshots_is_weighed_as_one(command: Command, tmp_path: Path) -> None:
@@ -272,123 +299,3 @@ def test_limits_of_bytes_are_sizes_or_numbers_in_all_commands(
     document = json.loads(command("gc", run, "--total-bytes", limit, "--dry-run", "--json").out)
     assert document["policy"]["total_bytes"] == 1_000_000
     assert command("tune", run, "--mtbf", "4h", "--total", limit).code == 0
-
-
-def test_a_report_is_printed_before_it_is_written(command: Command, tmp_path: Path) -> None:
-    page = tmp_path / "reports/of today/plan.html"
-    result = command(*PLAN, "--html", page)
-    assert (result.code, result.err) == (0, "")
-    assert result.out.splitlines()[-1] == f"Report with charts: {page}"
-    assert page.read_text().startswith("<!doctype html>")
-    result = command(*PLAN, "--html", page / "below.html")
-    assert result.code == 1
-    assert f"{page}/below.html could not be written: " in result.error
-    assert "recommended" in result.out
-    result = command(*PLAN, "--html", page.parent)
-    assert result.code == 2
-    assert f"--html {page.parent} is a folder; give the name of a file" in result.error
-    assert list(page.parent.iterdir()) == [page]
-
-
-def test_a_plan_says_what_it_assumed(command: Command) -> None:
-    def assumed(*given: str) -> tuple[list[str], str]:
-        document = json.loads(command(*PLAN, "--json", *given).out)
-        start = "assumed, because not given: "
-        (note,) = (text for text in document["warnings"] if text.startswith(start))
-        sources = {name: e["source"] for name, e in document["estimates"].items()}
-        names = sorted(name for name, source in sources.items() if source == "assumed")
-        assert note == start + ", ".join(names).replace("_", " ")
-        return names, " ".join(document["warnings"])
-
-    names, notes = assumed()
-    assert {"step_seconds", "restart_seconds", "snapshot_seconds", "snapshot_bytes"} <= set(names)
-    assert "a step is assumed to take 5 s" in notes
-    given = ("--restart", "2min", "--copy", "10GB/s", "--step-time", "5s", "--optimizer", "adamw")
-    names, notes = assumed(*given, "--density", "0.01", "--gpus-per-node", "8")
-    assert names == ["encode_seconds", "replay_seconds", "write_latency_seconds"]
-    assert "a step is assumed" not in notes
-
-
-def sections(page: str) -> str:
-    """A page without what is simulated: random generators may differ between releases of numpy."""
-    return re.sub(r"<h2>Against what else there is</h2>.*?</section>", "", page, flags=re.DOTALL)
-
-
-def test_the_sample_report_is_what_the_documented_command_writes(
-    command: Command, tmp_path: Path
-) -> None:
-    text = (ROOT / "docs/tuning.md").read_text()
-    line = next(line for line in text.splitlines() if line.startswith("lowdiff plan "))
-    *arguments, _ = shlex.split(line)[1:]
-    assert command(*arguments, tmp_path / "plan.html").code == 0
-    sample = (ROOT / "docs/tuning/report.html").read_text()
-    made = (tmp_path / "plan.html").read_text()
-    assert sections(sample) == sections(made), f"docs/tuning/report.html: {line}"
-    # And the document says what the page says of the others, good or bad.
-    shares = dict(
-        re.findall(r'start" class="name[^>]*>([^<]+)</text>\n<text[^>]*>(.+?)% useful', sample)
-    )
-    assert len(shares) == 7
-    del shares["no checkpoints"]
-    assert [name for name, share in shares.items() if f"{share} %" not in text] == []
-
-
-def test_a_plan_needs_no_run(command: Command, tmp_path: Path) -> None:
-    page = tmp_path / "plan.html"
-    result = command(*PLAN, "--html", page)
-    assert (result.code, result.err) == (0, "")
-    assert "3.5e+08 parameters, adamw, TopK(0.01), on 8 GPUs" in result.out
-    assert "a step is assumed to take 5 s" in result.out
-    assert page.read_text().startswith("<!doctype html>")
-
-
-def test_the_ranks_of_a_node_share_its_network(command: Command) -> None:
-    def gemini(*given: str) -> str:
-        found = json.loads(command(*PLAN, "--json", *given).out)["strategies"]
-        return next(str(one["note"]) for one in found if one["name"] == "Gemini")
-
-    alone = gemini("--gpus-per-node", "1", "--network", "10MB/s")
-    assert gemini("--gpus-per-node", "4", "--network", "40MB/s") == alone
-    assert gemini("--gpus-per-node", "4", "--network", "10MB/s") != alone
-    # No more share it than there are.
-    assert gemini("--gpus-per-node", "64", "--network", "80MB/s") == alone
-
-
-def test_neither_report_loads_torch() -> None:
-    code = "import sys, lowdiff.tuning_report; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    assert done.stdout == "False\n"
-
-
-def test_a_plan_keeps_limits(command: Command) -> None:
-    free = json.loads(command(*PLAN, "--json").out)
-    tight = json.loads(command(*PLAN, "--json", "--total", "60GB").out)
-    assert tight["stored_bytes"] <= 60e9 < free["stored_bytes"]
-    broken = json.loads(command(*PLAN, "--json", "--total", "1GB").out)["limits_broken"]
-    assert broken == ["the run may hold 1 GB, but 3 snapshots alone take 46.2 GB; raise --total"]
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "text"),
-    [
-        ("--optimizer", "adamv", "optimizer is one of"),
-        ("--density", "2", "density must be in"),
-        ("--disk", "2GB", "is not a rate"),
-        ("--params", "many", "is not a number"),
-        ("--mtbf", "30s", "the job cannot progress"),
-        ("--mtbf", "1e300d", "is no plausible duration"),
-        ("--mtbf", "1e150s", "is no plausible duration"),
-        ("--step-time", "1e-300s", "is no plausible duration"),
-        ("--disk", "1e300B/s", "is no plausible rate"),
-        ("--disk", "1e-300B/s", "is no plausible rate"),
-        ("--params", "1e300", "is no plausible number"),
-    ],
-)
-def test_a_plan_of_nonsense_is_bad_usage(
-    command: Command, option: str, value: str, text: str
-) -> None:
-    result = command(*PLAN, option, value)
-    assert result.code == 2
-    assert text in result.error

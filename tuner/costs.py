@@ -218,8 +218,8 @@ def recovery_seconds(costs: Costs, f: float, b: float) -> float:
 def effective_share(costs: Costs, rates: FailureRates, f: float, b: float) -> float:
     """Effective training time ratio: useful seconds per second, failures while recovering included.
 
-    Exponential failures of rate ``q`` make a recovery of ``K`` seconds, begun anew whenever
-    another failure comes, take ``(exp(q K) - 1)/q`` on average (Daly 2006, eq. 9); ``1/q``
+    Exponential failures of rate ``q`` make a recovery of ``H`` seconds, begun anew whenever
+    another failure comes, take ``(exp(q H) - 1)/q`` on average (Daly 2006, eq. 9); ``1/q``
     seconds of running follow, of which what is lost counts for nothing.
     """
     process, node = (1 / rate.mtbf_seconds for rate in (rates.process, rates.node))

@@ -44,10 +44,11 @@ def facts(report: Report) -> list[tuple[str, str]]:
             ),
         ),
         (
-            "LowDiff's published model",
+            "lowdiff with the published model's setting",
             (
                 f"snapshot_every = {report.published.snapshot_every:,}, batch_size = "
-                f"{report.published.batch_size}: {report.published_waste.seconds_per_hour:.1f} s"
+                f"{report.published.batch_size}: {report.published_waste.seconds_per_hour:.1f} s wasted "
+                "per hour"
             ),
         ),
     ]

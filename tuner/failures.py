@@ -121,9 +121,9 @@ class FailureRates:
 def estimate_rates(history: FailureHistory, prior: FailurePrior | None) -> FailureRates:
     """Posterior rates: a gamma prior on each rate, Poisson failures, hence a gamma posterior.
 
-    A prior of mean time ``M`` and weight ``k`` is a gamma of shape ``k`` and rate ``k M``; ``n``
-    failures in ``t`` seconds make it shape ``k + n``, rate ``k M + t``. Failures of unknown kind
-    count as the loss of a node, the worse.
+    A prior of mean time ``M_0`` and weight ``w`` is a gamma of shape ``w`` and rate ``w M_0``;
+    ``n`` failures in ``t`` seconds make it shape ``w + n``, rate ``w M_0 + t``. Failures of unknown
+    kind count as the loss of a node, the worse.
 
     Raises:
         ConfigError: If there is neither history nor prior.

@@ -105,7 +105,7 @@ def html_page(report: Report) -> str:
 
 
 def _heat_map(report: Report) -> str:
-    keys = _mark("chosen", "recommended") + _mark("published", "LowDiff's published model")
+    keys = _mark("chosen", "recommended") + _mark("published", "the published model's setting")
     if report.question.current is not None:
         keys = _mark("current", "current") + keys
     text = (

@@ -21,6 +21,8 @@ ASSUMED_RESTART_SECONDS = 60.0
 ASSUMED_WRITE_BYTES_PER_SECOND = 500e6
 #: A device-to-host or memory copy of a snapshot.
 ASSUMED_COPY_BYTES_PER_SECOND = 2e9
+#: One node's, to the others; no run measures it. The default of ``lowdiff plan --network`` as well.
+ASSUMED_NETWORK_BYTES_PER_SECOND = 10e9
 
 Facts = Mapping[str, float | str]
 

@@ -4,7 +4,8 @@ Reference: Yao et al., "LowDiff", arXiv 2509.04084, section on configuration tun
 checkpoints come at a frequency, batches last a time, a merge costs ``R_D`` per batch, and any
 failure loses half a batch. We differ in replaying step by step from concatenated batches, in
 counting what a snapshot takes from training instead of its write time, and in crashes that lose
-nothing because staging memory outlives the process.
+nothing because staging memory outlives the process. The paper's ``f`` and ``b`` are ``F`` and ``B``
+here, its ``S`` is ``S_F``: elsewhere those letters mean steps, and a shard with its residual.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class PublishedModel:
     """The published parameters of one rank.
 
     Attributes:
-        full_bytes: One full checkpoint (``S``).
+        full_bytes: One full checkpoint (``S_F``).
         write_bytes_per_second: Bandwidth (``W``).
         mtbf_seconds: Mean time between failures (``M``).
         merge_seconds: Merging one batch of differentials into the state (``R_D``).
@@ -49,15 +50,15 @@ class PublishedModel:
         )
 
     def waste(self, full_per_second: float, batch_seconds: float) -> float:
-        """``(b/2 + R_F + (R_D/2)(1/(f b) - 1))/M + f S/W``, per second, ``f`` a frequency."""
+        """``(B/2 + R_F + (R_D/2)(1/(F B) - 1))/M + F S_F/W``: seconds per second."""
         merges = self.merge_seconds / 2 * (1 / (full_per_second * batch_seconds) - 1)
         failing = (batch_seconds / 2 + self.load_seconds + merges) / self.mtbf_seconds
         return failing + full_per_second * self.full_bytes / self.write_bytes_per_second
 
     def optimum(self) -> tuple[float, float]:
-        """Full checkpoints per second and seconds per batch that waste least.
+        """Full checkpoints per second (``F``) and seconds per batch (``B``) that waste least.
 
-        ``f* = cube root of R_D W^2 / (4 S^2 M^2)``, ``b* = cube root of 2 S R_D M / W``.
+        ``F* = cube root of R_D W^2 / (4 S_F^2 M^2)``, ``B* = cube root of 2 S_F R_D M / W``.
         """
         write = self.full_bytes / self.write_bytes_per_second
         frequency = (self.merge_seconds / (4 * write**2 * self.mtbf_seconds**2)) ** (1 / 3)

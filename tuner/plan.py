@@ -93,6 +93,11 @@ class Job:
         """Ranks that share what a node has."""
         return min(self.gpus, self.gpus_per_node)
 
+    @property
+    def num_nodes(self) -> int:
+        """Machines, the last of them perhaps not full."""
+        return -(-self.gpus // self.gpus_per_node)
+
 
 def planned(job: Job, given: Collection[str] = ()) -> Measured:
     """Costs of a job, each given or assumed.

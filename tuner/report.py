@@ -52,8 +52,9 @@ class Question:
         estimates: By cost: spread and source.
         rates: Of failures.
         limits: To be kept.
+        num_nodes: Machines that the ranks are on.
+        network_bytes_per_second: One rank's share of its node's, for Gemini's copies.
         current: What the run uses; None for a plan.
-        network_bytes_per_second: One rank's, for Gemini's copies.
         failure_shape: Weibull shape of the simulated failures.
         notes: Warnings that are known before anything is computed.
         assumed_because: Why costs are assumed, where they are.
@@ -65,8 +66,9 @@ class Question:
     estimates: Mapping[str, Estimate]
     rates: FailureRates
     limits: Limits
+    num_nodes: int
+    network_bytes_per_second: float
     current: Setting | None = None
-    network_bytes_per_second: float = 10e9
     failure_shape: float = 1.0
     notes: tuple[str, ...] = ()
     assumed_because: str = "never measured"
@@ -115,6 +117,7 @@ class Report:
         effective: Effective training time ratio of the recommended setting, in closed form.
         current_waste: Of the current setting; None without one.
         published: The published model's choice in this framework's units.
+        published_waste: Of lowdiff with that setting; LowDiff as published is among `simulated`.
         simulated: The recommended setting first, then what else users know, best first.
         bytes_per_day: Written by all ranks.
         stored_bytes: Most that the run holds.
@@ -244,6 +247,10 @@ def _heat_map(question: Question, shown: Sequence[Setting]) -> HeatMap:
 
 def _sensitivities(question: Question, setting: Setting) -> tuple[Sensitivity, ...]:
     costs, rates = question.costs, question.rates
+    load = question.estimates.get("load_seconds")
+    # A load time that nobody measured was derived from the write bandwidth, so it changes with it.
+    # One that was measured is of reading, which need not be as much faster.
+    load_is_derived = load is not None and load.source != "measured"
 
     def scaled(rate: Rate, x: float) -> Rate:
         return Rate(rate.mtbf_seconds * x, rate.low_seconds, rate.high_seconds, rate.failures)
@@ -253,7 +260,10 @@ def _sensitivities(question: Question, setting: Setting) -> tuple[Sensitivity, .
         return costs, FailureRates(*kinds)
 
     def writing(x: float) -> tuple[Costs, FailureRates]:
-        return replace(costs, write_bytes_per_second=costs.write_bytes_per_second * x), rates
+        faster = replace(costs, write_bytes_per_second=costs.write_bytes_per_second * x)
+        if load_is_derived:
+            faster = replace(faster, load_seconds=costs.load_seconds / x)
+        return faster, rates
 
     def growing(x: float) -> tuple[Costs, FailureRates]:
         grown = (
@@ -299,7 +309,12 @@ def _compare(question: Question, setting: Setting, seed: int) -> tuple[Simulated
         simulate(strategy, trace, useful_step_seconds=costs.step_seconds, horizon_seconds=horizon)
         for strategy in (
             lowdiff(costs, setting),
-            *alternatives(costs, rates, question.network_bytes_per_second),
+            *alternatives(
+                costs,
+                rates,
+                num_nodes=question.num_nodes,
+                network_bytes_per_second=question.network_bytes_per_second,
+            ),
         )
     ]
     others = sorted(found[1:], key=lambda one: -one.effective_share)

@@ -148,15 +148,16 @@ def gemini(costs: Costs, network_bytes_per_second: float) -> Strategy:
     )
 
 
-def just_in_time(costs: Costs) -> Strategy:
+def just_in_time(costs: Costs, *, num_nodes: int) -> Strategy:
     """Nothing while all is well; surviving replicas save after a failure; storage as a fallback."""
     save = costs.restart_seconds + _write_seconds(costs) + costs.load_seconds
-    survivors = Recovery(1, 0.0, save)
+    survivors, storage = Recovery(1, 0.0, save), _fallback(costs)
+    # Of ranks that are all on one node none outlives it.
+    node = survivors if num_nodes > 1 else storage
     note = "on failure, every 3 h to storage"
     return Strategy(
-        "just-in-time", note, costs.step_seconds, 0.0, math.inf, survivors, survivors,
-        _fallback(costs),
-    )  # fmt: skip
+        "just-in-time", note, costs.step_seconds, 0.0, math.inf, survivors, node, storage
+    )
 
 
 def published_lowdiff(costs: Costs, rates: FailureRates) -> Strategy:
@@ -182,18 +183,30 @@ def published_lowdiff(costs: Costs, rates: FailureRates) -> Strategy:
 
 
 def alternatives(
-    costs: Costs, rates: FailureRates, network_bytes_per_second: float
+    costs: Costs, rates: FailureRates, *, num_nodes: int, network_bytes_per_second: float
 ) -> tuple[Strategy, ...]:
-    """What users would otherwise choose. None of it saves error feedback, so none is charged for it."""
+    """What users would otherwise choose. None of it saves error feedback, so none is charged for it.
+
+    Args:
+        costs: Of the job.
+        rates: Of its failures.
+        num_nodes: Machines that its ranks are on.
+        network_bytes_per_second: One rank's share of its node's.
+    """
     costs = without_residual(costs)
-    return (
+    found = [
         published_lowdiff(costs, rates),
-        just_in_time(costs),
-        gemini(costs, network_bytes_per_second),
         checkfreq(costs),
         periodic_full(costs, rates),
         no_checkpoints(costs),
-    )
+    ]
+    # A rank that is alone has no replica, so nobody survives its crash.
+    if costs.world_size > 1:
+        found.append(just_in_time(costs, num_nodes=num_nodes))
+    # Gemini's copies are for the loss of a node: on the same node a peer's memory is lost with it.
+    if num_nodes > 1:
+        found.append(gemini(costs, network_bytes_per_second))
+    return tuple(found)
 
 
 def _fallback(costs: Costs) -> Recovery:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benches.harness import machine
+from benches.harness import machine, versions
 from benches.peers.arm import Task
 from benches.peers.environments import CannotRun, python_of, versions_in
 from benches.peers.figures import figures
@@ -23,7 +23,8 @@ from benches.peers.turns import saved_steps
 
 #: From so many ranks on a machine of few cores, only bytes mean anything.
 BYTES_ONLY_RANKS = 4
-_KILLED_AFTER_STEPS = 4
+#: Steps after which a training may be killed: how long one takes must be known.
+_FIRST_KILL = 4
 _NEVER_ENDING = 100_000
 
 
@@ -35,6 +36,7 @@ class Settings:
         block_steps: Steps of a block.
         rounds: ABBA rounds; 0 for what the size of the model asks for.
         kills: Trainings that are killed.
+        last_kill: After how many steps at the most, and a part of one.
         history: Steps after the newest full snapshot, for each recovery.
         timeout_seconds: Of each phase.
     """
@@ -43,6 +45,7 @@ class Settings:
     block_steps: int
     rounds: int
     kills: int
+    last_kill: int
     history: tuple[int, ...]
     timeout_seconds: float
 
@@ -90,7 +93,11 @@ def carry_out(plan: Plan, settings: Settings, environments: Path, out: Path) -> 
     facts = machine()
     begun = time.perf_counter()
     system = SYSTEMS[plan.system]
-    found: dict[str, Any] = {"plan": asdict(plan), "settings": _plain(asdict(settings))}
+    found: dict[str, Any] = {
+        "plan": asdict(plan),
+        "settings": _plain(asdict(settings)),
+        "commit": versions()["commit"],
+    }
     with (
         tempfile.TemporaryDirectory(prefix="files-", dir=out) as files,
         tempfile.TemporaryDirectory(prefix="lowdiff-bench-", dir="/dev/shm") as staging,
@@ -155,7 +162,8 @@ def _samples(
     for number in range(settings.kills):
         task = fresh(f"kill-{number}", phase="kill", steps=_NEVER_ENDING)
         with cell.companion(agent):
-            completed = cell.kill_midway(task, chance, least_steps=_KILLED_AFTER_STEPS)
+            steps = chance.randint(_FIRST_KILL, settings.last_kill)
+            completed = cell.kill_midway(task, chance, least_steps=steps)
             restored = _restored(cell, task, completed)[0]["step"]
         samples["kills"].append({"completed": completed, "restored": restored})
         cell.clean_up()

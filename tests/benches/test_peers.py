@@ -20,7 +20,9 @@ from benches.peers.processes import Cell
 from benches.peers.systems import QUICK, SYSTEMS
 from benches.peers.tables import of_peers
 
-SETTINGS = Settings(seed=0, block_steps=2, rounds=2, kills=2, history=(10,), timeout_seconds=60.0)
+SETTINGS = Settings(
+    seed=0, block_steps=2, rounds=2, kills=2, last_kill=4, history=(10,), timeout_seconds=60.0
+)
 
 
 def restored(step: int, difference: float | None = 0.0) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from lowdiff.compressors import TopK
@@ -28,6 +29,22 @@ def test_a_second_backward_pass_replaces_the_selection_and_loses_nothing() -> No
     payload = rank.reducer.payload()
     assert payload.sections[0].data.size == 20
     assert exact(decoded(compressor, [payload], layout, 64)[0]) == exact(final)
+
+
+@pytest.mark.parametrize("value_dtype", [None, torch.bfloat16])
+def test_a_second_pass_whose_average_is_dropped_leaves_the_first_ones_in_the_log(
+    value_dtype: torch.dtype | None,
+) -> None:
+    layout = a_layout((2000, torch.float32))
+    compressor = TopK(0.01, value_dtype=value_dtype)
+    rank, generator = Rank(compressor, layout), torch.Generator().manual_seed(0)
+    first, second = (torch.randn(2000, generator=generator) for _ in range(2))
+    rank.reducer.begin(1, audit=True)
+    sent = rank.backward([first])[0]
+    rank.backward([second])
+    rank.reducer.consume([sent])
+    rebuilt = decoded(compressor, [rank.reducer.payload()], layout, 64)[0]
+    assert exact(rebuilt) == exact(sent)
 
 
 def test_a_skipped_step_leaves_the_residual_for_the_next() -> None:

@@ -137,6 +137,7 @@ def test_the_slurm_job_is_requeued_when_its_time_is_nearly_up(tmp_path: Path) ->
         "SLURM_JOB_ID": "77",
         "SLURM_JOB_NODELIST": "node[7-8]",
         "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "32",
     }
     job = subprocess.Popen(["bash", EXAMPLES / "slurm_requeue.sh"], cwd=tmp_path, env=environment)
     while not told.exists() or "srun" not in told.read_text():
@@ -145,6 +146,7 @@ def test_the_slurm_job_is_requeued_when_its_time_is_nearly_up(tmp_path: Path) ->
     assert job.wait(20) == 0
     lines = told.read_text().splitlines()
     assert lines[0] == "show hostnames node[7-8]"
+    assert "--cpus-per-task=32" in lines[1]  # srun takes it from the job no more
     assert "--nnodes=2" in lines[1]
     assert "--rdzv-endpoint=node7:29500 --rdzv-id=77-0 examples/ddp_gpt.py runs/slurm" in lines[1]
     assert lines[2:] == ["requeue 77", "trained"], "the trainers had time to end"

@@ -328,32 +328,6 @@ def test_a_buffer_that_is_assigned_anew_is_followed(tmp_path: Path) -> None:
     again.die()
 
 
-def test_a_scheduler_moved_after_the_last_commit_is_not_half_saved(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.5)
-    loop.attach(scheduler=scheduler)
-    for number in range(3):
-        loop.step(number)
-        loop.checkpointer.commit()
-    scheduler.step()  # an epoch's end, after the last commit
-    loop.checkpointer.close()
-    state = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
-    assert state.stateful["scheduler"]["last_epoch"] == 0
-    assert state.optimizer_state_dict()["param_groups"][0]["lr"] == 1e-2
-
-
-def test_gradients_cleared_after_the_last_commit_are_no_difference(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    loop.attach()
-    for number in range(3):
-        loop.step(number)
-        loop.checkpointer.commit()
-        loop.optimizer.zero_grad()
-    loop.checkpointer.close()
-    assert lowdiff.recover(tmp_path / "run").held == tuple(range(6))
-    assert not verify(tmp_path / "run").failures
-
-
 def test_unfreezing_after_attach_is_refused(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     first = next(loop.model.parameters())

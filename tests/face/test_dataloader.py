@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lowdiff
@@ -17,6 +19,8 @@ from lowdiff.compressors import TopK
 from lowdiff.dataloader import ResumableLoader
 from lowdiff.errors import ConfigError, UsageError
 from tests.scenarios.lives import Kill, abandon
+from tests.scenarios.pool import Pool
+from tests.scenarios.trainings import wrapped
 
 
 class Noisy(Dataset[Any]):
@@ -238,14 +242,37 @@ def test_ranks_share_an_epoch_out(monkeypatch: pytest.MonkeyPatch) -> None:
     loaders = []
     for rank in range(3):
         loader = ResumableLoader(Noisy(), batch_size=4, seed=2)
-        loader._rank, loader._world_size = rank, 3
+        loader.share(rank, 3)
         loaders.append(loader)
     samples = [i for loader in loaders for indices, _ in loader for i in indices.tolist()]
     assert sorted(samples) == list(range(23))
     assert {len(loader) for loader in loaders} == {2}
 
 
-def samples_of(loader: ResumableLoader) -> list[int]:
+def early(rank: int, world_size: int, folder: str) -> tuple[int, list[int]]:
+    """A pool's job: the loader is there before the process group, which a launcher may form late."""
+    checkpointer = lowdiff.Checkpointer(
+        f"{folder}/run", compressor=TopK(1.0), staging=f"{folder}/staging"
+    )
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        loader = checkpointer.dataloader(Noisy(), batch_size=4)
+    model = wrapped(torch.nn.Linear(4, 1))
+    checkpointer.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    found = len(loader), samples_of(loader)
+    checkpointer.close()
+    return found
+
+
+def test_ranks_that_met_after_the_loader_was_built_share_an_epoch_out(
+    pool: Pool, tmp_path: Path
+) -> None:
+    first, second = pool.run(early, 2, str(tmp_path))
+    assert first[0] == second[0] == 3
+    assert sorted({*first[1], *second[1]}) == list(range(23))
+    assert len(first[1]) + len(second[1]) == 23
+
+
+def samples_of(loader: Iterable[Any]) -> list[int]:
     """Indices of the rest of its epoch."""
     return [i for indices, *_ in loader for i in indices.tolist()]
 

@@ -40,11 +40,11 @@ def checkpointer_in(folder: str, rank: int, compressor: Compressor) -> lowdiff.C
 
 @contextmanager
 def linear_training(
-    folder: str, rank: int, compressor: Compressor
+    folder: str, rank: int, compressor: Compressor, **settings: bool
 ) -> Iterator[tuple[lowdiff.Checkpointer, DistributedDataParallel, torch.optim.Optimizer]]:
     """One layer under DDP, attached."""
     torch.manual_seed(0)
-    model = wrapped(nn.Linear(30, 20))
+    model = wrapped(nn.Linear(30, 20), **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with checkpointer_in(folder, rank, compressor) as checkpointer:
         checkpointer.attach(model, optimizer)
@@ -90,6 +90,22 @@ def accumulating(
             model(batch(step + 100, rank, 6, 30)).square().mean().backward()
             optimizer.step()
             checkpointer.commit()
+            weights.append(model.module.weight.detach().clone())
+    return weights
+
+
+def looking_for_unused(
+    rank: int, world_size: int, folder: str, compressor: Compressor, looks: bool
+) -> Weights:
+    """Two backward passes for one optimizer step, both of which use every parameter."""
+    weights = []
+    settings = {"find_unused_parameters": looks}
+    with linear_training(folder, rank, compressor, **settings) as (checkpointer, model, optimizer):
+        for step in checkpointer.steps(STEPS):
+            optimizer.zero_grad()
+            for number in (step, step + 100):
+                model(batch(number, rank, 6, 30)).square().mean().backward()
+            optimizer.step()
             weights.append(model.module.weight.detach().clone())
     return weights
 
@@ -182,6 +198,35 @@ def one_skipped(
     return weights
 
 
+def turn_by_turn(
+    rank: int, world_size: int, folder: str, compressor: Compressor, apart: bool
+) -> Weights:
+    """Two heads, whose losses may have a backward pass each before the optimizer's step.
+
+    DDP hands the first head's gradients to the hook again in the pass that does not use them, and
+    drops what comes of it.
+    """
+    torch.manual_seed(0)
+    nets = nn.ModuleDict({"actor": nn.Linear(12, 30), "critic": nn.Linear(12, 30)})
+    nets.forward = lambda x, names: sum(nets[name](x).square().mean() for name in names)
+    model = wrapped(nets, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(nets.parameters(), lr=0.1)
+    weights = []
+    with checkpointer_in(folder, rank, compressor) as checkpointer:
+        checkpointer.attach(model, optimizer)
+        for step in checkpointer.steps(STEPS):
+            optimizer.zero_grad()
+            for names in (["actor"], ["critic"]) if apart else (["actor", "critic"],):
+                model(batch(step, rank, 6, 12), names).backward()
+            optimizer.step()
+            weights.append(torch.cat([p.detach().flatten() for p in nets.parameters()]))
+    for step, live in enumerate(weights, 1):
+        found = lowdiff.recover(f"{folder}/run", step).model_state_dict()
+        recovered = torch.cat([found[name].flatten() for name, _ in nets.named_parameters()])
+        assert torch.equal(recovered, live), step
+    return weights
+
+
 JOBS: dict[str, Callable[..., Weights]] = {
     "a backward pass after the step is as none": gan,
     "a commit between two passes changes nothing": accumulating,
@@ -189,6 +234,8 @@ JOBS: dict[str, Callable[..., Weights]] = {
     "a step that was left out has not been": leaving_out,
     "a backward pass that is tried again has not been": trying_again,
     "a commit for another optimizer changes nothing": accumulating_beside,
+    "parameters that might be unused are not": looking_for_unused,
+    "a pass that uses some parameters is none for the others": turn_by_turn,
 }
 
 

@@ -78,3 +78,31 @@ def test_a_scale_ends_with_the_scaler(tmp_path: Path) -> None:
     recovered = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
     assert (recovered.step, recovered.base_step) == (4, 0)
     assert same(dict(recovered.model_state_dict()), expected)
+
+
+def test_momentum_that_a_skipped_first_step_never_wrote_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch keeps memory that nobody has written; here it holds something else each time.
+    made = iter(range(1, 1000))
+
+    def unwritten(like: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.full_like(like, next(made), **options)
+
+    monkeypatch.setattr(torch, "empty_like", unwritten)
+    loop = Loop(tmp_path, make=lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=3000.0)
+    loop.attach(scaler=scaler)
+    for number in loop.checkpointer.steps(3):
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
+        loss = loop.model(inputs).square().mean() * (float("inf") if number == 0 else 1.0)
+        loop.optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+    state = loop.optimizer.state_dict()["state"]
+    expected = [{p: dict(e) for p, e in state.items()}, loop.weights()]
+    loop.die()
+    found = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    assert (found.step, found.base_step) == (3, 1)
+    assert same([found.optimizer_state_dict()["state"], dict(found.model_state_dict())], expected)

@@ -9,6 +9,7 @@ import pytest
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
+from lowdiff.session import Session
 from lowdiff.stager import Stager
 from tests.face.loops import PATIENCE_SECONDS, Loop, wait_until
 
@@ -40,4 +41,34 @@ def test_what_was_owed_to_killed_steps_is_still_there(
             Loop(tmp_path).attach(restore=restore)
     resumed = Loop(tmp_path)
     assert resumed.run(END) == KILLED
+    assert same(resumed.weights(), whole.weights())
+
+
+def test_what_was_owed_is_found_in_a_life_before_the_one_that_was_killed_in_attach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The memory of the life that made the step goes as soon as the next one names the residual."""
+    whole = Loop(tmp_path / "whole")
+    whole.run(END)
+    killed = Loop(tmp_path)
+    killed.attach()
+    for number in range(KILLED):
+        killed.step(number)
+        killed.checkpointer.commit()
+    killed.die()
+    idle = Loop(tmp_path)
+    assert idle.attach() == KILLED
+    wait_until(lambda: [s.name[:7] for s in (tmp_path / "staging").glob("*/*")] == ["i000001"])
+    idle.die()
+
+    def dies(self: Session) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_stage_base", dies)
+        with pytest.raises(KeyboardInterrupt):
+            Loop(tmp_path).attach()
+    resumed = Loop(tmp_path)
+    assert resumed.run(END) == KILLED
+    assert "is not in staging memory" not in caplog.text
     assert same(resumed.weights(), whole.weights())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import signal
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -18,10 +20,13 @@ from lowdiff.compressors import TopK
 from lowdiff.errors import RunInUse, StorageError, WriterFailed
 from lowdiff.opening import Opened
 from lowdiff.persistence.catalog import last_segment
+from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.lease import Lease
-from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.staging import staged_records
+from lowdiff.persistence.values import same
 from lowdiff.stager import Stager
-from tests.face.loops import Loop, small_model
+from tests.face.loops import Loop, small_model, wait_until
 from tests.mounts import tmpfs, tmpfs_or_skip
 from tests.scenarios.pool import Pool
 
@@ -269,3 +274,38 @@ def test_a_full_disk_at_attach_has_a_name_and_takes_nothing(tmp_path: Path) -> N
         filler.unlink()
         assert checkpointer.attach(model, optimizer) == 0
         checkpointer.close()
+
+
+def test_a_step_that_was_damaged_in_memory_is_said_and_a_snapshot_follows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(tmp_path, settings={"snapshot_every": 1000, "batch_size": 8})
+    loop.attach()
+    assert loop.checkpointer._opened is not None
+    stager = loop.checkpointer._opened.session.stager
+    os.kill(stager.writer.pid, signal.SIGSTOP)
+    for number in range(10):
+        loop.step(number)
+        loop.checkpointer.commit()
+    (stage,) = StagingFolder.all(tmp_path / "staging")
+    (path, record), *_ = (found for found in staged_records(stage) if found[1].header.step == 4)
+    with path.open("r+b") as file:
+        file.seek(record.offset + HEADER_BYTES)
+        file.write(bytes([record.body[0] ^ 1]))
+    os.kill(stager.writer.pid, signal.SIGCONT)
+    wait_until(lambda: stager.writer.read_status().lost_step == 4)
+    assert stager.durable_step == 3
+    loop.step(10)
+    loop.checkpointer.commit()
+    assert "step 4 was damaged in staging memory and is not durable" in caplog.text
+    wait_until(lambda: stager.writer.read_status().durable_snapshot == 11)
+    assert stager.durable_step >= 8
+    loop.step(11)
+    loop.checkpointer.commit()
+    assert not stager.owes_snapshot
+    expected = loop.weights()
+    loop.die()
+    resumed = Loop(tmp_path)
+    assert resumed.attach() == 12
+    assert same(resumed.weights(), expected)
+    resumed.checkpointer.close()

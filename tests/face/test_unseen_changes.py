@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,11 +82,100 @@ def test_frozen_parameters_written_through_data_are_exact_at_every_step(
     assert ("written through .data" in caplog.text) == (way == "in place")
 
 
+@pytest.mark.parametrize("form", ["dense", "transposed", "a view with holes", "half width"])
+def test_a_target_network_that_is_copied_through_data_now_and_then_is_exact(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> Loop:
+        loop = frozen_loop(tmp_path, snapshot_every=1000)
+        part = loop.model.get_submodule("0")
+        if form == "transposed":
+            weight = torch.randn(20, 500).t()
+        elif form == "a view with holes":
+            weight = torch.randn(1000, 40)[::2, ::2]
+        else:
+            weight = torch.randn(500, 20)
+        part.weight = torch.nn.Parameter(weight, requires_grad=False)
+        if form == "half width":
+            target = torch.nn.Parameter(torch.ones(7, dtype=torch.bfloat16), requires_grad=False)
+            part.register_parameter("target", target)
+        return loop
+
+    for resumed, written, until in ((0, 6, 8), (8, 14, 16)):  # every life trusts versions again
+        loop = make()
+        assert loop.attach() == resumed
+        live = {}
+        for number in loop.checkpointer.steps(until):
+            loop.step(number)
+            if number + 1 == written:
+                for parameter in loop.model.get_submodule("0").parameters():
+                    parameter.data.mul_(0.5).add_(1.0)
+            live[number + 1] = loop.weights()
+        loop.die()
+        for step, expected in live.items():
+            found = lowdiff.recover(tmp_path / "run", step, staging=tmp_path / "staging")
+            assert same(dict(found.model_state_dict()), expected), step
+    assert caplog.text.count("written through .data") == 2
+
+
 def test_complex_buffers_are_refused_by_name(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     loop.model.register_buffer("turns", torch.ones(3, dtype=torch.complex64))
     with pytest.raises(UnsupportedModel, match="'turns' is complex"):
         loop.attach()
+
+
+def sparse() -> torch.Tensor:
+    """An adjacency matrix."""
+    return torch.eye(2).to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (sparse, r"'odd' has layout torch\.sparse_coo, .*indices and values"),
+        (lambda: torch.zeros(3, device="meta"), r"'odd' is on the meta device"),
+        (lambda: torch.ones(3).to(torch.float8_e4m3fn), r"'odd' is float8_e4m3fn, .*uint8"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["buffer", "frozen parameter"])
+def test_tensors_that_snapshots_cannot_hold_are_refused_by_name(
+    tmp_path: Path, kind: str, make: Callable[[], torch.Tensor], message: str
+) -> None:
+    loop = Loop(tmp_path)
+    if kind == "buffer":
+        loop.model.register_buffer("odd", make())
+    else:
+        loop.model.register_parameter("odd", torch.nn.Parameter(make(), requires_grad=False))
+    with pytest.raises(UnsupportedModel, match=message):
+        loop.attach()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_tensors_are_exact(tmp_path: Path, dtype: torch.dtype) -> None:
+    def make() -> Loop:
+        loop = Loop(tmp_path)
+        loop.model.register_buffer("count", torch.tensor([0, 1]).to(dtype))
+        table = torch.tensor([-1, -2, 3, 4]).to(torch.int64).view(dtype)
+        table = torch.nn.Parameter(table, requires_grad=False)
+        loop.model.register_parameter("table", table)
+        return loop
+
+    first, live = make(), {}
+    first.attach()
+    for number in first.checkpointer.steps(7):  # a snapshot after five
+        first.step(number)
+        first.model.get_buffer("count").copy_(torch.tensor([number, -number]).to(dtype))
+        live[number + 1] = first.weights()
+    first.die()
+    for step, expected in live.items():
+        found = lowdiff.recover(tmp_path / "run", step, staging=tmp_path / "staging")
+        assert same(dict(found.model_state_dict()), expected)
+    again = make()
+    assert again.attach() == 7
+    assert same(again.weights(), live[7])
+    again.checkpointer.close()
 
 
 def test_a_model_with_another_hook_is_refused_before_anything_begins() -> None:

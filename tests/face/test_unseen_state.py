@@ -200,7 +200,7 @@ def nesterov(parameters: Any) -> torch.optim.Optimizer:
 
 
 def cleared_by_itself(parameters: Any) -> torch.optim.Optimizer:
-    """Its gradients are zeroed in place by a hook, before lowdiff's own comes after the step."""
+    """Its gradients are zeroed in place by a hook, after lowdiff's own has seen the step's end."""
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad(set_to_none=False))
     return optimizer
@@ -217,6 +217,31 @@ def test_gradients_written_by_the_step_itself_are_recovered(
     live = train(loop, 5, {})
     loop.checkpointer.close()
     assert_recovered(tmp_path, {5: live[5]} if plus else live)
+
+
+def clamped_by_itself(parameters: Any) -> torch.optim.Optimizer:
+    """A hook that is registered before lowdiff's own, and that replay does not have."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+
+    @torch.no_grad()
+    def clamp(*_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.1, 0.1)
+
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
+
+
+def test_a_post_hook_of_the_users_is_no_work_of_the_optimizers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = seldom(tmp_path, make=clamped_by_itself)
+    loop.attach()
+    live = train(loop, 4, {})
+    loop.checkpointer.close()
+    assert REBASED in caplog.text
+    assert_recovered(tmp_path, live)
 
 
 class Counting(torch.optim.Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -22,6 +23,7 @@ from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import TrainerPage, TrainerStatus
 from lowdiff.persistence.writer_settings import WriterSettings
 from tests.persistence.made_runs import fence
+from tests.persistence.network_disk import keep_open
 from tests.persistence.writers import (
     PATIENCE_SECONDS,
     RUN_ID,
@@ -137,6 +139,36 @@ def test_a_predecessor_that_another_writer_removed_in_the_meantime_is_passed_ove
     adopt(settings_in(tmp_path, incarnation=2))
     assert stored(dead[1].folder, 1) == [1, 2]
     assert not caplog.records
+
+
+def test_a_folder_is_adopted_once_where_what_is_open_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is open while it goes, and a chunk of it may be in whoever reads the run."""
+    dead = predecessor(tmp_path, range(1, 3))
+    settings = settings_in(tmp_path, incarnation=1)
+    with monkeypatch.context() as patch:
+        keep_open(patch, ["writer.lock", "log-00000000.chunk"])
+        assert adopt_predecessors(settings, threading.Event()) == ""
+    left = list(dead.staging.root.iterdir())
+    assert [path.name[:4] for path in left] == [".nfs", ".nfs"]
+    for path in left:  # as their file system does when they are closed
+        path.unlink()
+    assert adopt_predecessors(settings, threading.Event()) == ""
+    assert not dead.staging.root.exists()
+
+
+def test_a_folder_that_cannot_be_deleted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predecessor(tmp_path, range(1, 3))
+
+    def refused(path: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "unlink", refused)
+    said = adopt_predecessors(settings_in(tmp_path, incarnation=1), threading.Event())
+    assert "Permission denied" in said
 
 
 def test_what_cannot_be_adopted_stays_in_staging(

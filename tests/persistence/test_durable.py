@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -16,7 +17,7 @@ from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.errors import DamagedFile, NewerFormat
+from lowdiff.errors import DamagedFile, NewerFormat, StorageError
 from lowdiff.persistence.durable import (
     fsync_directory,
     make_directory,
@@ -133,6 +134,21 @@ def test_fsync_of_a_folder_that_is_none_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         fsync_directory(tmp_path / "file")
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_hard_links_is_named_and_nothing_stays(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As exFAT, or a bucket that is mounted: two trainers might begin one incarnation there."""
+
+    def missing(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", missing)
+    with pytest.raises(StorageError, match=r"document\.json could not be written: .*hard links"):
+        write_json(path, CONTENT, exclusive=True)
+    assert not list(path.parent.iterdir())
 
 
 # Documents

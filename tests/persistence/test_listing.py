@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,22 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(
     monkeypatch.setattr(os, "scandir", broken)
     with pytest.raises(OSError, match="Input/output"):
         Listing.of_folder(RunFolder(tmp_path))
+
+
+def test_what_else_lies_in_a_run_folder_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A volume's root has a ``lost+found`` that only root may list."""
+    for name in ("run.json", "pins/a.json", "lost+found/file", "data/images/file"):
+        make_directory((tmp_path / name).parent)
+        (tmp_path / name).write_bytes(b"12345")
+    (tmp_path / "segments").symlink_to(tmp_path / "data")
+    listed = os.scandir
+
+    def scandir(path: Path) -> Iterator[os.DirEntry[str]]:
+        if Path(path).name in ("lost+found", "data"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert Listing.of_folder(RunFolder(tmp_path)).sizes == {"run.json": 5, "pins/a.json": 5}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from lowdiff.errors import StorageError
 from lowdiff.persistence.locks import FileLock
 
 ROOT = Path(__file__).parents[2]
@@ -147,6 +150,20 @@ def test_a_full_disk_keeps_nobody_from_locking(path: Path, monkeypatch: pytest.M
     lock.release()
     assert lock.acquire("first")
     lock.release()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def missing(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError, match=r"some\.lock cannot be locked: .*mount it with flock"):
+        FileLock(path).acquire("somebody")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_locks_that_come_and_go_leave_nothing_behind(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.errors import RunMismatch
+from lowdiff.errors import DamagedFile, RunMismatch
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.fences import write_fence
 from lowdiff.persistence.fetching import fetch_history
@@ -106,3 +106,30 @@ def test_a_segment_of_another_history_is_not_mended(
     with pytest.raises(RunMismatch, match="different histories"):
         fetch_history(store, run, None)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("sought", [b'"run_id"', b'"float32"', b"{"])
+def test_a_damaged_fence_is_replaced_by_the_stores(run: RunFolder, sought: bytes) -> None:
+    """Wherever the bit flips: in a value, in a name, or so that it is no document any more."""
+    store = store_of(run, range(1, 21), 20)
+    path = run.fence(0, 0)
+    whole = path.read_bytes()
+    flip(path, whole.index(sought) + len(sought) // 2)
+    fetch_history(store, run, None)
+    assert path.read_bytes() == whole
+
+
+def test_a_damaged_fence_is_named_where_the_stores_may_be_another_lifes(run: RunFolder) -> None:
+    store = store_of(run, range(1, 21), 20)
+    path = run.fence(0, 0)
+    path.write_bytes(damaged := path.read_bytes()[:100])
+    with pytest.raises(DamagedFile, match=r"rank-0000\.json.*; remove it to take that of file:"):
+        fetch_history(store, run, None)
+    assert path.read_bytes() == damaged
+
+
+def test_a_damaged_fence_in_the_store_is_named(run: RunFolder) -> None:
+    store = store_of(run, range(1, 21), 20)
+    flip(run.root.with_name("store") / "incarnations/i000000/rank-0000.json", 1)
+    with pytest.raises(DamagedFile, match=r"file:.*rank-0000\.json is damaged"):
+        fetch_history(store, run, None)

@@ -24,6 +24,7 @@ from lowdiff.persistence.retention_plan import Pin
 from lowdiff.persistence.snapshots import Manifest, manifest_file, shard_file
 from tests.mounts import tmpfs_or_skip
 from tests.persistence.made_runs import RUN_ID
+from tests.persistence.network_disk import keep_open
 from tests.persistence.retained import fence
 
 
@@ -134,6 +135,23 @@ def test_a_power_failure_cannot_bring_back_manifests_without_their_tensors(
         *(".json", ".json", "fsync i000000-s0000000000", ".safetensors", ".safetensors"),
         *(".seg", ".seg"),
     ]
+
+
+def test_a_shard_that_is_open_where_that_cannot_be_deleted_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = complete_run(tmp_path, [0, 10, 20, 30])
+    for _ in range(2):  # the second time it is there under its other name
+        with monkeypatch.context() as patch:
+            keep_open(patch, ["rank-0000.safetensors"])
+            collect(folder, RUN_ID, Retention(1))
+        assert [found.step for found in complete_snapshots(folder, RUN_ID)] == [30]
+        left = [path for *_, old in list(folder.snapshots())[:-1] for path in old.iterdir()]
+        assert [path.name[:4] for path in left] == [".nfs"] * 3
+    for path in left:  # as their file system does when they are closed
+        path.unlink()
+    collect(folder, RUN_ID, Retention(1))
+    assert on_disk(folder)[0] == [30]
 
 
 def test_a_full_disk_is_freed(tmp_path: Path) -> None:

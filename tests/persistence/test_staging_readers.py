@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence.framing import RecordKind
+from lowdiff.persistence.framing import HEADER_BYTES, RecordKind
 from lowdiff.persistence.staging import LogTail, staged_records
 from tests.persistence.staged_logs import (
     CHUNK,
@@ -57,6 +57,29 @@ def test_a_reader_does_not_leave_a_chunk_that_got_a_record_while_it_looked(
 
     monkeypatch.setattr(LogTail, "_following", following_late)
     assert [check(record) for record in drained(tail)] == [8, 9]
+
+
+@pytest.mark.parametrize("damaged", [[3], [8], [9], [9, 10], [24], [25]])
+def test_a_reader_passes_over_damaged_records_only(tmp_path: Path, damaged: list[int]) -> None:
+    """Eight records fill a chunk, so some are the first or the last of theirs."""
+    folder = folder_in(tmp_path)
+    log = log_in(folder)
+    for step in range(1, 26):
+        append(log, step)
+    for path, staged in list(staged_records(folder)):
+        if staged.header.step in damaged:
+            with path.open("r+b") as file:
+                file.seek(staged.offset + HEADER_BYTES)
+                file.write(bytes([staged.body[0] ^ 1]))
+    passed: list[int] = []
+    tail = LogTail(folder, lambda header: passed.append(header.step))
+    found: list[int] = []
+    while (record := tail.next()) is not None or tail.is_at_damage:
+        found += [] if record is None else [check(record)]
+    whole = [step for step in range(1, 26) if step not in damaged]
+    assert found == whole
+    assert passed == damaged
+    assert steps(folder) == whole
 
 
 def test_the_mark_of_a_snapshot_stays_in_the_log_however_often_it_is_reused(

@@ -20,6 +20,7 @@ from lowdiff.persistence.staging_retention import StagingVerdict, clear_staging
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from tests.persistence.made_runs import fence
+from tests.persistence.network_disk import keep_open
 from tests.recovery.training import flip
 
 RUN_ID = "00112233445566778899aabbccddeeff"
@@ -89,6 +90,20 @@ def test_steps_that_are_all_durable_go(run: RunFolder) -> None:
     made_durable(run, stage)
     assert cleared(stage, dry_run=True).reason == f"its steps are all in {run.root}"
     assert stage.chunk(0).exists()
+    assert cleared(stage).goes
+    assert not stage.root.exists()
+
+
+def test_a_folder_goes_also_where_what_is_open_cannot_be_deleted(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = staged(run, 3)
+    made_durable(run, stage)
+    with monkeypatch.context() as patch:
+        keep_open(patch, ["writer.lock"])
+        assert cleared(stage).goes
+    (left,) = stage.root.iterdir()
+    left.unlink()
     assert cleared(stage).goes
     assert not stage.root.exists()
 

@@ -64,6 +64,8 @@ def test_a_spike_is_seen_in_the_timeline_and_healed_by_a_new_run(tmp_path: Path)
         ([1.0] * 12 + [49.0, 51.0, 1e9], 14),
         ([1.0] * 12 + [math.nan, 1.0], 13),
         ([0.0] * 20 + [1.0], None),
+        ([1.0] * 3 + [math.nan] * 30, 4),
+        ([math.inf, 1.0], 1),
     ],
 )
 def test_the_first_step_far_out_of_line(norms: list[float], expected: int | None) -> None:

@@ -317,6 +317,46 @@ def test_one_call_makes_a_third_partys_optimizer_replayable(
         recover()
 
 
+class Steered(Signed):
+    """Names a state with an element per element as torch's ASGD and NAdam name numbers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                own = self.state[p]
+                if not own:
+                    own.update(eta=torch.ones(()), mu=torch.zeros_like(p))
+                own["mu"].lerp_(p.grad, 0.1)
+                own["eta"] *= 0.9
+                p.sub_(own["mu"] * own["eta"])
+
+
+def steered(model: torch.nn.Module) -> torch.optim.Optimizer:
+    model.get_parameter("scale").requires_grad_(False)
+    return Steered(p for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("snapshot", ["atomic", "rolling"])
+def test_a_third_partys_state_of_elements_may_have_the_name_of_a_number(
+    snapshot: str, tmp_path: Path
+) -> None:
+    register_optimizer(Steered, "element")
+    settings: dict[str, Any] = {"snapshot": snapshot, "snapshot_every": 4}
+    trained = train(tmp_path, 3, build=steered, end="crash", **settings)
+    more = train(tmp_path, 10, build=steered, end="crash", **settings)
+    bases = set()
+    for step in (2, 7, 10):
+        expected = trained if step <= 3 else more
+        options = ReplayOptions(block_elements=64)
+        state = lowdiff.recover(trained.run, step, staging=trained.staging, options=options)
+        bases.add(state.base_step)
+        assert same(dict(state.model_state_dict()), dict(expected.models[step]))
+        assert same(state.optimizer_state_dict()["state"], expected.optimizers[step][0]["state"])
+    assert {0, 8} < bases
+
+
 @pytest.mark.usefixtures("forgotten")
 def test_what_its_constructor_refuses_a_group_may_hold() -> None:
     register_optimizer(Careful)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from lowdiff.errors import ConfigError
 from lowdiff.tuner import charts
-from lowdiff.tuner.choice import Limits, Setting
-from lowdiff.tuner.costs import recovery_seconds, without_residual
+from lowdiff.tuner.choice import Limits, Setting, recommend
+from lowdiff.tuner.costs import recovery_seconds, waste, without_residual
 from lowdiff.tuner.estimates import Estimate
 from lowdiff.tuner.facts import facts
 from lowdiff.tuner.failures import FailureHistory, FailureRates, estimate_rates
@@ -32,6 +33,8 @@ def question(job: str = "laptop") -> Question:
         estimates={"step_seconds": Estimate(0.3, 0.29, 0.35, 48)},
         rates=rates,
         limits=Limits(),
+        num_nodes=costs.world_size,
+        network_bytes_per_second=10e9,
         current=Setting(100, 16),
     )
 
@@ -221,11 +224,74 @@ def test_a_plan_of_one_gpu_has_the_whole_disk() -> None:
 def test_other_strategies_are_not_charged_for_error_feedback() -> None:
     costs = planned(replace(JOB, gpus=16)).costs
     rates = FailureRates.known(8 * 3600.0)
-    others = alternatives(costs, rates, 10e9)
-    assert others == alternatives(without_residual(costs), rates, 10e9)
+    others_of = partial(alternatives, num_nodes=2, network_bytes_per_second=10e9)
+    others = others_of(costs, rates)
+    assert others == others_of(without_residual(costs), rates)
     assert published_choice(costs, rates) == published_choice(without_residual(costs), rates)
     (periodic,) = (one for one in others if one.name == "periodic full")
     assert periodic.stall_seconds == pytest.approx(3 * 4 * 7e9 / 2 / 2e9 + 0.01 + 0.525)
+
+
+def plan_with(disk_bytes_per_second: float, given: tuple[str, ...] = ()) -> Question:
+    job = replace(JOB, params=1.3e9, gpus=16, step_seconds=2.5)
+    measured = planned(replace(job, disk_bytes_per_second=disk_bytes_per_second), given)
+    return replace(
+        question(),
+        costs=measured.costs,
+        estimates=measured.estimates,
+        rates=FailureRates.known(8 * 3600.0),
+        limits=Limits(total_bytes=500e9),
+        current=None,
+    )
+
+
+@pytest.mark.parametrize("given", [(), ("optimizer",)], ids=["loading assumed", "loading follows"])
+def test_another_write_bandwidth_is_a_plan_with_another_disk(given: tuple[str, ...]) -> None:
+    report = make_report(plan_with(1e9, given))
+    (found,) = (one for one in report.sensitivities if one.what == "write bandwidth")
+    chosen = report.choice.setting
+    for factor, kept, retuned in zip(found.factors, found.kept, found.retuned, strict=True):
+        anew = plan_with(factor * 1e9, given)
+        best = make_report(anew).choice.waste.seconds_per_hour
+        same = waste(anew.costs, anew.rates, chosen.snapshot_every, chosen.batch_size)
+        assert retuned == pytest.approx(best)
+        assert kept == pytest.approx(same.seconds_per_hour)
+
+
+def test_loading_that_was_measured_does_not_follow_the_write_bandwidth() -> None:
+    asked = plan_with(1e9)
+    load = Estimate.of([asked.costs.load_seconds])
+    assert load is not None
+    measured = replace(asked, estimates={**asked.estimates, "load_seconds": load})
+    (found,) = (s for s in make_report(measured).sensitivities if s.what == "write bandwidth")
+    slower = replace(asked.costs, write_bytes_per_second=asked.costs.write_bytes_per_second / 8)
+    best = recommend(slower, asked.rates, asked.limits).waste.seconds_per_hour
+    assert found.factors[0] == 1 / 8
+    assert found.retuned[0] == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_nodes", "missing"),
+    [(1, 1, {"Gemini", "just-in-time"}), (8, 1, {"Gemini"}), (9, 2, set())],
+)
+def test_a_plan_is_compared_with_what_can_exist(
+    gpus: int, num_nodes: int, missing: set[str]
+) -> None:
+    job = replace(JOB, params=350e6, gpus=gpus)
+    assert job.num_nodes == num_nodes
+    rates = FailureRates.known(4 * 3600.0)
+    found = alternatives(
+        planned(job).costs, rates, num_nodes=job.num_nodes, network_bytes_per_second=1e9
+    )
+    assert {"Gemini", "just-in-time"} - {one.name for one in found} == missing
+    assert len(found) == 6 - len(missing)
+
+
+def test_the_setting_of_the_published_model_is_not_called_that_model() -> None:
+    report = make_report(question())
+    row = dict(facts(report))["lowdiff with the published model's setting"]
+    assert f"{report.published_waste.seconds_per_hour:.1f} s wasted per hour" in row
+    assert "LowDiff's published model" not in html_page(report)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from lowdiff.tuner.strategies import (
 from tests.tuner.jobs import CLUSTER, JOBS
 
 DAYS = 86400.0
+others_of = partial(alternatives, num_nodes=2048, network_bytes_per_second=10e9)
 
 
 def run(
@@ -105,7 +107,7 @@ def test_a_failure_during_a_recovery_begins_it_anew() -> None:
 
 def test_shares_of_wall_time_add_up() -> None:
     costs, rates = JOBS["cluster"]
-    for strategy in alternatives(costs, rates, 10e9):
+    for strategy in others_of(costs, rates):
         found = run(strategy, FailureModel.of(rates), days=54, step=costs.step_seconds)
         parts = found.stalls + found.recovering + found.lost
         assert found.effective_share + parts == pytest.approx(1.0, abs=0.01), strategy.name
@@ -119,8 +121,7 @@ def test_a_run_of_16384_gpus_for_54_days_is_ranked_as_expected() -> None:
     ours = run(lowdiff(costs, choice.setting), model, days=54, step=costs.step_seconds)
     assert ours.failures == pytest.approx(466, abs=6)
     others = {
-        s.name: run(s, model, days=54, step=costs.step_seconds)
-        for s in alternatives(costs, rates, 10e9)
+        s.name: run(s, model, days=54, step=costs.step_seconds) for s in others_of(costs, rates)
     }
     assert others["no checkpoints"].effective_share < 0.01
     assert ours.effective_share > others["periodic full"].effective_share
@@ -139,9 +140,16 @@ def test_losing_several_nodes_at_once_takes_what_only_their_memory_held() -> Non
     costs, rates = JOBS["cluster"]
     alone = FailureModel(rates.total.mtbf_seconds, 0.8, group_share=0.0)
     together = FailureModel(rates.total.mtbf_seconds, 0.8, group_share=0.5)
-    jit = just_in_time(costs)
+    jit = just_in_time(costs, num_nodes=2048)
     assert run(jit, alone, days=54, step=6.0).lost_steps < 1
     assert run(jit, together, days=54, step=6.0).lost_steps > 100
+
+
+def test_on_one_node_no_replica_survives_its_loss() -> None:
+    jit = just_in_time(CLUSTER, num_nodes=1)
+    crashes, losses = (FailureModel(4 * 3600.0, share) for share in (0.0, 1.0))
+    assert run(jit, crashes, days=54, step=6.0).lost_steps < 1
+    assert run(jit, losses, days=54, step=6.0).lost_steps > 100
 
 
 def test_a_checkpoint_counts_once_it_is_written() -> None:

@@ -1,0 +1,57 @@
+"""A few elements of every frozen parameter, which tell of writes that no version counter shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from lowdiff.layout import INT_OF_BYTES, flat, is_dense
+from lowdiff.protocols import Fetch
+
+#: Elements of each, at least, if it has so many: reading them in every step must cost little.
+_NUM_ELEMENTS = 8
+_INTEGERS = {1: torch.int8, **INT_OF_BYTES}
+
+
+class FrozenSamples:
+    """What a few elements of each frozen parameter were when it was last read whole.
+
+    A target network or a momentum encoder that is written through ``.data`` changes everywhere, so
+    these tell. A write to a part may pass between them.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[str, torch.Tensor] = {}
+        self._seen: dict[str, torch.Tensor] = {}
+
+    def note(self, name: str, parameter: torch.Tensor) -> None:
+        """A parameter is being read whole."""
+        self._live[name] = _sampled(parameter)
+        self._seen[name] = self._live[name].clone()
+
+    def look(self, names: Iterable[str], fetch: Fetch) -> Callable[[], bool]:
+        """Look at parameters that were noted, and whose memory is still where it was.
+
+        Returns:
+            Called once what was fetched is there: whether any of them is not as it was noted.
+        """
+        by_device: dict[torch.device, list[str]] = {}
+        for name in names:
+            by_device.setdefault(self._live[name].device, []).append(name)
+        flags = []
+        for own in by_device.values():
+            live, seen = (torch.cat([kept[n] for n in own]) for kept in (self._live, self._seen))
+            flags.append(fetch((live != seen).any()))
+        return lambda: any(map(bool, flags))
+
+
+def _sampled(parameter: torch.Tensor) -> torch.Tensor:
+    """Some of its elements, as integers of their bits; shares its memory."""
+    # Where there are holes in its memory, only rows of it are known to be within.
+    line = (
+        flat(parameter) if is_dense(parameter) else parameter.detach()[(0,) * (parameter.dim() - 1)]
+    )
+    # An odd step, because rows are often a power of two long: else all would be of one column.
+    picked = line[:: line.numel() // _NUM_ELEMENTS | 1]
+    return picked.view(_INTEGERS[parameter.element_size()])
