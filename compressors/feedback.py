@@ -109,13 +109,17 @@ class RotatingResidual:
             if of == parameter and i not in self._settled:
                 del self._written[i]
 
-    def unsettled(self, parameter: int) -> dict[int, torch.Tensor]:
-        """Copies of what a parameter's exchanges wrote that no optimizer has consumed, for `restore`."""
-        return {
-            i: self._slots[self._next][i].clone()
-            for i, of in list(self._written.items())
-            if of == parameter and i not in self._settled
-        }
+    def unsettled(self, parameters: Collection[int]) -> dict[int, dict[int, torch.Tensor]]:
+        """Copies of what exchanges of parameters wrote that no optimizer has consumed.
+
+        Returns:
+            Of each parameter with any, what `restore` takes.
+        """
+        found: dict[int, dict[int, torch.Tensor]] = {}
+        for i, of in list(self._written.items()):
+            if of in parameters and i not in self._settled:
+                found.setdefault(of, {})[i] = self._slots[self._next][i].clone()
+        return found
 
     def restore(self, unsettled: Mapping[int, torch.Tensor]) -> None:
         """Owe what was owed before a further exchange, of which nothing came."""

@@ -20,7 +20,7 @@ from lowdiff.attached import bare_optimizers, describe
 from lowdiff.capture import Stateful
 from lowdiff.closing import finish, release
 from lowdiff.compressors import Dense
-from lowdiff.dataloader import ResumableLoader, StatefulEpochs
+from lowdiff.dataloader import Body, ResumableLoader, StatefulEpochs
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.events import log_event
 from lowdiff.hook import HookState, registered
@@ -258,13 +258,13 @@ class Checkpointer:
         if isinstance(data, DataLoader):
             if batch_size is not None or options:
                 raise ConfigError("a loader has its batch_size and options already; pass only it")
-            loader = StatefulEpochs(data, self._body_begins, self._is_body_over)
+            loader = StatefulEpochs(data, self._body_begins, self._body)
         else:
             loader = ResumableLoader(
                 data,
                 batch_size=batch_size,
                 before_batch=self._body_begins,
-                is_body_over=self._is_body_over,
+                body=self._body,
                 **options,
             )
         self._loaders[f"dataloader{len(self._loaders)}"] = loader
@@ -454,5 +454,5 @@ class Checkpointer:
         if self._loop is not None:
             self._loop.body_begins()
 
-    def _is_body_over(self) -> bool:
-        return self._loop is not None and self._loop.is_body_over
+    def _body(self) -> Body:
+        return Body(0, is_over=False) if self._loop is None else self._loop.body

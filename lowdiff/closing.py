@@ -42,24 +42,34 @@ def finish(opened: Opened, *, failed: bool) -> None:
     is_last_snapshot = not failed and _take_last_snapshot(opened)
     session.stager.meter.end("failed" if failed else "closed")
     try:
-        session.stager.writer.finish(_ABANDON_SECONDS if failed else _FINISH_SECONDS)
+        status = session.stager.writer.finish(_ABANDON_SECONDS if failed else _FINISH_SECONDS)
     except WriterFailed as error:
         if not failed:
             raise
         _logger.warning("%s", error)
-    if not is_last_snapshot:
         return
+    if is_last_snapshot:
+        _remove_staging(opened, status.durable_snapshot)
+
+
+def _remove_staging(opened: Opened, durable_snapshot: int) -> None:
+    """Give staging memory back once every rank's share of the last snapshot is durable.
+
+    A writer also ends well behind a mark that was damaged in memory, of whose snapshot it never heard.
+    """
+    session = opened.session
+    why = f"another rank did not finish its share of the last snapshot within {_MEET_SECONDS:.0f} s"
     # The snapshot exists only with every rank's shard, and one that failed here does not come.
     if opened.ranks.meet(_MEET_SECONDS):
         session.committed_step = session.step
-        opened.staging.remove()
-    else:
-        _logger.warning(
-            "another rank did not finish its share of the last snapshot within %.0f s, so %s is "
-            "kept; the next attach resumes with its help",
-            _MEET_SECONDS,
-            opened.staging.root,
-        )
+        shares = opened.ranks.gather(durable_snapshot >= session.step)
+        if all(shares):
+            opened.staging.remove()
+            return
+        why = f"the last snapshot was damaged in memory on rank {shares.index(False)}"
+    _logger.warning(
+        "%s, so %s is kept; the next attach resumes with its help", why, opened.staging.root
+    )
 
 
 def _abandon(opened: Opened) -> None:

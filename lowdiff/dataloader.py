@@ -30,6 +30,19 @@ class _Order:
     shuffle: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Where a loop over ``steps()`` is.
+
+    Attributes:
+        step: Number of completed steps.
+        is_over: Whether its body has made its step, which is committed when it ends.
+    """
+
+    step: int
+    is_over: bool
+
+
 class ResumableLoader:
     """One epoch per iteration; an interrupted epoch goes on after its last consumed batch.
 
@@ -51,7 +64,7 @@ class ResumableLoader:
         drop_last: bool = False,
         seed: int = 0,
         before_batch: Callable[[], None] | None = None,
-        is_body_over: Callable[[], bool] | None = None,
+        body: Callable[[], Body] | None = None,
         **options: Any,
     ) -> None:
         """Describe the data.
@@ -64,7 +77,7 @@ class ResumableLoader:
             seed: Seeds orders and augmentation. A run that resumes in the middle of an epoch
                 ends it with the seed and the ``shuffle`` that it was begun with.
             before_batch: Called before the first batch is fetched, which is where a step begins.
-            is_body_over: Whether a step is made and not committed yet: then it is too early to
+            body: Where the loop is: once a step is made and not committed yet it is too early to
                 fetch the next one's batch, which would count to it.
             options: Further arguments of ``torch.utils.data.DataLoader``.
 
@@ -96,7 +109,7 @@ class ResumableLoader:
         self._given = _Order(int(seed) % _NUM_SEEDS, bool(shuffle))
         self._order = self._given  # of the epoch at hand
         self._before_batch = before_batch or (lambda: None)
-        self._is_body_over = is_body_over or (lambda: False)
+        self._body = body or (lambda: Body(0, is_over=False))
         self._options = options
         # What is known by now; a launcher may form the group later, and `attach` knows it.
         joined = dist.is_available() and dist.is_initialized()
@@ -131,7 +144,7 @@ class ResumableLoader:
         # Without workers, collating a batch may draw from the generators of the step; and so may
         # what follows an epoch of which nothing is left.
         self._before_batch()
-        for batch in _in_time(batches, self._is_body_over):
+        for batch in _in_time(batches, self._body):
             self.consumed += 1
             yield batch
         self.epoch += 1
@@ -224,14 +237,14 @@ class StatefulEpochs:
         self,
         loader: DataLoader[Any],
         before_batch: Callable[[], None],
-        is_body_over: Callable[[], bool],
+        body: Callable[[], Body],
     ) -> None:
         """Wrap a loader.
 
         Args:
             loader: Any ``DataLoader`` with ``state_dict`` and ``load_state_dict``.
             before_batch: Called before the first batch is fetched, which is where a step begins.
-            is_body_over: As of `ResumableLoader`.
+            body: As of `ResumableLoader`.
 
         Raises:
             ConfigError: If the loader does not know its position, or hands out batches out of order.
@@ -245,7 +258,7 @@ class StatefulEpochs:
         self.epoch = 0
         self._loader = loader
         self._before_batch = before_batch
-        self._is_body_over = is_body_over
+        self._body = body
         # Until it is iterated over: asked for its state, the loader would start its workers.
         self._waiting: dict[str, Any] = {"position": None, "generator": None}
         self._started = False
@@ -262,7 +275,9 @@ class StatefulEpochs:
         """
         before = torch.get_rng_state()
         iterator = iter(self._loader)
-        if self._waiting["position"] is not None and not self._started:
+        position = None if self._started else self._waiting["position"]
+        is_finished = isinstance(position, Mapping) and position.get("_iterator_finished")
+        if position is not None and not is_finished:
             # The epoch was begun before; and steps() may have restored the generators already.
             torch.set_rng_state(before)
         if self._waiting["generator"] is not None and not self._started:
@@ -270,7 +285,7 @@ class StatefulEpochs:
             self._loader.generator.set_state(self._waiting["generator"])
         self._started = True
         self._before_batch()
-        yield from _in_time(iterator, self._is_body_over)
+        yield from _in_time(iterator, self._body)
         self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,19 +307,21 @@ class StatefulEpochs:
             self._loader.load_state_dict(self._waiting["position"])
 
 
-def _in_time(batches: Iterator[Any], is_body_over: Callable[[], bool]) -> Iterator[Any]:
+def _in_time(batches: Iterator[Any], body: Callable[[], Body]) -> Iterator[Any]:
     """Hand batches out, each in the step that it counts to."""
-    # Who begins with a loader after the step evaluates, say: such a batch is of the step before.
-    was_over = is_body_over()
+    # Who begins with a loader after the step evaluates, say: such batches are of that step. So are those
+    # after it where others of the same body came before it.
+    is_behind, fetched_in = body().is_over, -1
     for batch in batches:
-        is_over = is_body_over()
-        if is_over and not was_over:
+        now = body()
+        is_behind &= now.is_over
+        if now.is_over and not is_behind and fetched_in not in (-1, now.step):
             raise UsageError(
                 "the next batch was fetched after optimizer.step() and before steps() committed the "
                 "body, so a run that resumes there would leave that batch out; begin each body with "
                 "its batch: for step, batch in zip(checkpointer.steps(N), loader), in this order"
             )
-        was_over = is_over
+        fetched_in = now.step
         yield batch
 
 

@@ -24,11 +24,14 @@ class FrozenSamples:
     def __init__(self) -> None:
         self._live: dict[str, torch.Tensor] = {}
         self._seen: dict[str, torch.Tensor] = {}
+        #: By device, names and what was seen of all of them: joining that costs as much as looking.
+        self._joined: dict[torch.device, tuple[list[str], torch.Tensor]] = {}
 
     def note(self, name: str, parameter: torch.Tensor) -> None:
         """A parameter is being read whole."""
         self._live[name] = _sampled(parameter)
         self._seen[name] = self._live[name].clone()
+        self._joined.clear()
 
     def look(self, names: Iterable[str], fetch: Fetch) -> Callable[[], bool]:
         """Look at parameters that were noted, and whose memory is still where it was.
@@ -40,10 +43,15 @@ class FrozenSamples:
         for name in names:
             by_device.setdefault(self._live[name].device, []).append(name)
         flags = []
-        for own in by_device.values():
-            live, seen = (torch.cat([kept[n] for n in own]) for kept in (self._live, self._seen))
-            flags.append(fetch((live != seen).any()))
+        for device, own in by_device.items():
+            live = torch.cat([self._live[name] for name in own])
+            flags.append(fetch((live != self._seen_of(own, device)).any()))
         return lambda: any(map(bool, flags))
+
+    def _seen_of(self, names: list[str], device: torch.device) -> torch.Tensor:
+        if device not in self._joined or self._joined[device][0] != names:
+            self._joined[device] = names, torch.cat([self._seen[name] for name in names])
+        return self._joined[device][1]
 
 
 def _sampled(parameter: torch.Tensor) -> torch.Tensor:

@@ -85,17 +85,18 @@ class HookState:
         residual = self.residual
         if residual is None:
             return
-        watched = []
-        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            kept = parameter.grad
-            if kept is not None and kept.data_ptr() != view.data_ptr():
-                owed = residual.unsettled(self._index_of[id(parameter)])
-                if owed:
-                    watched.append((parameter, kept, kept._version, owed))
+        kept = {
+            self._index_of[id(parameter)]: (parameter, parameter.grad, parameter.grad._version)
+            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr()
+        }
+        # In the first pass of a step there is nothing yet.
+        watched = residual.unsettled(kept)
 
         def look() -> None:
-            for parameter, kept, version, owed in watched:
-                if parameter.grad is kept and kept._version == version:
+            for i, owed in watched.items():
+                parameter, gradient, version = kept[i]
+                if parameter.grad is gradient and gradient._version == version:
                     residual.restore(owed)
 
         if watched:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from lowdiff.attached import Attached
+from lowdiff.dataloader import Body
 from lowdiff.errors import UsageError
 from lowdiff.session import Session
 
@@ -92,9 +93,10 @@ class TrainingLoop:
         self._restore(_IN_BODY)
 
     @property
-    def is_body_over(self) -> bool:
-        """Whether a body of ``steps()`` has made its step, which is committed when it ends."""
-        return self._is_in_body and self._session.has_finished_step
+    def body(self) -> Body:
+        """Which one of ``steps()`` it is, and whether it is over."""
+        is_over = self._is_in_body and self._session.has_finished_step
+        return Body(self._session.step, is_over)
 
     def commit(self) -> None:
         """End a step by the user's call."""

@@ -26,7 +26,8 @@ class RankProgress:
     Attributes:
         trainer: ``"running"``, or ``"gone"`` when its process or its staging folder is.
         staged_step: Its newest step, in staging or on disk; None if neither can be seen.
-        durable_step: Its newest fsynced step; None if it cannot be seen.
+        durable_step: Its newest fsynced step that a durable snapshot leads to; None if it cannot be
+            seen.
         durable_snapshot: Step of its newest durable snapshot shard, -1 for none.
         disk_bytes: Bytes of its segments and snapshot shards in the run folder, of all
             incarnations.
@@ -56,7 +57,7 @@ class RunProgress:
         incarnation: Its number; None if the run never began.
         unix_seconds: When it was looked at.
         committed_step: Newest step staged on all ranks; None if a rank cannot be seen.
-        durable_step: Newest step fsynced on all ranks; None if a rank cannot be seen.
+        durable_step: Newest such step of all ranks; None if a rank cannot be seen.
         lag_steps: How far durable is behind committed.
         disk_bytes: Bytes of all ranks.
     """
@@ -147,7 +148,7 @@ class RunWatch:
         ]
         files = [path for _, owner, _, path in listing.segments if owner == rank]
         files += [shard_file(path, rank) for _, _, path in listing.snapshots]
-        durable = writer.durable_step if writer else self._on_disk(listing, incarnation, rank)
+        durable = writer.unbroken_step if writer else self._on_disk(listing, incarnation, rank)
         if durable is None and (incarnation, rank) in listing.fences:
             durable = base_step
         staged = durable if trainer is None else max(trainer.step, durable or 0)

@@ -231,11 +231,11 @@ class Writer:
     def _note_damaged(self, record: RecordHeader) -> None:
         """A staged record was passed over; a missing step is seen once one behind it is durable."""
         what = f"its mark was damaged in {self._settings.staging.root}"
-        if record.step <= self._status.status.durable_snapshot:
-            return  # of an earlier writer's
+        if (record.step, record.kind is RecordKind.SNAPSHOT) <= self._marked:
+            return  # another copy of it was taken, by this writer or an earlier one
         if record.kind is RecordKind.CYCLE:
             self._lose(record.step, what)
-        elif record.kind is RecordKind.SNAPSHOT and (record.step, True) > self._marked:
+        elif record.kind is RecordKind.SNAPSHOT:
             text = f"no snapshot of step {record.step}: {what}; if this stays, start training again"
             self._complaints.report("mark", text)
 

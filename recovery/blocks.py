@@ -59,13 +59,22 @@ def chunks(numel: int, num_threads: int, *, fused: bool) -> Iterator[tuple[int, 
 def parameter_blocks(
     parameter: int, numel: int, *, num_threads: int, fused: bool, block_elements: int
 ) -> Iterator[Block]:
-    """Cut one parameter for an element-wise optimizer."""
+    """Cut one parameter for an element-wise optimizer.
+
+    Not before its last element: of a block of one nobody could tell a number for the whole parameter
+    from the state of that element. Blocks of 64, the smallest, leave no other way.
+    """
     assert block_elements % _ALIGNMENT == 0
     if numel == 0:
         yield Block(parameter, 0, 0)  # its optimizer counts steps all the same
     for first, last in chunks(numel, num_threads, fused=fused):
-        for start in range(first, last, block_elements):
-            yield Block(parameter, start, min(start + block_elements, last))
+        start = first
+        while start < last:
+            stop = min(start + block_elements, last)
+            if stop == last - 1 and block_elements > _ALIGNMENT:
+                stop -= _ALIGNMENT
+            yield Block(parameter, start, stop)
+            start = stop
 
 
 def element_units(

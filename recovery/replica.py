@@ -23,7 +23,7 @@ from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, StorageError
 from lowdiff.persistence.fences import read_fence
-from lowdiff.persistence.framing import RecordKind, RecordRef
+from lowdiff.persistence.framing import RecordHeader, RecordKind, RecordRef
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.page import PageReader
@@ -61,7 +61,7 @@ class Replica:
         self._settings = settings
         self._staging = settings.staging
         self._fence = read_fence(settings.folder.fence(settings.incarnation, settings.rank))
-        self._tail = LogTail(self._staging)
+        self._tail = LogTail(self._staging, self._pass_over)
         self._page = ReplicaPage(self._staging.replica_status)
         # What was tried again by an earlier process is no trouble of this one's yet.
         error = self._page.status.error if self._page.status.generation < 0 else ""
@@ -159,6 +159,21 @@ class Replica:
                     apply_seconds=self._page.status.apply_seconds + time.perf_counter() - started,
                 )
                 self._take_image()
+
+    def _pass_over(self, record: RecordHeader) -> None:
+        """A staged record was damaged; where the state cannot go on without it, another image must come."""
+        step, status, shard = record.step, self._page.status, self._shard
+        error = f"step {step}: damaged in staging memory"
+        if record.kind is RecordKind.SNAPSHOT and step > status.image_step:
+            if shard is None or shard.step < step:
+                self._forget(step, error)
+            # Last: from then on neither trainer nor a replica started anew comes back to it.
+            self._page.update(image_step=step)
+        elif record.kind is RecordKind.DIFFERENTIAL and step > status.consumed_step:
+            if shard is not None and not record.rebases and step == shard.step + 1:
+                self._forget(step, error)
+            else:
+                self._page.update(consumed_step=step)
 
     def _load(self, record: RecordRef) -> None:
         """Begin anew with the trainer's image, unless a later one has taken its memory."""

@@ -144,10 +144,15 @@ def timeline(
         end = last
 
         def act(seen: Catalog) -> Timeline:
-            # A live run's newest step may move on faster than replay follows; that of the first look
-            # is in a segment by the next.
+            # A live run's newest step may move on faster than replay follows. That of the first look is
+            # in a segment by the next, or was dropped before it was durable.
             nonlocal end
-            begins, end = _unbroken(seen, end)
+            try:
+                begins, end = _unbroken(seen, end)
+            except StepNotFound:
+                if last is not None or end is None:
+                    raise
+                begins, end = _unbroken(seen, None)
             return _measured(seen, str(run), first, (begins, end), options, progress)
 
         return look_again(folder, root, catalog, act)

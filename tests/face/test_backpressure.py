@@ -131,7 +131,9 @@ def test_a_snapshot_without_memory_is_a_warning_and_comes_later(
         loop.step(next(steps))
     next(steps)
     wait_until(lambda: loop.checkpointer.stats()["durable_step"] == 8)
-    assert {s for _, s, _ in RunFolder(tmp_path / "run").snapshots()} == {0, 6}
+    folder = RunFolder(tmp_path / "run")
+    assert {s for _, s, _ in folder.snapshots()} == {0, 6}
+    wait_until(lambda: manifest_file(folder.snapshot(0, 6), 0).exists())
     expected = loop.weights()
     loop.die()
     recovered = lowdiff.recover(tmp_path / "run", staging=disk)

@@ -128,7 +128,11 @@ def life(
 @pytest.mark.parametrize(
     ("make", "num_workers"),
     [
-        *[(ours, 0), (ours, 2), (masking, 0), pytest.param(masking, 2, marks=pytest.mark.slow)],
+        *[
+            (ours, 0),
+            (ours, 2),
+            *(pytest.param(masking, n, marks=pytest.mark.slow) for n in (0, 2)),
+        ],
         *[(torchdatas, 0), (torchdatas, 2), (seeded, 0)],
     ],
 )
@@ -175,7 +179,7 @@ def evaluating(folder: Path, until: int, die_at: int | None, make: Any) -> dict[
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("make", [ours, torchdatas])
+@pytest.mark.parametrize("make", [pytest.param(ours, marks=pytest.mark.slow), torchdatas])
 def test_what_follows_an_epoch_is_repeated_with_its_random_numbers(
     tmp_path: Path, make: Any
 ) -> None:
@@ -221,7 +225,7 @@ def attached_by_hand(
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stateful_loader_may_also_be_attached_by_name(
     tmp_path: Path, num_workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:

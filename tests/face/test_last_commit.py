@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,13 @@ import torch
 
 import lowdiff
 from lowdiff.compressors import TopK
+from lowdiff.persistence.framing import RecordKind
+from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.values import same
 from lowdiff.recovery.verify import verify
-from tests.face.loops import Loop
+from tests.face.loops import Loop, wait_until
+from tests.persistence.made_runs import tear
 
 
 @pytest.mark.parametrize("compressor", [TopK(0.1), None], ids=["topk", "replica"])
@@ -46,3 +52,35 @@ def test_gradients_cleared_after_the_last_commit_are_no_difference(tmp_path: Pat
     loop.checkpointer.close()
     assert lowdiff.recover(tmp_path / "run").held == tuple(range(6))
     assert not verify(tmp_path / "run").failures
+
+
+def test_staging_memory_outlives_a_close_whose_last_snapshot_was_damaged_in_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Loop(tmp_path / "whole")
+    whole.run(8)
+    loop = Loop(tmp_path)
+    loop.attach()
+    assert loop.checkpointer._opened is not None
+    stager = loop.checkpointer._opened.session.stager
+    wait_until(lambda: stager.writer.read_status().durable_snapshot == 0)
+    os.kill(stager.writer.pid, signal.SIGSTOP)
+    finish = stager.writer.finish
+
+    def damaged(timeout_seconds: float) -> WriterStatus:
+        (stage,) = StagingFolder.all(tmp_path / "staging")
+        tear(stage, 4, RecordKind.SNAPSHOT)
+        os.kill(stager.writer.pid, signal.SIGCONT)
+        return finish(timeout_seconds)
+
+    monkeypatch.setattr(stager.writer, "finish", damaged)
+    for number in range(4):
+        loop.step(number)
+        loop.checkpointer.commit()
+    loop.checkpointer.close()
+    assert "the last snapshot was damaged in memory on rank 0" in caplog.text
+    assert list(StagingFolder.all(tmp_path / "staging"))
+    after = Loop(tmp_path)
+    assert after.run(8) == 4
+    assert same(after.weights(), whole.weights())
+    assert not list(StagingFolder.all(tmp_path / "staging"))

@@ -19,10 +19,12 @@ import lowdiff
 import lowdiff.stager
 from lowdiff.compressors import TopK
 from lowdiff.errors import StorageError, UnsupportedOptimizer, WriterFailed
+from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.replica_status import ImageMark, MarkPage
 from lowdiff.recovery import optimizers
 from tests.face.test_replica import Life
 from tests.mounts import tmpfs_or_skip
+from tests.persistence.made_runs import tear
 
 MEMORY_MIB = 40
 
@@ -52,9 +54,9 @@ def in_background(run: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def catch_up(life: Life) -> None:
+def catch_up(life: Life, snapshots: int = 2) -> None:
     """Train until the snapshot that is owed is taken."""
-    while life.checkpointer.stats()["snapshots"] < 2:
+    while life.checkpointer.stats()["snapshots"] < snapshots:
         assert life.step < 1000
         life.run(life.step + 1)
         time.sleep(0.02)
@@ -172,6 +174,65 @@ def test_steps_after_one_that_cannot_be_replayed_wait_for_its_snapshot(
         assert life.checkpointer.stats()["dropped_steps"] == 2, "the replica cannot reach them"
     catch_up(life)
     life.run(life.step + 2)
+    life.kill()
+    life.assert_recovered()
+
+
+def settle(life: Life, snapshots: int = 2) -> None:
+    """Train on after damage, until the replica follows again; all of it is recovered."""
+    os.kill(life.stager.replica.pid, signal.SIGCONT)
+    life.wait(lambda stats: stats["replica_lag_steps"] == 0)
+    assert "step 4: damaged in staging memory" in life.checkpointer.stats()["replica_error"]
+    catch_up(life, snapshots)
+    life.run(life.step + 2)
+    life.wait(lambda stats: stats["replica_step"] == life.step and not stats["replica_error"])
+    life.kill()
+    life.assert_recovered()
+
+
+@pytest.mark.parametrize("backpressure", [pytest.param("block", marks=pytest.mark.slow), "degrade"])
+def test_a_step_that_was_damaged_before_the_replica_took_it_costs_a_snapshot(
+    tmp_path: Path, backpressure: str
+) -> None:
+    life = Life(tmp_path, snapshot_every=1000, backpressure=backpressure)
+    life.run(3)
+    life.wait(lambda stats: stats["replica_step"] == 3 and stats["durable_step"] == 0)
+    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    life.run(6)
+    tear(life.stager._log.folder, 4)
+    settle(life)
+
+
+def test_a_snapshot_whose_mark_was_damaged_before_the_replica_took_it_is_taken_again(
+    tmp_path: Path,
+) -> None:
+    life = Life(tmp_path, snapshot_every=1000)
+    life.run(3)
+    life.wait(lambda stats: stats["replica_step"] == 3 and stats["durable_step"] == 0)
+    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    with torch.no_grad():
+        next(life.training.model.parameters()).mul_(0.5)
+    life.run(6)  # the replica cannot make step 4: its snapshot is staged behind it
+    tear(life.stager._log.folder, 4, RecordKind.SNAPSHOT)
+    settle(life, snapshots=3)
+
+
+@pytest.mark.slow
+def test_a_replica_that_needs_no_snapshot_keeps_its_state_when_a_mark_is_damaged(
+    tmp_path: Path,
+) -> None:
+    life = Life(tmp_path, snapshot_every=1000)
+    life.run(3)
+    life.wait(lambda stats: stats["replica_step"] == 3 and stats["durable_step"] == 0)
+    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    assert life.checkpointer._opened is not None
+    life.checkpointer._opened.session.snapshot(required=True)
+    life.run(6)
+    tear(life.stager._log.folder, 3, RecordKind.SNAPSHOT)
+    os.kill(life.stager.replica.pid, signal.SIGCONT)
+    life.wait(lambda stats: stats["replica_step"] == 6)
+    life.wait(lambda _: not life.stager._is_image_in_use())
+    assert not life.checkpointer.stats()["replica_error"]
     life.kill()
     life.assert_recovered()
 

@@ -152,7 +152,13 @@ def test_tensors_that_snapshots_cannot_hold_are_refused_by_name(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.uint16,
+        *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.uint32, torch.uint64)),
+    ],
+)
 def test_unsigned_tensors_are_exact(tmp_path: Path, dtype: torch.dtype) -> None:
     def make() -> Loop:
         loop = Loop(tmp_path)

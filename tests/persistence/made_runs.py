@@ -101,11 +101,23 @@ def segment(folder: RunFolder, stage: StagingFolder, steps: Sequence[int]) -> Pa
     return path
 
 
-def tear(log: StagingFolder, step: int) -> Path:
-    """Let a bit of a staged record's body flip; the chunk that holds it."""
-    path, record = next(
-        (path, record) for path, record in staged_records(log) if record.header.step == step
-    )
+def tear(
+    log: StagingFolder, step: int, kind: RecordKind = RecordKind.DIFFERENTIAL, copy: int = 0
+) -> Path:
+    """Let a bit of a staged record's body flip; the chunk that holds it.
+
+    Args:
+        log: Where it is staged.
+        step: The record's.
+        kind: The record's.
+        copy: Which of several: each chunk repeats the marks of snapshots.
+    """
+    found = [
+        (path, record)
+        for path, record in staged_records(log)
+        if (record.header.step, record.header.kind) == (step, kind)
+    ]
+    path, record = found[copy]
     flip(path, record.offset + HEADER_BYTES)
     return path
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lowdiff.errors import NotARun
 from lowdiff.persistence.framing import RecordHeader
-from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.progress import RunWatch
 from lowdiff.persistence.segments import Batch, read_batch
-from lowdiff.persistence.status import TrainerPage, TrainerStatus
+from lowdiff.persistence.status import StatusPage, TrainerPage, TrainerStatus, WriterStatus
 from tests.face.loops import Loop
 
 
@@ -84,6 +85,21 @@ def test_each_look_reads_only_the_records_added_since(
         assert (seen.durable_step, seen.ranks[0].trainer) == (last, "gone")
     assert steps == list(range(1, 9))
     loop.checkpointer.close()
+
+
+def test_steps_behind_a_lost_one_are_durable_once_a_snapshot_leads_to_them(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, settings={"batch_size": 1, "snapshot_every": 1000})
+    loop.attach()
+    train(loop, 0, 6)
+    loop.die()
+    (stage,) = StagingFolder.all(tmp_path / "staging")
+    status = WriterStatus(durable_step=6, durable_snapshot=0, first_lost_step=4, lost_step=4)
+    watch = RunWatch(RunFolder(tmp_path / "run"), tmp_path / "staging")
+    StatusPage(stage.status, status)
+    seen = watch.look(0.0)
+    assert (seen.committed_step, seen.durable_step, seen.lag_steps) == (6, 3, 3)
+    StatusPage(stage.status, replace(status, durable_snapshot=5))
+    assert watch.look(0.0).durable_step == 6
 
 
 def test_watching_writes_nothing(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from lowdiff.persistence.snapshot_writing import staged_mark
 from lowdiff.persistence.staging import LogTail, StagingLog, staged_records
 from lowdiff.persistence.writer import Writer
 from lowdiff.persistence.writer_settings import WriterSettings
+from tests.persistence.made_runs import tear
 from tests.persistence.staged_logs import payload
 from tests.persistence.writers import log_of, settings_in, stage_snapshot
 
@@ -156,3 +157,29 @@ def test_slices_dropped_under_a_stalled_writer_do_not_end_it(tmp_path: Path) -> 
     assert assembly.add(held) == (-1, "")
     assembly.discard()
     assert not list(settings.folder.root.rglob("*.partial"))
+
+
+def test_a_damaged_copy_of_a_mark_that_was_taken_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_in(tmp_path)
+    log = short_log(settings)
+    assert log.append(RecordKind.CYCLE, 40, CYCLE.encode(), (), durable_step=0)
+    for step in range(41, 60):  # a new chunk begins with the mark
+        put(log, step)
+    tear(settings.staging, 40, RecordKind.CYCLE, copy=1)
+
+    async def encode() -> tuple[int, list[object]]:
+        writer = Writer(settings)
+        writer._queue = asyncio.Queue()
+        await writer._encode()
+        queued: list[object] = []
+        while not writer._queue.empty():
+            queued.append(writer._queue.get_nowait())
+        return writer._status.status.lost_snapshot, queued
+
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)  # the trainer is gone
+        lost, queued = asyncio.run(encode())
+    assert queued.count(CYCLE) == 1
+    assert lost == -1

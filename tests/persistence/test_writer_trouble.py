@@ -19,14 +19,12 @@ from lowdiff.persistence import writer_process
 from lowdiff.persistence.catalog import complete_snapshots
 from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.fences import write_fence
-from lowdiff.persistence.framing import HEADER_BYTES, RecordKind
+from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.snapshots import shard_file
-from lowdiff.persistence.staging import staged_records
 from lowdiff.persistence.writer import Writer
-from lowdiff.persistence.writer_settings import WriterSettings
 from tests.mounts import remount, tmpfs_or_skip
-from tests.persistence.made_runs import fence
+from tests.persistence.made_runs import fence, tear
 from tests.persistence.writers import (
     PATIENCE_SECONDS,
     RUN_ID,
@@ -201,17 +199,6 @@ def test_a_run_folder_that_does_not_answer_is_not_deleted(
         writer._give_up_if_deleted(OSError("the write failed"))
 
 
-def flip_body_of(settings: WriterSettings, step: int, kind: RecordKind) -> None:
-    """Change one bit of a staged record that its writer has yet to read."""
-    for path, record in staged_records(settings.staging):
-        if (record.header.step, record.header.kind) == (step, kind):
-            with path.open("r+b") as file:
-                file.seek(record.offset + HEADER_BYTES)
-                file.write(bytes([record.body[0] ^ 1]))
-            return
-    raise AssertionError(step)
-
-
 @pytest.mark.parametrize("last", [9, 40], ids=["in one chunk", "in several"])
 def test_a_damaged_record_holds_up_nothing_and_what_it_costs_is_said(
     tmp_path: Path, last: int
@@ -220,7 +207,7 @@ def test_a_damaged_record_holds_up_nothing_and_what_it_costs_is_said(
     log = log_of(settings)
     for step in range(1, last + 1):
         append(log, step)
-    flip_body_of(settings, 4, RecordKind.DIFFERENTIAL)
+    tear(settings.staging, 4)
     with writing(settings) as writer:
         status = wait_until(writer, lambda s: s.durable_step >= last - 1)
         assert (status.first_lost_step, status.lost_step, status.unbroken_step) == (4, 4, 3)
@@ -235,7 +222,7 @@ def test_a_damaged_record_at_the_end_keeps_no_writer_from_ending(tmp_path: Path)
     log = log_of(settings)
     for step in range(1, 5):
         append(log, step)
-    flip_body_of(settings, 3, RecordKind.DIFFERENTIAL)
+    tear(settings.staging, 3)
     with writing(settings) as writer:
         assert writer.finish(PATIENCE_SECONDS).lost_step == 3
     assert stored(settings.folder) == [1, 2, 4]
@@ -248,7 +235,7 @@ def test_a_snapshot_whose_mark_is_damaged_is_complained_of_until_it_is_found_aga
     log = log_of(settings)
     append(log, 1)
     stage_snapshot(log, 1, 100)
-    flip_body_of(settings, 1, RecordKind.SNAPSHOT)
+    tear(settings.staging, 1, RecordKind.SNAPSHOT)
     with writing(settings) as writer:
         status = wait_until(writer, lambda s: s.error)
         assert "no snapshot of step 1: its mark was damaged in" in status.error

@@ -56,7 +56,9 @@ def last_frozen(make: Callable[[Any], torch.optim.Optimizer]) -> Build:
     return build
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adagrad, pytest.param(torch.optim.AdamW, marks=pytest.mark.slow)]
+)
 def test_a_resumed_optimizer_keeps_what_it_was_built_with_of_frozen_parameters(
     make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
 ) -> None:

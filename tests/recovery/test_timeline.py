@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowdiff.errors import DamagedFile
+from lowdiff.errors import DamagedFile, StepNotFound
+from lowdiff.recovery import timeline as module
 from lowdiff.recovery.engine import carry_out
 from lowdiff.recovery.timeline import first_outlier, timeline
 from tests.face.loops import Loop
@@ -61,3 +62,31 @@ def test_the_newest_step_is_the_one_that_was_newest_at_the_start(
     loop.die()
     assert replayed == [8, 8]
     assert found.steps[-1].step == 8
+
+
+def test_a_newest_step_that_was_dropped_meanwhile_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a disk that does not keep up makes a trainer do, with ``backpressure="degrade"``."""
+    loop = Loop(tmp_path)
+    loop.attach()
+    for number in loop.checkpointer.steps(8):
+        loop.step(number)
+    loop.checkpointer.close()
+    unbroken, asked = module._unbroken, []
+
+    def dropped(catalog: Any, last: int | None) -> tuple[int, int]:
+        asked.append(last)
+        if last is not None:
+            raise StepNotFound(catalog.root, last, (), "dropped")
+        return unbroken(catalog, last)
+
+    def damaged_once(*arguments: Any) -> Any:
+        if len(asked) == 1:
+            raise DamagedFile(tmp_path / "staging" / "log", "overwritten by its trainer")
+        return carry_out(*arguments)
+
+    monkeypatch.setattr(module, "_unbroken", dropped)
+    monkeypatch.setattr(module, "carry_out", damaged_once)
+    assert timeline(tmp_path / "run", staging=tmp_path / "staging").steps[-1].step == 8
+    assert asked == [None, 8, None]

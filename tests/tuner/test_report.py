@@ -245,7 +245,13 @@ def plan_with(disk_bytes_per_second: float, given: tuple[str, ...] = ()) -> Ques
     )
 
 
-@pytest.mark.parametrize("given", [(), ("optimizer",)], ids=["loading assumed", "loading follows"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param((), id="loading assumed", marks=pytest.mark.slow),
+        pytest.param(("optimizer",), id="loading follows"),
+    ],
+)
 def test_another_write_bandwidth_is_a_plan_with_another_disk(given: tuple[str, ...]) -> None:
     report = make_report(plan_with(1e9, given))
     (found,) = (one for one in report.sensitivities if one.what == "write bandwidth")
