@@ -133,7 +133,8 @@ def life(
             (ours, 2),
             *(pytest.param(masking, n, marks=pytest.mark.slow) for n in (0, 2)),
         ],
-        *[(torchdatas, 0), (torchdatas, 2), (seeded, 0)],
+        (torchdatas, 0),
+        *(pytest.param(*way, marks=pytest.mark.slow) for way in ((torchdatas, 2), (seeded, 0))),
     ],
 )
 def test_three_kills_show_the_same_batches_as_none(
