@@ -29,8 +29,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from matplotlib.axes import Axes
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import lowdiff
 from benches.bench_overhead import Batch, Trainee, pair_arguments
@@ -51,6 +49,7 @@ from benches.harness import (
     timed,
     write,
 )  # fmt: skip
+from benches.peers.dcp import completion, reused_memory
 from benches.runs import Places, places
 from lowdiff.demo.data import batch_for_step, load_corpus
 from lowdiff.demo.model import GPTConfig
@@ -129,19 +128,15 @@ class Bench:
             )
         store = dist.FileStore(str(folder / "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        # The recipe's: memory of the copy reused; pinning and its stream are for CUDA.
-        stager = DefaultStager(StagingOptions(False, False, False, False))
+        stager = reused_memory()
         for number in range(steps):
             batch = self.batch()
             begun = time.perf_counter()
             trainee.step(batch)
             if saving is not None:
                 saving.result()
-            saving = dcp.async_save(
-                state(), checkpoint_id=folder / f"dcp-{number % 2}", async_stager=stager
-            )
-            if isinstance(saving, AsyncSaveResponse):  # which it is depends on the stager
-                saving = saving.upload_completion
+            place = folder / f"dcp-{number % 2}"
+            saving = completion(dcp.async_save(state(), checkpoint_id=place, async_stager=stager))
             found["async_save"].append(time.perf_counter() - begun)
         if saving is not None:
             saving.result()

@@ -26,7 +26,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from benches.harness import BLUE, INK, MUTED, PALE, Result, arguments, machine, save
-from benches.peers.cells import Plan, Settings, carry_out, is_done, plan_cells
+from benches.peers.cells import FIRST_KILL, Plan, Settings, carry_out, is_done, plan_cells
 from benches.peers.systems import QUICK, SYSTEMS
 from benches.peers.training import MODELS
 
@@ -121,7 +121,7 @@ def say(plan: Plan, cell: Mapping[str, Any]) -> None:
 def settings_from(args: argparse.Namespace) -> Settings:
     """How to measure, from the arguments."""
     if args.smoke:
-        return Settings(args.seed, 2, 1, 1, 4, (3,), args.timeout)
+        return Settings(args.seed, 2, 1, 1, FIRST_KILL, (3,), args.timeout)
     history = tuple(int(steps) for steps in args.history.split(","))
     return Settings(
         args.seed,
@@ -158,8 +158,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.kills < 1:
         parser.error("--kills: at least 1")
-    if args.last_kill < 4:
-        parser.error("--last-kill: at least 4")
+    if args.last_kill < FIRST_KILL:
+        parser.error(f"--last-kill: at least {FIRST_KILL}")
     args.systems = {None: list(QUICK), "all": list(SYSTEMS)}.get(
         args.systems, (args.systems or "").split(",")
     )

@@ -37,10 +37,10 @@ from lowdiff.persistence.snapshots import (
 )
 from lowdiff.persistence.values import encode
 from lowdiff.recovery.images import image_tensor
-from lowdiff.recovery.optimizers import granularity, is_scalar
+from lowdiff.recovery.optimizers import granularity
 from lowdiff.recovery.state import AVERAGE_ITEM
 from lowdiff.settings import Settings
-from lowdiff.snapshot import Live
+from lowdiff.snapshot import Live, is_full
 from lowdiff.stager import Stager
 from lowdiff.types import Payload
 
@@ -103,7 +103,7 @@ class _Now:
         owner = self.attached.owner[index]
         lanes = {PARAMETER + spec.name: parameter.detach()}
         for key, value in self.attached.optimizers[owner].state.get(parameter, {}).items():
-            if _is_full(key, value, parameter):
+            if is_full(key, value, parameter):
                 lanes[f"{OPTIMIZER}{owner}/{spec.name}/{key}"] = value
         for name, tensors in self.averages.items():
             if index in tensors:
@@ -287,7 +287,7 @@ class Rolling:
             if isinstance(value, torch.Tensor)
             else value
             for key, value in attached.optimizers[owner].state.get(parameter, {}).items()
-            if not _is_full(key, value, parameter)
+            if not is_full(key, value, parameter)
         }
         if found:
             state[owner][attached.layout.parameters[index].name] = found
@@ -358,12 +358,6 @@ def _code(dtype: torch.dtype) -> str:
 def _image_bytes(tensor: torch.Tensor) -> memoryview:
     """A tensor on the CPU in the image's order."""
     return byte_view(tensor.contiguous()) if tensor.numel() else memoryview(b"")
-
-
-def _is_full(key: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Whether a state entry has one element per element of its parameter, as in a snapshot."""
-    is_shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    return is_shaped and not is_scalar(key, parameter.numel())
 
 
 def _cuttable(share: _Share) -> Cuttable:

@@ -88,8 +88,7 @@ class Live:
             tensors.append((PARAMETER + spec.name, copies.fetch(parameter)))
             entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
             for key, value in entries.items():
-                full = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                if full and not is_scalar(key, parameter.numel()):
+                if is_full(key, value, parameter):
                     name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
                     tensors.append((name, copies.fetch(value)))
                 else:
@@ -132,3 +131,9 @@ class Live:
 def constant_images(attached: Attached) -> list[ImageTensor]:
     """The frozen parameters, to be stored once for all snapshots."""
     return [image_tensor(name, tensor) for name, tensor in attached.frozen.items()]
+
+
+def is_full(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a state entry has one element per element of its parameter: a tensor of a snapshot."""
+    is_shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return is_shaped and not is_scalar(key, parameter.numel())

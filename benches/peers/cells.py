@@ -24,7 +24,7 @@ from benches.peers.turns import saved_steps
 #: From so many ranks on a machine of few cores, only bytes mean anything.
 BYTES_ONLY_RANKS = 4
 #: Steps after which a training may be killed: how long one takes must be known.
-_FIRST_KILL = 4
+FIRST_KILL = 4
 _NEVER_ENDING = 100_000
 
 
@@ -162,7 +162,7 @@ def _samples(
     for number in range(settings.kills):
         task = fresh(f"kill-{number}", phase="kill", steps=_NEVER_ENDING)
         with cell.companion(agent):
-            steps = chance.randint(_FIRST_KILL, settings.last_kill)
+            steps = chance.randint(FIRST_KILL, settings.last_kill)
             completed = cell.kill_midway(task, chance, least_steps=steps)
             restored = _restored(cell, task, completed)[0]["step"]
         samples["kills"].append({"completed": completed, "restored": restored})

@@ -26,15 +26,7 @@ class AsyncSave:
     def __init__(self, place: Place, *, in_process: bool = False) -> None:
         self._place = place
         self._kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
-        # The recipe's cache of staging memory; pinning and its stream are for CUDA.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=in_process,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
+        self._stager = reused_memory(in_process=in_process)
         self._group = dist.new_group(backend="gloo")
         self._under_way: Future[Any] | None = None
 
@@ -52,9 +44,7 @@ class AsyncSave:
             async_checkpointer_type=self._kind,
             async_stager=self._stager,
         )
-        if isinstance(saving, AsyncSaveResponse):  # which it is depends on the stager
-            saving = saving.upload_completion
-        self._under_way = saving
+        self._under_way = completion(saving)
 
     def drain(self) -> None:
         """See ``Arm.drain``."""
@@ -77,6 +67,23 @@ class AsyncSave:
 
         whole = [(s, p) for s, p in self._place.saved() if (p / ".metadata").exists()]
         return newest_that_loads(whole, load, (CheckpointException, OSError))
+
+
+def reused_memory(*, in_process: bool = False) -> DefaultStager:
+    """The recipe's cache of staging memory; pinning and its stream are for CUDA."""
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=in_process,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+
+
+def completion(saving: Future[Any] | AsyncSaveResponse) -> Future[Any]:
+    """When a save is whole; what ``async_save`` returns depends on the stager."""
+    return saving.upload_completion if isinstance(saving, AsyncSaveResponse) else saving
 
 
 def _contents(training: Trained) -> dict[str, Any]:

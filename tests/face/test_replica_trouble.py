@@ -178,6 +178,15 @@ def test_steps_after_one_that_cannot_be_replayed_wait_for_its_snapshot(
     life.assert_recovered()
 
 
+def stopped_at_three(folder: Path, backpressure: str = "block") -> Life:
+    """A life whose replica is stopped, and has all there is so far."""
+    life = Life(folder, snapshot_every=1000, backpressure=backpressure)
+    life.run(3)
+    life.wait(lambda stats: stats["replica_step"] == 3 and stats["durable_step"] == 0)
+    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    return life
+
+
 def settle(life: Life, snapshots: int = 2) -> None:
     """Train on after damage, until the replica follows again; all of it is recovered."""
     os.kill(life.stager.replica.pid, signal.SIGCONT)
@@ -194,10 +203,7 @@ def settle(life: Life, snapshots: int = 2) -> None:
 def test_a_step_that_was_damaged_before_the_replica_took_it_costs_a_snapshot(
     tmp_path: Path, backpressure: str
 ) -> None:
-    life = Life(tmp_path, snapshot_every=1000, backpressure=backpressure)
-    life.run(3)
-    life.wait(lambda stats: stats["replica_step"] == 3 and stats["durable_step"] == 0)
-    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    life = stopped_at_three(tmp_path, backpressure)
     life.run(6)
     tear(life.stager._log.folder, 4)
     settle(life)
@@ -206,10 +212,7 @@ def test_a_step_that_was_damaged_before_the_replica_took_it_costs_a_snapshot(
 def test_a_snapshot_whose_mark_was_damaged_before_the_replica_took_it_is_taken_again(
     tmp_path: Path,
 ) -> None:
-    life = Life(tmp_path, snapshot_every=1000)
-    life.run(3)
-    life.wait(lambda stats: stats["replica_step"] == 3 and stats["durable_step"] == 0)
-    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    life = stopped_at_three(tmp_path)
     with torch.no_grad():
         next(life.training.model.parameters()).mul_(0.5)
     life.run(6)  # the replica cannot make step 4: its snapshot is staged behind it
@@ -221,10 +224,7 @@ def test_a_snapshot_whose_mark_was_damaged_before_the_replica_took_it_is_taken_a
 def test_a_replica_that_needs_no_snapshot_keeps_its_state_when_a_mark_is_damaged(
     tmp_path: Path,
 ) -> None:
-    life = Life(tmp_path, snapshot_every=1000)
-    life.run(3)
-    life.wait(lambda stats: stats["replica_step"] == 3 and stats["durable_step"] == 0)
-    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    life = stopped_at_three(tmp_path)
     assert life.checkpointer._opened is not None
     life.checkpointer._opened.session.snapshot(required=True)
     life.run(6)

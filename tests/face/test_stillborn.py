@@ -16,18 +16,23 @@ from tests.face.loops import PATIENCE_SECONDS, Loop, wait_until
 KILLED, END = 7, 10
 
 
+def killed_life(folder: Path) -> None:
+    """One that ends by SIGKILL."""
+    killed = Loop(folder)
+    killed.attach()
+    for number in range(KILLED):
+        killed.step(number)
+        killed.checkpointer.commit()
+    killed.die()
+
+
 @pytest.mark.parametrize("restore", ["none", pytest.param("model", marks=pytest.mark.slow)])
 def test_what_was_owed_to_killed_steps_is_still_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restore: str
 ) -> None:
     whole = Loop(tmp_path / "whole")
     whole.run(END)
-    killed = Loop(tmp_path)
-    killed.attach()
-    for number in range(KILLED):
-        killed.step(number)
-        killed.checkpointer.commit()
-    killed.die()
+    killed_life(tmp_path)
 
     def dies(self: Stager) -> None:
         """Before its first snapshot is staged, when its writer has done all that it can."""
@@ -50,12 +55,7 @@ def test_what_was_owed_is_found_in_a_life_before_the_one_that_was_killed_in_atta
     """The memory of the life that made the step goes as soon as the next one names the residual."""
     whole = Loop(tmp_path / "whole")
     whole.run(END)
-    killed = Loop(tmp_path)
-    killed.attach()
-    for number in range(KILLED):
-        killed.step(number)
-        killed.checkpointer.commit()
-    killed.die()
+    killed_life(tmp_path)
     idle = Loop(tmp_path)
     assert idle.attach() == KILLED
     wait_until(lambda: [s.name[:7] for s in (tmp_path / "staging").glob("*/*")] == ["i000001"])
