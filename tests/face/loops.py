@@ -67,6 +67,17 @@ class Loop:
         self.optimizer.step()
         return loss.detach()
 
+    def scaled_step(
+        self, number: int, scaler: torch.amp.GradScaler, *, overflows: bool = False
+    ) -> None:
+        """`step` under a gradient scaler, with gradients that it skips if they overflow."""
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
+        loss = self.model(inputs).square().mean() * (float("inf") if overflows else 1.0)
+        self.optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(self.optimizer)
+        scaler.update()
+
     def run(self, until: int, **options: Any) -> int:
         """Attach, train, close; returns where it resumed."""
         resumed = self.attach(**options)

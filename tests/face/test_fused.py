@@ -25,12 +25,7 @@ def train(folder: Path, until: int, kind: Any, *, fused: bool | None, dies: bool
     scaler = torch.amp.GradScaler("cpu", init_scale=3000.0, growth_interval=2)
     loop.attach(scaler=scaler)
     for number in loop.checkpointer.steps(until):
-        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
-        loss = loop.model(inputs).square().mean() * (float("inf") if number == 4 else 1.0)
-        loop.optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(loop.optimizer)
-        scaler.update()
+        loop.scaled_step(number, scaler, overflows=number == 4)
     if dies:
         loop.die()
     else:
@@ -68,11 +63,7 @@ def test_a_scale_ends_with_the_scaler(tmp_path: Path) -> None:
         if number >= 2:
             loop.step(number)
             continue
-        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
-        loop.optimizer.zero_grad()
-        scaler.scale(loop.model(inputs).square().mean()).backward()
-        scaler.step(loop.optimizer)
-        scaler.update()
+        loop.scaled_step(number, scaler)
     expected = loop.weights()
     loop.die()
     recovered = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
@@ -94,12 +85,7 @@ def test_momentum_that_a_skipped_first_step_never_wrote_comes_back(
     scaler = torch.amp.GradScaler("cpu", init_scale=3000.0)
     loop.attach(scaler=scaler)
     for number in loop.checkpointer.steps(3):
-        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
-        loss = loop.model(inputs).square().mean() * (float("inf") if number == 0 else 1.0)
-        loop.optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(loop.optimizer)
-        scaler.update()
+        loop.scaled_step(number, scaler, overflows=number == 0)
     state = loop.optimizer.state_dict()["state"]
     expected = [{p: dict(e) for p, e in state.items()}, loop.weights()]
     loop.die()

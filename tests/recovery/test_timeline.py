@@ -20,12 +20,7 @@ def test_a_step_that_its_scaler_skipped_is_not_out_of_line(tmp_path: Path) -> No
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loop.attach(scaler=scaler)
     for number in loop.checkpointer.steps(14):
-        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
-        loss = loop.model(inputs).square().mean() * (float("inf") if number == 11 else 1.0)
-        loop.optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(loop.optimizer)
-        scaler.update()
+        loop.scaled_step(number, scaler, overflows=number == 11)
     loop.checkpointer.close()
     found = timeline(tmp_path / "run", staging=tmp_path / "staging")
     assert [step.step for step in found.steps if not step.stepped] == [12]
