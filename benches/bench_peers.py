@@ -6,9 +6,10 @@ A cell is a system, a size of model and a number of ranks. In processes of its o
 virtual environment, blocks of steps without checkpoints and with one after every step take turns in
 ABBA order: twins of the same training on the same data. A block with checkpoints ends when all is
 where the system puts it, and that wait counts. Where a system compresses gradients, its twin
-compresses them in the same way. Then the trainer is killed, the last step is restored in a new process
-and compared with the twin that was never saved; other trainings are killed at random instants; and
-histories of several lengths are recovered from files that are not in the page cache.
+compresses them in the same way, and a block per round compresses nothing. Then the trainer is killed,
+the last step is restored in a new process and compared with the twin that was never saved, then once
+more from files alone; other trainings are killed at random instants and while they save; and histories
+of several lengths are recovered from files that are not in the page cache.
 
 Every finished cell is in the JSON at once; cells that are there under the same settings are skipped.
 """
@@ -26,7 +27,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from benches.harness import BLUE, INK, MUTED, PALE, Result, arguments, machine, save
-from benches.peers.cells import FIRST_KILL, Plan, Settings, carry_out, is_done, plan_cells
+from benches.peers.cells import FIRST_KILL, Plan, Settings, carry_out, is_done, plan_cells, settled
 from benches.peers.systems import QUICK, SYSTEMS
 from benches.peers.training import MODELS
 
@@ -88,6 +89,12 @@ def draw(axes: Axes, result: Result) -> None:
         colour = BLUE if "/lowdiff" in name else MUTED
         axes.plot(spread, [height, height], color=PALE, linewidth=6, solid_capstyle="butt")
         axes.plot([excess], [height], "o", color=colour, markersize=6)
+        if "ratio_over_dense" in summary:
+            with_compression = 100 * (summary["ratio_over_dense"] - 1)
+            axes.plot(
+                [with_compression], [height], "o", color=colour, markersize=6, fillstyle="none"
+            )
+            spread.append(with_compression)
         axes.annotate(
             f"{excess:+.1f} %", (max(spread), height), xytext=(6, 0), textcoords="offset points",
             va="center", color=INK, fontsize=7,
@@ -98,7 +105,8 @@ def draw(axes: Axes, result: Result) -> None:
     axes.margins(x=0.15)
     axes.set_xlabel("training time with a checkpoint at every step, over that without: excess in %")
     axes.set_title(
-        "A checkpoint at every step, drained; dot: median, bar: least to greatest",
+        "A checkpoint at every step, drained; dot: median, bar: least to greatest,\n"
+        "circle: over training that does not compress, either",
         loc="left", color=INK, fontsize=10, fontweight="bold",
     )  # fmt: skip
 
@@ -121,8 +129,8 @@ def say(plan: Plan, cell: Mapping[str, Any]) -> None:
 def settings_from(args: argparse.Namespace) -> Settings:
     """How to measure, from the arguments."""
     if args.smoke:
-        return Settings(args.seed, 2, 1, 1, FIRST_KILL, (3,), args.timeout)
-    history = tuple(int(steps) for steps in args.history.split(","))
+        return Settings(args.seed, 2, 1, 2, FIRST_KILL, (), args.timeout)
+    history = tuple(int(steps) for steps in args.history.split(",") if steps)
     return Settings(
         args.seed,
         args.block_steps,
@@ -151,9 +159,13 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=0, help="of ABBA; 0: as the model's size asks"
     )
-    parser.add_argument("--kills", type=int, default=3, help="trainings killed at a random instant")
-    parser.add_argument("--last-kill", type=int, default=20, help="in which step at the latest")
-    parser.add_argument("--history", default="10,100,1000", help="steps to recover from, by comma")
+    parser.add_argument(
+        "--kills", type=int, default=4, help="trainings killed, every other one while it saves"
+    )
+    parser.add_argument("--last-kill", type=int, default=12, help="in which step at the latest")
+    parser.add_argument(
+        "--history", default="", help="steps to recover from, by comma; else as size and ranks ask"
+    )
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a phase")
     args = parser.parse_args(argv)
     if args.kills < 1:
@@ -177,10 +189,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     # So that a cell that is cut short is cleared away, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     facts = machine()
-    settings = settings_from(args)
+    wanted = settings_from(args)
     args.out.mkdir(parents=True, exist_ok=True)
     cells = results_of(args.out / f"{NAME}.json")
     for plan in plan_cells(args.systems, args.models, args.ranks):
+        settings = settled(wanted, plan)
         if is_done(cells.get(plan.name), settings) and not args.again:
             print(f"{plan.name}: done before")
             continue

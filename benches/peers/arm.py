@@ -57,8 +57,13 @@ class Task:
         return self.found / "expected.pt"
 
     @property
+    def expected_next(self) -> Path:
+        """File with the one that training must reach from there in a step."""
+        return self.found / "expected-next.pt"
+
+    @property
     def diary(self) -> Path:
-        """File whose length in bytes is the number of steps that rank 0 has completed."""
+        """File to which rank 0 appends when saving a step begins, and when it has ended."""
         return self.found / "diary"
 
 
@@ -122,8 +127,12 @@ class Arm(Protocol):
     def open(self, training: Trained) -> None:
         """Begin a new run."""
 
-    def after_step(self, step: int) -> None:
-        """Save the state after ``step``, as the system's documentation says; timed as its stall."""
+    def after_step(self, step: int) -> bool:
+        """Save the state after ``step``, as the system's documentation says; timed as its stall.
+
+        Returns:
+            False where the system leaves out this step.
+        """
 
     def drain(self) -> None:
         """Return when all that was handed over lies where the system puts it."""

@@ -15,7 +15,7 @@ from typing import Any
 from benches.harness import machine, versions
 from benches.peers.arm import Task
 from benches.peers.environments import CannotRun, python_of, versions_in
-from benches.peers.figures import figures
+from benches.peers.figures import figures, slowest
 from benches.peers.processes import Cell
 from benches.peers.systems import SYSTEMS
 from benches.peers.training import MODELS
@@ -23,6 +23,8 @@ from benches.peers.turns import saved_steps
 
 #: From so many ranks on a machine of few cores, only bytes mean anything.
 BYTES_ONLY_RANKS = 4
+#: Several ranks recover from no more steps: making more takes long, and shows the same line.
+LONGEST_SHARED_HISTORY = 100
 #: Steps after which a training may be killed: how long one takes must be known.
 FIRST_KILL = 4
 _NEVER_ENDING = 100_000
@@ -34,10 +36,11 @@ class Settings:
 
     Attributes:
         block_steps: Steps of a block.
-        rounds: ABBA rounds; 0 for what the size of the model asks for.
-        kills: Trainings that are killed.
-        last_kill: After how many steps at the most, and a part of one.
-        history: Steps after the newest full snapshot, for each recovery.
+        rounds: ABBA rounds; 0 for what the cell asks for.
+        kills: Trainings that are killed, every other one while it saves a step.
+        last_kill: After how many steps at the most, and a part of one, beyond the first block.
+        history: Steps after the newest full snapshot, for each recovery; empty for what the cell
+            asks for.
         timeout_seconds: Of each phase.
     """
 
@@ -81,6 +84,18 @@ def plan_cells(
     )
 
 
+def settled(settings: Settings, plan: Plan) -> Settings:
+    """The settings of one cell: what is left to it, as its model and its ranks ask for."""
+    size = MODELS[plan.model]
+    longest = max(size.histories) if plan.num_ranks == 1 else LONGEST_SHARED_HISTORY
+    affordable = tuple(steps for steps in size.histories if steps <= longest)
+    return replace(
+        settings,
+        rounds=settings.rounds or size.rounds,
+        history=settings.history or affordable,
+    )
+
+
 def is_done(found: Mapping[str, Any] | None, settings: Settings) -> bool:
     """Whether a cell needs no further run: it ran to its end, under the same settings."""
     if found is None or not found["summary"]:
@@ -89,7 +104,7 @@ def is_done(found: Mapping[str, Any] | None, settings: Settings) -> bool:
 
 
 def carry_out(plan: Plan, settings: Settings, environments: Path, out: Path) -> dict[str, Any]:
-    """Measure a cell; what was found, or why it cannot run here."""
+    """Measure a cell by its settled settings; what was found, or why it cannot run here."""
     facts = machine()
     begun = time.perf_counter()
     system = SYSTEMS[plan.system]
@@ -132,7 +147,7 @@ def _samples(
         files=files,
         staging=staging,
         found=files / "found",
-        rounds=settings.rounds or MODELS[plan.model].rounds,
+        rounds=settings.rounds,
         block_steps=settings.block_steps,
     )
     agent = SYSTEMS[plan.system].agent
@@ -153,8 +168,14 @@ def _samples(
     with cell.companion(agent):
         with cell.watched():
             cell.run(task)
-        samples["overhead"] = _found(task)[0] | {"memory": cell.memory}
+        samples["overhead"] = slowest(_found(task)) | {"memory": cell.memory}
+        apart = shutil.copytree(task.files, files / "apart")
         samples["restore"] = _restored(cell, task, saved_steps(task))
+    cell.clean_up()
+    # Once more, when all that lay in memory has gone with the machine.
+    task = replace(task, files=apart, staging=staging / "new")
+    with cell.companion(agent):
+        samples["restore_from_files"] = _restored(cell, task, saved_steps(task))
     cell.clean_up()
 
     chance = random.Random(settings.seed)
@@ -162,10 +183,14 @@ def _samples(
     for number in range(settings.kills):
         task = fresh(f"kill-{number}", phase="kill", steps=_NEVER_ENDING)
         with cell.companion(agent):
-            steps = chance.randint(FIRST_KILL, settings.last_kill)
-            completed = cell.kill_midway(task, chance, least_steps=steps)
-            restored = _restored(cell, task, completed)[0]["step"]
-        samples["kills"].append({"completed": completed, "restored": restored})
+            killed = cell.kill_midway(
+                task,
+                chance,
+                least_steps=chance.randint(FIRST_KILL, settings.last_kill),
+                while_saving=number % 2 == 1,
+            )
+            ranks = _restored(cell, task, killed.completed)
+        samples["kills"].append(asdict(killed) | {"ranks": ranks})
         cell.clean_up()
 
     samples["recoveries"] = {}

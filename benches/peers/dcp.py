@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -27,6 +28,8 @@ class AsyncSave:
         self._place = place
         self._kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
         self._stager = reused_memory(in_process=in_process)
+        # What is saved has the same names and shapes at every step.
+        self._planner = DefaultSavePlanner(enable_plan_caching=True)
         self._group = dist.new_group(backend="gloo")
         self._under_way: Future[Any] | None = None
 
@@ -34,17 +37,19 @@ class AsyncSave:
         """See ``Arm.open``."""
         self._training = training
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> bool:
         """See ``Arm.after_step``."""
         self.drain()
         saving = dcp.async_save(
             _contents(self._training),
             checkpoint_id=self._place.step(step),
+            planner=self._planner,
             process_group=self._group,
             async_checkpointer_type=self._kind,
             async_stager=self._stager,
         )
         self._under_way = completion(saving)
+        return True
 
     def drain(self) -> None:
         """See ``Arm.drain``."""

@@ -34,10 +34,11 @@ class TorchEngine:
             dist_init_required=False,
         )
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> bool:
         """See ``Arm.after_step``."""
         tag = self._place.step(step).name
         self._engine.save_checkpoint(str(self._place.files), tag=tag)
+        return True
 
     def drain(self) -> None:
         """Nothing is under way."""

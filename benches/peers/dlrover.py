@@ -36,10 +36,11 @@ class FlashCheckpoint:
         """See ``Arm.open``."""
         self._training = training
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> bool:
         """See ``Arm.after_step``."""
         contents: dict[str, Any] = {"step": step, **self._training.state()}
         self._checkpointer.save_checkpoint(step, contents, storage_type=self._storage)
+        return bool(self._checkpointer._engine._cached_step == step)
 
     def drain(self) -> None:
         """See ``Arm.drain``: what was taken last is on disk, or in memory."""

@@ -9,16 +9,25 @@ from typing import Any
 import numpy as np
 
 _DAY_SECONDS = 86_400
+#: Steps between full snapshots, where lists of differences show no snapshot: lowdiff's default.
+_SNAPSHOT_EVERY = 100
+#: What a round of blocks is: two with checkpoints, and two without.
+_PAIRS_PER_ROUND = 2
 
 
 def figures(samples: Mapping[str, Any]) -> dict[str, Any]:
     """Named figures: seconds, bytes, ratios; ``*_low`` and ``*_high`` are least and greatest."""
     if "bytes_only" in samples:
         found = samples["bytes_only"]
-        return {"bytes_per_step": found["written_bytes"] / found["saved_steps"]}
+        return {
+            "bytes_per_step": found["written_bytes"] / found["num_saved"]
+            + found["snapshot_bytes"] / _SNAPSHOT_EVERY
+        }
     return {
         **_overhead(samples["overhead"]),
         **_restore(samples["restore"]),
+        "steps_lost_with_memory": samples["overhead"]["num_steps"]
+        - samples["restore_from_files"][0]["step"],
         **_kills(samples["kills"]),
         **{
             f"after_{steps}/{key}": value
@@ -31,9 +40,25 @@ def figures(samples: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What rank 0 measured, every time of it that of the slowest rank."""
+    times = [
+        key for key in ranks[0] if key in ("pairs", "dense_blocks") or key.endswith("_seconds")
+    ]
+    return dict(ranks[0]) | {key: _greatest([rank[key] for rank in ranks]) for key in times}
+
+
+def _greatest(values: Sequence[Any]) -> Any:
+    """Of equally nested lists, number by number."""
+    if isinstance(values[0], (list, tuple)):
+        return [_greatest(each) for each in zip(*values, strict=True)]
+    return max(values)
+
+
 def _all_restores(samples: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
     recovered = [found["ranks"] for found in samples["recoveries"].values()]
-    return [_compared(ranks) for ranks in (samples["restore"], *recovered)]
+    killed = [kill["ranks"] for kill in samples["kills"]]
+    return [_compared(ranks) for ranks in (samples["restore"], *recovered, *killed)]
 
 
 def _compared(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -48,6 +73,7 @@ def _overhead(found: Mapping[str, Any]) -> dict[str, float]:
     blocks = list(zip(found["saved_seconds"], found["plain_seconds"], strict=True))
     stalls = [step - statistics.median(plain) for saved, plain in blocks for step in saved]
     num_steps = sum(len(saved) for saved in found["saved_seconds"])
+    paid = sum(saved for saved, _ in pairs) + sum(found["sync_seconds"])
     plain_step = statistics.median(step for plain in found["plain_seconds"] for step in plain)
     written = sum(found["written_bytes"]) / num_steps
     ratio = statistics.median(ratios)
@@ -56,7 +82,10 @@ def _overhead(found: Mapping[str, Any]) -> dict[str, float]:
         "ratio_low": min(ratios),
         "ratio_high": max(ratios),
         "ratio_without_drain": statistics.median(loops),
+        "ratio_all_paid": paid / sum(plain for _, plain in pairs),
+        **_over_dense(pairs, found["dense_blocks"]),
         **_null(pairs),
+        "share_saved": sum(found["num_saved"]) / num_steps,
         "step_seconds": plain_step,
         "stall_p50_seconds": float(np.percentile(stalls, 50)),
         "stall_p99_seconds": float(np.percentile(stalls, 99)),
@@ -82,16 +111,29 @@ def _null(pairs: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def _added_memory(found: Mapping[str, Any]) -> float:
-    """The most that all processes took with the system, less what both trainings took before."""
+    """The most that all processes took with the system, less the most of a block before."""
     times = found["times"]
-    before = [taken for at, taken in found["memory"] if at <= times["ready"]]
+    before = [taken for at, taken in found["memory"] if times["begun"] <= at <= times["ready"]]
     during = [taken for at, taken in found["memory"] if times["warm"] <= at <= times["done"]]
-    return float(max(during, default=0) - (before[-1] if before else 0))
+    return float(max(during, default=0) - max(before, default=0))
 
 
-def _kills(kills: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    lost = [max(0, kill["completed"] - kill["restored"]) for kill in kills]
-    return {"steps_lost_mean": statistics.fmean(lost), "steps_lost_high": max(lost)}
+def _over_dense(pairs: Sequence[Sequence[float]], dense: Sequence[float]) -> dict[str, float]:
+    """Blocks with checkpoints over those of a training that compresses nothing, if there is one."""
+    saved = [seconds for seconds, _ in pairs]
+    rounds = zip(saved[::_PAIRS_PER_ROUND], saved[1::_PAIRS_PER_ROUND], dense, strict=False)
+    ratios = [(one + other) / 2 / plain for one, other, plain in rounds]
+    return {"ratio_over_dense": statistics.median(ratios)} if ratios else {}
+
+
+def _kills(kills: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    lost = [max(0, kill["completed"] - kill["ranks"][0]["step"]) for kill in kills]
+    return {
+        "kills": len(kills),
+        "kills_while_saving": sum(kill["while_saving"] for kill in kills),
+        "steps_lost_mean": statistics.fmean(lost),
+        "steps_lost_high": max(lost),
+    }
 
 
 def _restore(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import struct
+import time
 
 import torch
 import torch.distributed as dist
 
-from benches.peers.trial import NEVER, Trial, written_bytes
+from benches.peers.trial import NEVER, Trial, settle, written_bytes
 
+#: An entry of a diary: seconds of a clock that all processes share.
+INSTANT = struct.Struct("<d")
 _SAVED_AT_END = 2
 
 
@@ -22,28 +26,43 @@ def train(this: Trial) -> None:
     arm = this.arm(NEVER)
     arm.open(training)
     first_saved = 1 if this.system.keeps_differences else task.steps - _SAVED_AT_END + 1
-    before = written_bytes(task.files)
+    snapshot_bytes = written_bytes(task.files)
+    num_saved = 0
     for step in range(first_saved, task.steps + 1):
         training.step(step)
-        arm.after_step(step)
+        num_saved += arm.after_step(step)
     arm.drain()
     dist.barrier()
-    grown = written_bytes(task.files) - before
+    grown = written_bytes(task.files) - snapshot_bytes
     if this.rank == 0:
         torch.save(training.state(), task.expected)
-    num_saved = task.steps - first_saved + 1
-    this.end_by_kill({"written_bytes": grown, "saved_steps": num_saved})
+    this.end_by_kill(
+        {"written_bytes": grown, "num_saved": num_saved, "snapshot_bytes": snapshot_bytes}
+    )
 
 
 def until_killed(this: Trial) -> None:
-    """Phase ``"kill"``: steps, each saved and then noted in the diary."""
+    """Phase ``"kill"``: steps, and a note in the diary of when saving each began and ended.
+
+    The first block is in no diary: until it is drained, some systems still start their processes.
+    """
+    task = this.task
     training = this.training()
     arm = this.arm(NEVER)
     arm.open(training)
-    diary = os.open(this.task.diary, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for step in range(1, this.task.steps + 1):
+    for step in range(1, 1 + task.block_steps):
         training.step(step)
         arm.after_step(step)
+    settle(this, arm)
+    diary = os.open(task.diary, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note() -> None:
         if this.rank == 0:
-            os.write(diary, b".")
-    raise TimeoutError(f"nobody killed this process in {this.task.steps} steps")
+            os.write(diary, INSTANT.pack(time.monotonic()))
+
+    for step in range(1 + task.block_steps, 1 + task.steps):
+        training.step(step)
+        note()
+        arm.after_step(step)
+        note()
+    raise TimeoutError(f"nobody killed this process in {task.steps} steps")

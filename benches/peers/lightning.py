@@ -25,10 +25,11 @@ class AsyncPlugin:
         """See ``Arm.open``."""
         self._training = training
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> bool:
         """See ``Arm.after_step``."""
         if self._place.rank == 0:
             self._io.save_checkpoint(self._training.state(), self._place.step(step, ".ckpt"))
+        return True
 
     def drain(self) -> None:
         """See ``Arm.drain``."""

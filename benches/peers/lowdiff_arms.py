@@ -1,4 +1,8 @@
-"""lowdiff itself, with its defaults, but for the interval of snapshots and for retention."""
+"""lowdiff itself, with its defaults, but for the interval of snapshots, for retention, and for batches.
+
+A batch is as long as a block: a drain in the middle of one would wait for the seconds after which a
+batch is flushed that never fills, and training that goes on has no such wait.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +37,17 @@ class LowDiff:
         """See ``Arm.open``."""
         assert self.restore(training) == 0
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> bool:
         """See ``Arm.after_step``: the rest of the work is in the optimizer's hooks."""
         del step
         self._checkpointer.commit()
+        return True
 
     def drain(self) -> None:
-        """See ``Arm.drain``: all is on disk, or every step in the replica's memory (LowDiff+)."""
+        """See ``Arm.drain``: all is on disk; with LowDiff+ every step is in the replica's memory.
+
+        A snapshot that has come due is on disk in both cases.
+        """
         deadline = time.monotonic() + _DRAIN_SECONDS
         while self._is_behind(self._checkpointer.stats()):
             assert time.monotonic() < deadline, f"not drained: {self._checkpointer.stats()}"
@@ -55,5 +63,8 @@ class LowDiff:
     def _is_behind(self, stats: dict[str, Any]) -> bool:
         if self._is_replica:
             # With several ranks the newest step is committed, and applied, with the next one.
-            return bool(stats["replica_lag_steps"] > (self._place.num_ranks > 1))
+            newest = stats["steps"] - (self._place.num_ranks > 1)
+            last_snapshot = newest - newest % self._place.snapshot_every
+            lag = stats["replica_lag_steps"]
+            return bool(lag > stats["steps"] - newest or stats["durable_step"] < last_snapshot)
         return bool(stats["durable_step"] < stats["steps"])

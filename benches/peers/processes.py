@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import threading
 import time
@@ -17,14 +18,29 @@ from pathlib import Path
 
 from benches.peers.arm import Task
 from benches.peers.environments import ROOT, CannotRun, last_error
+from benches.peers.histories import INSTANT
 
 #: Every process of a cell has this in its environment, however it was started.
 _MARK = "LOWDIFF_BENCH_CELL"
 _WATCH_SECONDS = 0.5
 _POLL_SECONDS = 0.05
+_DIARY_POLL_SECONDS = 0.001
 _TRACKER_SECONDS = 10.0
 #: DLRover's sockets, one folder per run.
 _SOCKETS = Path("/tmp/ckpt_sock")
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """Where a kill found a training.
+
+    Attributes:
+        completed: Steps that it had made and saved.
+        while_saving: Whether it was saving another.
+    """
+
+    completed: int
+    while_saving: bool
 
 
 @dataclass(slots=True)
@@ -64,25 +80,30 @@ class Cell:
         if missing:
             raise CannotRun(self._complaint(task))
 
-    def kill_midway(self, task: Task, chance: random.Random, *, least_steps: int) -> int:
-        """SIGKILL all ranks at a random instant of a step; the number of steps they had completed.
+    def kill_midway(
+        self, task: Task, chance: random.Random, *, least_steps: int, while_saving: bool
+    ) -> Killed:
+        """SIGKILL all ranks at a random instant of a step, or of the call that saves one.
 
         Raises:
             CannotRun: If a rank ends by itself.
         """
         ranks = self._start(task)
         deadline = time.monotonic() + self.timeout_seconds
-        seen: list[float] = []
-        while len(seen) < least_steps:
+        # A call has begun where the number of entries is odd.
+        awaited = 2 * least_steps + while_saving
+        while len(noted := _noted(task.diary)) < awaited:
             if any(rank.poll() is not None for rank in ranks) or time.monotonic() > deadline:
                 self._end(ranks)
                 raise CannotRun(self._complaint(task))
-            if _length(task.diary) > len(seen):
-                seen.append(time.monotonic())
-            time.sleep(_POLL_SECONDS / 5)
-        time.sleep(chance.random() * (seen[-1] - seen[0]) / (least_steps - 1))
+            time.sleep(_DIARY_POLL_SECONDS)
+        calls = [end - begin for begin, end in zip(noted[::2], noted[1::2], strict=False)]
+        step = (noted[-1] - noted[0]) / (len(noted) // 2)
+        instant = noted[-1] + chance.random() * (statistics.median(calls) if while_saving else step)
+        time.sleep(max(0.0, instant - time.monotonic()))
         self._end(ranks)
-        return _length(task.diary)
+        noted = _noted(task.diary)
+        return Killed(task.block_steps + len(noted) // 2, while_saving=len(noted) % 2 == 1)
 
     @contextmanager
     def companion(self, module: str) -> Iterator[None]:
@@ -220,8 +241,9 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _length(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def _noted(path: Path) -> list[float]:
+    content = path.read_bytes() if path.exists() else b""
+    return [instant for (instant,) in INSTANT.iter_unpack(content)]
 
 
 def _memory(pid: int) -> int:

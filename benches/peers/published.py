@@ -97,7 +97,7 @@ class Published:
             self._handed_over = 0
             self._save_full(0)
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> bool:
         """See ``Arm.after_step``."""
         if self._place.rank == 0:
             path = self._place.step(step, ".diff")
@@ -105,6 +105,7 @@ class Published:
             self._handed_over += 1
             if step % self._place.snapshot_every == 0:
                 self._save_full(step)
+        return True
 
     def drain(self) -> None:
         """See ``Arm.drain``."""

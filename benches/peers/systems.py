@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -85,7 +86,7 @@ SYSTEMS: dict[str, System] = {
         "DCP async_save, thread",
         "dcp",
         "AsyncSave",
-        "own Gloo group, staging memory reused, one save in flight",
+        "own Gloo group, staging memory and plans reused, one save in flight",
         "every file, before a save counts as done",
     ),
     "dcp_process": System(
@@ -128,7 +129,7 @@ SYSTEMS: dict[str, System] = {
         "Orbax CheckpointManager",
         "orbax",
         "Orbax",
-        "asynchronous, NumPy views of the tensors, rank 0",
+        "asynchronous, NumPy views of the tensors, not compressed, rank 0",
         "TensorStore's data files (its `file_io_sync` is on by default)",
         environment="orbax",
     ),
@@ -163,13 +164,11 @@ SYSTEMS: dict[str, System] = {
 QUICK = ("lowdiff_topk", "torch_save", "dcp_thread")
 
 
-def make_arm(name: str, place: Place) -> Arm:
-    """The arm of a system; only its environment can import it."""
+def arm_of(name: str) -> Callable[[Place], Arm]:
+    """What makes the arm of a system; only its environment can import it."""
     system = SYSTEMS[name]
-    made: Arm = getattr(import_module(f"benches.peers.{system.module}"), system.arm)(
-        place, **system.options
-    )
-    return made
+    made: Callable[..., Arm] = getattr(import_module(f"benches.peers.{system.module}"), system.arm)
+    return partial(made, **system.options)
 
 
 def compression_of(name: str, num_ranks: int, *, has_arm: bool) -> Compression | None:

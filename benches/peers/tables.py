@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benches.peers.environments import REQUIREMENTS
 from benches.peers.systems import SYSTEMS, System
 from benches.tables import milliseconds, percent, table
+
+Cell = Mapping[str, Any]
+Label = Callable[[Cell], str]
 
 
 def of_systems() -> str:
@@ -24,34 +27,30 @@ def _version(system: System) -> str:
 
 
 def of_peers(record: Mapping[str, Any]) -> str:
-    """All groups of cells: costs, recovery, and what cannot run here."""
+    """All groups of cells: costs, storage, recovery, and what cannot run here."""
     labels = {name: s["label"] for name, s in record["settings"]["systems"].items()}
-    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for cell in record["samples"].values():
+    # However the cells were run, readers find a system at the same place of every table.
+    places = {name: place for place, name in enumerate(SYSTEMS)}
+    groups: dict[tuple[str, int], list[Cell]] = {}
+    for cell in sorted(record["samples"].values(), key=lambda c: places[c["plan"]["system"]]):
         groups.setdefault((cell["plan"]["model"], cell["plan"]["num_ranks"]), []).append(cell)
     return "\n\n".join(
-        _group(model, num_ranks, cells, labels) for (model, num_ranks), cells in groups.items()
+        _group(model, num_ranks, cells, labels)
+        for (model, num_ranks), cells in sorted(groups.items(), key=lambda item: item[0])
     )
 
 
-def _group(
-    model: str, num_ranks: int, cells: list[Mapping[str, Any]], labels: Mapping[str, str]
-) -> str:
-    def label(cell: Mapping[str, Any]) -> str:
+def _group(model: str, num_ranks: int, cells: list[Cell], labels: Mapping[str, str]) -> str:
+    def label(cell: Cell) -> str:
         return labels[cell["plan"]["system"]]
 
     parts = [f"**{model} parameters, {num_ranks} rank{'s' if num_ranks > 1 else ''}**"]
     measured = [cell for cell in cells if "ratio" in cell["summary"]]
     if measured:
         parts += [
-            table(
-                [
-                    "a checkpoint at every step", "training time, drained", "least to greatest",
-                    "stall p50", "stall p99", "MB a step", "GB a day", "MB of memory added",
-                    "steps lost at SIGKILL, mean (most)",
-                ],
-                [[label(cell), *_costs(cell["summary"])] for cell in measured],
-            ),
+            _times(measured, label),
+            _losses(measured, label),
+            _storage(measured, label),
             _recoveries(measured, label),
         ]  # fmt: skip
     bytes_only = [c for c in cells if c["summary"] and "ratio" not in c["summary"]]
@@ -66,20 +65,82 @@ def _group(
     return "\n\n".join(parts)
 
 
-def _costs(found: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{100 * (found['ratio'] - 1):+.1f} %",
-        f"{100 * (found['ratio_low'] - 1):+.1f} to {100 * (found['ratio_high'] - 1):+.1f} %",
-        milliseconds(found["stall_p50_seconds"]),
-        milliseconds(found["stall_p99_seconds"]),
-        f"{found['bytes_per_step'] / 1e6:.2f}",
-        f"{found['bytes_per_day'] / 1e9:,.0f}",
-        f"{found['added_memory_bytes'] / 1e6:.0f}",
-        f"{found['steps_lost_mean']:.1f} ({found['steps_lost_high']})",
-    ]
+def _times(cells: list[Cell], label: Label) -> str:
+    head = [
+        "a checkpoint at every step", "a step without", "drained", "least to greatest",
+        "blocks without, likewise", "not drained", "with snapshots, on the disk",
+        "over training without compression",
+    ]  # fmt: skip
+    rows = []
+    for cell in cells:
+        found = cell["summary"]
+        rows.append(
+            [
+                label(cell),
+                f"{found['step_seconds']:.3f} s",
+                _excess(found["ratio"]),
+                _span(found, "ratio"),
+                _span(found, "null"),
+                _excess(found["ratio_without_drain"]),
+                _excess(found["ratio_all_paid"]),
+                _excess(found.get("ratio_over_dense", found["ratio"])),
+            ]
+        )
+    return table(head, rows)
 
 
-def _recoveries(cells: list[Mapping[str, Any]], label: Any) -> str:
+def _losses(cells: list[Cell], label: Label) -> str:
+    head = [
+        "stalls and losses", "stall p50", "stall p99", "steps lost at SIGKILL, mean (most)",
+        "kills (while saving)", "steps lost if memory is lost after a drain",
+    ]  # fmt: skip
+    rows = []
+    for cell in cells:
+        found = cell["summary"]
+        rows.append(
+            [
+                label(cell),
+                milliseconds(found["stall_p50_seconds"]),
+                milliseconds(found["stall_p99_seconds"]),
+                f"{found['steps_lost_mean']:.1f} ({found['steps_lost_high']})",
+                f"{found['kills']} ({found['kills_while_saving']})",
+                f"{found['steps_lost_with_memory']}",
+            ]
+        )
+    return table(head, rows)
+
+
+def _storage(cells: list[Cell], label: Label) -> str:
+    rows = []
+    for cell in cells:
+        found = cell["summary"]
+        share = found["share_saved"]
+        rows.append(
+            [
+                label(cell),
+                f"{found['bytes_per_step'] / 1e6:.2f}",
+                f"{found['bytes_per_day'] / 1e9:,.0f}",
+                f"{found['added_memory_bytes'] / 1e6:.0f}",
+                "all" if share == 1 else f"{100 * share:.0f} %",
+            ]
+        )
+    return table(
+        ["storage", "MB a step", "GB a day", "MB of memory added", "steps that were saved"], rows
+    )
+
+
+def _excess(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def _span(found: Mapping[str, Any], name: str) -> str:
+    if f"{name}_low" not in found:
+        return "a single round"
+    low, high = (_excess(found[f"{name}_{end}"]) for end in ("low", "high"))
+    return f"{low.removesuffix(' %')} to {high}"
+
+
+def _recoveries(cells: list[Cell], label: Label) -> str:
     counts = sorted({int(n) for cell in cells for n in cell["samples"]["recoveries"]})
     head = [f"after {n}: first step done, MB read, largest difference" for n in counts]
     return table(
@@ -100,10 +161,16 @@ def _recovery(found: Mapping[str, Any], steps: int) -> str:
 
 def headline(found: Mapping[str, Any]) -> str:
     """The extra training time of every system in the first group of cells."""
-    ratios = {key: value for key, value in found.items() if key.endswith("/ratio")}
-    group = next(iter(ratios), "/").split("/")[0]
+    suffix = "/ratio"
+    names = [key.removesuffix(suffix) for key in found if key.endswith(suffix)]
+    group = next(iter(names), "/").split("/")[0]
     return ", ".join(
-        f"{key.split('/')[1]} {percent(value - 1)}"
-        for key, value in ratios.items()
-        if key.startswith(f"{group}/")
+        f"{name.split('/')[1]} {percent(found[f'{name}/ratio'] - 1)}{_with_compression(found, name)}"
+        for name in names
+        if name.startswith(f"{group}/")
     )
+
+
+def _with_compression(found: Mapping[str, Any], name: str) -> str:
+    ratio = found.get(f"{name}/ratio_over_dense")
+    return "" if ratio is None else f" (with its compression {percent(ratio - 1)})"

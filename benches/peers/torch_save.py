@@ -20,13 +20,14 @@ class TorchSave:
         """See ``Arm.open``."""
         self._training = training
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> bool:
         """See ``Arm.after_step``."""
         if self._place.rank == 0:
             path = self._place.step(step, ".pt")
             partial = path.with_suffix(".partial")
             torch.save(self._training.state(), partial)
             partial.replace(path)
+        return True
 
     def drain(self) -> None:
         """Nothing is under way."""

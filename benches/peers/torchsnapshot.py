@@ -22,7 +22,7 @@ class AsyncTake:
         """See ``Arm.open``."""
         self._training = training
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> bool:
         """See ``Arm.after_step``."""
         self.drain()
         self._under_way = Snapshot.async_take(
@@ -30,6 +30,7 @@ class AsyncTake:
             {"model": self._training.model, "optimizer": self._training.optimizer},
             replicated=["**"],
         )
+        return True
 
     def drain(self) -> None:
         """See ``Arm.drain``."""

@@ -1,21 +1,23 @@
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benches.peers.arm import Task
-from benches.peers.cells import Plan, Settings, is_done, plan_cells
+from benches.peers.cells import Plan, Settings, is_done, plan_cells, settled
 from benches.peers.environments import REQUIREMENTS, CannotRun, last_error, python_of
-from benches.peers.figures import figures
+from benches.peers.figures import figures, slowest
 from benches.peers.full_state import newest_that_loads, remove_old
+from benches.peers.histories import INSTANT
 from benches.peers.processes import Cell
 from benches.peers.systems import QUICK, SYSTEMS
 from benches.peers.tables import of_peers
@@ -36,6 +38,10 @@ def restored(step: int, difference: float | None = 0.0) -> dict[str, Any]:
     }
 
 
+def killed(completed: int, step: int, *, while_saving: bool = False) -> dict[str, Any]:
+    return {"completed": completed, "while_saving": while_saving, "ranks": [restored(step)]}
+
+
 def samples(**changes: Any) -> dict[str, Any]:
     """Steps of 1 s; saving makes them 1.5 s, and a block's drain takes 1 s."""
     return {
@@ -44,12 +50,20 @@ def samples(**changes: Any) -> dict[str, Any]:
             "plain_seconds": [[1.0, 1.0], [1.0, 1.0], [1.1, 1.1], [1.0, 1.0]],
             "saved_seconds": [[1.5, 1.5]] * 4,
             "call_seconds": [[0.5, 0.5]] * 4,
+            "sync_seconds": [1.0] * 4,
+            "num_saved": [2, 2, 1, 2],
             "written_bytes": [200] * 4,
-            "times": {"ready": 10.0, "opened": 11.0, "warm": 12.0, "done": 20.0},
-            "memory": [(9.0, 1000), (11.5, 9999), (15.0, 1600), (19.0, 1500), (21.0, 8888)],
+            "dense_blocks": [1.0, 2.0],
+            "num_steps": 10,
+            "times": {"begun": 8.5, "ready": 10.0, "opened": 11.0, "warm": 12.0, "done": 20.0},
+            "memory": [
+                *((8.0, 7777), (8.6, 900), (9.0, 1000), (9.5, 800)),
+                *((11.5, 9999), (15.0, 1600), (19.0, 1500), (21.0, 8888)),
+            ],
         },
         "restore": [restored(10)],
-        "kills": [{"completed": 7, "restored": 5}, {"completed": 6, "restored": 7}],
+        "restore_from_files": [restored(8, None)],
+        "kills": [killed(7, 5), killed(6, 7, while_saving=True)],
         "recoveries": {"10": {"ranks": [restored(10), restored(10)]}},
         **changes,
     }
@@ -63,6 +77,34 @@ def test_the_drain_counts_and_the_noise_is_told() -> None:
     assert found["stall_p50_seconds"] == pytest.approx(0.5)
     assert found["bytes_per_step"] == 100
     assert found["bytes_per_day"] == pytest.approx(100 * 86_400 / 2.0)
+    assert found["ratio_all_paid"] == pytest.approx((16.0 + 4.0) / 8.2)
+
+
+def test_what_compression_costs_is_told_where_there_is_any() -> None:
+    assert figures(samples())["ratio_over_dense"] == pytest.approx((4.0 + 2.0) / 2)
+    dense = {**samples()["overhead"], "dense_blocks": []}
+    assert "ratio_over_dense" not in figures(samples(overhead=dense))
+
+
+def test_steps_that_were_left_out_are_told() -> None:
+    assert figures(samples())["share_saved"] == 7 / 8
+
+
+def test_several_ranks_are_as_slow_as_the_slowest_of_each_block() -> None:
+    ranks = [
+        {"pairs": [[2.0, 1.0], [2.0, 1.5]], "saved_seconds": [[1.0, 1.1]], "num_steps": 3},
+        {"pairs": [[3.0, 1.0], [1.0, 1.0]], "saved_seconds": [[1.2, 1.0]], "num_steps": 4},
+    ]
+    assert slowest(ranks) == {
+        "pairs": [[3.0, 1.0], [2.0, 1.5]],
+        "saved_seconds": [[1.2, 1.1]],
+        "num_steps": 3,
+    }
+
+
+def test_bytes_alone_hold_the_part_of_a_snapshot_and_no_steps_that_were_left_out() -> None:
+    found = {"written_bytes": 600, "num_saved": 6, "snapshot_bytes": 1000}
+    assert figures({"bytes_only": found}) == {"bytes_per_step": 110.0}
 
 
 def test_memory_is_that_of_the_measured_blocks_less_what_there_was_before() -> None:
@@ -72,6 +114,8 @@ def test_memory_is_that_of_the_measured_blocks_less_what_there_was_before() -> N
 def test_steps_are_lost_only_if_they_had_been_completed() -> None:
     found = figures(samples())
     assert (found["steps_lost_mean"], found["steps_lost_high"]) == (1.0, 2)
+    assert (found["kills"], found["kills_while_saving"]) == (2, 1)
+    assert found["steps_lost_with_memory"] == 2
 
 
 def test_bytes_are_those_of_all_ranks_and_seconds_those_of_the_slowest() -> None:
@@ -83,8 +127,12 @@ def test_bytes_are_those_of_all_ranks_and_seconds_those_of_the_slowest() -> None
 
 @pytest.mark.parametrize("other", [restored(10, 1e-3), restored(9, None)])
 def test_other_bits_or_an_earlier_step_are_not_identical(other: dict[str, Any]) -> None:
-    found = figures(samples(restore=[other]))
-    assert found["bit_identical"] is False
+    assert figures(samples(restore=[other]))["bit_identical"] is False
+
+
+def test_other_bits_after_a_kill_are_not_identical() -> None:
+    torn = {**killed(7, 7), "ranks": [restored(7, 1e-3)]}
+    assert figures(samples(kills=[torn]))["bit_identical"] is False
 
 
 def test_a_cell_is_done_only_if_it_ran_under_the_same_settings() -> None:
@@ -93,6 +141,14 @@ def test_a_cell_is_done_only_if_it_ran_under_the_same_settings() -> None:
     assert not is_done({"settings": settings, "summary": {}}, SETTINGS), "it could not run"
     assert not is_done({"settings": {**settings, "seed": 1}, "summary": {"ratio": 1.0}}, SETTINGS)
     assert not is_done(None, SETTINGS)
+
+
+def test_a_cell_measures_what_its_size_and_its_ranks_can_afford() -> None:
+    left_to_it = replace(SETTINGS, rounds=0, history=())
+    one, two = (settled(left_to_it, Plan("orbax", "10M", ranks)) for ranks in (1, 2))
+    assert (one.rounds, one.history) == (5, (10, 100, 1000))
+    assert two.history == (10, 100)
+    assert settled(SETTINGS, Plan("orbax", "10M", 1)) == SETTINGS
 
 
 def test_cells_that_are_compared_lie_together() -> None:
@@ -143,6 +199,35 @@ def test_what_a_cell_left_behind_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
             process.wait()
 
 
+#: Takes the place of an interpreter, and is told by its arguments what that would run.
+DIARIST = f"""#!{sys.executable}
+import pathlib, struct, sys, time
+diary = open(pathlib.Path(sys.argv[3]).parent / "diary", "wb", buffering=0)
+while True:
+    time.sleep(0.2)
+    for _ in range(2):
+        diary.write(struct.pack("<d", time.monotonic()))
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("while_saving", [True, False])
+def test_a_kill_strikes_in_the_call_if_it_is_to(tmp_path: Path, while_saving: bool) -> None:
+    task = Task("kill", "orbax", "10M", 1, 3, tmp_path, tmp_path / "memory", tmp_path, 4, 8, 5)
+    diarist = tmp_path / "diarist"
+    diarist.write_text(DIARIST)
+    diarist.chmod(0o755)
+    cell = Cell(diarist, tmp_path.name, timeout_seconds=60.0)
+    found = cell.kill_midway(task, random.Random(0), least_steps=3, while_saving=while_saving)
+    entries = task.diary.stat().st_size // INSTANT.size
+    assert cell.members() == []
+    assert (found.completed, found.while_saving) == (8 + entries // 2, entries % 2 == 1)
+    assert found.completed in (8 + 3, 8 + 4)
+    if while_saving:
+        # The call takes 0.1 s, and the next note comes no sooner.
+        assert found.while_saving
+
+
 def test_the_telling_line_of_an_output_is_its_last_error() -> None:
     assert last_error("Traceback:\nValueError: no\nwarning: leaked\n") == "ValueError: no"
     assert last_error("one\ntwo\n") == "two"
@@ -180,5 +265,5 @@ def test_a_system_that_cannot_run_is_told_with_its_reason() -> None:
     systems = {"orbax": {"label": "Orbax"}}
     text = of_peers({"settings": {"systems": systems}, "samples": cells})
     assert "**10M parameters, 2 ranks**" in text
-    assert "| Orbax | +100.0 % |" in text
+    assert "| Orbax | 1.000 s | +100.0 % | +81.8 to +100.0 % |" in text
     assert "Orbax: cannot run here: `no wheel`" in text
