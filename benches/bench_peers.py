@@ -162,7 +162,12 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kills", type=int, default=4, help="trainings killed, every other one while it saves"
     )
-    parser.add_argument("--last-kill", type=int, default=12, help="in which step at the latest")
+    parser.add_argument(
+        "--last-kill",
+        type=int,
+        default=12,
+        help="in which step at the latest, behind a first block",
+    )
     parser.add_argument(
         "--history", default="", help="steps to recover from, by comma; else as size and ranks ask"
     )

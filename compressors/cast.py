@@ -120,9 +120,11 @@ class _Cast:
             self._wide[i] = gradient.dtype
             self._own[i] = own[slice(*share(own.numel(), lane.rank, lane.world_size))].clone()
 
-    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor | None:
-        own = self._own.get(parameter)
-        return None if own is None else own.to(self._wide[parameter])
+    def represents(self, parameter: int) -> bool:
+        return parameter in self._own
+
+    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
+        return self._own[parameter].to(self._wide[parameter])
 
     def keep(self, parameter: int) -> None:
         self._kept[parameter] = self._own[parameter]

@@ -2,7 +2,9 @@
 
 Every rank answers for one range of each parameter (`share`). Of that range it stores nothing if the
 optimizer consumed what the hook returned, the factors if it was scaled since, and else, exactly
-and at the price of the bytes, the consumed values themselves.
+and at the price of the bytes, the consumed values themselves. On the CPU a checksum, taken where the
+hook returns, tells what was left alone; elsewhere, and for everything else, the hook's result is rebuilt
+and its bits are compared.
 
 Sections: ``whole/parameters`` with ``whole/DTYPE`` (consumed values of this rank's ranges) and
 ``changed/parameters`` with ``changed/factors`` (as many float64 for each as the longest list has,
@@ -13,13 +15,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from crc32c import crc32c
 
+from lowdiff.arithmetic import flushes_denormals
 from lowdiff.compressors.changes import Factors, find_factors, multiply
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import factor_sections, factors_of, parts, pieces
-from lowdiff.layout import bits
+from lowdiff.layout import bits, byte_view
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 _logger = logging.getLogger(__name__)
@@ -34,6 +39,7 @@ class Consumed:
         self._factors: dict[int, Factors] = {}
         self._whole: dict[int, torch.Tensor] = {}
         self._represented: set[int] = set()
+        self._seals: dict[int, _Seal] = {}
         self._is_warned = False
 
     def begin(self) -> None:
@@ -41,6 +47,7 @@ class Consumed:
         self._factors.clear()
         self._whole.clear()
         self._represented.clear()
+        self._seals.clear()
 
     @property
     def parameters(self) -> list[int]:
@@ -56,10 +63,19 @@ class Consumed:
         numel = self._layout.parameters[parameter].numel
         return slice(*share(numel, self._rank, self._world_size))
 
+    def seal(self, parameter: int, gradient: torch.Tensor) -> None:
+        """Note what the hook returns for a parameter, flat and whole."""
+        mine = gradient[self.share(parameter)]
+        # The bits of a NaN may depend on where in a block it lies; an accelerator would be waited for.
+        if mine.is_cpu and _is_finite(mine):
+            self._seals[parameter] = _Seal.of(mine)
+        else:
+            self._seals.pop(parameter, None)
+
     def take(
         self,
         parameter: int,
-        rebuilt: torch.Tensor | None,
+        rebuild: Callable[[], torch.Tensor] | None,
         gradient: torch.Tensor,
         factors: Factors,
     ) -> None:
@@ -67,26 +83,37 @@ class Consumed:
 
         Args:
             parameter: Layout index.
-            rebuilt: This rank's range of what the hook returned; None if no hook saw it.
+            rebuild: Makes this rank's range of what the hook returned; None if no hook saw it.
             gradient: Flat and whole, as the optimizer is about to consume it.
             factors: What is known to have been multiplied since the hook.
         """
         mine = gradient[self.share(parameter)]
-        found: Factors | None = None
-        if rebuilt is not None:
+        if rebuild is not None:
             self._represented.add(parameter)
-        is_finite = bool(mine.isfinite().all())
-        # The bits of a NaN may depend on where in a block it lies.
-        if rebuilt is not None and is_finite:
-            last = next(reversed(self._factors.values()), ())
-            tries = [last, factors, *(factors[:n] for n in range(1, len(factors)))]
-            found = find_factors(rebuilt, mine, [f for f in dict.fromkeys(tries) if f])
-        if found is not None:
-            self._factors[parameter] = found
-            return
-        if rebuilt is not None and is_finite:
-            self._warn(parameter)
+            found = self._factors_of(parameter, rebuild, mine, factors)
+            if found is not None:
+                self._factors[parameter] = found
+                return
         self._whole[parameter] = mine.detach().clone()
+
+    def _factors_of(
+        self,
+        parameter: int,
+        rebuild: Callable[[], torch.Tensor],
+        mine: torch.Tensor,
+        factors: Factors,
+    ) -> Factors | None:
+        seal = self._seals.get(parameter)
+        if seal is not None and seal == _Seal.of(mine):
+            return ()
+        if not _is_finite(mine):
+            return None
+        last = next(reversed(self._factors.values()), ())
+        tries = [last, factors, *(factors[:n] for n in range(1, len(factors)))]
+        found = find_factors(rebuild(), mine, [f for f in dict.fromkeys(tries) if f])
+        if found is None:
+            self._warn(parameter)
+        return found
 
     def _warn(self, parameter: int) -> None:
         if self._is_warned:
@@ -105,6 +132,27 @@ class Consumed:
     def sections(self) -> list[Section]:
         """This rank's part of the payload."""
         return factor_sections(self._factors) + pieces("whole", self._layout, self._whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seal:
+    """What tells a gradient that was left alone.
+
+    Attributes:
+        flushes_denormals: Of the thread that takes it, as a rebuilt gradient would depend on it.
+    """
+
+    checksum: int
+    flushes_denormals: bool
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> _Seal:
+        return cls(crc32c(byte_view(gradient)), flushes_denormals())
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Whether no element is infinite or NaN, which is greater than all and less than all."""
+    return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 #: Writes one block of what the hook returned into zeros.

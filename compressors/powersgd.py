@@ -215,9 +215,10 @@ class _PowerSGD:
         target.copy_(torch.where(q.any(1, keepdim=True), q, last))
         self._residual.written(self._q_of[parameter], of=parameter)
 
-    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor | None:
-        if parameter not in self._values:
-            return None
+    def represents(self, parameter: int) -> bool:
+        return parameter in self._values
+
+    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
         spec = self._layout.parameters[parameter]
         factors = split_factors(self._values[parameter], spec, self._compressor.matrix_rank)
         out = torch.zeros(

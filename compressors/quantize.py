@@ -201,8 +201,11 @@ class _Quantize:
         seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
         return torch.Generator(device).manual_seed(seed)
 
-    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor | None:
-        return self._share.get(parameter)
+    def represents(self, parameter: int) -> bool:
+        return parameter in self._share
+
+    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
+        return self._share[parameter]
 
     def keep(self, parameter: int) -> None:
         self._kept[parameter] = self._own[parameter]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -32,11 +33,12 @@ class Method(Protocol):
         """Overwrite flat gradients, by layout index, with what the optimizer shall see."""
         ...
 
-    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor | None:
-        """A range of what ``average`` left, rebuilt from what the payload will hold.
+    def represents(self, parameter: int) -> bool:
+        """Whether the payload will represent it; else it was exchanged as it is, or not at all."""
+        ...
 
-        None if the parameter was not represented in this step, but exchanged as it is or not at all.
-        """
+    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
+        """A range of what ``average`` left, rebuilt from what the payload will hold."""
         ...
 
     def keep(self, parameter: int) -> None:
@@ -79,6 +81,9 @@ class RepresentedReducer:
             sizes = [buffer.numel(), self._method.sent_bytes(bucket)]
             self._lane.greet(self._stamp, sizes, self._notes, buffer.device)
             self._method.average(bucket, self._lane)
+            for i, gradient in bucket.items():
+                if self._method.represents(i):
+                    self._consumed.seal(i, gradient)
             return buffer
 
         return self._lane.submit(work, buffer.device)
@@ -86,11 +91,14 @@ class RepresentedReducer:
     def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Factors = ()) -> None:
         """See ``Reducer.consume``."""
         for i, gradient in enumerate(gradients):
-            if gradient is not None:
-                rebuilt = self._method.rebuilt(i, self._consumed.share(i))
-                self._consumed.take(i, rebuilt, gradient, factors)
-                if rebuilt is not None:
-                    self._method.keep(i)
+            if gradient is None:
+                continue
+            if self._method.represents(i):
+                rebuild = partial(self._method.rebuilt, i, self._consumed.share(i))
+                self._consumed.take(i, rebuild, gradient, factors)
+                self._method.keep(i)
+            else:
+                self._consumed.take(i, None, gradient, factors)
 
     def close(self) -> None:
         """See ``Reducer.close``."""

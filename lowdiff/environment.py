@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lowdiff.recovery.arithmetic import flushes_denormals, process_modes
+from lowdiff.arithmetic import flushes_denormals, process_modes
 from lowdiff.types import Environment
 
 

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
+from lowdiff.arithmetic import arithmetic_of
 from lowdiff.compressors import from_settings
 from lowdiff.digests import Digester
 from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.sections import max_payload_bytes
-from lowdiff.recovery.arithmetic import arithmetic_of
 from lowdiff.recovery.blocks import Unit, element_units, optimizer_units, tensor_units
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import granularity, settle_kernels

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from lowdiff.arithmetic import arithmetic_of
 from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.digests import Digester
 from lowdiff.errors import ReplayMismatch
 from lowdiff.layout import flat, flat_like, shaped, torch_dtype
 from lowdiff.protocols import Decoder
-from lowdiff.recovery.arithmetic import arithmetic_of
 from lowdiff.recovery.averages import BlockAverage
 from lowdiff.recovery.blocks import Unit, aligned
 from lowdiff.recovery.kernels import StepChooser

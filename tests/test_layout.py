@@ -19,6 +19,7 @@ import lowdiff
 ROOT = Path(__file__).parents[1]
 
 GROUND = (
+    "lowdiff.arithmetic",
     "lowdiff.digests",
     "lowdiff.errors",
     "lowdiff.events",

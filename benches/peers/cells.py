@@ -28,6 +28,8 @@ LONGEST_SHARED_HISTORY = 100
 #: Steps after which a training may be killed: how long one takes must be known.
 FIRST_KILL = 4
 _NEVER_ENDING = 100_000
+#: A writer that outlives its trainer may be about to rename these.
+_UNFINISHED = shutil.ignore_patterns("*.partial")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ def _samples(
         with cell.watched():
             cell.run(task)
         samples["overhead"] = slowest(_found(task)) | {"memory": cell.memory}
-        apart = shutil.copytree(task.files, files / "apart")
+        apart = shutil.copytree(task.files, files / "apart", ignore=_UNFINISHED)
         samples["restore"] = _restored(cell, task, saved_steps(task))
     cell.clean_up()
     # Once more, when all that lay in memory has gone with the machine.

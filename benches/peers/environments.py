@@ -6,6 +6,7 @@ system runs with the same torch, and pip takes what is there as installed.
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,8 @@ def python_of(name: str, environments: Path) -> Path:
         return Path(sys.executable)
     folder = environments.absolute() / name
     python, stamp = folder / "bin" / "python", folder / _STAMP
-    wanted = "\n".join((*REQUIREMENTS[name], torch.__version__, sys.version))
+    # pip leaves out what the bench's own environment has, so one made beside another may lack it.
+    wanted = "\n".join((*REQUIREMENTS[name], sys.version, *_own_packages()))
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
         shutil.rmtree(folder, ignore_errors=True)
         print(f"making the environment of {name} in {folder} ...", flush=True)
@@ -61,6 +63,11 @@ def python_of(name: str, environments: Path) -> Path:
     else:
         _show_own_packages(folder)  # the clone that made it may be gone
     return python
+
+
+def _own_packages() -> list[str]:
+    found = ((d.metadata["Name"], d.version) for d in importlib.metadata.distributions())
+    return sorted({f"{name}=={version}" for name, version in found if name != "lowdiff"})
 
 
 def _show_own_packages(folder: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 _DAY_SECONDS = 86_400
 #: Steps between full snapshots, where lists of differences show no snapshot: lowdiff's default.
 _SNAPSHOT_EVERY = 100
+_OF_BLOCKS = ("pairs", "dense_blocks", "loop_seconds", "sync_seconds")
 #: What a round of blocks is: two with checkpoints, and two without.
 _PAIRS_PER_ROUND = 2
 
@@ -28,6 +29,9 @@ def figures(samples: Mapping[str, Any]) -> dict[str, Any]:
         **_restore(samples["restore"]),
         "steps_lost_with_memory": samples["overhead"]["num_steps"]
         - samples["restore_from_files"][0]["step"],
+        "bit_identical_from_files": all(
+            rank["bit_identical"] for rank in _compared(samples["restore_from_files"])
+        ),
         **_kills(samples["kills"]),
         **{
             f"after_{steps}/{key}": value
@@ -41,11 +45,12 @@ def figures(samples: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What rank 0 measured, every time of it that of the slowest rank."""
-    times = [
-        key for key in ranks[0] if key in ("pairs", "dense_blocks") or key.endswith("_seconds")
-    ]
-    return dict(ranks[0]) | {key: _greatest([rank[key] for rank in ranks]) for key in times}
+    """What rank 0 measured, every block of it as long as on the slowest rank.
+
+    Single steps stay those of rank 0: where one rank stalls, the others wait a step later, and the
+    greatest of each step would count that twice.
+    """
+    return dict(ranks[0]) | {key: _greatest([rank[key] for rank in ranks]) for key in _OF_BLOCKS}
 
 
 def _greatest(values: Sequence[Any]) -> Any:
@@ -69,7 +74,7 @@ def _compared(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _overhead(found: Mapping[str, Any]) -> dict[str, float]:
     pairs = found["pairs"]
     ratios = [saved / plain for saved, plain in pairs]
-    loops = [sum(s) / plain for s, (_, plain) in zip(found["saved_seconds"], pairs, strict=True)]
+    loops = [s / plain for s, (_, plain) in zip(found["loop_seconds"], pairs, strict=True)]
     blocks = list(zip(found["saved_seconds"], found["plain_seconds"], strict=True))
     stalls = [step - statistics.median(plain) for saved, plain in blocks for step in saved]
     num_steps = sum(len(saved) for saved in found["saved_seconds"])

@@ -98,7 +98,8 @@ class Cell:
                 raise CannotRun(self._complaint(task))
             time.sleep(_DIARY_POLL_SECONDS)
         calls = [end - begin for begin, end in zip(noted[::2], noted[1::2], strict=False)]
-        step = (noted[-1] - noted[0]) / (len(noted) // 2)
+        begins = noted[::2]
+        step = (begins[-1] - begins[0]) / (len(begins) - 1)
         instant = noted[-1] + chance.random() * (statistics.median(calls) if while_saving else step)
         time.sleep(max(0.0, instant - time.monotonic()))
         self._end(ranks)

@@ -49,21 +49,21 @@ def restore(this: Trial) -> None:
 def _expected(this: Trial, step: int) -> Iterator[dict[str, Any]]:
     """The states that a training without checkpoints has at ``step`` and, where known, one later.
 
-    From files of the process that died, which are of its last step; else from training once more.
+    From files of the process that died, if that was its last step; else from training once more. Of
+    step 0 nothing is to be had: nothing came back. Nor of earlier steps than the last of a sketch.
     """
     task = this.task
-    files = (task.expected, task.expected_next)
-    if task.expected.exists():
-        for path in files:
-            if step == task.steps and path.exists():
+    if task.expected.exists() and step == task.steps:
+        for path in (task.expected, task.expected_next):
+            if path.exists():
                 yield torch.load(path, weights_only=True)
-        return
-    twin = this.training(has_arm=False)
-    for number in range(1, step + 1):
-        twin.step(number)
-    yield twin.state()
-    twin.step(step + 1)
-    yield twin.state()
+    elif step and not task.is_sketch:
+        twin = this.training(has_arm=False)
+        for number in range(1, step + 1):
+            twin.step(number)
+        yield twin.state()
+        twin.step(step + 1)
+        yield twin.state()
 
 
 def differences(state: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:

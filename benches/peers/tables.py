@@ -104,10 +104,18 @@ def _losses(cells: list[Cell], label: Label) -> str:
                 milliseconds(found["stall_p99_seconds"]),
                 f"{found['steps_lost_mean']:.1f} ({found['steps_lost_high']})",
                 f"{found['kills']} ({found['kills_while_saving']})",
-                f"{found['steps_lost_with_memory']}",
+                _from_files(cell),
             ]
         )
     return table(head, rows)
+
+
+def _from_files(cell: Cell) -> str:
+    found = cell["summary"]
+    lost = found["steps_lost_with_memory"]
+    if lost == cell["samples"]["overhead"]["num_steps"]:
+        return "all"
+    return f"{lost}" if found["bit_identical_from_files"] else f"{lost}, other bits from there on"
 
 
 def _storage(cells: list[Cell], label: Label) -> str:

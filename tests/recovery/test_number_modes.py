@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff.arithmetic import arithmetic_of, flushes_denormals
 from lowdiff.environment import environment_of
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.durable import read_json, write_json
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
-from lowdiff.recovery.arithmetic import arithmetic_of, flushes_denormals
 from lowdiff.recovery.verify import verify
 from tests.face.loops import Loop
 
