@@ -7,6 +7,7 @@ A bench is a script with ``main(argv)``. It asserts that what it timed is right,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -116,19 +117,21 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what the figures depend on."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    commit = ""
+    with contextlib.suppress(OSError):  # a machine without git
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.strip()
     return {
         "python": platform.python_version(),
         "libc": " ".join(platform.libc_ver()),
         "mkl": environment_of(torch.device("cpu")).mkl,
         "lowdiff": lowdiff.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or "unknown",
         **{name: version(name) for name in ("torch", "numpy", "zstandard", "crc32c")},
     }
 

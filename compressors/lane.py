@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.exchange import HEADER_WORDS, Notes
+from lowdiff.compressors.futures import completed
 from lowdiff.compressors.groups import leave, own_group
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import LowDiffError, RankLost, UsageError
@@ -43,13 +44,13 @@ class Lane:
         self, work: Callable[[], torch.Tensor], device: torch.device
     ) -> torch.futures.Future[torch.Tensor]:
         """Run ``work`` after everything that was submitted before; the future has its result."""
-        devices: list[int | str | torch.device] | None = None if device.type == "cpu" else [device]
-        start: torch.futures.Future[None] = torch.futures.Future(devices=devices)
-        done: torch.futures.Future[torch.Tensor] = start.then(lambda _: self._work(work))
         if device.type != "cpu":
+            # On the stream of the backward pass: one that a callback gets has waited for nothing.
             self._group = self._training_group
-            start.set_result(None)
-        elif self.world_size == 1:
+            return completed(self._work(work))
+        start: torch.futures.Future[None] = torch.futures.Future()
+        done: torch.futures.Future[torch.Tensor] = start.then(lambda _: self._work(work))
+        if self.world_size == 1:
             start.set_result(None)
         else:
             self._queue(start)

@@ -329,6 +329,7 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> Finding | N
         return None
     fence = catalog.incarnations[leg.target.incarnation].fence
     expected = load_base(leg.target, fence, cycle_of(catalog, leg.target), options)
+    expected.move(torch.device("cpu"))  # where carrying a plan out puts its state
     if leg.base.incarnation != leg.target.incarnation:
         keep_inherited(state, expected)
     found = list(differences(state, expected))

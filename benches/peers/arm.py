@@ -61,10 +61,9 @@ class Task:
         """File with the one that training must reach from there in a step."""
         return self.found / "expected-next.pt"
 
-    @property
-    def diary(self) -> Path:
-        """File to which rank 0 appends when saving a step begins, and when it has ended."""
-        return self.found / "diary"
+    def diary(self, rank: int) -> Path:
+        """File to which a rank appends when saving a step begins, and when it has ended."""
+        return self.found / f"diary-{rank}"
 
 
 @dataclass(frozen=True, slots=True)

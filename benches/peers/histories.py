@@ -54,11 +54,10 @@ def until_killed(this: Trial) -> None:
         training.step(step)
         arm.after_step(step)
     settle(this, arm)
-    diary = os.open(task.diary, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    diary = os.open(task.diary(this.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note() -> None:
-        if this.rank == 0:
-            os.write(diary, INSTANT.pack(time.monotonic()))
+        os.write(diary, INSTANT.pack(time.monotonic()))
 
     for step in range(1 + task.block_steps, 1 + task.steps):
         training.step(step)

@@ -35,8 +35,8 @@ class Killed:
     """Where a kill found a training.
 
     Attributes:
-        completed: Steps that it had made and saved.
-        while_saving: Whether it was saving another.
+        completed: Steps that all ranks had made and saved.
+        while_saving: Whether rank 0 was saving another.
     """
 
     completed: int
@@ -92,7 +92,7 @@ class Cell:
         deadline = time.monotonic() + self.timeout_seconds
         # A call has begun where the number of entries is odd.
         awaited = 2 * least_steps + while_saving
-        while len(noted := _noted(task.diary)) < awaited:
+        while len(noted := _noted(task.diary(0))) < awaited:
             if any(rank.poll() is not None for rank in ranks) or time.monotonic() > deadline:
                 self._end(ranks)
                 raise CannotRun(self._complaint(task))
@@ -103,8 +103,8 @@ class Cell:
         instant = noted[-1] + chance.random() * (statistics.median(calls) if while_saving else step)
         time.sleep(max(0.0, instant - time.monotonic()))
         self._end(ranks)
-        noted = _noted(task.diary)
-        return Killed(task.block_steps + len(noted) // 2, while_saving=len(noted) % 2 == 1)
+        lengths = [len(_noted(task.diary(rank))) for rank in range(task.num_ranks)]
+        return Killed(task.block_steps + min(lengths) // 2, while_saving=lengths[0] % 2 == 1)
 
     @contextmanager
     def companion(self, module: str) -> Iterator[None]:
@@ -171,7 +171,8 @@ class Cell:
         task.found.mkdir(parents=True, exist_ok=True)
         for old in task.found.glob("rank-*"):
             old.unlink()
-        task.diary.unlink(missing_ok=True)
+        for old in task.found.glob("diary-*"):
+            old.unlink()
         path = task.found / "task.json"
         path.write_text(task.to_json(), encoding="utf-8")
         port = _free_port()

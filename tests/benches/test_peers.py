@@ -213,7 +213,7 @@ def test_what_a_cell_left_behind_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
 #: Takes the place of an interpreter, and is told by its arguments what that would run.
 DIARIST = f"""#!{sys.executable}
 import pathlib, struct, sys, time
-diary = open(pathlib.Path(sys.argv[3]).parent / "diary", "wb", buffering=0)
+diary = open(pathlib.Path(sys.argv[3]).parent / "diary-0", "wb", buffering=0)
 while True:
     time.sleep(0.2)
     diary.write(struct.pack("<d", time.monotonic()))
@@ -230,7 +230,7 @@ def test_a_kill_strikes_in_the_call_if_it_is_to(tmp_path: Path, while_saving: bo
     diarist.chmod(0o755)
     cell = Cell(diarist, tmp_path.name, timeout_seconds=60.0)
     found = cell.kill_midway(task, random.Random(0), least_steps=3, while_saving=while_saving)
-    entries = task.diary.stat().st_size // INSTANT.size
+    entries = task.diary(0).stat().st_size // INSTANT.size
     assert cell.members() == []
     assert (found.completed, found.while_saving) == (8 + entries // 2, entries % 2 == 1)
     assert found.completed in (8 + 3, 8 + 4)
