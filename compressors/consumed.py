@@ -14,20 +14,21 @@ filled up with 1.0).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from crc32c import crc32c
 
 from lowdiff.arithmetic import flushes_denormals
-from lowdiff.compressors.changes import Factors, find_factors, multiply
+from lowdiff.compressors.changes import Factors, equal_bits, find_factors, multiply
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.sections import factor_sections, factors_of, parts, pieces
 from lowdiff.layout import bits, byte_view
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 _logger = logging.getLogger(__name__)
+_SAMPLED = 64
 
 
 class Consumed:
@@ -40,10 +41,14 @@ class Consumed:
         self._whole: dict[int, torch.Tensor] = {}
         self._represented: set[int] = set()
         self._seals: dict[int, _Seal] = {}
+        self._are_sealed = True
+        #: Found changed when they were consumed last: a seal would be taken in vain.
+        self._changed: set[int] = set()
         self._is_warned = False
 
-    def begin(self) -> None:
-        """Forget the last step."""
+    def begin(self, *, audit: bool = False) -> None:
+        """Forget the last step; in one with an audit everything is rebuilt and compared."""
+        self._are_sealed = not audit
         self._factors.clear()
         self._whole.clear()
         self._represented.clear()
@@ -63,14 +68,19 @@ class Consumed:
         numel = self._layout.parameters[parameter].numel
         return slice(*share(numel, self._rank, self._world_size))
 
+    def unseal(self, parameters: Iterable[int]) -> None:
+        """What the payload will hold of them is about to be replaced, and that may be broken off."""
+        for parameter in parameters:
+            self._seals.pop(parameter, None)
+
     def seal(self, parameter: int, gradient: torch.Tensor) -> None:
         """Note what the hook returns for a parameter, flat and whole."""
         mine = gradient[self.share(parameter)]
-        # The bits of a NaN may depend on where in a block it lies; an accelerator would be waited for.
-        if mine.is_cpu and _is_finite(mine):
+        if not self._are_sealed or parameter in self._changed or not mine.is_cpu:
+            return  # an accelerator would be waited for
+        # The bits of a NaN may depend on where in a block it lies.
+        if _is_finite(mine):
             self._seals[parameter] = _Seal.of(mine)
-        else:
-            self._seals.pop(parameter, None)
 
     def take(
         self,
@@ -88,9 +98,13 @@ class Consumed:
             factors: What is known to have been multiplied since the hook.
         """
         mine = gradient[self.share(parameter)]
+        # A step may be tried again behind one that was broken off.
+        self._whole.pop(parameter, None)
+        self._factors.pop(parameter, None)
         if rebuild is not None:
             self._represented.add(parameter)
             found = self._factors_of(parameter, rebuild, mine, factors)
+            (self._changed.discard if found == () else self._changed.add)(parameter)
             if found is not None:
                 self._factors[parameter] = found
                 return
@@ -104,7 +118,7 @@ class Consumed:
         factors: Factors,
     ) -> Factors | None:
         seal = self._seals.get(parameter)
-        if seal is not None and seal == _Seal.of(mine):
+        if seal is not None and seal.fits(mine):
             return ()
         if not _is_finite(mine):
             return None
@@ -139,15 +153,30 @@ class _Seal:
     """What tells a gradient that was left alone.
 
     Attributes:
+        sample: A few elements, of which a factor changes nearly every one: what is scaled at every
+            step is told by more than chance.
         flushes_denormals: Of the thread that takes it, as a rebuilt gradient would depend on it.
     """
 
+    sample: torch.Tensor
     checksum: int
     flushes_denormals: bool
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> _Seal:
-        return cls(crc32c(byte_view(gradient)), flushes_denormals())
+        return cls(_sample(gradient).clone(), crc32c(byte_view(gradient)), flushes_denormals())
+
+    def fits(self, gradient: torch.Tensor) -> bool:
+        return (
+            gradient.dtype == self.sample.dtype
+            and equal_bits(_sample(gradient), self.sample)
+            and self.checksum == crc32c(byte_view(gradient))
+            and self.flushes_denormals == flushes_denormals()
+        )
+
+
+def _sample(values: torch.Tensor) -> torch.Tensor:
+    return values[:: max(1, values.numel() // _SAMPLED)]
 
 
 def _is_finite(values: torch.Tensor) -> bool:

@@ -135,6 +135,7 @@ class _Quantize:
         levels, width = self._compressor.levels, self._compressor.bits
         for i, gradient in gradients.items():
             total = self._feedback.total(i, gradient)
+            self._share.pop(i, None)  # until the exchange is done, these codes stand for nothing
             self._own[i] = self._quantized(i, total, lane, is_sent=is_used(gradient))
             for piece in _pieces(total.numel()):
                 total[piece].sub_(

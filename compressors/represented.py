@@ -61,10 +61,10 @@ class RepresentedReducer:
         self._stamp = 0
 
     def begin(self, stamp: int, *, audit: bool = False, note: int = 0) -> None:
-        """See ``Reducer.begin``. Every gradient is compared, so there is nothing to audit."""
+        """See ``Reducer.begin``: an audit rebuilds every gradient from what the payload will hold."""
         self._stamp = stamp
         self._notes.begin(note)
-        self._consumed.begin()
+        self._consumed.begin(audit=audit)
         self._method.begin(stamp & 0xFFFFFFFFFF)
 
     def heard(self) -> tuple[int, ...]:
@@ -80,6 +80,7 @@ class RepresentedReducer:
         def work() -> torch.Tensor:
             sizes = [buffer.numel(), self._method.sent_bytes(bucket)]
             self._lane.greet(self._stamp, sizes, self._notes, buffer.device)
+            self._consumed.unseal(bucket)
             self._method.average(bucket, self._lane)
             for i, gradient in bucket.items():
                 if self._method.represents(i):
