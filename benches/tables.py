@@ -20,8 +20,8 @@ def percent(share: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds, with two digits that count."""
-    return f"{1000 * seconds:.3g} ms"
+    """Seconds, with three digits that count."""
+    return f"{1000 * seconds:.0f} ms" if abs(seconds) >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def verdict(value: float, target: float, text: str, *, at_least: bool = False) -> str:
