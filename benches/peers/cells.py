@@ -7,7 +7,8 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,13 +120,13 @@ def carry_out(plan: Plan, settings: Settings, environments: Path, out: Path) -> 
         tempfile.TemporaryDirectory(prefix="files-", dir=out) as files,
         tempfile.TemporaryDirectory(prefix="lowdiff-bench-", dir="/dev/shm") as staging,
     ):
-        folders = Path(files).absolute(), Path(staging)
+        folder = Path(files).absolute()
         try:
             python = python_of(system.environment, environments)
             found["versions"] = versions_in(python, system.environment)
-            cell = Cell(python, folders[0].name, settings.timeout_seconds)
+            cell = Cell(python, folder.name, settings.timeout_seconds)
             try:
-                found["samples"] = _samples(plan, settings, cell, folders)
+                found["samples"] = _Phases(plan, settings, cell, folder, Path(staging)).all()
             finally:
                 cell.clean_up()
         except CannotRun as reason:
@@ -135,85 +136,97 @@ def carry_out(plan: Plan, settings: Settings, environments: Path, out: Path) -> 
     return found
 
 
-def _samples(
-    plan: Plan, settings: Settings, cell: Cell, folders: tuple[Path, Path]
-) -> dict[str, Any]:
-    """All phases, each on folders of its own."""
-    files, staging = folders
-    base = Task(
-        phase="",
-        system=plan.system,
-        model=plan.model,
-        num_ranks=plan.num_ranks,
-        seed=settings.seed,
-        files=files,
-        staging=staging,
-        found=files / "found",
-        rounds=settings.rounds,
-        block_steps=settings.block_steps,
-    )
-    agent = SYSTEMS[plan.system].agent
+@dataclass(frozen=True, slots=True)
+class _Phases:
+    """What a cell goes through, each phase on folders of its own."""
 
-    def fresh(name: str, **changes: Any) -> Task:
-        for folder in (*files.iterdir(), *staging.iterdir()):
-            shutil.rmtree(folder)
-        return replace(base, files=files / "checkpoints", staging=staging / name, **changes)
+    plan: Plan
+    settings: Settings
+    cell: Cell
+    files: Path
+    staging: Path
 
-    if plan.num_ranks >= BYTES_ONLY_RANKS:
-        task = fresh("bytes", phase="train", steps=settings.block_steps, is_sketch=True)
-        with cell.companion(agent):
-            cell.run(task)
-        return {"bytes_only": _found(task)[0]}
+    def all(self) -> dict[str, Any]:
+        """Samples of every phase."""
+        if self.plan.num_ranks >= BYTES_ONLY_RANKS:
+            return {"bytes_only": self._history(self.settings.block_steps)}
+        return {
+            **self._overhead(),
+            "kills": self._kills(),
+            "recoveries": {
+                str(steps): self._history(steps, is_recovered=True)
+                for steps in self.settings.history
+            },
+        }
 
-    samples: dict[str, Any] = {}
-    task = fresh("overhead", phase="overhead")
-    with cell.companion(agent):
-        with cell.watched():
-            cell.run(task)
-        samples["overhead"] = slowest(_found(task)) | {"memory": cell.memory}
-        apart = shutil.copytree(task.files, files / "apart", ignore=_UNFINISHED)
-        samples["restore"] = _restored(cell, task, saved_steps(task))
-    cell.clean_up()
-    # Once more, when all that lay in memory has gone with the machine.
-    task = replace(task, files=apart, staging=staging / "new")
-    with cell.companion(agent):
-        samples["restore_from_files"] = _restored(cell, task, saved_steps(task))
-    cell.clean_up()
+    def _overhead(self) -> dict[str, Any]:
+        """The blocks, and what comes back of them: all that there is, and then from files alone."""
+        task = self._fresh("overhead", phase="overhead")
+        num_steps = saved_steps(task)
+        with self._agent():
+            with self.cell.watched():
+                self.cell.run(task)
+            overhead = slowest(_found(task)) | {"memory": self.cell.memory}
+            apart = shutil.copytree(task.files, self.files / "apart", ignore=_UNFINISHED)
+            restored = self._restored(task, num_steps)
+        task = replace(task, files=apart, staging=self.staging / "new")
+        with self._agent():
+            from_files = self._restored(task, num_steps)
+        return {"overhead": overhead, "restore": restored, "restore_from_files": from_files}
 
-    chance = random.Random(settings.seed)
-    samples["kills"] = []
-    for number in range(settings.kills):
-        task = fresh(f"kill-{number}", phase="kill", steps=_NEVER_ENDING)
-        with cell.companion(agent):
-            killed = cell.kill_midway(
-                task,
-                chance,
-                least_steps=chance.randint(FIRST_KILL, settings.last_kill),
-                while_saving=number % 2 == 1,
-            )
-            ranks = _restored(cell, task, killed.completed)
-        samples["kills"].append(asdict(killed) | {"ranks": ranks})
-        cell.clean_up()
+    def _kills(self) -> list[dict[str, Any]]:
+        chance = random.Random(self.settings.seed)
+        kills = []
+        for number in range(self.settings.kills):
+            task = self._fresh(f"kill-{number}", phase="kill", steps=_NEVER_ENDING)
+            with self._agent():
+                killed = self.cell.kill_midway(
+                    task,
+                    chance,
+                    least_steps=chance.randint(FIRST_KILL, self.settings.last_kill),
+                    while_saving=number % 2 == 1,
+                )
+                ranks = self._restored(task, killed.completed)
+            kills.append(asdict(killed) | {"ranks": ranks})
+        return kills
 
-    samples["recoveries"] = {}
-    for steps in settings.history:
-        task = fresh(f"history-{steps}", phase="train", steps=steps, is_sketch=True)
-        with cell.companion(agent):
-            cell.run(task)
+    def _history(self, steps: int, *, is_recovered: bool = False) -> dict[str, Any]:
+        task = self._fresh(f"history-{steps}", phase="train", steps=steps, is_sketch=True)
+        with self._agent():
+            self.cell.run(task)
             written = _found(task)[0]
-            samples["recoveries"][str(steps)] = {
-                **written,
-                "ranks": _restored(cell, task, steps),
-            }
-        cell.clean_up()
-    return samples
+            return written | ({"ranks": self._restored(task, steps)} if is_recovered else {})
 
+    def _restored(self, task: Task, steps: int) -> list[dict[str, Any]]:
+        """What every rank found of a restore."""
+        restoring = replace(task, phase="restore", steps=steps)
+        self.cell.run(restoring)
+        return _found(restoring)
 
-def _restored(cell: Cell, task: Task, steps: int) -> list[dict[str, Any]]:
-    """What every rank found of a restore."""
-    restoring = replace(task, phase="restore", steps=steps)
-    cell.run(restoring)
-    return _found(restoring)
+    @contextmanager
+    def _agent(self) -> Iterator[None]:
+        """The system's agent, if it has one; whatever is left in the end is cleared away."""
+        with self.cell.companion(SYSTEMS[self.plan.system].agent):
+            yield
+        self.cell.clean_up()
+
+    def _fresh(self, name: str, **changes: Any) -> Task:
+        """A task in empty folders."""
+        for folder in (*self.files.iterdir(), *self.staging.iterdir()):
+            shutil.rmtree(folder)
+        task = Task(
+            phase="",
+            system=self.plan.system,
+            model=self.plan.model,
+            num_ranks=self.plan.num_ranks,
+            seed=self.settings.seed,
+            files=self.files / "checkpoints",
+            staging=self.staging / name,
+            found=self.files / "found",
+            rounds=self.settings.rounds,
+            block_steps=self.settings.block_steps,
+        )
+        return replace(task, **changes)
 
 
 def _found(task: Task) -> list[dict[str, Any]]:

@@ -222,6 +222,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("while_saving", [True, False])
 def test_a_kill_strikes_in_the_call_if_it_is_to(tmp_path: Path, while_saving: bool) -> None:
     task = Task("kill", "orbax", "10M", 1, 3, tmp_path, tmp_path / "memory", tmp_path, 4, 8, 5)
