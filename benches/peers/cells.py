@@ -149,7 +149,8 @@ class _Phases:
     def all(self) -> dict[str, Any]:
         """Samples of every phase."""
         if self.plan.num_ranks >= BYTES_ONLY_RANKS:
-            return {"bytes_only": self._history(self.settings.block_steps)}
+            # The first steps of error feedback are shorter than all that follow.
+            return {"bytes_only": self._history(LONGEST_SHARED_HISTORY)}
         return {
             **self._overhead(),
             "kills": self._kills(),
