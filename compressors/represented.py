@@ -94,12 +94,12 @@ class RepresentedReducer:
         for i, gradient in enumerate(gradients):
             if gradient is None:
                 continue
+            rebuild = None
             if self._method.represents(i):
                 rebuild = partial(self._method.rebuilt, i, self._consumed.share(i))
-                self._consumed.take(i, rebuild, gradient, factors)
+            self._consumed.take(i, rebuild, gradient, factors)
+            if rebuild is not None:
                 self._method.keep(i)
-            else:
-                self._consumed.take(i, None, gradient, factors)
 
     def close(self) -> None:
         """See ``Reducer.close``."""

@@ -11,7 +11,7 @@ import numpy as np
 _DAY_SECONDS = 86_400
 #: Steps between full snapshots, where lists of differences show no snapshot: lowdiff's default.
 _SNAPSHOT_EVERY = 100
-_OF_BLOCKS = ("pairs", "dense_blocks", "loop_seconds", "sync_seconds")
+_OF_BLOCKS = ("pairs", "dense_blocks", "sync_seconds")
 #: What a round of blocks is: two with checkpoints, and two without.
 _PAIRS_PER_ROUND = 2
 
@@ -50,7 +50,12 @@ def slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Single steps stay those of rank 0: where one rank stalls, the others wait a step later, and the
     greatest of each step would count that twice.
     """
-    return dict(ranks[0]) | {key: _greatest([rank[key] for rank in ranks]) for key in _OF_BLOCKS}
+    loops = [[sum(steps) for steps in rank["saved_seconds"]] for rank in ranks]
+    return {
+        **ranks[0],
+        **{key: _greatest([rank[key] for rank in ranks]) for key in _OF_BLOCKS},
+        "loop_seconds": _greatest(loops),
+    }
 
 
 def _greatest(values: Sequence[Any]) -> Any:

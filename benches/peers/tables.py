@@ -11,6 +11,7 @@ from benches.tables import milliseconds, percent, table
 
 Cell = Mapping[str, Any]
 Label = Callable[[Cell], str]
+Row = Callable[[Cell], list[str]]
 
 
 def of_systems() -> str:
@@ -65,28 +66,30 @@ def _group(model: str, num_ranks: int, cells: list[Cell], labels: Mapping[str, s
     return "\n\n".join(parts)
 
 
+def _table(cells: list[Cell], label: Label, head: list[str], row: Row) -> str:
+    return table(head, [[label(cell), *row(cell)] for cell in cells])
+
+
 def _times(cells: list[Cell], label: Label) -> str:
     head = [
         "a checkpoint at every step", "a step without", "drained", "least to greatest",
         "blocks without, likewise", "not drained", "with snapshots, on the disk",
         "over training without compression",
     ]  # fmt: skip
-    rows = []
-    for cell in cells:
+
+    def row(cell: Cell) -> list[str]:
         found = cell["summary"]
-        rows.append(
-            [
-                label(cell),
-                f"{found['step_seconds']:.3f} s",
-                _excess(found["ratio"]),
-                _span(found, "ratio"),
-                _span(found, "null"),
-                _excess(found["ratio_without_drain"]),
-                _excess(found["ratio_all_paid"]),
-                _excess(found.get("ratio_over_dense", found["ratio"])),
-            ]
-        )
-    return table(head, rows)
+        return [
+            f"{found['step_seconds']:.3f} s",
+            _excess(found["ratio"]),
+            _span(found, "ratio"),
+            _span(found, "null"),
+            _excess(found["ratio_without_drain"]),
+            _excess(found["ratio_all_paid"]),
+            _excess(found.get("ratio_over_dense", found["ratio"])),
+        ]
+
+    return _table(cells, label, head, row)
 
 
 def _losses(cells: list[Cell], label: Label) -> str:
@@ -94,20 +97,18 @@ def _losses(cells: list[Cell], label: Label) -> str:
         "stalls and losses", "stall p50", "stall p99", "steps lost at SIGKILL, mean (most)",
         "kills (while saving)", "steps lost if memory is lost after a drain",
     ]  # fmt: skip
-    rows = []
-    for cell in cells:
+
+    def row(cell: Cell) -> list[str]:
         found = cell["summary"]
-        rows.append(
-            [
-                label(cell),
-                milliseconds(found["stall_p50_seconds"]),
-                milliseconds(found["stall_p99_seconds"]),
-                f"{found['steps_lost_mean']:.1f} ({found['steps_lost_high']})",
-                f"{found['kills']} ({found['kills_while_saving']})",
-                _from_files(cell),
-            ]
-        )
-    return table(head, rows)
+        return [
+            milliseconds(found["stall_p50_seconds"]),
+            milliseconds(found["stall_p99_seconds"]),
+            f"{found['steps_lost_mean']:.1f} ({found['steps_lost_high']})",
+            f"{found['kills']} ({found['kills_while_saving']})",
+            _from_files(cell),
+        ]
+
+    return _table(cells, label, head, row)
 
 
 def _from_files(cell: Cell) -> str:
@@ -119,22 +120,19 @@ def _from_files(cell: Cell) -> str:
 
 
 def _storage(cells: list[Cell], label: Label) -> str:
-    rows = []
-    for cell in cells:
+    head = ["storage", "MB a step", "GB a day", "MB of memory added", "steps that were saved"]
+
+    def row(cell: Cell) -> list[str]:
         found = cell["summary"]
         share = found["share_saved"]
-        rows.append(
-            [
-                label(cell),
-                f"{found['bytes_per_step'] / 1e6:.2f}",
-                f"{found['bytes_per_day'] / 1e9:,.0f}",
-                f"{found['added_memory_bytes'] / 1e6:.0f}",
-                "all" if share == 1 else f"{100 * share:.0f} %",
-            ]
-        )
-    return table(
-        ["storage", "MB a step", "GB a day", "MB of memory added", "steps that were saved"], rows
-    )
+        return [
+            f"{found['bytes_per_step'] / 1e6:.2f}",
+            f"{found['bytes_per_day'] / 1e9:,.0f}",
+            f"{found['added_memory_bytes'] / 1e6:.0f}",
+            "all" if share == 1 else f"{100 * share:.0f} %",
+        ]
+
+    return _table(cells, label, head, row)
 
 
 def _excess(ratio: float) -> str:
@@ -151,10 +149,11 @@ def _span(found: Mapping[str, Any], name: str) -> str:
 def _recoveries(cells: list[Cell], label: Label) -> str:
     counts = sorted({int(n) for cell in cells for n in cell["samples"]["recoveries"]})
     head = [f"after {n}: first step done, MB read, largest difference" for n in counts]
-    return table(
-        ["recovery", *head],
-        [[label(cell), *(_recovery(cell["summary"], n) for n in counts)] for cell in cells],
-    )
+
+    def row(cell: Cell) -> list[str]:
+        return [_recovery(cell["summary"], n) for n in counts]
+
+    return _table(cells, label, ["recovery", *head], row)
 
 
 def _recovery(found: Mapping[str, Any], steps: int) -> str:

@@ -72,7 +72,6 @@ class Blocks:
         self.found: dict[str, list[Any]] = {
             "plain_seconds": [],
             "saved_seconds": [],
-            "loop_seconds": [],
             "call_seconds": [],
             "drain_seconds": [],
             "sync_seconds": [],
@@ -107,7 +106,6 @@ class Blocks:
         self._arm.drain()
         ended = time.perf_counter()
         self.found["saved_seconds"].append(steps)
-        self.found["loop_seconds"].append(sum(steps))
         self.found["call_seconds"].append(calls)
         self.found["drain_seconds"].append(ended - draining)
         self.found["num_saved"].append(num_saved)

@@ -124,7 +124,6 @@ class FailingExchange:
     """A group of one whose second exchange breaks off behind the first of its parameters."""
 
     def __init__(self, reducer: RepresentedReducer) -> None:
-        self.reducer = reducer
         self.average = reducer._method.average
 
     def __call__(self, gradients: Mapping[int, torch.Tensor], lane: Lane) -> None:
