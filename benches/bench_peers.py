@@ -160,7 +160,10 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--rounds", type=int, default=0, help="of ABBA; 0: as the model's size asks"
     )
     parser.add_argument(
-        "--kills", type=int, default=4, help="trainings killed, every other one while it saves"
+        "--kills",
+        type=int,
+        default=0,
+        help="trainings killed, every other one while it saves; 0: as the model's size asks",
     )
     parser.add_argument(
         "--last-kill",
@@ -173,8 +176,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a phase")
     args = parser.parse_args(argv)
-    if args.kills < 1:
-        parser.error("--kills: at least 1")
     if args.last_kill < FIRST_KILL:
         parser.error(f"--last-kill: at least {FIRST_KILL}")
     args.systems = {None: list(QUICK), "all": list(SYSTEMS)}.get(

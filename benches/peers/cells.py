@@ -40,7 +40,8 @@ class Settings:
     Attributes:
         block_steps: Steps of a block.
         rounds: ABBA rounds; 0 for what the cell asks for.
-        kills: Trainings that are killed, every other one while it saves a step.
+        kills: Trainings that are killed, every other one while it saves a step; 0 for what the
+            cell asks for.
         last_kill: After how many steps at the most, and a part of one, beyond the first block.
         history: Steps after the newest full snapshot, for each recovery; empty for what the cell
             asks for.
@@ -95,6 +96,7 @@ def settled(settings: Settings, plan: Plan) -> Settings:
     return replace(
         settings,
         rounds=settings.rounds or size.rounds,
+        kills=settings.kills or size.kills,
         history=settings.history or affordable,
     )
 
