@@ -1,10 +1,12 @@
-"""Copying into memory that outlives the process, and its checksum, in one pass."""
+"""Copying into memory that outlives the process, or out of a file, and a checksum, in one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from io import FileIO
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -56,29 +58,106 @@ def copy_in_parallel(
     Returns:
         Their bytes, and the CRC-32C of all of them.
     """
-    total = sum(part.nbytes for part in parts)
-    num_threads = max(1, min(num_threads, total // _SHARE_BYTES))
-    edges = [total * share // num_threads for share in range(num_threads + 1)]
 
-    def copy(start: int, stop: int) -> CheckedCopy:
+    def copy(start: int, stop: int) -> int:
         own = CheckedCopy(target[start:stop])
-        offset = 0
-        for part in parts:
-            first, last = max(start - offset, 0), min(stop - offset, part.nbytes)
-            if first < last:
-                own.add(part[first:last])
-            offset += part.nbytes
-        return own
+        for part in _within(parts, start, stop):
+            own.add(part)
+        return own.checksum
 
+    total = sum(part.nbytes for part in parts)
+    return total, _in_shares(copy, total, num_threads)
+
+
+def read_in_parallel(
+    descriptor: int, offset: int, parts: Sequence[memoryview], num_threads: int
+) -> int:
+    """Fill parts one after the other from a file, by several threads at once.
+
+    What a mapping would do as well, but that pages are neither mapped nor faulted in, and that a
+    disk that fails is an error instead of a SIGBUS.
+
+    Args:
+        descriptor: Of the file.
+        offset: Of the first part's bytes in it.
+        parts: Writable.
+        num_threads: At most.
+
+    Returns:
+        The CRC-32C of all of them.
+
+    Raises:
+        OSError: If it cannot be read.
+        EOFError: If it is too short.
+    """
+
+    def read(start: int, stop: int) -> int:
+        checksum, at = 0, offset + start
+        for part in _within(parts, start, stop):
+            for first in range(0, len(part), _PIECE_BYTES):
+                piece = part[first : first + _PIECE_BYTES]
+                _read_whole(descriptor, piece, at)
+                checksum = crc32c(piece, checksum)
+                at += len(piece)
+        return checksum
+
+    return _in_shares(read, sum(len(part) for part in parts), num_threads)
+
+
+def checksum_of(file: FileIO) -> tuple[int, int]:
+    """Bytes of an open file from where it stands, and their CRC-32C.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    size = checksum = 0
+    while count := file.readinto(buffer):
+        checksum = crc32c(buffer[:count], checksum)
+        size += count
+    return size, checksum
+
+
+def _read_whole(descriptor: int, target: memoryview, offset: int) -> None:
+    while target:
+        count = os.preadv(descriptor, [target], offset)
+        if not count:
+            raise EOFError(f"the file ends at byte {offset}, in the midst of what it should hold")
+        target, offset = target[count:], offset + count
+
+
+def _within(parts: Sequence[memoryview], start: int, stop: int) -> Iterator[memoryview]:
+    """Bytes ``start`` to ``stop`` of all parts together."""
+    offset = 0
+    for part in parts:
+        first, last = max(start - offset, 0), min(stop - offset, part.nbytes)
+        if first < last:
+            yield part[first:last]
+        offset += part.nbytes
+
+
+def _in_shares(move: Callable[[int, int], int], total: int, num_threads: int) -> int:
+    """Move ``total`` bytes in shares, one for each thread.
+
+    Args:
+        move: Moves those from a first to a last one, and returns their CRC-32C.
+        total: Bytes.
+        num_threads: At most.
+
+    Returns:
+        The CRC-32C of all of them.
+    """
+    num_threads = max(1, min(num_threads, total // _SHARE_BYTES))
     if num_threads == 1:
-        copied = [copy(0, total)]
-    else:
-        with ThreadPoolExecutor(num_threads) as pool:
-            copied = list(pool.map(copy, edges[:-1], edges[1:]))
+        return move(0, total)
+    edges = [total * share // num_threads for share in range(num_threads + 1)]
     checksum = 0
-    for share in copied:
-        checksum = joined_checksum(checksum, share.checksum, share.size)
-    return total, checksum
+    with ThreadPoolExecutor(num_threads) as pool:
+        for start, stop, share in zip(
+            edges, edges[1:], pool.map(move, edges[:-1], edges[1:]), strict=False
+        ):
+            checksum = joined_checksum(checksum, share, stop - start)
+    return checksum
 
 
 def own_copy(record: RecordRef) -> RecordRef | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,12 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from crc32c import crc32c
-
 from lowdiff.errors import DamagedFile, StorageError
-from lowdiff.persistence.copying import copy_in_parallel
+from lowdiff.persistence.copying import checksum_of, copy_in_parallel
 from lowdiff.persistence.durable import check_types, read_json
-from lowdiff.persistence.memory import MappedFile, read_view
+from lowdiff.persistence.memory import MappedFile
 
 #: Names of tensors in an image start with one of these, or with an item's prefix.
 PARAMETER, OPTIMIZER, RESIDUAL = "model/", "optimizer/", "residual/"
@@ -28,6 +27,10 @@ PARAMETER, OPTIMIZER, RESIDUAL = "model/", "optimizer/", "residual/"
 SCALARS = "lowdiff/scalars"
 
 _HEADER_ALIGNMENT = 64
+#: Of a header's own length, before it.
+_LENGTH_BYTES = 8
+#: As the format says.
+_MOST_HEADER_BYTES = 100_000_000
 _MARK = struct.Struct("<QI")
 
 
@@ -139,8 +142,40 @@ def image_header(tensors: Sequence[ImageEntry], reserved_bytes: int = 0) -> byte
         }
         offset += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * max(-(8 + len(text)) % _HEADER_ALIGNMENT, reserved_bytes - 8 - len(text))
-    return len(text).to_bytes(8, "little") + text
+    written = _LENGTH_BYTES + len(text)
+    text += b" " * max(-written % _HEADER_ALIGNMENT, reserved_bytes - written)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def read_image_header(descriptor: int) -> tuple[bytes, list[ImageEntry]]:
+    """The inverse of `image_header`: a file's header, and what it says of the tensors behind it.
+
+    Returns:
+        The bytes before the first tensor's, and the tensors in the order of theirs.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError, LookupError, TypeError, AttributeError: If it is no image.
+    """
+    file_bytes = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+    if not 0 < length <= min(file_bytes, _MOST_HEADER_BYTES):
+        raise ValueError(f"its header is said to have {length} bytes")
+    header = os.pread(descriptor, _LENGTH_BYTES + length, 0)
+    described = json.loads(header[_LENGTH_BYTES:])
+    described.pop("__metadata__", None)
+    entries = []
+    offset = 0
+    for name, told in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+        entry = ImageEntry(name, told["dtype"], tuple(told["shape"]))
+        stop = offset + entry.nbytes
+        if told["data_offsets"] != [offset, stop] or any(size < 0 for size in entry.shape):
+            raise ValueError(f"{name} is no tensor at bytes {offset} to {stop}: {told}")
+        offset = stop
+        entries.append(entry)
+    if len(header) + offset != file_bytes:
+        raise ValueError(f"its tensors end at byte {len(header) + offset} of {file_bytes}")
+    return header, entries
 
 
 def stage_image(
@@ -178,16 +213,19 @@ def check_shard(folder: Path, manifest: Manifest) -> Path:
     """Compare a shard's bytes with its manifest.
 
     Raises:
-        DamagedFile: If they differ or the file is missing.
+        DamagedFile: If they differ, or the file is missing or cannot be read.
     """
     path = shard_file(folder, manifest.rank)
     try:
-        view = read_view(path)
+        with path.open("rb", buffering=0) as file:
+            size, checksum = checksum_of(file)
     except FileNotFoundError as error:
         raise DamagedFile(path, "the file is missing although its manifest exists") from error
-    if len(view) != manifest.bytes:
-        raise DamagedFile(path, f"{len(view)} bytes found, {manifest.bytes} expected")
-    if crc32c(view) != manifest.checksum:
+    except OSError as error:
+        raise DamagedFile(path, f"it cannot be read ({error})") from error
+    if size != manifest.bytes:
+        raise DamagedFile(path, f"{size} bytes found, {manifest.bytes} expected")
+    if checksum != manifest.checksum:
         raise DamagedFile(path, "the file fails its checksum")
     return path
 

@@ -1,16 +1,18 @@
-"""A state's tensors as those of a snapshot's image."""
+"""A state's tensors as those of a snapshot's image, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 from crc32c import crc32c
 
 from lowdiff.layout import byte_view, dtype_name, shaped
+from lowdiff.persistence.copying import joined_checksum, read_in_parallel
 from lowdiff.persistence.snapshots import (
     OPTIMIZER,
     PARAMETER,
@@ -18,6 +20,7 @@ from lowdiff.persistence.snapshots import (
     ImageEntry,
     ImageTensor,
     image_header,
+    read_image_header,
 )
 from lowdiff.persistence.values import encode
 from lowdiff.recovery.state import (
@@ -46,6 +49,7 @@ _CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+_DTYPES = {code: getattr(torch, name) for name, code in _CODES.items()}
 
 
 def holds(dtype: torch.dtype) -> bool:
@@ -154,6 +158,28 @@ def write_image(
         checksum = crc32c(part, checksum)
         size += file.write(part)
     return size, checksum
+
+
+def read_image(path: Path, num_threads: int = 1) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Read an image in one pass, by several threads if it is large.
+
+    Returns:
+        Every tensor, in memory of its own, and the file's length in bytes and CRC-32C.
+
+    Raises:
+        OSError, EOFError, ValueError, LookupError, TypeError, AttributeError: If it is none, or
+            cannot be read.
+    """
+    with path.open("rb") as file:
+        header, entries = read_image_header(file.fileno())
+        tensors = {
+            entry.name: torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="cpu")
+            for entry in entries
+        }
+        parts = [byte_view(tensor) for tensor in tensors.values() if tensor.numel()]
+        checksum = read_in_parallel(file.fileno(), len(header), parts, num_threads)
+    size = sum(part.nbytes for part in parts)
+    return tensors, len(header) + size, joined_checksum(crc32c(header), checksum, size)
 
 
 def _entry(name: str, tensor: torch.Tensor) -> ImageEntry:

@@ -21,9 +21,12 @@ from lowdiff.persistence.snapshots import (
     PARAMETER,
     RESIDUAL,
     SCALARS,
+    Manifest,
     check_shard,
+    shard_file,
 )
 from lowdiff.persistence.values import decode, encode
+from lowdiff.recovery.images import read_image
 from lowdiff.recovery.state import (
     AVERAGE_ITEM,
     BUFFER_ITEM,
@@ -36,15 +39,19 @@ from lowdiff.recovery.state import (
 from lowdiff.types import Fence, ParameterSpec
 
 #: What reading tensors and scalars raises where they are not those of a snapshot.
-UNFIT = (SafetensorError, BadEncoding, LookupError, TypeError, ValueError, AttributeError)
+UNFIT = (
+    SafetensorError, BadEncoding, LookupError, TypeError, ValueError, AttributeError, EOFError,
+    RecursionError,
+)  # fmt: skip
 
 
-def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
+def load_snapshot(snapshot: SnapshotSet, fence: Fence, num_threads: int = 1) -> RecoveredState:
     """Read and check every shard of a snapshot.
 
     Args:
         snapshot: Which one.
         fence: Fence of the incarnation that took it.
+        num_threads: That read at once.
 
     Raises:
         DamagedFile: If a shard is not what was written.
@@ -54,7 +61,8 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence) -> RecoveredState:
     specs = {spec.name: spec for spec in fence.layout.parameters}
     constants = load_constants(RunFolder(snapshot.run), fence)
     for manifest in snapshot.manifests:
-        _read_shard(check_shard(snapshot.folder, manifest), state, constants)
+        path, tensors = _checked(snapshot.folder, manifest, num_threads)
+        _add_image(path, tensors, state, constants)
     for name in fence.averages:
         item = STATEFUL_ITEM + name
         if len({int(decode(i[item])["n_averaged"]) for i in state.items if item in i}) > 1:
@@ -92,18 +100,44 @@ def load_shard(path: Path, step: int, fence: Fence) -> RecoveredState:
     """
     state = empty_state(step, fence)
     state.residual_marks = [None]
-    _read_shard(path, state, {})
+    _add_image(path, _read(path, 1)[0], state, {})
     state.averages = {name: state.averages.get(name, {}) for name in fence.averages}
     return state
 
 
-def _read_shard(path: Path, state: RecoveredState, constants: Mapping[str, bytes]) -> None:
+def _checked(
+    folder: Path, manifest: Manifest, num_threads: int
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A shard's file, and its tensors; they are what was written."""
+    path = shard_file(folder, manifest.rank)
+    try:
+        tensors, size, checksum = _read(path, num_threads)
+        if (size, checksum) != (manifest.bytes, manifest.checksum):
+            raise DamagedFile(path, "it changes while it is read")
+    except DamagedFile:
+        check_shard(folder, manifest)  # which says what is wrong with its bytes, if they are others
+        raise
+    return path, tensors
+
+
+def _read(path: Path, num_threads: int) -> tuple[dict[str, torch.Tensor], int, int]:
+    try:
+        return read_image(path, num_threads)
+    except (*UNFIT, OSError) as error:
+        raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
+
+
+def _add_image(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    state: RecoveredState,
+    constants: Mapping[str, bytes],
+) -> None:
     specs = {spec.name: spec for spec in state.fence.layout.parameters}
     try:
-        tensors = load_file(path)
         scalars = decode(tensors.pop(SCALARS).numpy().tobytes())
         _add_shard(state, tensors, scalars, specs, constants)
-    except (*UNFIT, OSError) as error:
+    except UNFIT as error:
         raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
 
 
@@ -120,12 +154,12 @@ def load_constants(folder: RunFolder, fence: Fence) -> dict[str, bytes]:
 
 def _add_shard(
     state: RecoveredState,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     scalars: Mapping[str, Any],
     specs: Mapping[str, ParameterSpec],
     constants: Mapping[str, bytes],
 ) -> None:
-    """Add one rank's shard. Tensors are copied: replay works in place."""
+    """Add one rank's shard. Its tensors become the state's, and none is held beside its copy."""
     state.held = tuple(scalars["held"])
     if not state.optimizers:
         state.optimizers = [OptimizerState(list(groups), {}) for groups in scalars["groups"]]
@@ -134,23 +168,24 @@ def _add_shard(
             optimizer.state.setdefault(name, {}).update(values)
     items = {**constants, **scalars["items"]}
     residual = {}
-    for full_name, tensor in tensors.items():
+    for full_name in list(tensors):
+        tensor = tensors.pop(full_name)
         prefix, _, name = full_name.partition("/")
         if prefix + "/" == PARAMETER:
-            state.parameters[name] = _own(tensor, specs[name])
+            state.parameters[name] = _flat(tensor, specs[name])
         elif prefix + "/" == OPTIMIZER:
             index, parameter, key = entry_of(name, specs)
             owner = state.optimizers[index].state.setdefault(parameter, {})
-            owner[key] = _own(tensor, specs[parameter])
+            owner[key] = _flat(tensor, specs[parameter])
         elif full_name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM)):
-            items[full_name] = encode(tensor.clone())
+            items[full_name] = encode(tensor)
         elif prefix + "/" == AVERAGE_ITEM:
             average, _, parameter = name.partition("/")
-            state.averages.setdefault(average, {})[parameter] = _own(tensor, specs[parameter])
+            state.averages.setdefault(average, {})[parameter] = _flat(tensor, specs[parameter])
         elif prefix + "/" == RESIDUAL:
             # A compressor may keep state of its own beside the parameters' residuals.
             spec = specs.get(name)
-            residual[name] = flat(tensor).clone() if spec is None else _own(tensor, spec)
+            residual[name] = flat(tensor) if spec is None else _flat(tensor, spec)
     state.items.append(items)
     state.residuals.append(residual)
 
@@ -173,7 +208,7 @@ def entry_of(name: str, parameters: Container[str]) -> tuple[int, str, str]:
     return int(index), parameter, rest[len(parameter) + 1 :]
 
 
-def _own(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+def _flat(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
     if tuple(tensor.shape) != spec.shape:
         raise ValueError(f"{spec.name} has shape {tuple(tensor.shape)} instead of {spec.shape}")
-    return flat_like(tensor, spec).clone()
+    return flat_like(tensor, spec)

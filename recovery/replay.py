@@ -93,8 +93,11 @@ class ReplayOptions:
     @property
     def workers(self) -> int:
         """Number of worker threads."""
-        if self.whole or self.device.type != "cpu":
-            return 1
+        return 1 if self.whole or self.device.type != "cpu" else self.readers
+
+    @property
+    def readers(self) -> int:
+        """Number of threads that read a snapshot: as many as there are cores for this process."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.group is not None else 1
         return self.num_workers or max(1, usable_cores() // here)
 

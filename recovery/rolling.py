@@ -75,7 +75,7 @@ def load_base(
         DamagedFile: If a shard or a record is not what was written.
         ReplayMismatch: If the parameters differ from what the live run recorded at the step.
     """
-    state = load_snapshot(snapshot, fence)
+    state = load_snapshot(snapshot, fence, options.readers)
     state.move(options.device)
     if not snapshot.is_rolling:
         return state

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from crc32c import crc32c
@@ -9,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowdiff.persistence import copying
-from lowdiff.persistence.copying import CheckedCopy, copy_in_parallel, joined_checksum
+from lowdiff.persistence.copying import (
+    CheckedCopy,
+    copy_in_parallel,
+    joined_checksum,
+    read_in_parallel,
+)
 
 LARGE = np.random.default_rng(0).integers(0, 1 << 16, 1_400_001, dtype=np.uint16)
 
@@ -46,3 +54,22 @@ def test_several_threads_copy_the_same_bytes(
         crc32c(bytes(whole) + b"end"),
     )
     assert bytes(target) == bytes(whole) + b"end"
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 16])
+def test_several_threads_read_the_same_bytes(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(copying, "_SHARE_BYTES", 1000)
+    expected = LARGE.tobytes()
+    (tmp_path / "file").write_bytes(b"before" + expected + b"after")
+    parts = [bytearray(size) for size in (7, 0, 1_500_000, len(expected) - 1_500_007)]
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        views = [memoryview(part) for part in parts]
+        assert read_in_parallel(descriptor, 6, views, num_threads) == crc32c(expected)
+        assert b"".join(parts) == expected
+        with pytest.raises(EOFError, match=f"ends at byte {len(expected) + 11}"):
+            read_in_parallel(descriptor, 12, views, num_threads)
+    finally:
+        os.close(descriptor)

@@ -292,3 +292,11 @@ def test_a_missing_shard_is_damage_because_its_manifest_exists(
     shard_file(folder, 1).unlink()
     with pytest.raises(DamagedFile, match="missing although its manifest exists"):
         check_shard(folder, manifest)
+
+
+def test_a_shard_that_cannot_be_read_says_why(shard: tuple[Path, Manifest]) -> None:
+    folder, manifest = shard
+    shard_file(folder, 1).unlink()
+    shard_file(folder, 1).mkdir()
+    with pytest.raises(DamagedFile, match="cannot be read .*Is a directory"):
+        check_shard(folder, manifest)
