@@ -30,6 +30,7 @@ from benches.harness import BLUE, INK, MUTED, PALE, Result, arguments, machine, 
 from benches.peers.cells import FIRST_KILL, Plan, Settings, carry_out, is_done, plan_cells, settled
 from benches.peers.systems import QUICK, SYSTEMS
 from benches.peers.training import MODELS
+from benches.tables import excess
 
 NAME = "peers_overhead"
 
@@ -84,11 +85,11 @@ def draw(axes: Axes, result: Result) -> None:
     shown = [(name, c["summary"]) for name, c in result.samples.items() if "ratio" in c["summary"]]
     shown.sort(key=lambda item: -item[1]["ratio"])
     for height, (name, summary) in enumerate(shown):
-        excess = 100 * (summary["ratio"] - 1)
+        middle = 100 * (summary["ratio"] - 1)
         spread = [100 * (summary[f"ratio_{end}"] - 1) for end in ("low", "high")]
         colour = BLUE if "/lowdiff" in name else MUTED
         axes.plot(spread, [height, height], color=PALE, linewidth=6, solid_capstyle="butt")
-        axes.plot([excess], [height], "o", color=colour, markersize=6)
+        axes.plot([middle], [height], "o", color=colour, markersize=6)
         if "ratio_over_dense" in summary:
             with_compression = 100 * (summary["ratio_over_dense"] - 1)
             axes.plot(
@@ -96,7 +97,7 @@ def draw(axes: Axes, result: Result) -> None:
             )
             spread.append(with_compression)
         axes.annotate(
-            f"{excess:+.1f} %", (max(spread), height), xytext=(6, 0), textcoords="offset points",
+            excess(summary["ratio"]), (max(spread), height), xytext=(6, 0), textcoords="offset points",
             va="center", color=INK, fontsize=7,
         )  # fmt: skip
     labels = [f"{SYSTEMS[name.split('/')[1]].label}, {name.split('/')[0]}" for name, _ in shown]
@@ -118,7 +119,7 @@ def say(plan: Plan, cell: Mapping[str, Any]) -> None:
         text = f"cannot run here: {cell['cannot_run']}"
     elif "ratio" in found:
         text = (
-            f"{100 * (found['ratio'] - 1):+.1f} % time, {found['bytes_per_step'] / 1e6:.2f} MB a step, "
+            f"{excess(found['ratio'])} time, {found['bytes_per_step'] / 1e6:.2f} MB a step, "
             f"{found['steps_lost_mean']:.1f} steps lost, last bits back: {found['bit_identical']}"
         )
     else:
@@ -176,6 +177,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a phase")
     args = parser.parse_args(argv)
+    if args.kills < 0:
+        parser.error("--kills: at least 1, or 0")
     if args.last_kill < FIRST_KILL:
         parser.error(f"--last-kill: at least {FIRST_KILL}")
     args.systems = {None: list(QUICK), "all": list(SYSTEMS)}.get(

@@ -35,6 +35,7 @@ from benches.harness import (
 )  # fmt: skip
 from benches.replay_arms import digest
 from benches.runs import Places, places
+from benches.tables import excess
 from benches.tuner_life import LifePlan, live
 from lowdiff.demo.model import GPTConfig
 from lowdiff.lives import life_of, read_lives
@@ -167,7 +168,7 @@ def draw(axes: Axes, result: Result) -> None:
     axes.set_ylabel("wasted, % of useful time", color=INK)
     axes.set_title(
         f"{result.summary['failures']:,} failures, half of them wiping staging: the tuner is "
-        f"{100 * (result.summary['waste_over_best_fixed'] - 1):+.1f} % from the best fixed setting",
+        f"{excess(result.summary['waste_over_best_fixed'])} from the best fixed setting",
         loc="left", color=INK, fontsize=11.5, fontweight="bold", pad=10,
     )  # fmt: skip
 

@@ -27,7 +27,6 @@ from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.replay import ReplayOptions, replay
-from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Block, Differential
 
 BASE_STEP = 0
@@ -78,7 +77,7 @@ class Start:
         self.catalog, self.plan = plan_from(task.where, BASE_STEP)
         fence = self.catalog.incarnations[self.plan.base.incarnation].fence
         self.fence = self.catalog.incarnations[self.plan.incarnation].fence
-        self.state: RecoveredState = load_snapshot(self.plan.base, fence)
+        self.state, _ = load_snapshot(self.plan.base, fence, len(task.cores))
 
     def differentials(self) -> Iterator[Differential]:
         """The records, read and decoded one by one."""

@@ -19,6 +19,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def excess(ratio: float) -> str:
+    """How much more than one a ratio is, in per cent with its sign."""
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
 def milliseconds(seconds: float) -> str:
     """Seconds, with three digits that count."""
     return f"{1000 * seconds:.0f} ms" if abs(seconds) >= 1 else f"{1000 * seconds:.3g} ms"

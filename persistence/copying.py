@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from io import FileIO
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,6 +21,8 @@ Bytes: TypeAlias = "bytes | memoryview | npt.NDArray[Any]"
 _PIECE_BYTES = 1 << 18
 #: Less than this is not worth a thread's start.
 _SHARE_BYTES = 8 << 20
+#: Of a file that are read at once; more make a disk or a network file system no faster.
+_MOST_STREAMS = 8
 
 _POLYNOMIAL = 0x82F63B78
 
@@ -96,29 +97,38 @@ def read_in_parallel(
         for part in _within(parts, start, stop):
             for first in range(0, len(part), _PIECE_BYTES):
                 piece = part[first : first + _PIECE_BYTES]
-                _read_whole(descriptor, piece, at)
+                read_whole(descriptor, at, piece)
                 checksum = crc32c(piece, checksum)
                 at += len(piece)
         return checksum
 
-    return _in_shares(read, sum(len(part) for part in parts), num_threads)
+    total = sum(len(part) for part in parts)
+    return _in_shares(read, total, min(num_threads, _MOST_STREAMS))
 
 
-def checksum_of(file: FileIO) -> tuple[int, int]:
-    """Bytes of an open file from where it stands, and their CRC-32C.
+def checksum_of(descriptor: int, size: int) -> int:
+    """CRC-32C of a file's first bytes.
 
     Raises:
         OSError: If it cannot be read.
+        EOFError: If it is shorter.
     """
-    buffer = memoryview(bytearray(_PIECE_BYTES))
-    size = checksum = 0
-    while count := file.readinto(buffer):
-        checksum = crc32c(buffer[:count], checksum)
-        size += count
-    return size, checksum
+    buffer = memoryview(bytearray(min(size, _PIECE_BYTES)))
+    checksum = 0
+    for start in range(0, size, _PIECE_BYTES):
+        piece = buffer[: size - start]
+        read_whole(descriptor, start, piece)
+        checksum = crc32c(piece, checksum)
+    return checksum
 
 
-def _read_whole(descriptor: int, target: memoryview, offset: int) -> None:
+def read_whole(descriptor: int, offset: int, target: memoryview) -> None:
+    """Fill ``target`` with what a file has from ``offset`` on.
+
+    Raises:
+        OSError: If it cannot be read.
+        EOFError: If it is too short.
+    """
     while target:
         count = os.preadv(descriptor, [target], offset)
         if not count:

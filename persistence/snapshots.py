@@ -16,8 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from crc32c import crc32c
+
 from lowdiff.errors import DamagedFile, StorageError
-from lowdiff.persistence.copying import checksum_of, copy_in_parallel
+from lowdiff.persistence.copying import checksum_of, copy_in_parallel, read_whole
 from lowdiff.persistence.durable import check_types, read_json
 from lowdiff.persistence.memory import MappedFile
 
@@ -31,6 +33,8 @@ _HEADER_ALIGNMENT = 64
 _LENGTH_BYTES = 8
 #: As the format says.
 _MOST_HEADER_BYTES = 100_000_000
+_MOST_DIMENSIONS = 64
+_MOST_ELEMENTS = 1 << 56
 _MARK = struct.Struct("<QI")
 
 
@@ -63,6 +67,21 @@ class ImageEntry:
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """The header of an image's file.
+
+    Attributes:
+        bytes: Its length, behind which the tensors lie without holes.
+        checksum: Its CRC-32C.
+        entries: In the order of their bytes.
+    """
+
+    bytes: int
+    checksum: int
+    entries: tuple[ImageEntry, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,35 +166,56 @@ def image_header(tensors: Sequence[ImageEntry], reserved_bytes: int = 0) -> byte
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def read_image_header(descriptor: int) -> tuple[bytes, list[ImageEntry]]:
-    """The inverse of `image_header`: a file's header, and what it says of the tensors behind it.
-
-    Returns:
-        The bytes before the first tensor's, and the tensors in the order of theirs.
+def read_image_header(descriptor: int) -> ImageHeader:
+    """The inverse of `image_header`: what a file says of the tensors behind its header.
 
     Raises:
-        OSError: If the file cannot be read.
-        ValueError, LookupError, TypeError, AttributeError: If it is no image.
+        OSError: If it cannot be read.
+        EOFError, ValueError, LookupError, TypeError: If it is no image.
     """
     file_bytes = os.fstat(descriptor).st_size
-    length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
-    if not 0 < length <= min(file_bytes, _MOST_HEADER_BYTES):
-        raise ValueError(f"its header is said to have {length} bytes")
-    header = os.pread(descriptor, _LENGTH_BYTES + length, 0)
-    described = json.loads(header[_LENGTH_BYTES:])
+    length = bytearray(_LENGTH_BYTES)
+    read_whole(descriptor, 0, memoryview(length))
+    text_bytes = int.from_bytes(length, "little")
+    if not 0 < text_bytes <= min(file_bytes - _LENGTH_BYTES, _MOST_HEADER_BYTES):
+        raise ValueError(f"its header is said to have {text_bytes} bytes")
+    text = bytearray(text_bytes)
+    read_whole(descriptor, _LENGTH_BYTES, memoryview(text))
+    entries = _entries(text)
+    header = ImageHeader(_LENGTH_BYTES + text_bytes, crc32c(text, crc32c(length)), entries)
+    if header.bytes + sum(entry.nbytes for entry in entries) != file_bytes:
+        raise ValueError(f"its tensors do not end where the file does, at byte {file_bytes}")
+    return header
+
+
+def _entries(text: bytearray) -> tuple[ImageEntry, ...]:
+    try:
+        described = json.loads(text)
+    except (ValueError, RecursionError):  # which would quote all of it
+        raise ValueError("its header is no JSON") from None
+    if type(described) is not dict:
+        raise ValueError("its header is no object")
     described.pop("__metadata__", None)
     entries = []
     offset = 0
     for name, told in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
-        entry = ImageEntry(name, told["dtype"], tuple(told["shape"]))
-        stop = offset + entry.nbytes
-        if told["data_offsets"] != [offset, stop] or any(size < 0 for size in entry.shape):
-            raise ValueError(f"{name} is no tensor at bytes {offset} to {stop}: {told}")
-        offset = stop
+        entry = _entry(name, told["dtype"], told["shape"])
+        if told["data_offsets"] != [offset, offset + entry.nbytes]:
+            raise ValueError(f"{name!r:.100} does not begin where the one before it ends")
+        offset += entry.nbytes
         entries.append(entry)
-    if len(header) + offset != file_bytes:
-        raise ValueError(f"its tensors end at byte {len(header) + offset} of {file_bytes}")
-    return header, entries
+    return tuple(entries)
+
+
+def _entry(name: str, dtype: Any, shape: Any) -> ImageEntry:
+    # Types and numbers first: a product of anything may take for ever, or all memory.
+    is_good = type(dtype) is str and type(shape) is list and len(shape) <= _MOST_DIMENSIONS
+    if not is_good or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{name!r:.100} has no shape")
+    # What torch computes of strides overflows also where another size is 0.
+    if math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
+        raise ValueError(f"{name!r:.100} is too large")
+    return ImageEntry(name, dtype, tuple(shape))
 
 
 def stage_image(
@@ -218,13 +258,14 @@ def check_shard(folder: Path, manifest: Manifest) -> Path:
     path = shard_file(folder, manifest.rank)
     try:
         with path.open("rb", buffering=0) as file:
-            size, checksum = checksum_of(file)
+            size = os.fstat(file.fileno()).st_size
+            if size != manifest.bytes:
+                raise DamagedFile(path, f"{size} bytes found, {manifest.bytes} expected")
+            checksum = checksum_of(file.fileno(), size)
     except FileNotFoundError as error:
         raise DamagedFile(path, "the file is missing although its manifest exists") from error
-    except OSError as error:
+    except (OSError, EOFError) as error:
         raise DamagedFile(path, f"it cannot be read ({error})") from error
-    if size != manifest.bytes:
-        raise DamagedFile(path, f"{size} bytes found, {manifest.bytes} expected")
     if checksum != manifest.checksum:
         raise DamagedFile(path, "the file fails its checksum")
     return path

@@ -309,10 +309,11 @@ def _carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> 
     _same_layout(fence_of(plan.base.incarnation), plan, fence_of(plan.incarnation))
 
     group = options.group
-    here = options.here if group is None else local_ranks(partial(gather, group=group))
+    if group is not None:
+        options = replace(options, here=local_ranks(partial(gather, group=group)))
 
     def load() -> RecoveredState:
-        check_memory(plan.loaded_bytes, here)
+        check_memory(plan.loaded_bytes, options.here)
         return load_base(plan.base, fence_of(plan.base.incarnation), plan.cycle, options)
 
     try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -34,6 +34,8 @@ from lowdiff.recovery.state import (
 )
 
 _PIECE_BYTES = 16 << 20
+#: Read at once; larger tensors are a batch of their own.
+_BATCH_BYTES = 64 << 20
 _CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -160,26 +162,55 @@ def write_image(
     return size, checksum
 
 
-def read_image(path: Path, num_threads: int = 1) -> tuple[dict[str, torch.Tensor], int, int]:
-    """Read an image in one pass, by several threads if it is large.
+class ImageReader:
+    """Reads an image in one pass, by several threads.
 
-    Returns:
-        Every tensor, in memory of its own, and the file's length in bytes and CRC-32C.
-
-    Raises:
-        OSError, EOFError, ValueError, LookupError, TypeError, AttributeError: If it is none, or
-            cannot be read.
+    Attributes:
+        bytes: Length of what was read so far.
+        checksum: CRC-32C of that.
     """
-    with path.open("rb") as file:
-        header, entries = read_image_header(file.fileno())
-        tensors = {
-            entry.name: torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="cpu")
-            for entry in entries
-        }
-        parts = [byte_view(tensor) for tensor in tensors.values() if tensor.numel()]
-        checksum = read_in_parallel(file.fileno(), len(header), parts, num_threads)
-    size = sum(part.nbytes for part in parts)
-    return tensors, len(header) + size, joined_checksum(crc32c(header), checksum, size)
+
+    def __init__(self, descriptor: int, num_threads: int) -> None:
+        """Read the header.
+
+        Raises:
+            OSError: If the file cannot be read.
+            EOFError, ValueError, LookupError, TypeError: If it is no image.
+        """
+        header = read_image_header(descriptor)
+        self._descriptor = descriptor
+        self._num_threads = num_threads
+        self._entries = header.entries
+        self.bytes = header.bytes
+        self.checksum = header.checksum
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, each in memory of its own, and few of them before they are asked for.
+
+        Raises:
+            OSError: If the file cannot be read.
+            EOFError, LookupError: If it is no image.
+        """
+        batch: list[ImageEntry] = []
+        batch_bytes = 0
+        for entry in self._entries:
+            if batch_bytes + entry.nbytes > _BATCH_BYTES:
+                yield from self._read(batch)
+                batch, batch_bytes = [], 0
+            batch.append(entry)
+            batch_bytes += entry.nbytes
+        yield from self._read(batch)
+
+    def _read(self, batch: Sequence[ImageEntry]) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = deque(torch.empty(e.shape, dtype=_DTYPES[e.dtype], device="cpu") for e in batch)
+        parts = [byte_view(tensor) for tensor in tensors if tensor.numel()]
+        checksum = read_in_parallel(self._descriptor, self.bytes, parts, self._num_threads)
+        size = sum(len(part) for part in parts)
+        self.checksum = joined_checksum(self.checksum, checksum, size)
+        self.bytes += size
+        del parts
+        for entry in batch:
+            yield entry.name, tensors.popleft()
 
 
 def _entry(name: str, tensor: torch.Tensor) -> ImageEntry:

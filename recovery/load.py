@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import os
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from lowdiff.errors import DamagedFile
 from lowdiff.layout import flat, flat_like
 from lowdiff.persistence.catalog import SnapshotSet
 from lowdiff.persistence.constants import check_constants
+from lowdiff.persistence.cycles import BLOCKS
 from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import (
@@ -26,7 +30,7 @@ from lowdiff.persistence.snapshots import (
     shard_file,
 )
 from lowdiff.persistence.values import decode, encode
-from lowdiff.recovery.images import read_image
+from lowdiff.recovery.images import ImageReader
 from lowdiff.recovery.state import (
     AVERAGE_ITEM,
     BUFFER_ITEM,
@@ -39,13 +43,14 @@ from lowdiff.recovery.state import (
 from lowdiff.types import Fence, ParameterSpec
 
 #: What reading tensors and scalars raises where they are not those of a snapshot.
-UNFIT = (
-    SafetensorError, BadEncoding, LookupError, TypeError, ValueError, AttributeError, EOFError,
-    RecursionError,
+_UNFIT = (
+    BadEncoding, LookupError, TypeError, ValueError, AttributeError, EOFError
 )  # fmt: skip
 
 
-def load_snapshot(snapshot: SnapshotSet, fence: Fence, num_threads: int = 1) -> RecoveredState:
+def load_snapshot(
+    snapshot: SnapshotSet, fence: Fence, num_threads: int
+) -> tuple[RecoveredState, list[Any]]:
     """Read and check every shard of a snapshot.
 
     Args:
@@ -53,16 +58,21 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence, num_threads: int = 1) -> 
         fence: Fence of the incarnation that took it.
         num_threads: That read at once.
 
+    Returns:
+        The state, and per shard the blocks that a rolling snapshot lists, None in an atomic one.
+
     Raises:
         DamagedFile: If a shard is not what was written.
     """
     state = empty_state(snapshot.step, fence)
     state.residual_marks = [None] * fence.world_size
-    specs = {spec.name: spec for spec in fence.layout.parameters}
     constants = load_constants(RunFolder(snapshot.run), fence)
+    blocks = []
     for manifest in snapshot.manifests:
-        path, tensors = _checked(snapshot.folder, manifest, num_threads)
-        _add_image(path, tensors, state, constants)
+        shard = _checked(snapshot.folder, manifest, fence, num_threads)
+        with or_damaged(shard_file(snapshot.folder, manifest.rank)):
+            shard.add_to(state, constants)
+            blocks.append(shard.blocks)
     for name in fence.averages:
         item = STATEFUL_ITEM + name
         if len({int(decode(i[item])["n_averaged"]) for i in state.items if item in i}) > 1:
@@ -71,10 +81,10 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence, num_threads: int = 1) -> 
                 f"its shards hold {name!r} after different numbers of updates; update an "
                 "AveragedModel on every rank in the same steps",
             )
-    missing = sorted(set(specs) - set(state.parameters))
+    missing = sorted({spec.name for spec in fence.layout.parameters} - set(state.parameters))
     if missing:
         raise DamagedFile(snapshot.folder, f"parameters {missing[:3]} are in no shard")
-    return state
+    return state, blocks
 
 
 def empty_state(step: int, fence: Fence) -> RecoveredState:
@@ -100,45 +110,37 @@ def load_shard(path: Path, step: int, fence: Fence) -> RecoveredState:
     """
     state = empty_state(step, fence)
     state.residual_marks = [None]
-    _add_image(path, _read(path, 1)[0], state, {})
+    with or_damaged(path):
+        _Shard.read(path, fence).add_to(state, {})
     state.averages = {name: state.averages.get(name, {}) for name in fence.averages}
     return state
 
 
-def _checked(
-    folder: Path, manifest: Manifest, num_threads: int
-) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A shard's file, and its tensors; they are what was written."""
+def _checked(folder: Path, manifest: Manifest, fence: Fence, num_threads: int) -> _Shard:
+    """A shard as it was written."""
     path = shard_file(folder, manifest.rank)
+    with suppress(*_UNFIT, OSError):
+        return _Shard.read(path, fence, manifest, num_threads)
+    check_shard(folder, manifest)  # says what is wrong with its bytes; else it was the reading
+    with or_damaged(path):
+        return _Shard.read(path, fence, manifest, num_threads)
+
+
+@contextmanager
+def or_damaged(path: Path, what: str = "not a snapshot shard") -> Iterator[None]:
+    """Whatever reading an image raises is told as damage of its file.
+
+    Args:
+        path: The file.
+        what: What it is then.
+
+    Raises:
+        DamagedFile: Instead of that.
+    """
     try:
-        tensors, size, checksum = _read(path, num_threads)
-        if (size, checksum) != (manifest.bytes, manifest.checksum):
-            raise DamagedFile(path, "it changes while it is read")
-    except DamagedFile:
-        check_shard(folder, manifest)  # which says what is wrong with its bytes, if they are others
-        raise
-    return path, tensors
-
-
-def _read(path: Path, num_threads: int) -> tuple[dict[str, torch.Tensor], int, int]:
-    try:
-        return read_image(path, num_threads)
-    except (*UNFIT, OSError) as error:
-        raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
-
-
-def _add_image(
-    path: Path,
-    tensors: dict[str, torch.Tensor],
-    state: RecoveredState,
-    constants: Mapping[str, bytes],
-) -> None:
-    specs = {spec.name: spec for spec in state.fence.layout.parameters}
-    try:
-        scalars = decode(tensors.pop(SCALARS).numpy().tobytes())
-        _add_shard(state, tensors, scalars, specs, constants)
-    except UNFIT as error:
-        raise DamagedFile(path, f"not a snapshot shard ({error!r})") from error
+        yield
+    except (*_UNFIT, OSError) as error:
+        raise DamagedFile(path, f"{what} ({error!r:.200})") from error
 
 
 def load_constants(folder: RunFolder, fence: Fence) -> dict[str, bytes]:
@@ -152,42 +154,94 @@ def load_constants(folder: RunFolder, fence: Fence) -> dict[str, bytes]:
         raise DamagedFile(path, f"not a file of tensors ({error!r})") from error
 
 
-def _add_shard(
-    state: RecoveredState,
-    tensors: dict[str, torch.Tensor],
-    scalars: Mapping[str, Any],
-    specs: Mapping[str, ParameterSpec],
-    constants: Mapping[str, bytes],
-) -> None:
-    """Add one rank's shard. Its tensors become the state's, and none is held beside its copy."""
-    state.held = tuple(scalars["held"])
-    if not state.optimizers:
-        state.optimizers = [OptimizerState(list(groups), {}) for groups in scalars["groups"]]
-    for optimizer, entries in zip(state.optimizers, scalars["state"], strict=True):
-        for name, values in entries.items():
-            optimizer.state.setdefault(name, {}).update(values)
-    items = {**constants, **scalars["items"]}
-    residual = {}
-    for full_name in list(tensors):
-        tensor = tensors.pop(full_name)
+@dataclass(slots=True)
+class _Shard:
+    """What one rank's image holds.
+
+    Attributes:
+        parameters: By name, as all tensors here flat and in the order of the parameter's memory.
+        entries: Of optimizers' state: optimizer, parameter, key and tensor.
+        averages: By name, then by parameter.
+        residual: By parameter, or by a name of the compressor's own.
+        items: Tensors that are items, encoded.
+        encoded: Everything that is no tensor, and a rolling snapshot's blocks, by their names.
+    """
+
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    entries: list[tuple[int, str, str, torch.Tensor]] = field(default_factory=list)
+    averages: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    residual: dict[str, torch.Tensor] = field(default_factory=dict)
+    items: dict[str, bytes] = field(default_factory=dict)
+    encoded: dict[str, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls, path: Path, fence: Fence, manifest: Manifest | None = None, num_threads: int = 1
+    ) -> _Shard:
+        """Read an image.
+
+        Args:
+            path: Its file.
+            fence: Of the incarnation that it is of.
+            manifest: What it must be; None if that is known already.
+            num_threads: That read at once.
+        """
+        shard = cls()
+        specs = {spec.name: spec for spec in fence.layout.parameters}
+        with path.open("rb", buffering=0) as file:
+            # The length first, by which memory was found to suffice.
+            if manifest is not None and os.fstat(file.fileno()).st_size != manifest.bytes:
+                raise ValueError("another length than was written")
+            image = ImageReader(file.fileno(), num_threads)
+            for name, tensor in image:
+                shard._take(name, tensor, specs)
+        if manifest is not None and image.checksum != manifest.checksum:
+            raise ValueError("other bytes than were written")
+        return shard
+
+    @property
+    def blocks(self) -> Any:
+        """The blocks that a rolling snapshot lists."""
+        data = self.encoded.get(BLOCKS)
+        return None if data is None else decode(data)
+
+    def add_to(self, state: RecoveredState, constants: Mapping[str, bytes]) -> None:
+        """Add this to a state. Its tensors become the state's, which replay changes in place."""
+        scalars = decode(self.encoded[SCALARS])
+        state.held = tuple(scalars["held"])
+        if not state.optimizers:
+            state.optimizers = [OptimizerState(list(groups), {}) for groups in scalars["groups"]]
+        for optimizer, entries in zip(state.optimizers, scalars["state"], strict=True):
+            for name, values in entries.items():
+                optimizer.state.setdefault(name, {}).update(values)
+        for index, name, key, tensor in self.entries:
+            state.optimizers[index].state.setdefault(name, {})[key] = tensor
+        state.parameters |= self.parameters
+        for average, followed in self.averages.items():
+            state.averages.setdefault(average, {}).update(followed)
+        state.items.append({**constants, **scalars["items"], **self.items})
+        state.residuals.append(self.residual)
+
+    def _take(
+        self, full_name: str, tensor: torch.Tensor, specs: Mapping[str, ParameterSpec]
+    ) -> None:
         prefix, _, name = full_name.partition("/")
         if prefix + "/" == PARAMETER:
-            state.parameters[name] = _flat(tensor, specs[name])
+            self.parameters[name] = _flat(tensor, specs[name])
         elif prefix + "/" == OPTIMIZER:
             index, parameter, key = entry_of(name, specs)
-            owner = state.optimizers[index].state.setdefault(parameter, {})
-            owner[key] = _flat(tensor, specs[parameter])
+            self.entries.append((index, parameter, key, _flat(tensor, specs[parameter])))
         elif full_name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM)):
-            items[full_name] = encode(tensor)
+            self.items[full_name] = encode(tensor)
         elif prefix + "/" == AVERAGE_ITEM:
             average, _, parameter = name.partition("/")
-            state.averages.setdefault(average, {})[parameter] = _flat(tensor, specs[parameter])
+            self.averages.setdefault(average, {})[parameter] = _flat(tensor, specs[parameter])
         elif prefix + "/" == RESIDUAL:
             # A compressor may keep state of its own beside the parameters' residuals.
             spec = specs.get(name)
-            residual[name] = flat(tensor) if spec is None else _flat(tensor, spec)
-    state.items.append(items)
-    state.residuals.append(residual)
+            self.residual[name] = flat(tensor) if spec is None else _flat(tensor, spec)
+        elif full_name in (SCALARS, BLOCKS):
+            self.encoded[full_name] = tensor.numpy().tobytes()
 
 
 def entry_of(name: str, parameters: Container[str]) -> tuple[int, str, str]:

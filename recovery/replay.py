@@ -97,9 +97,14 @@ class ReplayOptions:
 
     @property
     def readers(self) -> int:
-        """Number of threads that read a snapshot: as many as there are cores for this process."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.group is not None else 1
-        return self.num_workers or max(1, usable_cores() // here)
+        """Number of threads that read a snapshot: this process's share of the cores."""
+        if self.num_workers is not None:
+            return self.num_workers
+        if self.here is not None:
+            sharing = self.here.count
+        else:
+            sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.group is not None else 1
+        return max(1, usable_cores() // sharing)
 
 
 def replay(

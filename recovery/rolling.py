@@ -14,17 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from lowdiff.digests import Digester
-from lowdiff.errors import DamagedFile
 from lowdiff.persistence.catalog import SnapshotSet
-from lowdiff.persistence.cycles import BLOCKS
 from lowdiff.persistence.snapshots import shard_file
-from lowdiff.persistence.values import decode
 from lowdiff.recovery.blocks import Unit
 from lowdiff.recovery.kernels import StepChooser
-from lowdiff.recovery.load import UNFIT, load_snapshot
+from lowdiff.recovery.load import load_snapshot, or_damaged
 from lowdiff.recovery.optimizers import settle_kernels
 from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.replay import Replayer, ReplayOptions, windows
@@ -75,7 +71,7 @@ def load_base(
         DamagedFile: If a shard or a record is not what was written.
         ReplayMismatch: If the parameters differ from what the live run recorded at the step.
     """
-    state = load_snapshot(snapshot, fence, options.readers)
+    state, blocks = load_snapshot(snapshot, fence, options.readers)
     state.move(options.device)
     if not snapshot.is_rolling:
         return state
@@ -83,7 +79,7 @@ def load_base(
     # Every rank completes the base by itself, and movements are those of later steps.
     alone = replace(options, group=None, movements=None)
     state.has_mixed_residuals = True
-    stored = _read_blocks(snapshot, fence)
+    stored = _stored(snapshot, blocks, fence)
     for optimizer in state.optimizers:
         for name, entries in optimizer.state.items():
             # In the order of an atomic snapshot; the values are those of the last step in the end.
@@ -98,17 +94,15 @@ def load_base(
     return state
 
 
-def _read_blocks(snapshot: SnapshotSet, fence: Fence) -> dict[str, list[_Stored]]:
+def _stored(snapshot: SnapshotSet, blocks: Sequence[Any], fence: Fence) -> dict[str, list[_Stored]]:
     """Parameter name -> its ranges, over all shards; what is in none is of the snapshot's step."""
     found: dict[str, list[_Stored]] = {}
-    for manifest in snapshot.manifests:
+    for manifest, listed in zip(snapshot.manifests, blocks, strict=True):
         if manifest.first_base is None:
             continue
         path = shard_file(snapshot.folder, manifest.rank)
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                content = decode(tensors.get_tensor(BLOCKS).numpy().tobytes())
-            for entry in content:
+        with or_damaged(path, "its blocks cannot be read"):
+            for entry in listed:
                 for index, start, stop in entry["blocks"]:
                     spec = fence.layout.parameters[index]
                     step = entry["step"]
@@ -120,8 +114,6 @@ def _read_blocks(snapshot: SnapshotSet, fence: Fence) -> dict[str, list[_Stored]
                     scalars = [state.get(spec.name, {}) for state in entry["state"]]
                     merged = {key: value for found in scalars for key, value in found.items()}
                     found.setdefault(spec.name, []).append(_Stored(step, start, stop, merged))
-        except UNFIT as error:
-            raise DamagedFile(path, f"its blocks cannot be read ({error!r})") from error
     return found
 
 

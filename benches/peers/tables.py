@@ -7,7 +7,7 @@ from typing import Any
 
 from benches.peers.environments import REQUIREMENTS
 from benches.peers.systems import SYSTEMS, System
-from benches.tables import milliseconds, percent, table
+from benches.tables import excess, milliseconds, percent, table
 
 Cell = Mapping[str, Any]
 Label = Callable[[Cell], str]
@@ -81,12 +81,12 @@ def _times(cells: list[Cell], label: Label) -> str:
         found = cell["summary"]
         return [
             f"{found['step_seconds']:.3f} s",
-            _excess(found["ratio"]),
+            excess(found["ratio"]),
             _span(found, "ratio"),
             _span(found, "null"),
-            _excess(found["ratio_without_drain"]),
-            _excess(found["ratio_all_paid"]),
-            _excess(found.get("ratio_over_dense", found["ratio"])),
+            excess(found["ratio_without_drain"]),
+            excess(found["ratio_all_paid"]),
+            excess(found.get("ratio_over_dense", found["ratio"])),
         ]
 
     return _table(cells, label, head, row)
@@ -135,14 +135,10 @@ def _storage(cells: list[Cell], label: Label) -> str:
     return _table(cells, label, head, row)
 
 
-def _excess(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.1f} %"
-
-
 def _span(found: Mapping[str, Any], name: str) -> str:
     if f"{name}_low" not in found:
         return "a single round"
-    low, high = (_excess(found[f"{name}_{end}"]) for end in ("low", "high"))
+    low, high = (excess(found[f"{name}_{end}"]) for end in ("low", "high"))
     return f"{low.removesuffix(' %')} to {high}"
 
 

@@ -298,5 +298,5 @@ def test_a_shard_that_cannot_be_read_says_why(shard: tuple[Path, Manifest]) -> N
     folder, manifest = shard
     shard_file(folder, 1).unlink()
     shard_file(folder, 1).mkdir()
-    with pytest.raises(DamagedFile, match="cannot be read .*Is a directory"):
+    with pytest.raises(DamagedFile, match=r"cannot be read .*Is a directory"):
         check_shard(folder, manifest)

@@ -1,19 +1,36 @@
-"""An image comes back as it was written, and whatever else lies there is refused by name."""
+"""An image comes back as it was written, and whatever else lies there is damage of its file."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from crc32c import crc32c
 
+import lowdiff
+from lowdiff.errors import DamagedFile
+from lowdiff.layout import layout_of
 from lowdiff.persistence import copying
+from lowdiff.persistence.catalog import SnapshotSet, scan
+from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.snapshots import SCALARS, Manifest, manifest_file
 from lowdiff.persistence.values import same
-from lowdiff.recovery.images import read_image, write_image
-from lowdiff.recovery.load import UNFIT
+from lowdiff.recovery import images
+from lowdiff.recovery.images import ImageReader, write_image
+from lowdiff.recovery.load import load_snapshot, or_damaged
+from lowdiff.types import Fence
+from tests.recovery.test_plan import life as some_life
+from tests.recovery.training import Trained, flip
 
 TENSORS = {
     "double": torch.arange(7, dtype=torch.float64),
@@ -25,6 +42,29 @@ TENSORS = {
     "codes": torch.tensor([1, 65535], dtype=torch.uint16),
 }
 
+_PEAK = """
+import sys
+from pathlib import Path
+
+from lowdiff.recovery.load import load_shard
+from tests.recovery.test_read_images import life
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+before = peak()
+state = load_shard(Path(sys.argv[1]), 3, life())
+print(peak() - before)
+"""
+_MIB = 1 << 20
+
+
+def life() -> Fence:
+    """A fence of one parameter of 256 MiB."""
+    weight = torch.nn.Parameter(torch.empty(64, _MIB, device="meta"))
+    return replace(some_life(0).fence, layout=layout_of([("w", weight)]), names={})
+
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
@@ -34,90 +74,248 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
-def with_header(image: Path, header: bytes) -> None:
-    """Put another header before the tensors of an image."""
-    data = image.read_bytes()
-    body = data[8 + int.from_bytes(data[:8], "little") :]
-    image.write_bytes(len(header).to_bytes(8, "little") + header + body)
+@pytest.fixture
+def shard(closed: Trained, tmp_path: Path) -> tuple[Path, SnapshotSet]:
+    """A copied run's shard of step 10, and its snapshot."""
+    copy = closed.copied(tmp_path)
+    snapshots = scan(RunFolder(copy.run), [copy.staging]).snapshots
+    return copy.shard(10), next(s for s in snapshots if s.step == 10)
+
+
+def read(path: Path, num_threads: int = 1) -> tuple[dict[str, torch.Tensor], int, int]:
+    found = {}
+    with or_damaged(path), path.open("rb") as file:
+        reader = ImageReader(file.fileno(), num_threads)
+        found = dict(reader)
+    return {name: found[name] for name in TENSORS if name in found}, reader.bytes, reader.checksum
+
+
+def with_header(path: Path, header: bytes, body: bytes = bytes(16)) -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + body)
+
+
+def load(snapshot: SnapshotSet) -> Any:
+    fence = scan(RunFolder(snapshot.run)).incarnations[snapshot.incarnation].fence
+    return load_snapshot(snapshot, fence, 2)[0]
+
+
+def told_anew(shard: Path) -> None:
+    """Let the manifest say what the file is now, as a stranger would."""
+    path = manifest_file(shard.parent, 0)
+    data = shard.read_bytes()
+    manifest = replace(Manifest.read(path), bytes=len(data), checksum=crc32c(data))
+    path.write_text(json.dumps(manifest.document()))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("batch_bytes", [1, 64, 1 << 26])
 def test_tensors_come_back_with_length_and_checksum(
-    image: Path, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    image: Path, num_threads: int, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copying, "_SHARE_BYTES", 1000)
-    found, size, checksum = read_image(image, num_threads)
-    assert same({name: found[name] for name in TENSORS}, TENSORS)
+    monkeypatch.setattr(copying, "_PIECE_BYTES", 333)
+    monkeypatch.setattr(images, "_BATCH_BYTES", batch_bytes)
+    found, size, checksum = read(image, num_threads)
+    assert same(found, TENSORS)
     data = image.read_bytes()
     assert (size, checksum) == (len(data), crc32c(data))
 
 
+def test_a_read_that_ends_early_is_taken_up(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.preadv
+
+    def some(descriptor: int, targets: Sequence[memoryview], offset: int) -> int:
+        return really(descriptor, [targets[0][: max(1, len(targets[0]) // 2)]], offset)
+
+    monkeypatch.setattr(os, "preadv", some)
+    assert same(read(image)[0], TENSORS)
+
+
 def test_every_tensor_has_memory_of_its_own(image: Path) -> None:
-    found, _, _ = read_image(image)
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in found.values())
-    for tensor in found.values():
-        tensor.zero_()
-    again, _, _ = read_image(image)
-    assert same({name: again[name] for name in TENSORS}, TENSORS)
+    found, _, _ = read(image)
+    filled = [tensor for tensor in found.values() if tensor.numel()]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in filled)
+    assert len({t.untyped_storage().data_ptr() for t in filled}) == len(filled) == 6
 
 
-def test_no_flipped_byte_of_a_header_is_more_than_an_unfit_image(image: Path) -> None:
+def test_no_flipped_byte_of_a_header_is_more_than_damage(image: Path) -> None:
     data = image.read_bytes()
     length = 8 + int.from_bytes(data[:8], "little")
+    told = []
     for position in range(length):
-        for flip in (1, 0x20, 0x80):
+        for bit in (1, 0x20, 0x80):
             image.write_bytes(
-                data[:position] + bytes([data[position] ^ flip]) + data[position + 1 :]
+                data[:position] + bytes([data[position] ^ bit]) + data[position + 1 :]
             )
             try:
-                _, size, checksum = read_image(image)
-            except UNFIT:
-                continue
-            assert (size, checksum) != (len(data), crc32c(data))
+                _, size, checksum = read(image)
+            except DamagedFile as error:
+                told.append(len(str(error)))
+            else:
+                assert (size, checksum) != (len(data), crc32c(data))
+    assert max(told) < 1000
 
 
 @pytest.mark.parametrize("length", [0, 7, 8, 500])
-def test_an_image_that_was_cut_off_is_unfit(image: Path, length: int) -> None:
+def test_an_image_that_was_cut_off_is_damaged(image: Path, length: int) -> None:
     image.write_bytes(image.read_bytes()[:length])
-    with pytest.raises(UNFIT):
-        read_image(image)
+    with pytest.raises(DamagedFile, match=r"file ends at byte|its header is said|do not end where"):
+        read(image)
 
 
 @pytest.mark.parametrize(
-    "described",
+    ("shape", "why"),
     [
-        {"dtype": "F32", "shape": [-1, -4], "data_offsets": [0, 16]},
-        {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]},
-        {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]},
-        {"dtype": "F32", "shape": [3], "data_offsets": [4, 16]},
-        {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]},
+        ([-1, -4], "has no shape"),
+        ([4.0], "has no shape"),
+        ([True, 4], "has no shape"),
+        (["x", 1 << 34], "has no shape"),
+        ([[0], 1 << 34], "has no shape"),
+        (4, "has no shape"),
+        ([1] * 65, "has no shape"),
+        ([10**400, 1.5], "has no shape"),
+        ([10**400], "is too large"),
+        ([0, 1 << 62, 1 << 62], "is too large"),
+        ([1 << 62, 1 << 62, 0], "is too large"),
+        ([1 << 40], "does not begin where"),
+        ([5], "does not begin where"),
+        ([3], "does not begin where"),
+    ],
+)
+def test_sizes_are_checked_before_anything_is_made_of_them(
+    tmp_path: Path, shape: Any, why: str
+) -> None:
+    told = {"dtype": "F32", "shape": shape, "data_offsets": [0, 16]}
+    with_header(tmp_path / "image", json.dumps({"w": told}).encode())
+    with pytest.raises(DamagedFile, match=f"'w' {why}"):
+        read(tmp_path / "image")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
         {"dtype": "F8_E4M3", "shape": [16], "data_offsets": [0, 16]},
+        {"dtype": "X8", "shape": [16], "data_offsets": [0, 16]},
         {"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]},
-        {"dtype": "F32", "shape": 4, "data_offsets": [0, 16]},
         {"dtype": "F32", "shape": [4]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [4, 20]},
+        {"dtype": "F32", "shape": [4], "data_offsets": 16},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
         [],
         None,
     ],
 )
-def test_strange_headers_are_unfit(tmp_path: Path, described: object) -> None:
-    path = tmp_path / "image"
-    header = json.dumps({"w": described}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    with pytest.raises(UNFIT):
-        read_image(path)
+def test_strange_entries_are_damage(tmp_path: Path, told: Any) -> None:
+    with_header(tmp_path / "image", json.dumps({"w": told}).encode())
+    with pytest.raises(DamagedFile, match="not a snapshot shard"):
+        read(tmp_path / "image")
 
 
-@pytest.mark.parametrize("header", [b"[]", b"{", b"\xff", b"[" * 100_000, b"null"])
-def test_headers_that_are_no_objects_are_unfit(image: Path, header: bytes) -> None:
-    with_header(image, header)
-    with pytest.raises(UNFIT):
-        read_image(image)
+@pytest.mark.parametrize(
+    "header", [b"[]", b"{", b"\xff" * 9999, b"[" * 100_000, b"null", b"9" * 5000]
+)
+def test_headers_that_are_no_objects_are_damage_that_is_told_shortly(
+    tmp_path: Path, header: bytes
+) -> None:
+    with_header(tmp_path / "image", header)
+    with pytest.raises(DamagedFile, match="its header is no") as caught:
+        read(tmp_path / "image")
+    assert len(str(caught.value)) < 1000
 
 
-def test_two_tensors_in_one_place_are_unfit(tmp_path: Path) -> None:
-    path = tmp_path / "image"
+def test_two_tensors_in_one_place_are_damage(tmp_path: Path) -> None:
     place = {"dtype": "U8", "shape": [16], "data_offsets": [0, 16]}
-    header = json.dumps({"a": place, "b": place}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    with pytest.raises(ValueError, match="b is no tensor at bytes 16 to 32"):
-        read_image(path)
+    with_header(tmp_path / "image", json.dumps({"a": place, "b": place}).encode())
+    with pytest.raises(DamagedFile, match="'b' does not begin where"):
+        read(tmp_path / "image")
+
+
+def test_an_item_is_encoded_while_little_else_is_in_memory(tmp_path: Path) -> None:
+    """Encoding takes four copies for a moment."""
+    scalars = torch.frombuffer(
+        bytearray(images.scalars_image([], [], [], {}).data), dtype=torch.uint8
+    )
+    with (tmp_path / "image").open("wb") as file:
+        write_image(
+            file,
+            {
+                "frozen/embedding": partial(torch.ones, 16, _MIB),
+                "model/w": partial(torch.ones, 64, _MIB),
+                SCALARS: scalars.detach,
+            },
+        )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", _PEAK, str(tmp_path / "image")]
+    grown = int(subprocess.run(command, check=True, capture_output=True, cwd=root).stdout)
+    assert 320 * _MIB < grown < 420 * _MIB
+
+
+# Shards of a run
+
+
+def test_a_longer_shard_is_refused_before_it_is_read(
+    shard: tuple[Path, SnapshotSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, snapshot = shard
+    with path.open("ab") as file:
+        file.truncate(1 << 40)
+    monkeypatch.delattr(os, "preadv")
+    with pytest.raises(DamagedFile, match=f"{1 << 40} bytes found"):
+        load(snapshot)
+
+
+def test_what_was_misread_once_is_read_again(
+    shard: tuple[Path, SnapshotSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, snapshot = shard
+    whole = load(snapshot)
+    really, failures = os.preadv, [OSError(errno.EIO, "Input/output error"), None]
+
+    def read_badly(descriptor: int, targets: Sequence[memoryview], offset: int) -> int:
+        count = really(descriptor, targets, offset)
+        if offset > 8 and failures:
+            if (error := failures.pop()) is not None:
+                raise error
+            targets[0][count - 1] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", read_badly)
+    found = load(snapshot)
+    assert same(found.parameters, whole.parameters)
+    assert same([o.state for o in found.optimizers], [o.state for o in whole.optimizers])
+
+
+def test_a_medium_that_fails_is_damage_and_an_older_snapshot_serves(
+    closed: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = closed.copied(tmp_path)
+    bad = copy.shard(10).stat()
+    really = os.preadv
+
+    def fail(descriptor: int, targets: Sequence[memoryview], offset: int) -> int:
+        end = offset + len(targets[0])
+        if os.fstat(descriptor).st_ino == bad.st_ino and end == bad.st_size:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return really(descriptor, targets, offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    snapshots = scan(RunFolder(copy.run), [copy.staging]).snapshots
+    with pytest.raises(DamagedFile, match=r"cannot be read .*Input/output error"):
+        load(next(s for s in snapshots if s.step == 10))
+    state = lowdiff.recover(copy.run, 11, staging=copy.staging)
+    assert state.base_step == 5
+    assert same(dict(state.model_state_dict()), dict(closed.models[11]))
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_with_a_damaged_header_an_older_snapshot_serves(
+    closed: Trained, tmp_path: Path, is_told: bool
+) -> None:
+    """Also where the manifest was made to fit."""
+    copy = closed.copied(tmp_path)
+    flip(copy.shard(10), 20)
+    if is_told:
+        told_anew(copy.shard(10))
+    state = lowdiff.recover(copy.run, 11, staging=copy.staging)
+    assert state.base_step == 5
+    assert same(dict(state.model_state_dict()), dict(closed.models[11]))
