@@ -1,4 +1,4 @@
-"""Reading a snapshot into a state, and writing a state's tensors as a snapshot's."""
+"""Reading a snapshot into a state: in one pass, checked before anything of it is believed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from lowdiff.layout import flat, flat_like
 from lowdiff.persistence.catalog import SnapshotSet
 from lowdiff.persistence.constants import check_constants
 from lowdiff.persistence.cycles import BLOCKS
-from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import (
     OPTIMIZER,
@@ -43,9 +42,7 @@ from lowdiff.recovery.state import (
 from lowdiff.types import Fence, ParameterSpec
 
 #: What reading tensors and scalars raises where they are not those of a snapshot.
-_UNFIT = (
-    BadEncoding, LookupError, TypeError, ValueError, AttributeError, EOFError
-)  # fmt: skip
+_UNFIT = (LookupError, TypeError, ValueError, AttributeError, EOFError)
 
 
 def load_snapshot(
