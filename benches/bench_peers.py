@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,9 @@ from benches.peers.training import MODELS
 from benches.tables import excess
 
 NAME = "peers_overhead"
+#: Of a size and a number of ranks, in the picture.
+_MARKS = ("o", "s", "^", "D")
+_TICKS = (0, 5, 10, 20, 50, 100, 200, 500)
 
 
 def results_of(path: Path) -> dict[str, Any]:
@@ -81,33 +85,37 @@ def result_from(cells: Mapping[str, Any], seed: int, facts: Mapping[str, Any]) -
 
 
 def draw(axes: Axes, result: Result) -> None:
-    """The ratio of every cell that ran, as a bar with its spread."""
-    shown = [(name, c["summary"]) for name, c in result.samples.items() if "ratio" in c["summary"]]
-    shown.sort(key=lambda item: -item[1]["ratio"])
-    for height, (name, summary) in enumerate(shown):
-        middle = 100 * (summary["ratio"] - 1)
+    """A row for each system: the ratio of each of its cells that ran, with its spread."""
+    shown = [(c["plan"], c["summary"]) for c in result.samples.values() if "ratio" in c["summary"]]
+    groups = sorted({(plan["model"], plan["num_ranks"]) for plan, _ in shown})
+    ratios: dict[str, list[float]] = {}
+    for plan, summary in shown:
+        ratios.setdefault(plan["system"], []).append(summary["ratio"])
+    systems = sorted(ratios, key=lambda name: -statistics.median(ratios[name]))
+    for plan, summary in shown:
+        group = groups.index((plan["model"], plan["num_ranks"]))
+        height = systems.index(plan["system"]) + 0.5 - (group + 1) / (len(groups) + 1)
+        colour = BLUE if plan["system"].startswith("lowdiff") else MUTED
         spread = [100 * (summary[f"ratio_{end}"] - 1) for end in ("low", "high")]
-        colour = BLUE if "/lowdiff" in name else MUTED
-        axes.plot(spread, [height, height], color=PALE, linewidth=6, solid_capstyle="butt")
-        axes.plot([middle], [height], "o", color=colour, markersize=6)
-        if "ratio_over_dense" in summary:
-            with_compression = 100 * (summary["ratio_over_dense"] - 1)
-            axes.plot(
-                [with_compression], [height], "o", color=colour, markersize=6, fillstyle="none"
-            )
-            spread.append(with_compression)
-        axes.annotate(
-            excess(summary["ratio"]), (max(spread), height), xytext=(6, 0), textcoords="offset points",
-            va="center", color=INK, fontsize=7,
-        )  # fmt: skip
-    labels = [f"{SYSTEMS[name.split('/')[1]].label}, {name.split('/')[0]}" for name, _ in shown]
-    axes.set_yticks(range(len(shown)), labels, fontsize=7)
+        axes.plot(spread, [height, height], color=PALE, linewidth=3, solid_capstyle="butt")
+        for key, fill in (("ratio", "full"), ("ratio_over_dense", "none")):
+            if key in summary:
+                axes.plot(
+                    [100 * (summary[key] - 1)], [height], _MARKS[group % len(_MARKS)],
+                    color=colour, markersize=5, fillstyle=fill,
+                )  # fmt: skip
+    for mark, (model, num_ranks) in zip(_MARKS, groups, strict=False):
+        ranks = "rank" if num_ranks == 1 else "ranks"
+        axes.plot([], [], mark, color=INK, markersize=5, label=f"{model}, {num_ranks} {ranks}")
+    axes.legend(loc="lower left", fontsize=7, frameon=False)
+    axes.set_yticks(range(len(systems)), [SYSTEMS[name].label for name in systems], fontsize=8)
     axes.set_xscale("symlog", linthresh=10)
-    axes.margins(x=0.15)
-    axes.set_xlabel("training time with a checkpoint at every step, over that without: excess in %")
+    axes.set_xticks(_TICKS, [f"{tick} %" for tick in _TICKS], fontsize=8)
+    axes.grid(axis="x", color=PALE, linewidth=0.5)
+    axes.set_xlabel("more training time with a checkpoint at every step than without", fontsize=8)
     axes.set_title(
-        "A checkpoint at every step, drained; dot: median, bar: least to greatest,\n"
-        "circle: over training that does not compress, either",
+        "A checkpoint at every step, drained; mark: median, bar: least to greatest,\n"
+        "open mark: over training that does not compress, either",
         loc="left", color=INK, fontsize=10, fontweight="bold",
     )  # fmt: skip
 

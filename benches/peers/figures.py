@@ -136,13 +136,16 @@ def _over_dense(pairs: Sequence[Sequence[float]], dense: Sequence[float]) -> dic
     return {"ratio_over_dense": statistics.median(ratios)} if ratios else {}
 
 
-def _kills(kills: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _kills(kills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     lost = [max(0, kill["completed"] - kill["ranks"][0]["step"]) for kill in kills]
     return {
         "kills": len(kills),
         "kills_while_saving": sum(kill["while_saving"] for kill in kills),
         "steps_lost_mean": statistics.fmean(lost),
         "steps_lost_high": max(lost),
+        "bit_identical_after_kills": all(
+            rank["bit_identical"] for kill in kills for rank in _compared(kill["ranks"])
+        ),
     }
 
 

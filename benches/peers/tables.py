@@ -103,12 +103,17 @@ def _losses(cells: list[Cell], label: Label) -> str:
         return [
             milliseconds(found["stall_p50_seconds"]),
             milliseconds(found["stall_p99_seconds"]),
-            f"{found['steps_lost_mean']:.1f} ({found['steps_lost_high']})",
+            _lost(found),
             f"{found['kills']} ({found['kills_while_saving']})",
             _from_files(cell),
         ]
 
     return _table(cells, label, head, row)
+
+
+def _lost(found: Mapping[str, Any]) -> str:
+    lost = f"{found['steps_lost_mean']:.1f} ({found['steps_lost_high']})"
+    return lost if found["bit_identical_after_kills"] else f"{lost}, then other bits"
 
 
 def _from_files(cell: Cell) -> str:

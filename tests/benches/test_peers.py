@@ -142,8 +142,14 @@ def test_other_bits_or_an_earlier_step_are_not_identical(other: dict[str, Any]) 
 
 
 def test_other_bits_after_a_kill_are_not_identical() -> None:
-    torn = {**killed(7, 7), "ranks": [restored(7, 1e-3)]}
-    assert figures(samples(kills=[torn]))["bit_identical"] is False
+    torn = {**killed(7, 7), "ranks": [restored(7), restored(7, 1e-3)]}
+    found = figures(samples(kills=[torn]))
+    assert (found["bit_identical"], found["bit_identical_after_kills"]) == (False, False)
+
+
+def test_what_a_kill_left_is_told_apart_from_what_a_history_lacks() -> None:
+    found = figures(samples(restore=[restored(9, None)]))
+    assert (found["bit_identical"], found["bit_identical_after_kills"]) == (False, True)
 
 
 def test_a_cell_is_done_only_if_it_ran_under_the_same_settings() -> None:
