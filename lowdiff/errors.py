@@ -142,6 +142,12 @@ class DamagedFile(StorageError):
         where = "" if offset is None else f" at byte {offset}"
         super().__init__(f"{path} is damaged{where}: {what}; `lowdiff verify` lists what is good")
 
+    @property
+    def is_unreadable(self) -> bool:
+        """Whether the file is there and could not be read, which may pass: damage does not."""
+        cause = self.__cause__
+        return isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+
 
 class NewerFormat(StorageError):
     """The file was written by a later version of lowdiff."""

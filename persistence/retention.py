@@ -272,8 +272,7 @@ def _passes(snapshot: SnapshotSet) -> bool | None:
         for manifest in snapshot.manifests:
             check_shard(snapshot.folder, manifest)
     except DamagedFile as error:
-        is_there = not isinstance(error.__cause__, FileNotFoundError)
-        return None if isinstance(error.__cause__, OSError) and is_there else False
+        return None if error.is_unreadable else False
     return True
 
 

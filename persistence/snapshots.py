@@ -196,6 +196,10 @@ def _entries(text: bytearray) -> tuple[ImageEntry, ...]:
     if type(described) is not dict:
         raise ValueError("its header is no object")
     described.pop("__metadata__", None)
+    for name, told in described.items():
+        offsets = told["data_offsets"]
+        if type(offsets) is not list or [type(end) for end in offsets[:3]] != [int, int]:
+            raise ValueError(f"{name!r:.100} has no place")
     entries = []
     offset = 0
     for name, told in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):

@@ -1,16 +1,48 @@
-"""Replaying in blocks, and once more in whole tensors where blocks do not reproduce the live bits."""
+"""What goes wrong in a replay: blocks that do not reproduce the live bits, and what fits no optimizer."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
-from lowdiff.errors import ReplayMismatch
+import torch
+
+from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.state import RecoveredState
+from lowdiff.recovery.unit import UNREPLAYABLE
 
 _logger = logging.getLogger(__name__)
+
+#: What torch and Python say where memory or threads are not to be had.
+_OUT_OF_MEANS = ("allocate memory", "start new thread")
+
+
+@contextmanager
+def unfit_is_damaged(root: Path, what: str) -> Iterator[None]:
+    """What fits no optimizer is damaged; that a machine has nothing left says nothing about it.
+
+    Checksums hold for whatever a stranger has written.
+
+    Args:
+        root: The run's folder.
+        what: What is replayed.
+
+    Raises:
+        DamagedFile: Instead of what the optimizer says.
+    """
+    try:
+        yield
+    except LowDiffError:
+        raise
+    except UNREPLAYABLE as error:
+        is_out = any(words in str(error) for words in _OUT_OF_MEANS)
+        if is_out or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise DamagedFile(root, f"{what} cannot be replayed ({error!r:.200})") from error
 
 
 def in_blocks_or_whole(

@@ -11,13 +11,13 @@ from typing import TypeVar
 
 import torch
 
-from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch, StepNotFound
+from lowdiff.errors import DamagedFile, ReplayMismatch, RunMismatch, StepNotFound
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_history, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.snapshots import was_removed
-from lowdiff.recovery.attempts import in_blocks_or_whole
+from lowdiff.recovery.attempts import in_blocks_or_whole, unfit_is_damaged
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.in_memory import MemoryPlan, carry_out_in_memory, plan_in_memory
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
@@ -26,7 +26,6 @@ from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.sharing import gather, made_by_all
 from lowdiff.recovery.sizing import check_memory, local_ranks
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
-from lowdiff.recovery.unit import UNREPLAYABLE
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
@@ -269,8 +268,14 @@ def without(catalog: Catalog, snapshots: Collection[tuple[int, int]]) -> Catalog
 def try_from_disk(
     catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions
 ) -> RecoveredState | OutOfReach:
-    """The state at a plan's step: from its snapshot, or from older ones where that is damaged."""
+    """The state at a plan's step: from its snapshot, or from older ones where that is damaged.
+
+    Raises:
+        DamagedFile: If nothing else leads there than what cannot be read. That may pass, while a step
+            back would remain.
+    """
     damaged: list[tuple[int, int]] = []
+    unreadable: DamagedFile | None = None
     while True:
         try:
             state = carry_out(catalog, plan, options)
@@ -280,6 +285,10 @@ def try_from_disk(
                 raise
             _logger.warning("%s; going back to an older snapshot", error)
             damaged.append((base.incarnation, base.step))
+            if error.is_unreadable:
+                unreadable = DamagedFile(
+                    error.path, error.what
+                )  # without what the error holds on to
             catalog = without(catalog, damaged)
         else:
             lives = dict.fromkeys([plan.base.incarnation, *(s.incarnation for s in plan.steps)])
@@ -288,6 +297,8 @@ def try_from_disk(
         try:
             plan = plan_recovery(catalog, plan.step)
         except StepNotFound as error:
+            if unreadable is not None:
+                raise unreadable from error
             which = ", ".join(str(step) for _, step in damaged)
             why = f"{error.why} (snapshot {which}, which leads there, is damaged)"
             found = StepNotFound(catalog.root, error.step, error.recoverable, why)
@@ -316,17 +327,11 @@ def _carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> 
         check_memory(plan.loaded_bytes, options.here)
         return load_base(plan.base, fence_of(plan.base.incarnation), plan.cycle, options)
 
-    try:
+    with unfit_is_damaged(catalog.root, f"what is stored up to step {plan.step}"):
         state = made_by_all(load, group)
         state = replay(state, plan.steps, fence_of, options)
         state.move(torch.device("cpu"))
         return state
-    except LowDiffError:
-        raise
-    except UNREPLAYABLE as error:
-        # Checksums hold for whatever a stranger has written, also if it fits no optimizer.
-        what = f"what is stored up to step {plan.step} cannot be replayed ({error!r:.200})"
-        raise DamagedFile(catalog.root, what) from error
 
 
 def _same_layout(base: Fence, plan: RecoveryPlan, target: Fence) -> None:

@@ -39,8 +39,8 @@ from lowdiff.recovery.sizing import (
 from lowdiff.recovery.state import OptimizerState
 from lowdiff.types import Block, Fence
 
-#: Measured on two cores: what is not in the page cache is read and checksummed at 0.7 to 0.9e9.
-_SNAPSHOT_BYTES_PER_SECOND = 0.8e9
+#: Measured on two cores of a virtual machine, of a snapshot that is not in the page cache: 0.7 to 0.9e9.
+_SNAPSHOT_BYTES_PER_SECOND = 1.0e9
 #: Differentials that are decoded to see how long that takes.
 _DECODED = 3
 #: Of a parameter that its optimizer cannot step by blocks, as many rows are tried.

@@ -163,26 +163,26 @@ def write_image(
 
 
 class ImageReader:
-    """Reads an image in one pass, by several threads.
+    """Reads an image once, by several threads."""
 
-    Attributes:
-        bytes: Length of what was read so far.
-        checksum: CRC-32C of that.
-    """
-
-    def __init__(self, descriptor: int, num_threads: int) -> None:
+    def __init__(self, descriptor: int, num_threads: int, *, first: Callable[[str], bool]) -> None:
         """Read the header.
+
+        Args:
+            descriptor: Of the open file.
+            num_threads: That read at once.
+            first: Whether a tensor of that name is to come before those that are not.
 
         Raises:
             OSError: If the file cannot be read.
             EOFError, ValueError, LookupError, TypeError: If it is no image.
         """
-        header = read_image_header(descriptor)
+        self._header = read_image_header(descriptor)
         self._descriptor = descriptor
         self._num_threads = num_threads
-        self._entries = header.entries
-        self.bytes = header.bytes
-        self.checksum = header.checksum
+        self._is_first = first
+        #: By its offset: length and CRC-32C of what was read there.
+        self._read_at = {0: (self._header.bytes, self._header.checksum)}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors, each in memory of its own, and few of them before they are asked for.
@@ -191,23 +191,36 @@ class ImageReader:
             OSError: If the file cannot be read.
             EOFError, LookupError: If it is no image.
         """
-        batch: list[ImageEntry] = []
-        batch_bytes = 0
-        for entry in self._entries:
-            if batch_bytes + entry.nbytes > _BATCH_BYTES:
-                yield from self._read(batch)
-                batch, batch_bytes = [], 0
-            batch.append(entry)
-            batch_bytes += entry.nbytes
-        yield from self._read(batch)
+        for is_first in (True, False):
+            offset = self._header.bytes
+            batch: list[ImageEntry] = []
+            batch_bytes = 0
+            for entry in self._header.entries:
+                is_wanted = self._is_first(entry.name) == is_first
+                if not is_wanted or batch_bytes + entry.nbytes > _BATCH_BYTES:
+                    yield from self._read(batch, offset - batch_bytes)
+                    batch, batch_bytes = [], 0
+                if is_wanted:
+                    batch.append(entry)
+                    batch_bytes += entry.nbytes
+                offset += entry.nbytes
+            yield from self._read(batch, offset - batch_bytes)
 
-    def _read(self, batch: Sequence[ImageEntry]) -> Iterator[tuple[str, torch.Tensor]]:
+    @property
+    def checksum(self) -> int:
+        """CRC-32C of the file, once all tensors were read."""
+        checksum = 0
+        for _, (size, part) in sorted(self._read_at.items()):
+            checksum = joined_checksum(checksum, part, size)
+        return checksum
+
+    def _read(self, batch: Sequence[ImageEntry], offset: int) -> Iterator[tuple[str, torch.Tensor]]:
         tensors = deque(torch.empty(e.shape, dtype=_DTYPES[e.dtype], device="cpu") for e in batch)
         parts = [byte_view(tensor) for tensor in tensors if tensor.numel()]
-        checksum = read_in_parallel(self._descriptor, self.bytes, parts, self._num_threads)
         size = sum(len(part) for part in parts)
-        self.checksum = joined_checksum(self.checksum, checksum, size)
-        self.bytes += size
+        if size:
+            checksum = read_in_parallel(self._descriptor, offset, parts, self._num_threads)
+            self._read_at[offset] = (size, checksum)
         del parts
         for entry in batch:
             yield entry.name, tensors.popleft()

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.records import StoredRecord, joined
 from lowdiff.persistence.replica_status import has_replica, read_mark, read_replica_status
-from lowdiff.recovery.attempts import in_blocks_or_whole
+from lowdiff.recovery.attempts import in_blocks_or_whole, unfit_is_damaged
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.load import empty_state, load_constants, load_shard
 from lowdiff.recovery.optimizers import settle_kernels
@@ -38,7 +38,6 @@ from lowdiff.recovery.shard import Shard, contents_of, share_step
 from lowdiff.recovery.sharing import gather, made_by_all
 from lowdiff.recovery.sizing import threads_put_back
 from lowdiff.recovery.state import OptimizerState, RecoveredState
-from lowdiff.recovery.unit import UNREPLAYABLE
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
@@ -170,18 +169,8 @@ def _carried_out(catalog: Catalog, plan: MemoryPlan, options: ReplayOptions) -> 
     return state
 
 
-@contextmanager
-def _unfit_is_damaged(catalog: Catalog, plan: MemoryPlan) -> Iterator[None]:
-    """What fits no optimizer is damaged; that a machine has no memory left says nothing about it."""
-    try:
-        yield
-    except LowDiffError:
-        raise
-    except UNREPLAYABLE as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            raise
-        what = f"what is in memory up to step {plan.step} cannot be replayed ({error!r:.200})"
-        raise DamagedFile(catalog.root, what) from error
+def _unfit_is_damaged(catalog: Catalog, plan: MemoryPlan) -> AbstractContextManager[None]:
+    return unfit_is_damaged(catalog.root, f"what is in memory up to step {plan.step}")
 
 
 def _shares_of(

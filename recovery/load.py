@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ from lowdiff.recovery.state import (
     RecoveredState,
 )
 from lowdiff.types import Fence, ParameterSpec
+
+_logger = logging.getLogger(__name__)
 
 #: What reading tensors and scalars raises where they are not those of a snapshot.
 _UNFIT = (LookupError, TypeError, ValueError, AttributeError, EOFError)
@@ -116,9 +119,13 @@ def load_shard(path: Path, step: int, fence: Fence) -> RecoveredState:
 def _checked(folder: Path, manifest: Manifest, fence: Fence, num_threads: int) -> _Shard:
     """A shard as it was written."""
     path = shard_file(folder, manifest.rank)
-    with suppress(*_UNFIT, OSError):
+    try:
         return _Shard.read(path, fence, manifest, num_threads)
-    check_shard(folder, manifest)  # says what is wrong with its bytes; else it was the reading
+    except (*_UNFIT, OSError) as error:
+        why = f"{error!r:.200}"
+    # Not in the clause above, whose error holds on to what was read.
+    check_shard(folder, manifest)  # says what is wrong with the bytes
+    _logger.warning("%s was misread (%s); reading it once more", path, why)
     with or_damaged(path):
         return _Shard.read(path, fence, manifest, num_threads)
 
@@ -136,7 +143,9 @@ def or_damaged(path: Path, what: str = "not a snapshot shard") -> Iterator[None]
     """
     try:
         yield
-    except (*_UNFIT, OSError) as error:
+    except OSError as error:
+        raise DamagedFile(path, f"it cannot be read ({error})") from error
+    except _UNFIT as error:
         raise DamagedFile(path, f"{what} ({error!r:.200})") from error
 
 
@@ -189,9 +198,11 @@ class _Shard:
             # The length first, by which memory was found to suffice.
             if manifest is not None and os.fstat(file.fileno()).st_size != manifest.bytes:
                 raise ValueError("another length than was written")
-            image = ImageReader(file.fileno(), num_threads)
+            # Encoding takes copies: items while nothing else is there.
+            image = ImageReader(file.fileno(), num_threads, first=_is_item)
             for name, tensor in image:
                 shard._take(name, tensor, specs)
+                del tensor  # the next ones are read before it is bound to another
         if manifest is not None and image.checksum != manifest.checksum:
             raise ValueError("other bytes than were written")
         return shard
@@ -228,7 +239,7 @@ class _Shard:
         elif prefix + "/" == OPTIMIZER:
             index, parameter, key = entry_of(name, specs)
             self.entries.append((index, parameter, key, _flat(tensor, specs[parameter])))
-        elif full_name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM)):
+        elif _is_item(full_name):
             self.items[full_name] = encode(tensor)
         elif prefix + "/" == AVERAGE_ITEM:
             average, _, parameter = name.partition("/")
@@ -239,6 +250,10 @@ class _Shard:
             self.residual[name] = flat(tensor) if spec is None else _flat(tensor, spec)
         elif full_name in (SCALARS, BLOCKS):
             self.encoded[full_name] = tensor.numpy().tobytes()
+
+
+def _is_item(name: str) -> bool:
+    return name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM))
 
 
 def entry_of(name: str, parameters: Container[str]) -> tuple[int, str, str]:

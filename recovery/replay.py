@@ -58,7 +58,7 @@ class ReplayOptions:
     """How to replay; never changes the resulting bits, unless on another kind of device.
 
     Attributes:
-        num_workers: Threads; None takes as many as this process may use cores.
+        num_workers: Threads; None takes this process's share of the cores that it may use.
         block_elements: Elements per unit, a multiple of 64; None takes what a short measurement
             finds fastest.
         whole: Replay every parameter whole on one thread team of the live run's size.
@@ -69,8 +69,8 @@ class ReplayOptions:
             each. All must ask for the same step of the same files.
         device: Where the optimizer runs; the result is on the CPU. A run comes back bit for bit
             where it was trained, elsewhere last places may differ.
-        here: The processes of this machine that recover at once and share its memory; None if this one
-            is alone. Those of a group ask each other.
+        here: The processes of this machine that recover at once and share its cores and its memory;
+            None if this one is alone. Those of a group ask each other.
     """
 
     num_workers: int | None = None
