@@ -36,7 +36,7 @@ demo: .venv/installed-plot
 
 # Under a quarter of an hour on two cores. Both go on where they stopped.
 bench: .venv/installed-plot
-	$(BIN)/python -m benches.bench_peers --out $(RESULTS)
+	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --kills 2
 
 # Hours: every system, each in an environment of its own under .venv-peers.
 bench-peers: .venv/installed-plot
