@@ -242,7 +242,9 @@ def test_two_tensors_in_one_place_are_damage(tmp_path: Path) -> None:
         read(tmp_path / "image")
 
 
-@pytest.mark.parametrize("item", ["frozen/embedding", "tensor/average"])
+@pytest.mark.parametrize(
+    "item", [pytest.param("frozen/embedding", marks=pytest.mark.slow), "tensor/average"]
+)
 def test_an_item_is_encoded_while_nothing_else_is_in_memory(tmp_path: Path, item: str) -> None:
     """Encoding takes four copies for a moment."""
     scalars = bytearray(images.scalars_image([], [], [], {}).data)
