@@ -285,10 +285,8 @@ def try_from_disk(
                 raise
             _logger.warning("%s; going back to an older snapshot", error)
             damaged.append((base.incarnation, base.step))
-            if error.is_unreadable:
-                unreadable = DamagedFile(
-                    error.path, error.what
-                )  # without what the error holds on to
+            if error.is_unreadable:  # told anew: the error holds on to what was read
+                unreadable = DamagedFile(error.path, error.what)
             catalog = without(catalog, damaged)
         else:
             lives = dict.fromkeys([plan.base.incarnation, *(s.incarnation for s in plan.steps)])
