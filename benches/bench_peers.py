@@ -22,6 +22,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -88,23 +89,25 @@ def draw(axes: Axes, result: Result) -> None:
     """A row for each system: the ratio of each of its cells that ran, with its spread."""
     shown = [(c["plan"], c["summary"]) for c in result.samples.values() if "ratio" in c["summary"]]
     groups = sorted({(plan["model"], plan["num_ranks"]) for plan, _ in shown})
+    marks = dict(zip(groups, cycle(_MARKS), strict=False))
     ratios: dict[str, list[float]] = {}
     for plan, summary in shown:
         ratios.setdefault(plan["system"], []).append(summary["ratio"])
     systems = sorted(ratios, key=lambda name: -statistics.median(ratios[name]))
     for plan, summary in shown:
-        group = groups.index((plan["model"], plan["num_ranks"]))
-        height = systems.index(plan["system"]) + 0.5 - (group + 1) / (len(groups) + 1)
+        group = plan["model"], plan["num_ranks"]
+        place = (groups.index(group) + 1) / (len(groups) + 1)
+        height = systems.index(plan["system"]) + 0.5 - place
         colour = BLUE if plan["system"].startswith("lowdiff") else MUTED
         spread = [100 * (summary[f"ratio_{end}"] - 1) for end in ("low", "high")]
         axes.plot(spread, [height, height], color=PALE, linewidth=3, solid_capstyle="butt")
         for key, fill in (("ratio", "full"), ("ratio_over_dense", "none")):
             if key in summary:
                 axes.plot(
-                    [100 * (summary[key] - 1)], [height], _MARKS[group % len(_MARKS)],
+                    [100 * (summary[key] - 1)], [height], marks[group],
                     color=colour, markersize=5, fillstyle=fill,
                 )  # fmt: skip
-    for mark, (model, num_ranks) in zip(_MARKS, groups, strict=False):
+    for (model, num_ranks), mark in marks.items():
         ranks = "rank" if num_ranks == 1 else "ranks"
         axes.plot([], [], mark, color=INK, markersize=5, label=f"{model}, {num_ranks} {ranks}")
     axes.legend(loc="lower left", fontsize=7, frameon=False)

@@ -106,8 +106,8 @@ def read_in_parallel(
     return _in_shares(read, total, min(num_threads, _MOST_STREAMS))
 
 
-def checksum_of(descriptor: int, size: int) -> int:
-    """CRC-32C of a file's first bytes.
+def checksum_of(descriptor: int, offset: int, size: int) -> int:
+    """CRC-32C of a part of a file, which is not kept.
 
     Raises:
         OSError: If it cannot be read.
@@ -117,7 +117,7 @@ def checksum_of(descriptor: int, size: int) -> int:
     checksum = 0
     for start in range(0, size, _PIECE_BYTES):
         piece = buffer[: size - start]
-        read_whole(descriptor, start, piece)
+        read_whole(descriptor, offset + start, piece)
         checksum = crc32c(piece, checksum)
     return checksum
 

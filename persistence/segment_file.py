@@ -6,13 +6,12 @@ import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from crc32c import crc32c
-
 from lowdiff.errors import DamagedFile
+from lowdiff.persistence.copying import checksum_of
 from lowdiff.persistence.framing import (
     HEADER_BYTES,
     FileHeader,
@@ -100,13 +99,9 @@ class SegmentFile:
         """Of a part of the file, which is not kept; None if the file ends before."""
         if offset + size > self.size:
             return None
-        checksum = 0
-        with _reading(self.path) as file:
-            file.seek(offset)
-            while size and (piece := file.read(min(size, _PIECE_BYTES))):
-                checksum = crc32c(piece, checksum)
-                size -= len(piece)
-        return None if size else checksum
+        with _reading(self.path) as file, suppress(EOFError):
+            return checksum_of(file.fileno(), offset, size)
+        return None
 
     def _bytes(self, offset: int, size: int) -> memoryview | None:
         """A part of the file; None if it ends before."""

@@ -265,7 +265,7 @@ def check_shard(folder: Path, manifest: Manifest) -> Path:
             size = os.fstat(file.fileno()).st_size
             if size != manifest.bytes:
                 raise DamagedFile(path, f"{size} bytes found, {manifest.bytes} expected")
-            checksum = checksum_of(file.fileno(), size)
+            checksum = checksum_of(file.fileno(), 0, size)
     except FileNotFoundError as error:
         raise DamagedFile(path, "the file is missing although its manifest exists") from error
     except (OSError, EOFError) as error:

@@ -26,7 +26,7 @@ _WATCH_SECONDS = 0.5
 _POLL_SECONDS = 0.05
 _DIARY_POLL_SECONDS = 0.001
 _TRACKER_SECONDS = 10.0
-#: DLRover's sockets, one folder per run.
+#: DLRover's sockets, one folder per run; a constant of its own, which no setting changes.
 _SOCKETS = Path("/tmp/ckpt_sock")
 
 
