@@ -8,6 +8,9 @@ WORKERS ?= 3
 # Where figures go; those that the documents show: RESULTS=docs/results, then `python -m benches.report`.
 RESULTS ?= results
 
+# Tests and benches start thousands of processes: without it each compiles all of lowdiff anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 FOLDERS := $(wildcard lowdiff compressors persistence recovery tuner benches docs examples tests)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c constraints.txt

@@ -43,8 +43,13 @@ class ProcessSettings:
         return json.dumps(asdict(self))
 
 
-def start_detached(module: str, settings: ProcessSettings, log: Path) -> subprocess.Popen[bytes]:
-    """Start a module with its settings, a pipe to its stdin, and its output appended to ``log``."""
+def start_detached(
+    module: str, settings: ProcessSettings, log: Path, **environment: str
+) -> subprocess.Popen[bytes]:
+    """Start a module with its settings, a pipe to its stdin, and its output appended to ``log``.
+
+    Its environment is ours and ``environment``.
+    """
     # In its own session, so that a launcher's kill of our process group does not reach it.
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -55,7 +60,7 @@ def start_detached(module: str, settings: ProcessSettings, log: Path) -> subproc
             stderr=output,
             start_new_session=True,
             cwd="/",  # `-m` looks there first: no module of the user's may shadow ours
-            env={**os.environ, "PYTHONPATH": _import_path()},
+            env={**os.environ, "PYTHONPATH": _import_path(), **environment},
         )
 
 

@@ -279,8 +279,9 @@ class WriterProcess:
                 _logger.warning("the writer of rank %d had ended before", self._settings.rank)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        log = self._settings.staging.writer_log
-        return start_detached("lowdiff.persistence.writer", self._settings, log)
+        log, module = self._settings.staging.writer_log, "lowdiff.persistence.writer"
+        # It multiplies no matrices, for which NumPy would start a thread for each core.
+        return start_detached(module, self._settings, log, OPENBLAS_NUM_THREADS="1")
 
     def _wait_for_status(self) -> StatusReader:
         path = self._settings.staging.status

@@ -179,8 +179,9 @@ def test_it_loads_neither_torch_nor_the_users_modules_and_stays_small(
 def test_it_is_small_at_rest(tmp_path: Path) -> None:
     with writing(settings_in(tmp_path)) as writer:
         status = Path(f"/proc/{writer.pid}/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
-    assert int(line.split()[1]) < 100 << 10
+    at_rest = dict(line.split(":", 1) for line in status.splitlines())
+    assert int(at_rest["VmRSS"].split()[0]) < 100 << 10
+    assert int(at_rest["Threads"]) == 1, "however many cores there are"
 
 
 def test_a_writer_that_does_not_start_is_an_error_that_quotes_its_log(

@@ -101,7 +101,7 @@ def test_a_writer_that_cannot_be_started_again_is_tried_later(
     log = log_of(settings)
     with writing(settings) as writer:
 
-        def refuse(*arguments: object) -> subprocess.Popen[bytes]:
+        def refuse(*arguments: object, **environment: str) -> subprocess.Popen[bytes]:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
         with monkeypatch.context() as patch:
@@ -124,7 +124,7 @@ def test_without_any_process_the_end_is_an_error_that_says_where_the_steps_are(
     append(log_of(settings), 1)
     writer = WriterProcess(settings)
 
-    def refuse(*arguments: object) -> subprocess.Popen[bytes]:
+    def refuse(*arguments: object, **environment: str) -> subprocess.Popen[bytes]:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(writer_process, "start_detached", refuse)
