@@ -19,6 +19,9 @@ REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
 .PHONY: test coverage soak demo bench bench-peers check format clean
 
+# Threads that wait for work leave the cores to other tests; the default is to spin.
+test coverage: export OMP_WAIT_POLICY := passive
+
 test: check
 	$(BIN)/pytest -q -m "$(MARKERS)" -n $(WORKERS) --dist worksteal
 
