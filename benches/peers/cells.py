@@ -151,13 +151,14 @@ class _Phases:
     def all(self) -> dict[str, Any]:
         """Samples of every phase."""
         if self.plan.num_ranks >= BYTES_ONLY_RANKS:
-            # The first steps of error feedback are shorter than all that follow.
+            # With one snapshot, as by lowdiff's default.
             return {"bytes_only": self._history(LONGEST_SHARED_HISTORY)}
         return {
             **self._overhead(),
             "kills": self._kills(),
             "recoveries": {
-                str(steps): self._history(steps, is_recovered=True)
+                # So many steps after a snapshot in the middle.
+                str(steps): self._history(2 * steps + 1, is_recovered=True)
                 for steps in self.settings.history
             },
         }

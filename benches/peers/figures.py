@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 _DAY_SECONDS = 86_400
-#: Steps between full snapshots, where lists of differences show no snapshot: lowdiff's default.
-_SNAPSHOT_EVERY = 100
 _OF_BLOCKS = ("pairs", "dense_blocks", "sync_seconds")
-#: What a round of blocks is: two with checkpoints, and two without.
+#: A round has as many blocks with checkpoints, as many without, and one that compresses nothing.
 _PAIRS_PER_ROUND = 2
 
 
@@ -20,10 +18,7 @@ def figures(samples: Mapping[str, Any]) -> dict[str, Any]:
     """Named figures: seconds, bytes, ratios; ``*_low`` and ``*_high`` are least and greatest."""
     if "bytes_only" in samples:
         found = samples["bytes_only"]
-        return {
-            "bytes_per_step": found["written_bytes"] / found["num_saved"]
-            + found["snapshot_bytes"] / _SNAPSHOT_EVERY
-        }
+        return {"bytes_per_step": found["written_bytes"] / found["num_saved"]}
     return {
         **_overhead(samples["overhead"]),
         **_restore(samples["restore"]),
@@ -93,7 +88,7 @@ def _overhead(found: Mapping[str, Any]) -> dict[str, float]:
         "ratio_high": max(ratios),
         "ratio_without_drain": statistics.median(loops),
         "ratio_all_paid": paid / sum(plain for _, plain in pairs),
-        **_over_dense(pairs, found["dense_blocks"]),
+        **_over_dense(paid, found["dense_blocks"]),
         **_null(pairs),
         "share_saved": sum(found["num_saved"]) / num_steps,
         "step_seconds": plain_step,
@@ -128,24 +123,27 @@ def _added_memory(found: Mapping[str, Any]) -> float:
     return float(max(during, default=0) - max(before, default=0))
 
 
-def _over_dense(pairs: Sequence[Sequence[float]], dense: Sequence[float]) -> dict[str, float]:
-    """Blocks with checkpoints over those of a training that compresses nothing, if there is one."""
-    saved = [seconds for seconds, _ in pairs]
-    rounds = zip(saved[::_PAIRS_PER_ROUND], saved[1::_PAIRS_PER_ROUND], dense, strict=False)
-    ratios = [(one + other) / 2 / plain for one, other, plain in rounds]
-    return {"ratio_over_dense": statistics.median(ratios)} if ratios else {}
+def _over_dense(paid: float, dense: Sequence[float]) -> dict[str, float]:
+    """All that blocks with checkpoints took over a training that compresses nothing, if there is one."""
+    return {"ratio_over_dense": paid / (_PAIRS_PER_ROUND * sum(dense))} if dense else {}
 
 
 def _kills(kills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     lost = [max(0, kill["completed"] - kill["ranks"][0]["step"]) for kill in kills]
+    made = [
+        max(0, kill["completed"] + kill["while_saving"] - kill["ranks"][0]["step"])
+        for kill in kills
+    ]
+    compared = [rank for kill in kills for rank in kill["ranks"] if "bit_identical" in rank]
     return {
         "kills": len(kills),
         "kills_while_saving": sum(kill["while_saving"] for kill in kills),
         "steps_lost_mean": statistics.fmean(lost),
         "steps_lost_high": max(lost),
-        "bit_identical_after_kills": all(
-            rank["bit_identical"] for kill in kills for rank in _compared(kill["ranks"])
-        ),
+        "made_steps_lost_mean": statistics.fmean(made),
+        "made_steps_lost_high": max(made),
+        # Where nothing came back, there are no bits to be others.
+        "bit_identical_after_kills": all(rank["bit_identical"] for rank in compared),
     }
 
 

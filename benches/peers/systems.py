@@ -25,6 +25,7 @@ class System:
         setting: How it is driven, in words.
         fsync: What is on the disk when it calls a step saved, in words.
         environment: Key of ``REQUIREMENTS``; empty where the bench's own has all it takes.
+        origin: Which version that is, then.
         options: For the arm.
         compression: What both arms do to gradients: ``""``, ``"published"`` or of ``COMPRESSORS``.
         keeps_differences: Whether a step is a difference to be replayed, not the whole state.
@@ -37,6 +38,7 @@ class System:
     setting: str
     fsync: str
     environment: str = ""
+    origin: str = "this one"
     options: Mapping[str, Any] = field(default_factory=dict)
     compression: str = ""
     keeps_differences: bool = False
@@ -44,14 +46,15 @@ class System:
 
 
 _NO_FSYNC = "none: a loss of power may take it"
-_LOWDIFF_FSYNC = "every batch and snapshot, in the background; a crash of processes needs none"
+_LOWDIFF_FSYNC = "every batch and snapshot, in the background: a loss of power takes up to two batches, 16 steps here"
+_PYTORCH = "PyTorch's"
 
 SYSTEMS: dict[str, System] = {
     "lowdiff_topk": System(
         "lowdiff, top-k 1 %",
         "lowdiff_arms",
         "LowDiff",
-        "`commit()` after each step, batches of a block's length, every step kept",
+        "`commit()` after each step, batches of a block's 8 steps (default: 16), every step kept",
         _LOWDIFF_FSYNC,
         options={"compressor": "topk"},
         compression="topk",
@@ -71,7 +74,7 @@ SYSTEMS: dict[str, System] = {
         "lowdiff, LowDiff+",
         "lowdiff_arms",
         "LowDiff",
-        "no compressor; each step is in the replica's memory",
+        "no compressor; each step is in the replica's memory, with several ranks all but the newest",
         "snapshots only, in the background; a loss of power goes back to the last one",
         keeps_differences=True,
     ),
@@ -81,6 +84,7 @@ SYSTEMS: dict[str, System] = {
         "TorchSave",
         "rank 0, a new file per step, renamed when whole",
         _NO_FSYNC,
+        origin=_PYTORCH,
     ),
     "dcp_thread": System(
         "DCP async_save, thread",
@@ -88,6 +92,7 @@ SYSTEMS: dict[str, System] = {
         "AsyncSave",
         "own Gloo group, staging memory and plans reused, one save in flight",
         "every file, before a save counts as done",
+        origin=_PYTORCH,
     ),
     "dcp_process": System(
         "DCP async_save, process",
@@ -95,6 +100,7 @@ SYSTEMS: dict[str, System] = {
         "AsyncSave",
         "the same with `AsyncCheckpointerType.PROCESS` and shared staging memory",
         "every file, before a save counts as done",
+        origin=_PYTORCH,
         options={"in_process": True},
     ),
     "torchsnapshot": System(
@@ -109,7 +115,8 @@ SYSTEMS: dict[str, System] = {
         "DLRover Flash Checkpoint, memory",
         "dlrover",
         "FlashCheckpoint",
-        "`StorageType.MEMORY`, with the agent's saver, which outlives the trainer",
+        "`StorageType.MEMORY`, with the agent's saver, which outlives the trainer; without the rarer "
+        "`DISK` saves that its documentation adds",
         "nothing is on disk",
         environment="dlrover",
         options={"to_disk": False},
@@ -150,11 +157,12 @@ SYSTEMS: dict[str, System] = {
         environment="deepspeed",
     ),
     "published": System(
-        "LowDiff as published",
+        "LowDiff as published, made anew for CPUs",
         "published",
         "Published",
         "its own top-k 1 % without error feedback, in both arms; a file per step",
         _NO_FSYNC,
+        origin="after [its authors' code](https://github.com/SC25LowDiff/LowDiff)",
         compression="published",
         keeps_differences=True,
     ),

@@ -23,8 +23,8 @@ def of_systems() -> str:
 
 
 def _version(system: System) -> str:
-    pinned = REQUIREMENTS.get(system.environment, ("that of the checkout",))
-    return pinned[0].split("==")[-1]
+    pinned = REQUIREMENTS.get(system.environment)
+    return pinned[0].split("==")[-1] if pinned else system.origin
 
 
 def of_peers(record: Mapping[str, Any]) -> str:
@@ -63,7 +63,15 @@ def _group(model: str, num_ranks: int, cells: list[Cell], labels: Mapping[str, s
         for cell in cells
         if "cannot_run" in cell
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, _when(cells)])
+
+
+def _when(cells: list[Cell]) -> str:
+    """By which code, and on how busy a machine."""
+    commits = sorted({cell["commit"] for cell in cells})
+    loads = [cell["machine"]["load_average_before"][0] for cell in cells]
+    at = "commit" if len(commits) == 1 else "commits"
+    return f"At {at} {', '.join(commits)}; load average before a cell {min(loads):.1f} to {max(loads):.1f}."
 
 
 def _table(cells: list[Cell], label: Label, head: list[str], row: Row) -> str:
@@ -94,8 +102,9 @@ def _times(cells: list[Cell], label: Label) -> str:
 
 def _losses(cells: list[Cell], label: Label) -> str:
     head = [
-        "stalls and losses", "stall p50", "stall p99", "steps lost at SIGKILL, mean (most)",
-        "kills (while saving)", "steps lost if memory is lost after a drain",
+        "stalls and losses", "stall p50", "stall p99", "kills (while saving)",
+        "saved steps lost, mean (most)", "steps made lost, likewise",
+        "steps lost if memory is lost after a drain",
     ]  # fmt: skip
 
     def row(cell: Cell) -> list[str]:
@@ -103,8 +112,9 @@ def _losses(cells: list[Cell], label: Label) -> str:
         return [
             milliseconds(found["stall_p50_seconds"]),
             milliseconds(found["stall_p99_seconds"]),
-            _lost(found),
             f"{found['kills']} ({found['kills_while_saving']})",
+            _lost(found),
+            f"{found['made_steps_lost_mean']:.1f} ({found['made_steps_lost_high']})",
             _from_files(cell),
         ]
 
@@ -121,7 +131,7 @@ def _from_files(cell: Cell) -> str:
     lost = found["steps_lost_with_memory"]
     if lost == cell["samples"]["overhead"]["num_steps"]:
         return "all"
-    return f"{lost}" if found["bit_identical_from_files"] else f"{lost}, other bits from there on"
+    return f"{lost}" if found["bit_identical_from_files"] else f"{lost}, without error feedback"
 
 
 def _storage(cells: list[Cell], label: Label) -> str:
@@ -168,12 +178,12 @@ def _recovery(found: Mapping[str, Any], steps: int) -> str:
 
 
 def headline(found: Mapping[str, Any]) -> str:
-    """The extra training time of every system in the first group of cells."""
-    suffix = "/ratio"
+    """All the extra training time of every system in the first group of cells."""
+    suffix = "/ratio_all_paid"
     names = [key.removesuffix(suffix) for key in found if key.endswith(suffix)]
     group = next(iter(names), "/").split("/")[0]
     return ", ".join(
-        f"{name.split('/')[1]} {percent(found[f'{name}/ratio'] - 1)}{_with_compression(found, name)}"
+        f"{name.split('/')[1]} {percent(found[name + suffix] - 1)}{_with_compression(found, name)}"
         for name in names
         if name.startswith(f"{group}/")
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benches.bench_peers import is_inexact
 from benches.peers.arm import Task
 from benches.peers.cells import Plan, Settings, is_done, plan_cells, settled
 from benches.peers.environments import REQUIREMENTS, CannotRun, last_error, python_of
@@ -92,7 +93,7 @@ def test_the_drain_counts_and_the_noise_is_told() -> None:
 
 
 def test_what_compression_costs_is_told_where_there_is_any() -> None:
-    assert figures(samples())["ratio_over_dense"] == pytest.approx((4.0 + 2.0) / 2)
+    assert figures(samples())["ratio_over_dense"] == pytest.approx((16.0 + 4.0) / (2 * 3.0))
     dense = {**samples()["overhead"], "dense_blocks": []}
     assert "ratio_over_dense" not in figures(samples(overhead=dense))
 
@@ -112,9 +113,9 @@ def test_several_ranks_are_as_slow_as_the_slowest_of_each_block() -> None:
     assert found["saved_seconds"] == [[1.0, 1.1]], "a stall that others wait for counts once"
 
 
-def test_bytes_alone_hold_the_part_of_a_snapshot_and_no_steps_that_were_left_out() -> None:
-    found = {"written_bytes": 600, "num_saved": 6, "snapshot_bytes": 1000}
-    assert figures({"bytes_only": found}) == {"bytes_per_step": 110.0}
+def test_bytes_alone_are_those_of_the_steps_that_were_saved() -> None:
+    found = {"written_bytes": 600, "num_saved": 6}
+    assert figures({"bytes_only": found}) == {"bytes_per_step": 100.0}
 
 
 def test_memory_is_that_of_the_measured_blocks_less_what_there_was_before() -> None:
@@ -124,6 +125,9 @@ def test_memory_is_that_of_the_measured_blocks_less_what_there_was_before() -> N
 def test_steps_are_lost_only_if_they_had_been_completed() -> None:
     found = figures(samples())
     assert (found["steps_lost_mean"], found["steps_lost_high"]) == (1.0, 2)
+    assert (found["made_steps_lost_mean"], found["made_steps_lost_high"]) == (1.0, 2)
+    saving = figures(samples(kills=[killed(7, 7, while_saving=True)]))
+    assert (saving["steps_lost_high"], saving["made_steps_lost_high"]) == (0, 1)
     assert (found["kills"], found["kills_while_saving"]) == (2, 1)
     assert found["steps_lost_with_memory"] == 2
     assert found["bit_identical_from_files"] is False, "an earlier step was not compared"
@@ -145,6 +149,23 @@ def test_other_bits_after_a_kill_are_not_identical() -> None:
     torn = {**killed(7, 7), "ranks": [restored(7), restored(7, 1e-3)]}
     found = figures(samples(kills=[torn]))
     assert (found["bit_identical"], found["bit_identical_after_kills"]) == (False, False)
+
+
+def test_where_nothing_came_back_there_are_no_other_bits() -> None:
+    nothing = {**killed(7, 0), "ranks": [restored(0, None)]}
+    found = figures(samples(kills=[nothing, killed(7, 7)]))
+    assert (found["steps_lost_high"], found["bit_identical_after_kills"]) == (7, True)
+    assert found["bit_identical"] is False
+
+
+@pytest.mark.parametrize(
+    ("system", "is_wrong"), [("lowdiff_topk", True), ("dlrover_memory", False)]
+)
+def test_only_lowdiffs_other_bits_are_the_benchs_failure(system: str, is_wrong: bool) -> None:
+    plan = asdict(Plan(system, "10M", 2))
+    assert is_inexact({"plan": plan, "summary": {"bit_identical": False}}) is is_wrong
+    assert not is_inexact({"plan": plan, "summary": {"bit_identical": True}})
+    assert not is_inexact({"plan": plan, "summary": {}}), "bytes only, or it cannot run"
 
 
 def test_what_a_kill_left_is_told_apart_from_what_a_history_lacks() -> None:
@@ -274,13 +295,18 @@ def test_old_checkpoints_are_removed_in_the_order_of_their_steps(tmp_path: Path)
 
 def test_a_system_that_cannot_run_is_told_with_its_reason() -> None:
     plan = asdict(Plan("orbax", "10M", 2))
+    facts = [
+        {"plan": plan, "commit": commit, "machine": {"load_average_before": [load, 9.0, 9.0]}}
+        for commit, load in (("abc", 1.5), ("def", 0.5))
+    ]
     cells = {
-        "a": {"plan": plan, "samples": samples(), "summary": figures(samples())},
-        "b": {"plan": plan, "summary": {}, "cannot_run": "no wheel"},
+        "a": {**facts[0], "samples": samples(), "summary": figures(samples())},
+        "b": {**facts[1], "summary": {}, "cannot_run": "no wheel"},
     }
     systems = {"orbax": {"label": "Orbax"}}
     text = of_peers({"settings": {"systems": systems}, "samples": cells})
     assert "**10M parameters, 2 ranks**" in text
-    assert "| 2 (1) | 2, other bits from there on |" in text
+    assert "| 2 (1) | 1.0 (2) | 1.0 (2) | 2, without error feedback |" in text
+    assert "At commits abc, def; load average before a cell 0.5 to 1.5." in text
     assert "| Orbax | 1.000 s | +100.0 % | +81.8 to +100.0 % |" in text
     assert "Orbax: cannot run here: `no wheel`" in text
