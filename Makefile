@@ -42,7 +42,7 @@ demo: .venv/installed-plot
 
 # Under a quarter of an hour on two cores. Both go on where they stopped.
 bench: .venv/installed-plot
-	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --kills 2
+	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --kills 2 --history 10,100
 
 # Hours: every system, each in an environment of its own under .venv-peers.
 bench-peers: .venv/installed-plot

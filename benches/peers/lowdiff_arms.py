@@ -1,7 +1,7 @@
 """lowdiff itself, with its defaults, but for the interval of snapshots, for retention, and for batches.
 
-A batch is as long as a block, however long that takes: a drain in the middle of one would wait for the
-seconds after which a batch is flushed that never fills, and training that goes on has no such wait.
+A block is some whole batches: a drain in the middle of one would wait for the seconds after which a
+batch is flushed that never fills, and training that goes on has no such wait.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from benches.peers.compression import COMPRESSORS
 
 _POLL_SECONDS = 0.005
 _DRAIN_SECONDS = 120.0
-#: Longer than any block.
-_FLUSH_SECONDS = 30.0
 
 
 class LowDiff:
@@ -30,7 +28,6 @@ class LowDiff:
             compressor=COMPRESSORS.get(compressor),
             snapshot_every=place.snapshot_every,
             batch_size=place.batch_size,
-            flush_seconds=_FLUSH_SECONDS,
             staging=place.staging,
             retention=None,
             on_error="raise",

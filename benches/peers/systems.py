@@ -46,7 +46,9 @@ class System:
 
 
 _NO_FSYNC = "none: a loss of power may take it"
-_LOWDIFF_FSYNC = "every batch and snapshot, in the background: a loss of power takes up to two batches, 16 steps here"
+_LOWDIFF_FSYNC = (
+    "every batch and snapshot, in the background: a loss of power takes up to two batches"
+)
 _PYTORCH = "PyTorch's"
 
 SYSTEMS: dict[str, System] = {
@@ -54,7 +56,7 @@ SYSTEMS: dict[str, System] = {
         "lowdiff, top-k 1 %",
         "lowdiff_arms",
         "LowDiff",
-        "`commit()` after each step, batches of a block's 8 steps (default: 16), every step kept",
+        "`commit()` after each step, batches of 8 steps, at 60 million parameters of one (default: 16), every step kept",
         _LOWDIFF_FSYNC,
         options={"compressor": "topk"},
         compression="topk",

@@ -25,6 +25,8 @@ class Size:
         rounds: ABBA rounds that are enough for a figure.
         kills: Trainings that are killed, each of them some minutes long where steps are.
         histories: Numbers of steps to recover from that can be made in minutes by one rank.
+        batch_size: Differences per write, for systems that collect them: so many are made in less
+            than the five seconds after which lowdiff writes fewer.
     """
 
     shape: GPTConfig
@@ -32,13 +34,14 @@ class Size:
     rounds: int
     kills: int
     histories: tuple[int, ...]
+    batch_size: int
 
 
 #: A step takes about 0.3 s and 1.5 s on one core.
 MODELS = {
-    "tiny": Size(GPTConfig(layers=2, heads=2, width=64, dropout=0.0), 8, 2, 2, (3,)),
-    "10M": Size(GPTConfig(layers=6, heads=6, width=384, dropout=0.0), 8, 5, 4, (10, 100, 1000)),
-    "60M": Size(GPTConfig(layers=8, heads=8, width=784, dropout=0.0), 6, 3, 2, (10, 100)),
+    "tiny": Size(GPTConfig(layers=2, heads=2, width=64, dropout=0.0), 8, 2, 2, (3,), 2),
+    "10M": Size(GPTConfig(layers=6, heads=6, width=384, dropout=0.0), 8, 5, 4, (10, 100, 1000), 8),
+    "60M": Size(GPTConfig(layers=8, heads=8, width=784, dropout=0.0), 6, 3, 2, (10, 100), 1),
 }
 _NOISE = 1 << 14
 _LAST_STEPS = 3

@@ -58,7 +58,7 @@ class Trial:
             self.rank,
             self.task.num_ranks,
             snapshot_every,
-            self.task.block_steps,
+            min(MODELS[self.task.model].batch_size, self.task.block_steps),
         )
         return self._arm(place)
 
