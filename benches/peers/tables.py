@@ -94,7 +94,7 @@ def _times(cells: list[Cell], label: Label) -> str:
             _span(found, "null"),
             excess(found["ratio_without_drain"]),
             excess(found["ratio_all_paid"]),
-            excess(found.get("ratio_over_dense", found["ratio"])),
+            excess(found.get("ratio_over_dense", found["ratio_all_paid"])),
         ]
 
     return _table(cells, label, head, row)
