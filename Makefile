@@ -40,7 +40,7 @@ soak: .venv/installed-dev
 demo: .venv/installed-plot
 	$(BIN)/lowdiff demo
 
-# Under a quarter of an hour on two cores. Both go on where they stopped.
+# About eight minutes on two cores. Both go on where they stopped.
 bench: .venv/installed-plot
 	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --kills 2 --history 10,100
 
