@@ -129,11 +129,10 @@ def _over_dense(paid: float, dense: Sequence[float]) -> dict[str, float]:
 
 
 def _kills(kills: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    lost = [max(0, kill["completed"] - kill["ranks"][0]["step"]) for kill in kills]
-    made = [
-        max(0, kill["completed"] + kill["while_saving"] - kill["ranks"][0]["step"])
-        for kill in kills
-    ]
+    behind = [kill["completed"] - kill["ranks"][0]["step"] for kill in kills]
+    lost = [max(0, steps) for steps in behind]
+    # The step whose call was struck had been made as well.
+    made = [max(0, n + kill["while_saving"]) for n, kill in zip(behind, kills, strict=True)]
     compared = [rank for kill in kills for rank in kill["ranks"] if "bit_identical" in rank]
     return {
         "kills": len(kills),

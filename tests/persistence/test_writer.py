@@ -136,11 +136,15 @@ def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
     )
     log = log_of(settings)
     with writing(settings) as writer:
-        for step in range(1, 4):
+
+        def make_durable(step: int) -> None:
             append(log, step)
-            wait_until(writer, lambda s, step=step: s.durable_step == step)  # type: ignore[misc]
+            wait_until(writer, lambda s: s.durable_step == step)
             stage_snapshot(log, step, 10)
-            wait_until(writer, lambda s, step=step: s.durable_snapshot == step)  # type: ignore[misc]
+            wait_until(writer, lambda s: s.durable_snapshot == step)
+
+        for step in range(1, 4):
+            make_durable(step)
     assert [step for _, step, _ in settings.folder.snapshots()] == [3]
     assert [first for _, _, first, _ in settings.folder.segments()] == [3]
 
