@@ -201,7 +201,10 @@ def test_the_timeline_goes_on_after_a_step_that_only_a_snapshot_leads_to(tmp_pat
     found = measure(tmp_path)
     assert found.left_out == (15, 16, 23)
     assert [s.step for s in found.steps] == sorted(set(range(1, 26)) - {15, 16, 23})
-    assert found.steps[:14] == measure(tmp_path / "whole").steps[:14]
+    whole = measure(tmp_path / "whole")
+    # A header names its residual by a random number, which packs to a byte more or less.
+    for here, there in zip(found.steps[:14], whole.steps[:14], strict=True):
+        assert replace(here, stored_bytes=0) == replace(there, stored_bytes=0)
     assert found.document()["left_out"] == [15, 16, 23]
     assert measure(tmp_path, first=18, last=20).steps == found.steps[15:18]
     part = measure(tmp_path, first=15, last=17)
