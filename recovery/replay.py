@@ -44,8 +44,9 @@ from lowdiff.types import Differential, Fence
 #: so that replay starts at once.
 _WINDOW_BYTES, _FIRST_WINDOW_BYTES = 64 << 20, 6 << 20
 #: glibc hands memory above its mmap threshold back to the kernel at every free; freeing one piece of
-#: this size raises the threshold to it, so a unit's temporaries keep their pages.
-_KEPT_BYTES = 32 << 20
+#: this size raises the threshold to it, so a unit's temporaries keep their pages. glibc passes over
+#: pieces of more than 32 MiB with their header.
+_KEPT_BYTES = 24 << 20
 #: On an accelerator kernels are queued one by one, which small blocks would not be worth; with the
 #: state of an Adam this is 1 GiB. Not measured yet.
 _DEVICE_BLOCK_ELEMENTS = 1 << 26
