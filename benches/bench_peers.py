@@ -100,7 +100,9 @@ def draw(axes: Axes, result: Result) -> None:
         height = systems.index(plan["system"]) + 0.5 - place
         colour = BLUE if plan["system"].startswith("lowdiff") else MUTED
         spread = [100 * (summary[f"ratio_{end}"] - 1) for end in ("low", "high")]
-        axes.plot(spread, [height, height], color=PALE, linewidth=3, solid_capstyle="butt")
+        axes.plot(
+            spread, [height, height], color=PALE, linewidth=3, solid_capstyle="butt", zorder=1
+        )
         for key, fill in (("ratio", "full"), ("ratio_over_dense", "none")):
             if key in summary:
                 axes.plot(
