@@ -174,8 +174,8 @@ class Lease:
     def _beat(self) -> None:
         try:
             line = self._line()
-            if line is None:
-                self._put()  # the folder was away, and is back
+            if not line:
+                self._put()  # the folder was away, and is back, or is being copied back
             elif not self._is_ours(line):
                 self._lost = True
             else:

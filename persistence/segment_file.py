@@ -70,6 +70,15 @@ class SegmentFile:
         self._newest, self.end = record, record.end
         return record
 
+    def damage(self) -> DamagedFile | None:
+        """What lies behind its last record; None if nothing does."""
+        while self.next() is not None:
+            pass
+        if self.end == self.size:
+            return None
+        what = f"{self.size - self.end} bytes are no record"
+        return DamagedFile(self.path, what, offset=self.end)
+
     def record(self, step: int) -> RecordRef | None:
         """The record of a step, if the file holds it; cheap for ascending steps."""
         while (not self._steps or self._steps[-1] < step) and self.next() is not None:

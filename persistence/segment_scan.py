@@ -97,9 +97,9 @@ class _RankSegments:
                 continue
             for stretch in stretches:
                 self._add(incarnation, stretch)
-            if file.end < file.size:
-                what = f"{file.size - file.end} bytes are no record"
-                self.damage.append(DamagedFile(file.path, what, offset=file.end))
+            damage = file.damage()
+            if damage is not None:
+                self.damage.append(damage)
             fresh += _sealed(file, incarnation, first, stretches)
         if use_index and is_worth_remembering(fresh):
             write_index(self.path, self.run_id, self.rank, [*fits, *fresh])

@@ -26,6 +26,7 @@ from lowdiff.persistence.framing import (
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.replica_status import has_replica
+from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.snapshots import was_removed
 from lowdiff.recovery.plan import rebases, recoverable, spans_of
 
@@ -78,7 +79,12 @@ def judge(
             if was_removed(error.path):
                 continue
             if error.path in segments:
-                reason = _excuse(error, catalog, *segments[error.path])
+                number, rank, first = segments[error.path]
+                now = _by_now(error, (catalog.run_id, number, rank))
+                if now is None:
+                    continue
+                error = now
+                reason = _excuse(error, catalog, number, rank, first)
         except FileNotFoundError:
             continue  # a live run's retention was faster
         except (DamagedFile, OSError):
@@ -168,6 +174,18 @@ def spoilt_cycles(catalog: Catalog) -> list[Finding]:
             if gap is not None and last_kept(catalog, s.first_base, s.step) == s.step:
                 found.append(gap)
     return found
+
+
+def _by_now(error: DamagedFile, owner: tuple[str, int, int]) -> DamagedFile | None:
+    """What is wrong with a segment that a live run's writer may have been at; None if nothing."""
+    if error.offset is None:
+        return error
+    try:
+        file = SegmentFile(error.path)
+        header, now = file.header, file.damage()
+    except DamagedFile:
+        return error
+    return now if (header.run_id, header.incarnation, header.rank) == owner else error
 
 
 def _excuse(error: DamagedFile, catalog: Catalog, number: int, rank: int, first: int) -> str | None:

@@ -90,7 +90,9 @@ def test_a_wheel_holds_the_packages_and_nothing_beside_them(tmp_path: Path) -> N
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for folder in package_dir().values():
-        shutil.copytree(ROOT / folder, source / folder, symlinks=True)
+        # Other tests write compiled files meanwhile.
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignored)
     build = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +29,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(folder: Path, spare_bytes: int = 0) -> Path:
     filler = folder / "filler"
-    filler.write_bytes(bytes(shutil.disk_usage(folder).free - spare_bytes))
+    with filler.open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):  # a writer's log may take a page meanwhile
+            while file.write(bytes(1 << 16)):
+                pass
+        file.truncate(file.tell() - spare_bytes)
     return filler
 
 
@@ -190,10 +193,8 @@ def test_no_image_takes_the_memory_of_one_that_is_not_durable(
             loop.step(number)
 
     train(1)
-    filler = disk / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    wait_until(lambda: loop.checkpointer.stats()["durable_step"] == 1)
+    filler = fill(disk)
     with torch.no_grad():  # what cannot be replayed costs an image, which the disk does not take
         next(loop.model.parameters()).clamp_(-0.1, 0.1)
     train(2)

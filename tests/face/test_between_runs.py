@@ -19,7 +19,7 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
 from lowdiff.recovery.compare import differences
 from lowdiff.recovery.verify import verify
-from tests.face.loops import Loop, small_model
+from tests.face.loops import Loop, small_model, wait_until
 from tests.scenarios.lives import Kill, assert_identical, history
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
@@ -226,7 +226,7 @@ def test_a_second_trainer_waits_for_the_first_and_names_it(tmp_path: Path) -> No
     assert loop.attach() == 0
     loop.checkpointer.close()
     after = Lease(folder.lease, machine="another")
-    assert after.acquire("at once", timeout_seconds=0.0)
+    assert after.acquire("at once", timeout_seconds=5.0)  # less than it takes to expire
     after.release()
 
 
@@ -237,11 +237,11 @@ def test_a_trainer_that_slept_while_another_took_over_commits_no_more(tmp_path: 
     for _ in range(3):
         loop.step(next(steps))
     folder = RunFolder(tmp_path / "run")
-    folder.lease.unlink()  # as if it had expired, and another machine's file were in its place
-    elsewhere = Lease(folder.lease, machine="another")
-    assert elsewhere.acquire("process 8 on another machine", timeout_seconds=0.0)
+    elsewhere = Lease(folder.lease)  # of this machine, so that the trainer's need not expire first
+    assert elsewhere.acquire("process 8 on another machine", timeout_seconds=20.0)
     assert loop.checkpointer._opened is not None
-    assert loop.checkpointer._opened.lock.is_lost(look=True)
+    lock = loop.checkpointer._opened.lock
+    wait_until(lambda: lock.is_lost(look=True))
     with pytest.raises(lowdiff.errors.RunInUse, match="took over while this trainer was suspended"):
         next(steps)
     loop.checkpointer.close()

@@ -86,15 +86,18 @@ def test_a_signal_flushes_the_tail_and_ends_nothing(
 def test_handlers_and_wakeup_descriptor_are_put_back(tmp_path: Path) -> None:
     signal.set_wakeup_fd(-1)
     before = [signal.getsignal(number) for number in SIGNALS]
-    loop = Loop(tmp_path)
+    loop, threads = Loop(tmp_path), set(threading.enumerate())
     loop.attach()
     assert all(signal.getsignal(n) is not b for n, b in zip(SIGNALS, before, strict=True))
-    threads = set(threading.enumerate())
+    begun = set(threading.enumerate()) - threads
+    ours = [thread for thread in begun if thread.name.startswith("lowdiff-")]
     loop.checkpointer.close()
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
-    ended = {thread.name for thread in threads - set(threading.enumerate())}
-    assert ended == {"lowdiff-lease", "lowdiff-signals"}
+    assert {thread.name for thread in ours} == {"lowdiff-lease", "lowdiff-signals"}
+    for thread in ours:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -192,6 +195,9 @@ def attached(name):
 
 first, second = attached("first"), attached("second")
 {ENDS[end]}
+for thread in threading.enumerate():
+    if thread.name == "lowdiff-lease":  # which a slow disk may hold up
+        thread.join({PATIENCE_SECONDS})
 print("closed", [t.name for t in threading.enumerate()], flush=True)
 signal.raise_signal(signal.SIGTERM)
 signal.pause()

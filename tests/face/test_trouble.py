@@ -8,10 +8,12 @@ import shutil
 import signal
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
@@ -71,6 +73,7 @@ def train_until_trouble(
                     wait_for_error(checkpointer, present=False)
     except WriterFailed as failure:
         error = str(failure)
+        dist.barrier()  # all have read what rank 1's writer says
         if rank == 1:
             away.rename(run)
     checkpointer.close()
@@ -159,7 +162,8 @@ def train_with_room_later(rank: int, world_size: int, folder: str) -> int:
             if rank == 1 and step == 32:
                 filler.unlink()
             if step > 32:
-                time.sleep(0.02)  # the writers get to the snapshots before
+                # Another can only be taken once the one before is durable on all ranks.
+                checkpointer._session.stager.wait_for_snapshot()
         taken = int(checkpointer.stats()["snapshots"])
         checkpointer.close()
     return taken
@@ -196,10 +200,11 @@ def train_until_taken_over(rank: int, world_size: int, folder: str) -> tuple[int
             model(torch.full((4, 20), step + 1.0)).square().mean().backward()
             optimizer.step()
             if rank == 0 and step == 4:
-                run.lease.unlink()
-                assert Lease(run.lease, machine="other").acquire("process 8", timeout_seconds=0.0)
+                # Of the same machine, so that it need not wait for the end of the other's lease.
+                assert Lease(run.lease).acquire("process 8", timeout_seconds=PATIENCE_SECONDS)
                 assert checkpointer._opened is not None
-                assert checkpointer._opened.lock.is_lost(look=True)
+                lock = checkpointer._opened.lock
+                wait_until(partial(lock.is_lost, look=True))
     except RunInUse as failure:
         error = str(failure)
     checkpointer.close()

@@ -30,6 +30,7 @@ def expect_nothing_lost(outcome: Outcome, rounds: int) -> None:
     assert outcome.rounds >= rounds
 
 
+@pytest.mark.timeout(400)  # it waits for some 1,500 fsyncs
 def test_no_committed_step_is_lost_to_sigkill_at_random_instants(tmp_path: Path) -> None:
     outcome = kills.kills(tmp_path, 8, seed=4)
     expect_nothing_lost(outcome, 8)
@@ -49,6 +50,7 @@ def test_no_committed_step_of_two_ranks_is_lost_to_sigkill(tmp_path: Path) -> No
     expect_nothing_lost(rolling, 3)
 
 
+@pytest.mark.timeout(400)
 def test_no_committed_step_is_lost_with_a_replica(tmp_path: Path) -> None:
     outcome = replica_kills(tmp_path, 4, seed=4)
     expect_nothing_lost(outcome, 4)

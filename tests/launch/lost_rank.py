@@ -76,4 +76,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    # A group that lost a rank cannot be destroyed, and Gloo's threads must not outlive Python.
+    os._exit(status)

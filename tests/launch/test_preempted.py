@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def test_the_tail_is_durable_before_the_blocked_trainers_are_killed(tmp_path: Pa
             process.kill()
             process.wait()
         for writer in writers:  # or it would drain what is left
-            os.kill(writer, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it had all, and has ended
+                os.kill(writer, signal.SIGKILL)
     shutil.rmtree(tmp_path / "staging")
     assert lowdiff.recover(tmp_path / "run", staging=tmp_path / "none").step == STEPS

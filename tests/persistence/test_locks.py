@@ -98,8 +98,8 @@ def test_a_waiter_gets_it_when_it_is_released_in_time(path: Path) -> None:
     lock = FileLock(path)
     assert lock.acquire("first")
     timer = threading.Timer(0.1, lock.release)
-    timer.start()
     started = time.monotonic()
+    timer.start()
     waiter = FileLock(path)
     assert waiter.acquire("second", timeout_seconds=20)
     assert 0.05 < time.monotonic() - started < 10

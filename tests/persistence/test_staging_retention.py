@@ -21,6 +21,7 @@ from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from tests.persistence.made_runs import fence
 from tests.persistence.network_disk import keep_open
+from tests.persistence.writers import PATIENCE_SECONDS
 from tests.recovery.training import flip
 
 RUN_ID = "00112233445566778899aabbccddeeff"
@@ -66,7 +67,7 @@ def made_durable(run: RunFolder, stage: StagingFolder) -> None:
         flush_seconds=1.0,
         retention=None,
     )
-    WriterProcess(settings).finish(20.0)
+    WriterProcess(settings).finish(PATIENCE_SECONDS)
 
 
 def cleared(stage: StagingFolder, **options: bool) -> StagingVerdict:

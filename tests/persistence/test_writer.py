@@ -65,9 +65,9 @@ def test_batches_become_durable_and_the_rest_when_the_trainer_is_done(tmp_path: 
 def test_a_batch_that_is_not_full_is_written_after_a_while(tmp_path: Path) -> None:
     settings = settings_in(tmp_path, batch_size=100, flush_seconds=0.2)
     log = log_of(settings)
+    append(log, 1)
+    append(log, 2)
     with writing(settings) as writer:
-        append(log, 1)
-        append(log, 2)
         assert wait_until(writer, lambda s: s.durable_step == 2).batches == 1
 
 

@@ -27,7 +27,7 @@ from lowdiff.types import Section
 
 ROOT = Path(__file__).parents[2]
 RUN_ID = "00112233445566778899aabbccddeeff"
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 40.0
 
 
 def settings_in(root: Path, run: Path | None = None, **changes: object) -> WriterSettings:

@@ -12,6 +12,7 @@ from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.paths import RunFolder
+from lowdiff.recovery.damage import judge
 from lowdiff.recovery.engine import look_again
 from lowdiff.recovery.verify import Replayed
 from tests.recovery.training import Trained, flip, train
@@ -103,6 +104,30 @@ def test_a_torn_tail_of_a_dead_writer_is_a_note(
     assert report.ok
     assert [(note.path, note.offset) for note in report.notes] == [(str(path), last.offset)]
     assert report.recoverable == ((0, 9 if kept == "staging" else 8),)
+
+
+@pytest.mark.parametrize("listed", ["nothing", "half a header", "a record and a half"])
+@pytest.mark.parametrize("now", ["half a header", "three records and a half", "all four"])
+def test_a_segment_that_a_live_writer_is_at_is_judged_by_what_it_is_now(
+    crashed: Trained, tmp_path: Path, listed: str, now: str
+) -> None:
+    copy = crashed.copied(tmp_path)
+    path, folder = copy.segment(6), RunFolder(copy.run)
+    data, records = path.read_bytes(), records_of(path)
+    written = {
+        "nothing": 0,
+        "half a header": 30,
+        "a record and a half": records[1].offset + 90,
+        "three records and a half": records[3].offset + 90,
+        "all four": len(data),
+    }
+    path.write_bytes(data[: written[listed]])
+    catalog = scan(folder, [copy.staging])
+    assert [error.path for error in catalog.damage] == [path]
+    path.write_bytes(data[: max(written[listed], written[now])])
+    failures, notes = judge(folder, catalog)
+    assert not failures
+    assert [note.path for note in notes] == ([] if now == "all four" else [str(path)])
 
 
 def test_a_segment_torn_in_its_first_bytes_is_a_note(crashed: Trained, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -144,7 +145,9 @@ def train(
             **settings,
         },
     )
-    with suppress(_Crash), checkpointer:
+    with suppress(_Crash), pytest.MonkeyPatch.context() as patch, checkpointer:
+        # Whoever looks at a crashed run finds all of it, however slow the disk.
+        patch.setattr("lowdiff.closing._ABANDON_SECONDS", 100.0)
         checkpointer.attach(model, optimizer, scheduler=scheduler, memory=memory)
         for step in checkpointer.steps(until):
             note(step)
