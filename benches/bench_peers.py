@@ -51,6 +51,7 @@ def results_of(path: Path) -> dict[str, Any]:
 def result_from(cells: Mapping[str, Any], seed: int, facts: Mapping[str, Any]) -> Result:
     """The whole bench as it stands."""
     ran = {name: cell["summary"] for name, cell in cells.items() if cell["summary"]}
+    processors = sorted({cell["machine"]["processor"] for cell in cells.values()})
     identical = [summary["bit_identical"] for summary in ran.values() if "bit_identical" in summary]
     return Result(
         name=NAME,
@@ -70,7 +71,7 @@ def result_from(cells: Mapping[str, Any], seed: int, facts: Mapping[str, Any]) -
             },
         },
         seed=seed,
-        machine=facts,
+        machine={**facts, "processor": " and ".join(processors)},
         samples=cells,
         summary={
             **{
@@ -216,7 +217,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     cells = results_of(args.out / f"{NAME}.json")
     for plan in plan_cells(args.systems, args.models, args.ranks):
         settings = settled(wanted, plan)
-        if is_done(cells.get(plan.name), settings) and not args.again:
+        is_here = is_done(cells.get(plan.name), settings, facts["processor"])
+        if is_here and not args.again:
             print(f"{plan.name}: done before")
             continue
         cells[plan.name] = carry_out(plan, settings, args.environments, args.out)

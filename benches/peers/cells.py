@@ -101,11 +101,15 @@ def settled(settings: Settings, plan: Plan) -> Settings:
     )
 
 
-def is_done(found: Mapping[str, Any] | None, settings: Settings) -> bool:
-    """Whether a cell needs no further run: it ran to its end, under the same settings."""
+def is_done(found: Mapping[str, Any] | None, settings: Settings, processor: str) -> bool:
+    """Whether a cell needs no further run: it ran to its end here, under the same settings.
+
+    What another processor did is not compared with what this one does.
+    """
     if found is None or not found["summary"]:
         return False
-    return bool(found["settings"] == _plain(asdict(settings)))
+    measured = found["settings"], found["machine"]["processor"]
+    return bool(measured == (_plain(asdict(settings)), processor))
 
 
 def carry_out(plan: Plan, settings: Settings, environments: Path, out: Path) -> dict[str, Any]:

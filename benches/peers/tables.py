@@ -32,20 +32,21 @@ def of_peers(record: Mapping[str, Any]) -> str:
     labels = {name: s["label"] for name, s in record["settings"]["systems"].items()}
     # However the cells were run, readers find a system at the same place of every table.
     places = {name: place for place, name in enumerate(SYSTEMS)}
-    groups: dict[tuple[str, int], list[Cell]] = {}
+    groups: dict[tuple[str, int, str], list[Cell]] = {}
     for cell in sorted(record["samples"].values(), key=lambda c: places[c["plan"]["system"]]):
-        groups.setdefault((cell["plan"]["model"], cell["plan"]["num_ranks"]), []).append(cell)
+        plan, processor = cell["plan"], cell["machine"]["processor"]
+        groups.setdefault((plan["model"], plan["num_ranks"], processor), []).append(cell)
     return "\n\n".join(
-        _group(model, num_ranks, cells, labels)
-        for (model, num_ranks), cells in sorted(groups.items(), key=lambda item: item[0])
+        _group(f"{model} parameters, {n} rank{'s' if n > 1 else ''}, {processor}", cells, labels)
+        for (model, n, processor), cells in sorted(groups.items(), key=lambda item: item[0])
     )
 
 
-def _group(model: str, num_ranks: int, cells: list[Cell], labels: Mapping[str, str]) -> str:
+def _group(title: str, cells: list[Cell], labels: Mapping[str, str]) -> str:
     def label(cell: Cell) -> str:
         return labels[cell["plan"]["system"]]
 
-    parts = [f"**{model} parameters, {num_ranks} rank{'s' if num_ranks > 1 else ''}**"]
+    parts = [f"**{title}**"]
     measured = [cell for cell in cells if "ratio" in cell["summary"]]
     if measured:
         parts += [

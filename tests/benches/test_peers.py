@@ -173,12 +173,14 @@ def test_what_a_kill_left_is_told_apart_from_what_a_history_lacks() -> None:
     assert (found["bit_identical"], found["bit_identical_after_kills"]) == (False, True)
 
 
-def test_a_cell_is_done_only_if_it_ran_under_the_same_settings() -> None:
+def test_a_cell_is_done_only_if_it_ran_here_under_the_same_settings() -> None:
     settings = {**asdict(SETTINGS), "history": [10]}
-    assert is_done({"settings": settings, "summary": {"ratio": 1.0}}, SETTINGS)
-    assert not is_done({"settings": settings, "summary": {}}, SETTINGS), "it could not run"
-    assert not is_done({"settings": {**settings, "seed": 1}, "summary": {"ratio": 1.0}}, SETTINGS)
-    assert not is_done(None, SETTINGS)
+    ran = {"settings": settings, "machine": {"processor": "this"}, "summary": {"ratio": 1.0}}
+    assert is_done(ran, SETTINGS, "this")
+    assert not is_done(ran, SETTINGS, "another")
+    assert not is_done({**ran, "summary": {}}, SETTINGS, "this"), "it could not run"
+    assert not is_done({**ran, "settings": {**settings, "seed": 1}}, SETTINGS, "this")
+    assert not is_done(None, SETTINGS, "this")
 
 
 def test_a_cell_measures_what_its_size_and_its_ranks_can_afford() -> None:
@@ -296,16 +298,24 @@ def test_old_checkpoints_are_removed_in_the_order_of_their_steps(tmp_path: Path)
 def test_a_system_that_cannot_run_is_told_with_its_reason() -> None:
     plan = asdict(Plan("orbax", "10M", 2))
     facts = [
-        {"plan": plan, "commit": commit, "machine": {"load_average_before": [load, 9.0, 9.0]}}
-        for commit, load in (("abc", 1.5), ("def", 0.5))
+        {
+            "plan": plan,
+            "commit": commit,
+            "machine": {"processor": processor, "load_average_before": [load, 9.0, 9.0]},
+        }
+        for commit, load, processor in (("abc", 1.5, "One"), ("def", 0.5, "One"), ("abc", 1, "Two"))
     ]
     cells = {
         "a": {**facts[0], "samples": samples(), "summary": figures(samples())},
         "b": {**facts[1], "summary": {}, "cannot_run": "no wheel"},
+        "c": {**facts[2], "summary": {}, "cannot_run": "no disk"},
     }
     systems = {"orbax": {"label": "Orbax"}}
     text = of_peers({"settings": {"systems": systems}, "samples": cells})
-    assert "**10M parameters, 2 ranks**" in text
+    one, other = text.split("**10M parameters, 2 ranks, Two**")
+    assert one.startswith("**10M parameters, 2 ranks, One**")
+    assert "no disk" not in one
+    assert "no disk" in other
     assert "| 2 (1) | 1.0 (2) | 1.0 (2) | 2, without error feedback |" in text
     assert "At commits abc, def; load average before a cell 0.5 to 1.5." in text
     assert "| Orbax | 1.000 s | +100.0 % | +81.8 to +100.0 % |" in text
