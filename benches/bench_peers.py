@@ -217,8 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cells = results_of(args.out / f"{NAME}.json")
     for plan in plan_cells(args.systems, args.models, args.ranks):
         settings = settled(wanted, plan)
-        is_here = is_done(cells.get(plan.name), settings, facts["processor"])
-        if is_here and not args.again:
+        if is_done(cells.get(plan.name), settings, facts["processor"]) and not args.again:
             print(f"{plan.name}: done before")
             continue
         cells[plan.name] = carry_out(plan, settings, args.environments, args.out)

@@ -83,8 +83,7 @@ def judge(
                 now = _by_now(error, (catalog.run_id, number, rank))
                 if now is None:
                     continue
-                error = now
-                reason = _excuse(error, catalog, number, rank, first)
+                error, reason = now, _excuse(now, catalog, number, rank, first)
         except FileNotFoundError:
             continue  # a live run's retention was faster
         except (DamagedFile, OSError):
