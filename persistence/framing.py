@@ -66,6 +66,11 @@ class FileHeader:
     world_size: int
     sequence: int
 
+    @property
+    def owner(self) -> tuple[str, int, int]:
+        """Run, incarnation and rank that the file is of."""
+        return self.run_id, self.incarnation, self.rank
+
     def owns(self, record: RecordHeader) -> bool:
         """Whether a record is one of this file, by what its header says."""
         identity = (record.incarnation, record.rank, record.world_size)

@@ -69,9 +69,8 @@ class _RankSegments:
             DamagedFile: If its header is damaged, or is another's.
         """
         file = SegmentFile(self.path / name)
-        header, (incarnation, _) = file.header, segment_numbers(name)
-        owner = self.run_id, incarnation, self.rank
-        if (header.run_id, header.incarnation, header.rank) != owner:
+        incarnation, _ = segment_numbers(name)
+        if file.header.owner != (self.run_id, incarnation, self.rank):
             raise DamagedFile(file.path, "it belongs to another run, incarnation or rank")
         return file
 

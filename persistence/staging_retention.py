@@ -225,8 +225,8 @@ def _made_durable(
     # A dead writer's first, torn record; a bad disk; or retention was faster.
     with suppress(DamagedFile, FileNotFoundError):
         file = SegmentFile(path)
-        owner = file.header.run_id, file.header.incarnation, file.header.rank
-        while owner == (stage.run_id, stage.incarnation, stage.rank) and (record := file.next()):
+        owner = stage.run_id, stage.incarnation, stage.rank
+        while file.header.owner == owner and (record := file.next()):
             if record.header.step in wanted:
                 steps.add(record.header.step)
                 again += [record] if record.header.step in doubtful else []

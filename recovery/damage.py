@@ -181,10 +181,10 @@ def _by_now(error: DamagedFile, owner: tuple[str, int, int]) -> DamagedFile | No
         return error
     try:
         file = SegmentFile(error.path)
-        header, now = file.header, file.damage()
+        now = file.damage()
     except DamagedFile:
         return error
-    return now if (header.run_id, header.incarnation, header.rank) == owner else error
+    return now if file.header.owner == owner else error
 
 
 def _excuse(error: DamagedFile, catalog: Catalog, number: int, rank: int, first: int) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,17 @@ def tmpfs_or_skip(folder: Path, mebibytes: int) -> Iterator[Path]:
         except CannotMount as error:
             pytest.skip(str(error))
         yield place
+
+
+def fill(folder: Path, spare_bytes: int = 0) -> Path:
+    """Take all but ``spare_bytes`` of a file system, as another process would; the file that has it."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        with suppress(OSError):  # not a size known before: a writer's log may take a page meanwhile
+            while True:
+                file.write(bytes(1 << 16))
+        file.truncate(file.tell() - spare_bytes)
+    return filler
 
 
 def remount(folder: Path, mode: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import manifest_file
 from lowdiff.persistence.values import same
 from tests.face.loops import Loop, wait_until
-from tests.mounts import tmpfs_or_skip
+from tests.mounts import fill, tmpfs_or_skip
 
 
 @pytest.fixture
@@ -25,16 +24,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 128 MiB."""
     with tmpfs_or_skip(tmp_path / "disk", 128) as folder:
         yield folder
-
-
-def fill(folder: Path, spare_bytes: int = 0) -> Path:
-    filler = folder / "filler"
-    with filler.open("wb", buffering=0) as file:
-        with contextlib.suppress(OSError):  # a writer's log may take a page meanwhile
-            while file.write(bytes(1 << 16)):
-                pass
-        file.truncate(file.tell() - spare_bytes)
-    return filler
 
 
 def wide_loop(folder: Path, **settings: object) -> Loop:

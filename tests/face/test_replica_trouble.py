@@ -23,7 +23,7 @@ from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.replica_status import ImageMark, MarkPage
 from lowdiff.recovery import optimizers
 from tests.face.test_replica import Life
-from tests.mounts import tmpfs_or_skip
+from tests.mounts import fill, tmpfs_or_skip
 from tests.persistence.made_runs import tear
 
 MEMORY_MIB = 40
@@ -34,18 +34,6 @@ def memory(tmp_path: Path) -> Iterator[Path]:
     """A folder whose ``staging`` is a file system of its own."""
     with tmpfs_or_skip(tmp_path / "staging", MEMORY_MIB):
         yield tmp_path
-
-
-def fill(folder: Path) -> Path:
-    """Take all that is left of a file system, as another process would."""
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        try:
-            while file.write(bytes(1 << 16)):
-                pass
-        except OSError:
-            return ballast
-    raise AssertionError("it has no end")
 
 
 def in_background(run: Callable[[], object]) -> threading.Thread:

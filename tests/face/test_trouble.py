@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from lowdiff.persistence.staging import staged_records
 from lowdiff.persistence.values import same
 from lowdiff.stager import Stager
 from tests.face.loops import Loop, small_model, wait_until
-from tests.mounts import tmpfs, tmpfs_or_skip
+from tests.mounts import fill, tmpfs, tmpfs_or_skip
 from tests.scenarios.pool import Pool
 
 PATIENCE_SECONDS = 20.0
@@ -121,8 +120,7 @@ def train_without_room(rank: int, world_size: int, folder: str) -> tuple[int, st
                 model(torch.full((4, 20), step + 1.0)).square().mean().backward()
                 optimizer.step()
                 if step == 2 and rank == 1:  # AdamW's state makes the next snapshot larger
-                    filler = staging / "filler"
-                    filler.write_bytes(bytes(shutil.disk_usage(staging).free))
+                    filler = fill(staging)
         except WriterFailed as failure:
             error = str(failure)
         if rank == 1:
@@ -153,12 +151,11 @@ def train_with_room_later(rank: int, world_size: int, folder: str) -> int:
             Path(folder, "run"), staging=staging, compressor=TopK(0.1), snapshot_every=30
         )
         checkpointer.attach(model, optimizer)
-        filler = staging / "filler"
         for step in checkpointer.steps(until=59):
             model(torch.full((4, 20), step + 1.0)).square().mean().backward()
             optimizer.step()
             if rank == 1 and step == 2:
-                filler.write_bytes(bytes(shutil.disk_usage(staging).free))
+                filler = fill(staging)
             if rank == 1 and step == 32:
                 filler.unlink()
             if step > 32:
@@ -265,10 +262,7 @@ def test_stats_after_a_close_that_failed_are_those_of_its_life(
 
 def test_a_full_disk_at_attach_has_a_name_and_takes_nothing(tmp_path: Path) -> None:
     with tmpfs_or_skip(tmp_path / "disk", 1) as disk:
-        filler = disk / "filler"
-        with suppress(OSError), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
+        filler = fill(disk)
         checkpointer = lowdiff.Checkpointer(
             disk / "run", staging=tmp_path / "staging", compressor=TopK(0.1)
         )

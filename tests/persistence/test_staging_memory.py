@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from lowdiff.errors import StorageError
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.memory import MappedFile, read_view
 from lowdiff.persistence.staging import LogTail, StagingLog
-from tests.mounts import tmpfs_or_skip
+from tests.mounts import fill, tmpfs_or_skip
 from tests.persistence.staged_logs import (
     CHUNK,
     RUN_ID,
@@ -111,12 +110,6 @@ def long_log(memory: Path) -> StagingLog:
     )
     assert append(log, 1)
     return log
-
-
-def fill(memory: Path, spare_bytes: int) -> Path:
-    filler = memory / "filler"
-    filler.write_bytes(bytes(shutil.disk_usage(memory).free - spare_bytes))
-    return filler
 
 
 LONG = 300_000  # items: records of 1.2 MB
