@@ -146,8 +146,9 @@ def scan(
                 own = records.setdefault(key, RankRecords(damage))
                 own.stage(StoredRecord(record, path, staged=True), is_checked=check)
     fences, numbers, unreadable = _fences(folder, run_id, damage)
-    collected, pins = _retention(folder, run_id, damage)
     add_segments(folder, run_id, records, damage, use_index=not check_all)
+    # Last, as they are written before anything goes: what is missing above is in them.
+    collected, pins = _retention(folder, run_id, damage)
     return Catalog(
         run_id=run_id,
         root=folder.root,

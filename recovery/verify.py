@@ -19,7 +19,8 @@ from lowdiff.errors import (
     RunMismatch,
     StepNotFound,
 )
-from lowdiff.persistence.catalog import Catalog, SnapshotSet, scan
+from lowdiff.persistence.catalog import Catalog, SnapshotSet, complete_snapshots, scan
+from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
@@ -212,7 +213,7 @@ def _verify(
     options: ReplayOptions | None,
     progress: Progress | None,
 ) -> VerifyReport:
-    catalog = scan(folder, [root], check_all=True)
+    catalog = _look(folder, root)
     failures, notes = judge(folder, catalog, check_all=True)
     legs = _legs(catalog)
     check_memory(max((leg.loaded_bytes for leg in legs), default=0))
@@ -247,6 +248,17 @@ def _verify(
         failures=tuple(failures),
         notes=(*notes, *_elsewhere(catalog, options or ReplayOptions())),
     )
+
+
+def _look(folder: RunFolder, root: Path) -> Catalog:
+    """Everything, compared with its checksums, which takes a while: a live run goes on meanwhile.
+
+    A snapshot that came after differentials were listed would make those that lead to it look lost.
+    One that was complete before has them on disk: every writer makes them durable first.
+    """
+    there = {s.folder for s in complete_snapshots(folder, read_run_id(folder))}
+    catalog = scan(folder, [root], check_all=True)
+    return replace(catalog, snapshots=tuple(s for s in catalog.snapshots if s.folder in there))
 
 
 def _legs(catalog: Catalog) -> list[_Leg]:

@@ -19,11 +19,9 @@ from lowdiff.recovery import recover
 from lowdiff.recovery.plan import recoverable
 from tests.faults.outcome import Outcome
 from tests.faults.victim import ONE_WORKER, describe, digest_of
-from tests.faults.zygote import Zygote
+from tests.faults.zygote import Zygote, reported, wait_for_end
 
 _PATIENCE_SECONDS = 60.0
-#: For a life of thousands of steps, on a machine with other work.
-_LIFE_SECONDS = 900.0
 _KINDS = ("trainer", "writer", "both")
 #: One kill in so many may come before `attach` returns, the others come in the middle of training.
 _EARLY_KILLS = 4
@@ -56,9 +54,9 @@ class Campaign:
         whole = self.folder / "whole"
         whole.mkdir(parents=True)
         for pid in self._spawn(whole):
-            _wait_for_end(pid, whole)
+            wait_for_end(pid, whole)
         for rank in range(self.world_size):
-            lines = _lines(whole, rank)
+            lines = reported(whole, rank)
             assert lines[-1][0] == "closed", (whole / f"output.{rank}").read_text()[-2000:]
             self.reference.append({step: found for word, step, found in lines if word != "closed"})
 
@@ -85,7 +83,7 @@ class Campaign:
             time.sleep(self.chance.random() * _DELAY_SECONDS)
         _kill(pids)
         for pid in pids:
-            _wait_for_end(pid, target)
+            wait_for_end(pid, target)
         self._check(f"round {number}, {kind}", target)
         self.outcome.found[f"{kind} of {self.world_size}"] += 1
 
@@ -99,12 +97,12 @@ class Campaign:
     def _check(self, what: str, target: Path) -> None:
         committed = []
         for rank in range(self.world_size):
-            lines = _lines(target, rank)
+            lines = reported(target, rank)
             committed.append(max((step for _, step, _ in lines), default=0))
             for word, step, found in lines:
                 if word != "closed" and self.reference[rank].get(step) != found:
                     self.outcome.lose(f"{what}: rank {rank} {word} step {step} with other bits")
-        if not all(_lines(target, rank) for rank in range(self.world_size)):
+        if not all(reported(target, rank) for rank in range(self.world_size)):
             return  # `attach` has never returned
         # A rank learns with its next collective that a step was committed on the others as well.
         last = committed[0] if self.world_size == 1 else max(committed) - 1
@@ -176,26 +174,10 @@ def _wait_for_lines(folder: Path, begin: int, count: int, pids: Sequence[int]) -
         time.sleep(0.002)
 
 
-def _lines(folder: Path, rank: int) -> list[tuple[str, int, str]]:
-    path = folder / f"report.{rank}"
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        word, step, text = line.split()
-        found.append((word, int(step), text))
-    return found
-
-
 def _kill(pids: Sequence[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _wait_for_end(pid: int, folder: Path) -> None:
-    deadline = time.monotonic() + _LIFE_SECONDS
-    while is_alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} of {folder} goes on"
-        time.sleep(0.005)
 
 
 def wait_for_writers(folder: Path) -> None:

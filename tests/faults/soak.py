@@ -32,6 +32,7 @@ from lowdiff.environment import environment_of
 from tests.faults.damage import cuts, flips, make_victims, resumptions
 from tests.faults.fuzz import fuzz, fuzz_guided
 from tests.faults.kills import kills
+from tests.faults.looks import looks
 from tests.faults.outcome import Outcome
 from tests.faults.power import power_failures
 from tests.faults.replica_kills import replica_kills
@@ -70,6 +71,10 @@ def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
         "rolling": lambda: kills(killed, size(50, 2), snapshot="rolling", seed=seed),
         "rolling of 2 ranks": lambda: kills(
             killed, size(10), world_size=2, snapshot="rolling", seed=seed
+        ),
+        "looks": lambda: looks(folder / "looks", size(2000, 4), seed=seed),
+        "looks at rolling": lambda: looks(
+            folder / "looks", size(1000, 4), snapshot="rolling", seed=seed
         ),
         "cuts": lambda: cuts(victims(), every=every, seed=seed),
         "flips": lambda: flips(victims(), size(10_000, 50), seed=seed),

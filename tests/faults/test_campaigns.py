@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowdiff.errors import DamagedFile
-from tests.faults import damage, fuzz, kills, peers, power, soak, storage, stranger
+from tests.faults import damage, fuzz, kills, looks, peers, power, soak, storage, stranger
 from tests.faults.outcome import Outcome
 from tests.faults.replica_kills import replica_kills
 from tests.faults.victim import TinyTraining, Victim, checkpointer_for
@@ -63,6 +63,11 @@ def test_no_committed_step_is_lost_to_ten_kills_with_a_replica(
     tmp_path: Path, world_size: int
 ) -> None:
     expect_nothing_lost(replica_kills(tmp_path, 10, world_size=world_size, seed=5), 10)
+
+
+@pytest.mark.parametrize("snapshot", ["atomic", pytest.param("rolling", marks=pytest.mark.slow)])
+def test_nothing_of_a_live_run_looks_lost(tmp_path: Path, snapshot: str) -> None:
+    expect_nothing_lost(looks.looks(tmp_path, 12, snapshot=snapshot), 12)
 
 
 def test_files_cut_anywhere_lead_to_an_exact_step_or_a_named_error(victims: list[Victim]) -> None:

@@ -21,6 +21,7 @@ from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention import collect
 from lowdiff.persistence.retention_notes import write_pin
 from lowdiff.persistence.retention_plan import Pin
+from lowdiff.persistence.segment_scan import add_segments
 from lowdiff.persistence.values import same
 from lowdiff.recovery import verify as verify_module
 from lowdiff.recovery.damage import judge
@@ -146,6 +147,17 @@ def test_a_snapshot_that_goes_while_a_run_is_verified_is_a_note(
     report = verify(copy.run, copy.staging)
     assert report.failures == ()
     assert any("retention removed a snapshot while" in note.message for note in report.notes)
+
+
+def test_differentials_that_go_before_they_are_listed_are_not_lost(
+    copy: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*arguments: Any, **options: Any) -> None:
+        collected(copy.run)
+        add_segments(*arguments, **options)
+
+    monkeypatch.setattr("lowdiff.persistence.catalog.add_segments", late)
+    assert verify(copy.run, copy.staging).failures == ()
 
 
 def test_a_reader_whose_snapshot_goes_looks_again(

@@ -4,19 +4,24 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 import pytest
 from crc32c import crc32c
 from torch import nn
 
 from lowdiff.errors import NotARun
+from lowdiff.persistence.catalog import complete_snapshots
 from lowdiff.persistence.durable import write_json
-from lowdiff.persistence.fences import read_fence, write_fence
+from lowdiff.persistence.fences import read_fence, read_run_id, write_fence
 from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.segment_scan import add_segments
 from lowdiff.persistence.snapshots import Manifest
 from lowdiff.recovery import recover
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.verify import Replayed, VerifyReport, verify
+from tests.face.loops import PATIENCE_SECONDS, wait_until
 from tests.recovery.training import Trained, flip, train
 from tests.recovery.verified import check, only_failure
 from tests.scenarios.lives import history
@@ -89,6 +94,40 @@ def test_a_live_run_can_be_verified_while_it_trains(tmp_path: Path) -> None:
     train(tmp_path, 9, inside=look, retention=2)
     assert [report.failures for report in reports] == [()]
     assert steps == [8]
+
+
+def test_a_live_run_may_go_on_while_its_segments_are_read(tmp_path: Path) -> None:
+    listed, moved_on = Event(), Event()
+    reports: list[VerifyReport] = []
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        add_segments(*arguments, **options)
+        listed.set()
+        assert moved_on.wait(PATIENCE_SECONDS)
+
+    def look() -> None:
+        reports.append(verify(tmp_path / "run", tmp_path / "staging"))
+
+    looking = Thread(target=look)
+
+    def go_on(step: int, _: nn.Module) -> None:
+        if step == 8:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("lowdiff.persistence.catalog.add_segments", slowly)
+                looking.start()
+                assert listed.wait(PATIENCE_SECONDS)
+        if step == 17:
+            folder = RunFolder(tmp_path / "run")
+            wait_until(
+                lambda: 15 in [s.step for s in complete_snapshots(folder, read_run_id(folder))]
+            )
+            moved_on.set()
+            looking.join()
+
+    train(tmp_path, 18, inside=go_on)
+    (report,) = reports
+    assert report.failures == ()
+    assert report.recoverable == ((0, 8),)
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path) -> None:
