@@ -147,7 +147,7 @@ def scan(
                 own.stage(StoredRecord(record, path, staged=True), is_checked=check)
     fences, numbers, unreadable = _fences(folder, run_id, damage)
     add_segments(folder, run_id, records, damage, use_index=not check_all)
-    # Last, as they are written before anything goes: what is missing above is in them.
+    # After them, as it is written before anything goes: what is missing above is in it.
     collected, pins = _retention(folder, run_id, damage)
     return Catalog(
         run_id=run_id,

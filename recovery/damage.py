@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.catalog import Catalog, has_cycle
+from lowdiff.persistence.catalog import Catalog, complete_snapshots, has_cycle
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.framing import (
     HEADER_BYTES,
@@ -307,7 +307,8 @@ def _left_something(catalog: Catalog, number: int) -> bool:
 
 
 def _unfinished_snapshots(folder: RunFolder, catalog: Catalog) -> Iterator[Finding]:
-    seen = {snapshot.folder for snapshot in catalog.snapshots}
+    # Those that a live run has completed by now were not before.
+    seen = {s.folder for s in (*catalog.snapshots, *complete_snapshots(folder, catalog.run_id))}
     seen |= {error.path.parent for error in catalog.damage}
     for _, step, path in folder.snapshots():
         if path not in seen:

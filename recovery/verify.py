@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +11,35 @@ import torch
 
 from lowdiff.errors import (
     DamagedFile,
-    LowDiffError,
-    NotEnoughMemory,
     ReplayMismatch,
     RunInUse,
     RunMismatch,
     StepNotFound,
 )
-from lowdiff.persistence.catalog import Catalog, SnapshotSet, complete_snapshots, scan
-from lowdiff.persistence.fences import read_run_id
+from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
-from lowdiff.persistence.snapshots import manifest_file
-from lowdiff.recovery.compare import differences, keep_inherited
 from lowdiff.recovery.damage import (
     Finding,
-    first_gap,
     judge,
-    last_kept,
     lost_after,
     spoilt_cycles,
 )
-from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
+from lowdiff.recovery.engine import Progress, look_again, reporting
 from lowdiff.recovery.in_memory import (
     MemoryPlan,
     carry_out_in_memory,
     plan_in_memory,
     with_steps_in_memory,
 )
+from lowdiff.recovery.legs import Outcome, Replayed, gaps, legs_of, newest_step, prove
 from lowdiff.recovery.plan import (
-    RecoveryPlan,
-    cycle_of,
     plan_recovery,
     recoverable,
     usable_snapshots,
 )
 from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.sizing import check_memory
 
 
@@ -70,22 +60,6 @@ class Checked:
     segments: int
     chunks: int
     records: int
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """One replay.
-
-    Attributes:
-        first: Step of the snapshot it started from.
-        last: Step it led to.
-        compared: Whether a snapshot of ``last`` was there to compare with, bit for bit. Otherwise
-            only the digests that the live run recorded were compared.
-    """
-
-    first: int
-    last: int
-    compared: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,34 +99,6 @@ class VerifyReport:
     def document(self) -> dict[str, Any]:
         """As JSON content."""
         return {"ok": self.ok, **asdict(self), "steps_replayed": self.steps_replayed}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Leg:
-    """One replay to do: from a snapshot to the next one, or to the newest step (None)."""
-
-    base: SnapshotSet
-    target: SnapshotSet | None
-    last: int
-
-    @property
-    def loaded_bytes(self) -> int:
-        """What its snapshots take in memory: that which is compared with is a second state."""
-        there = (snapshot for snapshot in (self.base, self.target) if snapshot is not None)
-        return sum(RecoveryPlan(s.step, s.incarnation, s, ()).loaded_bytes for s in there)
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What came of a leg, or of what is in memory.
-
-    Attributes:
-        failure: What is wrong; None if nothing is.
-        note: What differs because another kind of device trained it, or why nothing is known.
-    """
-
-    failure: Finding | None = None
-    note: Finding | None = None
 
 
 def verify(
@@ -215,28 +161,23 @@ def _verify(
 ) -> VerifyReport:
     catalog = _look(folder, root)
     failures, notes = judge(folder, catalog, check_all=True)
-    legs = _legs(catalog)
+    legs = legs_of(catalog)
     check_memory(max((leg.loaded_bytes for leg in legs), default=0))
     replays: list[Replayed] = []
     total = sum(leg.last - leg.base.step for leg in legs)
     done = 0
     for leg in legs:
         own = reporting(options, progress, done, total)
-        outcome = _carry_out(folder, root, catalog, leg, own)
-        if any(snapshot and _is_gone(snapshot) for snapshot in (leg.base, leg.target)):
-            notes.append(_removed(leg))  # whatever came of it
-        elif outcome.failure is None:
-            compared = leg.target is not None and outcome.note is None
-            replays.append(Replayed(leg.base.step, leg.last, compared))
-            notes += [outcome.note] if outcome.note else []
-        else:
-            failures.append(outcome.failure)
+        outcome = prove(folder, root, catalog, leg, own)
+        replays += [outcome.replayed] if outcome.replayed else []
+        failures += [outcome.failure] if outcome.failure else []
+        notes += [outcome.note] if outcome.note else []
         done += leg.last - leg.base.step
     failures += [found for found in spoilt_cycles(catalog) if found not in failures]
     memory, left_out = _in_memory(folder, root, catalog, options or ReplayOptions())
     failures += [left_out.failure] if left_out.failure else []
     notes += [left_out.note] if left_out.note else []
-    failures += lost_after(catalog, _newest(catalog)) if legs else _nothing_recoverable(catalog)
+    failures += lost_after(catalog, newest_step(catalog)) if legs else _nothing_recoverable(catalog)
     return VerifyReport(
         run=run,
         run_id=catalog.run_id,
@@ -253,59 +194,26 @@ def _verify(
 def _look(folder: RunFolder, root: Path) -> Catalog:
     """Everything, compared with its checksums, which takes a while: a live run goes on meanwhile.
 
-    A snapshot that came after differentials were listed would make those that lead to it look lost.
-    One that was complete before has them on disk: every writer makes them durable first.
+    A snapshot that came after differentials were listed makes those that lead to it look lost, and
+    so does retention that was at them. By a second look both have said so: every writer makes them
+    durable before the snapshot, and retention writes down what it is going to remove.
     """
-    there = {s.folder for s in complete_snapshots(folder, read_run_id(folder))}
     catalog = scan(folder, [root], check_all=True)
-    return replace(catalog, snapshots=tuple(s for s in catalog.snapshots if s.folder in there))
-
-
-def _legs(catalog: Catalog) -> list[_Leg]:
-    snapshots = usable_snapshots(catalog)
-    legs = []
-    for base, target in pairwise(snapshots):
-        last = last_kept(catalog, base.step, target.step)
-        if last == target.step:
-            legs.append(_Leg(base, target, last))
-        elif last > base.step:
-            legs.append(_Leg(base, None, last))
-    newest = _newest(catalog)
-    if snapshots and (newest > snapshots[-1].step or not legs):
-        legs.append(_Leg(snapshots[-1], None, newest))
-    return legs
-
-
-def _newest(catalog: Catalog) -> int:
-    return max((last for _, last in recoverable(catalog)), default=-1)
-
-
-def _carry_out(
-    folder: RunFolder, root: Path, catalog: Catalog, leg: _Leg, options: ReplayOptions
-) -> _Outcome:
-    """Replay one leg, and compare."""
-    gap = first_gap(catalog, leg.base.step, leg.last)
-    if gap is not None:
-        return _Outcome(gap)
-    try:
-        found = look_again(
-            folder, root, catalog, lambda seen: _compare(seen, leg, options), check_all=True
-        )
-    except DamagedFile as error:
-        return _Outcome(Finding.of(error))
-    except NotEnoughMemory:
-        raise  # it says nothing about the run
-    except LowDiffError as error:
-        return _Outcome(Finding(str(error)))
-    trained_on = catalog.incarnations[leg.base.incarnation].fence.environment.device
-    if (trained_on == "cpu") != (options.device.type == "cpu"):
-        return _Outcome(note=found)  # another kind of processor rounds differently
-    return _Outcome(found)
+    if not gaps(catalog):
+        return catalog
+    now = scan(folder, [root], check_all=True)
+    return replace(
+        catalog,
+        records=now.records,
+        staging=now.staging,
+        damage=now.damage,
+        collected=now.collected,
+    )
 
 
 def _in_memory(
     folder: RunFolder, root: Path, catalog: Catalog, options: ReplayOptions
-) -> tuple[tuple[int, int] | None, _Outcome]:
+) -> tuple[tuple[int, int] | None, Outcome]:
     """The steps that replicas left in memory, rebuilt; and why, if they cannot be."""
 
     def act(seen: Catalog) -> MemoryPlan | None:
@@ -318,41 +226,10 @@ def _in_memory(
         plan = look_again(folder, root, catalog, act, check_all=True)
     except (DamagedFile, ReplayMismatch, RunMismatch) as error:
         what = f"what replicas left in memory cannot be used: {error}"
-        return None, _Outcome(Finding(what))
+        return None, Outcome(Finding(what))
     except RunInUse as error:
-        return None, _Outcome(note=Finding(f"what replicas left in memory was not read: {error}"))
-    return (None if plan is None else plan.range), _Outcome()
-
-
-def _is_gone(snapshot: SnapshotSet) -> bool:
-    return not manifest_file(snapshot.folder, 0).is_file()
-
-
-def _removed(leg: _Leg) -> Finding:
-    return Finding(
-        f"retention removed a snapshot while steps {leg.base.step} to {leg.last} were verified"
-    )
-
-
-def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> Finding | None:
-    alone = replace(catalog, snapshots=(leg.base,))
-    state = carry_out(alone, plan_recovery(alone, leg.last), options)
-    if leg.target is None:
-        return None
-    fence = catalog.incarnations[leg.target.incarnation].fence
-    expected = load_base(leg.target, fence, cycle_of(catalog, leg.target), options)
-    expected.move(torch.device("cpu"))  # where carrying a plan out puts its state
-    if leg.base.incarnation != leg.target.incarnation:
-        keep_inherited(state, expected)
-    found = list(differences(state, expected))
-    if not found:
-        return None
-    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-    return Finding(
-        f"{leg.target.folder}: snapshot {leg.target.step} differs from the replay of snapshot "
-        f"{leg.base.step}: {found[0]}{more}",
-        str(leg.target.folder),
-    )
+        return None, Outcome(note=Finding(f"what replicas left in memory was not read: {error}"))
+    return (None if plan is None else plan.range), Outcome()
 
 
 def _checked(folder: RunFolder, catalog: Catalog) -> Checked:

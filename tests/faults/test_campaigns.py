@@ -65,7 +65,11 @@ def test_no_committed_step_is_lost_to_ten_kills_with_a_replica(
     expect_nothing_lost(replica_kills(tmp_path, 10, world_size=world_size, seed=5), 10)
 
 
-@pytest.mark.parametrize("snapshot", ["atomic", pytest.param("rolling", marks=pytest.mark.slow)])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "snapshot",
+    ["atomic", *(pytest.param(s, marks=pytest.mark.slow) for s in ("rolling", "replica"))],
+)
 def test_nothing_of_a_live_run_looks_lost(tmp_path: Path, snapshot: str) -> None:
     expect_nothing_lost(looks.looks(tmp_path, 12, snapshot=snapshot), 12)
 

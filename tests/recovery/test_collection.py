@@ -83,9 +83,9 @@ def full_disk(folder: RunFolder, num_snapshots: int) -> Iterator[None]:
         yield
 
 
-def collected(run: Path) -> None:
+def collected(run: Path, policy: Retention = POLICY) -> None:
     folder = RunFolder(run)
-    collect(folder, read_run_id(folder), POLICY)
+    collect(folder, read_run_id(folder), policy)
 
 
 @pytest.mark.parametrize("room", [1000, 3], ids=["room for all", "room once all that go are gone"])
@@ -135,18 +135,23 @@ def test_without_its_notes_what_is_kept_is_still_exact(copy: Trained) -> None:
     assert lowdiff.recover(copy.run, staging=copy.staging).step == 16
 
 
-def test_a_snapshot_that_goes_while_a_run_is_verified_is_a_note(
-    copy: Trained, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "policy",
+    [POLICY, Retention(snapshots=1, every_steps=3)],
+    ids=["snapshots go", "only differentials go"],
+)
+def test_what_goes_while_a_run_is_verified_is_a_note(
+    copy: Trained, policy: Retention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(folder: RunFolder, catalog: Any, *, check_all: bool) -> Any:
         found = judge(folder, catalog, check_all=check_all)
-        collected(copy.run)
+        collected(copy.run, policy)
         return found
 
     monkeypatch.setattr(verify_module, "judge", late)
     report = verify(copy.run, copy.staging)
     assert report.failures == ()
-    assert any("retention removed a snapshot while" in note.message for note in report.notes)
+    assert any("were not verified: retention removed" in note.message for note in report.notes)
 
 
 def test_differentials_that_go_before_they_are_listed_are_not_lost(
@@ -157,7 +162,9 @@ def test_differentials_that_go_before_they_are_listed_are_not_lost(
         add_segments(*arguments, **options)
 
     monkeypatch.setattr("lowdiff.persistence.catalog.add_segments", late)
-    assert verify(copy.run, copy.staging).failures == ()
+    report = verify(copy.run, copy.staging)
+    assert report.failures == ()
+    assert report.recoverable == ((3, 6), (9, 9), (16, 16))
 
 
 def test_a_reader_whose_snapshot_goes_looks_again(

@@ -19,8 +19,9 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.segment_scan import add_segments
 from lowdiff.persistence.snapshots import Manifest
 from lowdiff.recovery import recover
+from lowdiff.recovery.legs import Replayed
 from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.verify import Replayed, VerifyReport, verify
+from lowdiff.recovery.verify import VerifyReport, verify
 from tests.face.loops import PATIENCE_SECONDS, wait_until
 from tests.recovery.training import Trained, flip, train
 from tests.recovery.verified import check, only_failure
@@ -96,19 +97,24 @@ def test_a_live_run_can_be_verified_while_it_trains(tmp_path: Path) -> None:
     assert steps == [8]
 
 
-def test_a_live_run_may_go_on_while_its_segments_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("retention", "kept", "recoverable"), [(None, [0, 5, 10, 15], (0, 17)), (1, [15], (15, 15))]
+)
+def test_a_live_run_may_go_on_while_its_segments_are_read(
+    tmp_path: Path, retention: int | None, kept: list[int], recoverable: tuple[int, int]
+) -> None:
     listed, moved_on = Event(), Event()
     reports: list[VerifyReport] = []
 
     def slowly(*arguments: Any, **options: Any) -> None:
         add_segments(*arguments, **options)
         listed.set()
-        assert moved_on.wait(PATIENCE_SECONDS)
+        moved_on.wait()
 
     def look() -> None:
         reports.append(verify(tmp_path / "run", tmp_path / "staging"))
 
-    looking = Thread(target=look)
+    looking = Thread(target=look, daemon=True)
 
     def go_on(step: int, _: nn.Module) -> None:
         if step == 8:
@@ -118,16 +124,18 @@ def test_a_live_run_may_go_on_while_its_segments_are_read(tmp_path: Path) -> Non
                 assert listed.wait(PATIENCE_SECONDS)
         if step == 17:
             folder = RunFolder(tmp_path / "run")
-            wait_until(
-                lambda: 15 in [s.step for s in complete_snapshots(folder, read_run_id(folder))]
-            )
+            run_id = read_run_id(folder)
+            wait_until(lambda: [s.step for s in complete_snapshots(folder, run_id)] == kept)
             moved_on.set()
-            looking.join()
+            looking.join(PATIENCE_SECONDS)
 
-    train(tmp_path, 18, inside=go_on)
+    try:
+        train(tmp_path, 18, inside=go_on, retention=retention)
+    finally:
+        moved_on.set()
     (report,) = reports
     assert report.failures == ()
-    assert report.recoverable == ((0, 8),)
+    assert report.recoverable == (recoverable,)
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path) -> None:
