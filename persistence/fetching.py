@@ -206,7 +206,7 @@ def fetch_all(store: ObjectStore, folder: RunFolder, *, shards: bool) -> None:
         names = [file.name for file in listing.files(*kinds)]
         names += listing.constants() if shards else []
         download(store, folder, [name for name in names if name not in here], listing.sizes)
-        # Once more: of what is missing above, retention wrote it down before it was removed.
+        # Once more: what retention removed meanwhile is in them by now.
         download(store, folder, listing.notes(), listing.sizes)
 
     _looking_again(store, bring)

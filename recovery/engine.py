@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +34,8 @@ _logger = logging.getLogger(__name__)
 #: Called with the number of steps replayed so far, and the number there are.
 Progress = Callable[[int, int], None]
 
-_LOOKS = 3
+#: A small run is looked at within milliseconds, and may remove its snapshots as fast.
+_LOOKS, _LOOKS_SECONDS = 3, 5.0
 _Result = TypeVar("_Result")
 
 
@@ -159,14 +161,18 @@ def look_again(
         act: Called with the catalog, and again with a newer one if what it lists is gone.
         check_all: Whether the newer one, too, reads everything, and believes and writes no index.
     """
-    for _ in range(_LOOKS):
+    looks, deadline = 0, time.monotonic() + _LOOKS_SECONDS
+    while True:
         try:
             return act(catalog)
         except DamagedFile as error:
-            if staging not in error.path.parents and not was_removed(error.path):
+            is_gone = was_removed(error.path)
+            if staging not in error.path.parents and not is_gone:
                 raise
-            catalog = scan(folder, [staging], check_all=check_all)
-    return act(catalog)
+            looks += 1
+            if looks > _LOOKS and not (is_gone and time.monotonic() < deadline):
+                raise
+        catalog = scan(folder, [staging], check_all=check_all)
 
 
 def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from lowdiff.errors import DamagedFile, LowDiffError, NotEnoughMemory
-from lowdiff.persistence.catalog import Catalog, SnapshotSet
+from lowdiff.errors import DamagedFile, LowDiffError, NotEnoughMemory, StepNotFound
+from lowdiff.persistence.catalog import Catalog, SnapshotSet, complete_snapshots
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import Manifest, manifest_file
 from lowdiff.recovery.compare import differences, keep_inherited
@@ -82,13 +82,13 @@ def legs_of(catalog: Catalog) -> list[Leg]:
             legs.append(Leg(base, target, last))
         elif last > base.step:
             legs.append(Leg(base, None, last))
-    newest = newest_step(catalog)
+    newest = newest_recoverable(catalog)
     if snapshots and (newest > snapshots[-1].step or not legs):
         legs.append(Leg(snapshots[-1], None, newest))
     return legs
 
 
-def newest_step(catalog: Catalog) -> int:
+def newest_recoverable(catalog: Catalog) -> int:
     """The newest step that can be rebuilt, -1 if none can."""
     return max((last for _, last in recoverable(catalog)), default=-1)
 
@@ -103,25 +103,40 @@ def prove(
     folder: RunFolder, root: Path, catalog: Catalog, leg: Leg, options: ReplayOptions
 ) -> Outcome:
     """Replay one leg, and compare."""
-    outcome = Outcome(first_gap(catalog, leg.base.step, leg.last))
-    if outcome.failure is None:
-        try:
-            outcome = look_again(
-                folder, root, catalog, lambda seen: _compare(seen, leg, options), check_all=True
-            )
-        except DamagedFile as error:
-            outcome = Outcome(Finding.of(error))
-        except NotEnoughMemory:
-            raise  # it says nothing about the run
-        except LowDiffError as error:
-            outcome = Outcome(Finding(str(error)))
-    if not all(_is_as_seen(snapshot) for snapshot in (leg.base, leg.target) if snapshot):
-        return _overtaken(leg)  # whatever came of it
-    return outcome
+
+    def act(seen: Catalog) -> Outcome:
+        return _compare(seen, leg, options)
+
+    try:
+        gap = first_gap(catalog, leg.base.step, leg.last)
+        outcome = Outcome(gap) if gap else look_again(folder, root, catalog, act, check_all=True)
+    except DamagedFile as error:
+        outcome = Outcome(Finding.of(error))
+    except StepNotFound as error:
+        outcome = Outcome(Finding(str(error)))
+    except NotEnoughMemory:
+        raise  # it says nothing about the run
+    except LowDiffError as error:
+        return Outcome(Finding(str(error)))  # no part of it was missing
+    return (outcome.failure and _overtaken(catalog, leg)) or outcome
+
+
+def _overtaken(catalog: Catalog, leg: Leg) -> Outcome | None:
+    """What became of a leg that is not as it was seen: a live run removes and replaces files."""
+    changed = [s for s in (leg.base, leg.target) if s is not None and not _is_as_seen(s)]
+    if not changed and last_kept(catalog, leg.base.step, leg.last) == leg.last:
+        return None
+    there = complete_snapshots(RunFolder(catalog.root), catalog.run_id)
+    if max((s.step for s in there), default=-1) < max((s.step for s in changed), default=-1):
+        # Retention keeps the newest.
+        gone = changed[-1].folder
+        return Outcome(Finding(f"{gone} was removed, and no later snapshot is there", str(gone)))
+    what = "a part of them was removed meanwhile, or another snapshot took the place of one"
+    return Outcome(note=Finding(f"steps {leg.base.step} to {leg.last} were not verified: {what}"))
 
 
 def _is_as_seen(snapshot: SnapshotSet) -> bool:
-    """Whether neither retention removed it nor an atomic one took the place of a rolling one."""
+    """Whether nobody removed it, and no atomic one took the place of a rolling one."""
     try:
         return all(
             Manifest.read(manifest_file(snapshot.folder, seen.rank)) == seen
@@ -133,14 +148,10 @@ def _is_as_seen(snapshot: SnapshotSet) -> bool:
         return True  # nobody meant to
 
 
-def _overtaken(leg: Leg) -> Outcome:
-    what = "retention removed a part of them meanwhile, or another snapshot took the place of one"
-    return Outcome(note=Finding(f"steps {leg.base.step} to {leg.last} were not verified: {what}"))
-
-
 def _compare(catalog: Catalog, leg: Leg, options: ReplayOptions) -> Outcome:
-    if last_kept(catalog, leg.base.step, leg.last) < leg.last:
-        return _overtaken(leg)
+    overtaken = _overtaken(catalog, leg)
+    if overtaken is not None:
+        return overtaken
     alone = replace(catalog, snapshots=(leg.base,))
     state = carry_out(alone, plan_recovery(alone, leg.last), options)
     replayed = Replayed(leg.base.step, leg.last, compared=leg.target is not None)

@@ -33,7 +33,7 @@ from lowdiff.recovery.in_memory import (
     plan_in_memory,
     with_steps_in_memory,
 )
-from lowdiff.recovery.legs import Outcome, Replayed, gaps, legs_of, newest_step, prove
+from lowdiff.recovery.legs import Outcome, Replayed, gaps, legs_of, newest_recoverable, prove
 from lowdiff.recovery.plan import (
     plan_recovery,
     recoverable,
@@ -41,6 +41,8 @@ from lowdiff.recovery.plan import (
 )
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.sizing import check_memory
+
+_LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,9 @@ def _verify(
     memory, left_out = _in_memory(folder, root, catalog, options or ReplayOptions())
     failures += [left_out.failure] if left_out.failure else []
     notes += [left_out.note] if left_out.note else []
-    failures += lost_after(catalog, newest_step(catalog)) if legs else _nothing_recoverable(catalog)
+    failures += (
+        lost_after(catalog, newest_recoverable(catalog)) if legs else _nothing_recoverable(catalog)
+    )
     return VerifyReport(
         run=run,
         run_id=catalog.run_id,
@@ -195,20 +199,25 @@ def _look(folder: RunFolder, root: Path) -> Catalog:
     """Everything, compared with its checksums, which takes a while: a live run goes on meanwhile.
 
     A snapshot that came after differentials were listed makes those that lead to it look lost, and
-    so does retention that was at them. By a second look both have said so: every writer makes them
-    durable before the snapshot, and retention writes down what it is going to remove.
+    so does retention that was at them. So a gap counts if another look still has it, at what led
+    to the snapshots of the look before: within a life, a writer makes that durable before them.
     """
     catalog = scan(folder, [root], check_all=True)
-    if not gaps(catalog):
-        return catalog
-    now = scan(folder, [root], check_all=True)
-    return replace(
-        catalog,
-        records=now.records,
-        staging=now.staging,
-        damage=now.damage,
-        collected=now.collected,
-    )
+    for _ in range(_LOOKS):
+        if legs_of(catalog) and not gaps(catalog):
+            break
+        known = {s.folder for s in catalog.snapshots} | {e.path.parent for e in catalog.damage}
+        now = scan(folder, [root], check_all=True)
+        before = replace(now, snapshots=tuple(s for s in now.snapshots if s.folder in known))
+        # Retention begins with the oldest: while the newest is there, so is all that follows it.
+        if _newest_snapshot(before) >= max(_newest_snapshot(catalog), 0):
+            return before
+        catalog = now
+    return catalog
+
+
+def _newest_snapshot(catalog: Catalog) -> int:
+    return max((snapshot.step for snapshot in usable_snapshots(catalog)), default=-1)
 
 
 def _in_memory(

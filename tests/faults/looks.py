@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from lowdiff.demo.launch import is_alive
@@ -15,7 +12,7 @@ from lowdiff.recovery.verify import verify
 from tests.faults.kills import wait_for_writers
 from tests.faults.outcome import Outcome
 from tests.faults.victim import ONE_WORKER, describe, digest_of
-from tests.faults.zygote import Zygote, reported, wait_for_end
+from tests.faults.zygote import Zygote, reported
 
 _PATIENCE_SECONDS = 60.0
 _LIFE_STEPS = 1000
@@ -37,36 +34,39 @@ def looks(folder: Path, rounds: int, *, snapshot: str = "atomic") -> Outcome:
     tried = f"verify and recover beside a training at full speed, {_WORDS[snapshot]}"
     outcome = Outcome(tried, seed=0)
     zygote = Zygote()
+    recovered: dict[Path, list[tuple[int, str]]] = {}
     try:
         with outcome.timed():
-            lives = 0
             while outcome.rounds < rounds:
-                lives += 1
-                life = folder / f"{snapshot}-{lives}"
+                life = folder / f"{snapshot}-{len(recovered)}"
                 life.mkdir(parents=True)
                 (pid,) = zygote.spawn(life, _LIFE_STEPS, snapshot=snapshot)
-                _watch(life, pid, rounds, outcome)
+                recovered[life] = _watch(life, pid, rounds, outcome)
     finally:
         zygote.close()
         wait_for_writers(folder)
+    for life, found in recovered.items():
+        _check(life, found, outcome)
     return outcome
 
 
-def _watch(life: Path, pid: int, rounds: int, outcome: Outcome) -> None:
-    """Look until the life or the campaign ends; then compare with what the life said."""
+def _watch(life: Path, pid: int, rounds: int, outcome: Outcome) -> list[tuple[int, str]]:
+    """Look until the life or the campaign ends; the newest step of each look, and its digest."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not reported(life, 0):
-        text = (life / "output.0").read_text()[-2000:] if (life / "output.0").exists() else ""
-        assert is_alive(pid), text
-        assert time.monotonic() < deadline, text
+        assert is_alive(pid), _output(life)
+        assert time.monotonic() < deadline, _output(life)
         time.sleep(0.005)
     recovered: list[tuple[int, str]] = []
-    while is_alive(pid) and outcome.rounds < rounds:
+    while outcome.rounds < rounds:
+        if not is_alive(pid):
+            assert reported(life, 0)[-1][0] == "closed", _output(life)
+            break
         # The staging memory of another machine is not seen.
         place = ("staging", "elsewhere")[outcome.rounds % 2]
         outcome.rounds += 1
         outcome.found[place] += 1
-        committed = reported(life, 0)[-1][1] if place == "staging" else 0
+        committed = max(step for _, step, _ in reported(life, 0)) if place == "staging" else 0
         try:
             report = verify(life / "run", life / place, options=ONE_WORKER)
             state = recover(life / "run", staging=life / place, options=ONE_WORKER)
@@ -79,11 +79,17 @@ def _watch(life: Path, pid: int, rounds: int, outcome: Outcome) -> None:
         if newest < committed:
             outcome.lose(f"{life.name}: step {committed} was committed, {newest} is the newest")
         recovered.append((state.step, digest_of(state)))
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    wait_for_end(pid, life)
+    return recovered
+
+
+def _output(life: Path) -> str:
+    return (life / "output.0").read_text()[-2000:]
+
+
+def _check(life: Path, recovered: list[tuple[int, str]], outcome: Outcome) -> None:
+    """Compare what came back with what the life, which has ended, said of those steps."""
     said = {step: found for word, step, found in reported(life, 0) if word != "closed"}
     for step, found in recovered:
-        # The last one may have been committed, and killed before it was said.
+        # The last one may have been committed, and the life ended before it said so.
         if said.get(step, found) != found or step > max(said) + 1:
             outcome.lose(f"{life.name}: step {step} came back with other bits")

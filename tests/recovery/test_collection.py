@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from crc32c import crc32c
 
 import lowdiff
 from lowdiff.errors import StepNotFound
@@ -22,6 +25,7 @@ from lowdiff.persistence.retention import collect
 from lowdiff.persistence.retention_notes import write_pin
 from lowdiff.persistence.retention_plan import Pin
 from lowdiff.persistence.segment_scan import add_segments
+from lowdiff.persistence.snapshots import Manifest
 from lowdiff.persistence.values import same
 from lowdiff.recovery import verify as verify_module
 from lowdiff.recovery.damage import judge
@@ -88,6 +92,24 @@ def collected(run: Path, policy: Retention = POLICY) -> None:
     collect(folder, read_run_id(folder), policy)
 
 
+class Later:
+    """What a run has after a step, out of sight until that comes."""
+
+    def __init__(self, trained: Trained, step: int) -> None:
+        folder = RunFolder(trained.run)
+        found = [(last, path) for _, last, path in folder.snapshots()]
+        found += [(first, path) for _, _, first, path in folder.segments()]
+        self._hidden = [(when, path) for when, path in found if when > step]
+        for _, path in self._hidden:
+            path.rename(path.with_name("later-" + path.name))
+
+    def comes(self, step: int) -> None:
+        """Up to a step, all is there."""
+        for when, path in self._hidden:
+            if when <= step and not path.exists():
+                path.with_name("later-" + path.name).rename(path)
+
+
 @pytest.mark.parametrize("room", [1000, 3], ids=["room for all", "room once all that go are gone"])
 def test_killed_after_any_deletion_all_that_is_kept_is_exact_and_nothing_looks_lost(
     trained: Trained, tmp_path: Path, room: int
@@ -151,7 +173,9 @@ def test_what_goes_while_a_run_is_verified_is_a_note(
     monkeypatch.setattr(verify_module, "judge", late)
     report = verify(copy.run, copy.staging)
     assert report.failures == ()
-    assert any("were not verified: retention removed" in note.message for note in report.notes)
+    assert any(
+        "were not verified: a part of them was removed" in note.message for note in report.notes
+    )
 
 
 def test_differentials_that_go_before_they_are_listed_are_not_lost(
@@ -165,6 +189,73 @@ def test_differentials_that_go_before_they_are_listed_are_not_lost(
     report = verify(copy.run, copy.staging)
     assert report.failures == ()
     assert report.recoverable == ((3, 6), (9, 9), (16, 16))
+
+
+def test_retention_may_overtake_two_looks(copy: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = Later(copy, 6)
+    looks = []
+
+    def beside_a_live_run(*arguments: Any, **options: Any) -> None:
+        looks.append(arguments)
+        if len(looks) == 2:
+            later.comes(16)
+            collected(copy.run, Retention(snapshots=1))
+        add_segments(*arguments, **options)
+        if len(looks) == 1:
+            later.comes(9)
+
+    monkeypatch.setattr("lowdiff.persistence.catalog.add_segments", beside_a_live_run)
+    report = verify(copy.run, copy.staging)
+    assert report.failures == ()
+    assert report.recoverable == ((3, 6), (16, 16))
+    assert len(looks) == 2
+
+
+def test_a_snapshot_that_was_completed_meanwhile_is_no_note(
+    copy: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = Later(copy, 6)
+
+    def late(folder: RunFolder, catalog: Any, *, check_all: bool) -> Any:
+        later.comes(16)
+        return judge(folder, catalog, check_all=check_all)
+
+    monkeypatch.setattr(verify_module, "judge", late)
+    report = verify(copy.run, copy.staging)
+    assert (report.failures, report.notes) == ((), ())
+    assert report.recoverable == ((0, 6),)
+
+
+def test_a_snapshot_in_the_place_of_another_is_a_note(
+    copy: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(folder: RunFolder, catalog: Any, *, check_all: bool) -> Any:
+        shard = copy.shard(6)
+        shard.write_bytes(shard.read_bytes()[:-8] + bytes(8))
+        manifest = shard.with_suffix(".json")
+        other = replace(Manifest.read(manifest), checksum=crc32c(shard.read_bytes()))
+        write_json(manifest, other.document())
+        return judge(folder, catalog, check_all=check_all)
+
+    monkeypatch.setattr(verify_module, "judge", late)
+    report = verify(copy.run, copy.staging)
+    assert report.failures == ()
+    found = [note.message.partition(":")[0] for note in report.notes]
+    assert found == ["steps 3 to 6 were not verified", "steps 6 to 9 were not verified"]
+
+
+def test_a_newest_snapshot_that_goes_is_a_failure(
+    copy: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(folder: RunFolder, catalog: Any, *, check_all: bool) -> Any:
+        found = judge(folder, catalog, check_all=check_all)
+        shutil.rmtree(copy.shard(16).parent)
+        return found
+
+    monkeypatch.setattr(verify_module, "judge", late)
+    (failure,) = verify(copy.run, copy.staging).failures
+    assert failure.path == str(copy.shard(16).parent)
+    assert "was removed, and no later snapshot is there" in failure.message
 
 
 def test_a_reader_whose_snapshot_goes_looks_again(
