@@ -9,23 +9,12 @@ from typing import Any
 
 import torch
 
-from lowdiff.errors import (
-    DamagedFile,
-    ReplayMismatch,
-    RunInUse,
-    RunMismatch,
-    StepNotFound,
-)
+from lowdiff.errors import DamagedFile, ReplayMismatch, RunInUse, RunMismatch, StepNotFound
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
-from lowdiff.recovery.damage import (
-    Finding,
-    judge,
-    lost_after,
-    spoilt_cycles,
-)
+from lowdiff.recovery.damage import Finding, judge, lost_after, spoilt_cycles
 from lowdiff.recovery.engine import Progress, look_again, reporting
 from lowdiff.recovery.in_memory import (
     MemoryPlan,
@@ -34,11 +23,7 @@ from lowdiff.recovery.in_memory import (
     with_steps_in_memory,
 )
 from lowdiff.recovery.legs import Outcome, Replayed, gaps, legs_of, newest_recoverable, prove
-from lowdiff.recovery.plan import (
-    plan_recovery,
-    recoverable,
-    usable_snapshots,
-)
+from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.sizing import check_memory
 
