@@ -19,9 +19,11 @@ from lowdiff.recovery import recover
 from lowdiff.recovery.plan import recoverable
 from tests.faults.outcome import Outcome
 from tests.faults.victim import ONE_WORKER, describe, digest_of
-from tests.faults.zygote import Zygote, reported, wait_for_end
+from tests.faults.zygote import Zygote, reported
 
 _PATIENCE_SECONDS = 60.0
+#: For a life of thousands of steps, on a machine with other work.
+_LIFE_SECONDS = 900.0
 _KINDS = ("trainer", "writer", "both")
 #: One kill in so many may come before `attach` returns, the others come in the middle of training.
 _EARLY_KILLS = 4
@@ -54,7 +56,7 @@ class Campaign:
         whole = self.folder / "whole"
         whole.mkdir(parents=True)
         for pid in self._spawn(whole):
-            wait_for_end(pid, whole)
+            _wait_for_end(pid, whole)
         for rank in range(self.world_size):
             lines = reported(whole, rank)
             assert lines[-1][0] == "closed", (whole / f"output.{rank}").read_text()[-2000:]
@@ -83,7 +85,7 @@ class Campaign:
             time.sleep(self.chance.random() * _DELAY_SECONDS)
         _kill(pids)
         for pid in pids:
-            wait_for_end(pid, target)
+            _wait_for_end(pid, target)
         self._check(f"round {number}, {kind}", target)
         self.outcome.found[f"{kind} of {self.world_size}"] += 1
 
@@ -178,6 +180,13 @@ def _kill(pids: Sequence[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for_end(pid: int, folder: Path) -> None:
+    deadline = time.monotonic() + _LIFE_SECONDS
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} of {folder} goes on"
+        time.sleep(0.005)
 
 
 def wait_for_writers(folder: Path) -> None:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
@@ -23,11 +22,8 @@ import torch._dynamo  # the first optimizer of a process loads it
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lowdiff.demo.launch import is_alive
 from tests.faults.victim import TinyTraining, checkpointer_for
 
-#: For a life of thousands of steps, on a machine with other work.
-_LIFE_SECONDS = 900.0
 ROOT = Path(__file__).parents[2]
 RETENTION = 3
 #: Settings of the Checkpointer by kind of snapshot; cycles are long, so that kills come inside them.
@@ -79,14 +75,6 @@ def reported(folder: Path, rank: int) -> list[tuple[str, int, str]]:
         word, step, text = line.split()
         found.append((word, int(step), text))
     return found
-
-
-def wait_for_end(pid: int, folder: Path) -> None:
-    """Wait for a life in a folder to end."""
-    deadline = time.monotonic() + _LIFE_SECONDS
-    while is_alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} of {folder} goes on"
-        time.sleep(0.005)
 
 
 def _free_port() -> int:
