@@ -13,7 +13,6 @@ filled up with 1.0).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,12 +21,12 @@ from crc32c import crc32c
 
 from lowdiff.arithmetic import flushes_denormals
 from lowdiff.compressors.changes import Factors, equal_bits, find_factors, multiply
+from lowdiff.compressors.foreign import ChangeWarning, whole_ranges
 from lowdiff.compressors.lane import share
-from lowdiff.compressors.sections import factor_sections, factors_of, parts, pieces
+from lowdiff.compressors.sections import factor_sections, factors_of, pieces
 from lowdiff.layout import bits, byte_view
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
-_logger = logging.getLogger(__name__)
 _SAMPLED = 64
 
 
@@ -41,14 +40,12 @@ class Consumed:
         self._whole: dict[int, torch.Tensor] = {}
         self._represented: set[int] = set()
         self._seals: dict[int, _Seal] = {}
-        self._are_sealed = True
         #: Found changed when they were consumed last: a seal would be taken in vain.
         self._changed: set[int] = set()
-        self._is_warned = False
+        self._warned = ChangeWarning(layout)
 
-    def begin(self, *, audit: bool = False) -> None:
-        """Forget the last step; in one with an audit everything is rebuilt and compared."""
-        self._are_sealed = not audit
+    def begin(self) -> None:
+        """Forget the last step."""
         self._factors.clear()
         self._whole.clear()
         self._represented.clear()
@@ -76,7 +73,7 @@ class Consumed:
     def seal(self, parameter: int, gradient: torch.Tensor) -> None:
         """Note what the hook returns for a parameter, flat and whole."""
         mine = gradient[self.share(parameter)]
-        if not self._are_sealed or parameter in self._changed or not mine.is_cpu:
+        if parameter in self._changed or not mine.is_cpu:
             return  # an accelerator would be waited for
         # The bits of a NaN may depend on where in a block it lies.
         if _is_finite(mine):
@@ -126,22 +123,8 @@ class Consumed:
         tries = [last, factors, *(factors[:n] for n in range(1, len(factors)))]
         found = find_factors(rebuild(), mine, [f for f in dict.fromkeys(tries) if f])
         if found is None:
-            self._warn(parameter)
+            self._warned.say([parameter])
         return found
-
-    def _warn(self, parameter: int) -> None:
-        if self._is_warned:
-            return
-        self._is_warned = True
-        spec = self._layout.parameters[parameter]
-        _logger.warning(
-            "the gradient of %r was changed between its exchange and optimizer.step() by more than a "
-            "factor that its bits would tell; the %.1f MB of such gradients are stored as they are. "
-            "Clip with checkpointer.clip_grad_norm_(...), and put other changes into the loss or the "
-            "optimizer. This is said once",
-            spec.name,
-            spec.nbytes / 1e6,
-        )
 
     def sections(self) -> list[Section]:
         """This rank's part of the payload."""
@@ -193,14 +176,10 @@ class Corrections:
 
     def __init__(self, payloads: Sequence[Payload], layout: Layout) -> None:
         self._layout = layout
-        self._of_rank: list[tuple[Mapping[int, Factors], Mapping[int, Bits]]] = []
-        for rank, payload in enumerate(payloads):
-
-            def own(i: int, rank: int = rank) -> int:
-                first, last = share(layout.parameters[i].numel, rank, len(payloads))
-                return last - first
-
-            self._of_rank.append((factors_of(payload), parts("whole", payload, layout, own)))
+        self._of_rank: list[tuple[Mapping[int, Factors], Mapping[int, Bits]]] = [
+            (factors_of(payload), whole)
+            for payload, whole in zip(payloads, whole_ranges(payloads, layout), strict=True)
+        ]
 
     def apply(self, block: Block, out: torch.Tensor, rebuild: Rebuild) -> None:
         """Write one block as the optimizer consumed it."""

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.exchange import Notes
 from lowdiff.compressors.futures import completed
 from lowdiff.compressors.reproducible import reproducible_mean
-from lowdiff.errors import ReplayMismatch, UsageError
+from lowdiff.errors import ReplayMismatch
 from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits, shard_owners
 from lowdiff.protocols import Decoder, Fetch, ResidualStore
@@ -119,41 +118,13 @@ class DenseReducer:
             i for i, owner in enumerate(shard_owners(layout, world_size)) if owner == rank
         ]
         self._consumed: dict[int, torch.Tensor] = {}
-        self._stamp = 0
-        self._own_note = 0
-        self._notes = Notes()
-        self._telling: tuple[torch.futures.Future[Any], torch.Tensor] | None = None
 
-    def begin(self, stamp: int, *, audit: bool, note: int = 0) -> None:
-        """See ``Reducer.begin``; nothing is left out, so there is nothing to audit."""
-        self._stamp = stamp
-        self._own_note = note
-        self._notes.begin(note)
-        self._telling = None
+    def begin(self, stamp: int) -> None:
+        """See ``Reducer.begin``."""
         self._consumed.clear()
 
     def close(self) -> None:
         """See ``Reducer.close``: there is nothing to give back."""
-
-    def heard(self) -> tuple[int, ...]:
-        """See ``Reducer.heard``.
-
-        Raises:
-            UsageError: If another rank is in another step.
-        """
-        if self._telling is not None:
-            future, words = self._telling
-            future.wait()
-            self._telling = None
-            for rank, (stamp, _) in enumerate(words.tolist()):
-                if stamp != self._stamp:
-                    raise UsageError(
-                        f"rank {rank} averaged gradients of another step ({stamp & 0xFFFFFFFFFF}) "
-                        f"than this rank ({self._stamp & 0xFFFFFFFFFF}); every rank must attach "
-                        "to the same run and commit the same steps"
-                    )
-            self._notes.hear(words[:, 1].contiguous())
-        return self._notes.heard()
 
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -161,8 +132,6 @@ class DenseReducer:
         """See ``Reducer.reduce``."""
         if self._world_size == 1:
             return completed(buffer)
-        if self._telling is None:
-            self._tell(buffer.device)
         if self._reproducible:
             return reproducible_mean(buffer, self._group)
         buffer.mul_(1.0 / self._world_size)
@@ -174,15 +143,6 @@ class DenseReducer:
 
         reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(first)
         return reduced
-
-    def _tell(self, device: torch.device) -> None:
-        """Exchange stamps and notes, once a step; read at commit."""
-        told = torch.tensor([self._stamp, self._own_note], device="cpu")
-        mine = told.to(device, non_blocking=True)
-        words = torch.empty(self._world_size, 2, dtype=mine.dtype, device=device)
-        work = dist.all_gather(list(words.unbind()), mine, group=self._group, async_op=True)
-        assert work is not None
-        self._telling = work.get_future(), words
 
     def consume(
         self, gradients: Sequence[torch.Tensor | None], *, factors: tuple[float, ...] = ()

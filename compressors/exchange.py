@@ -13,36 +13,30 @@ import torch.distributed as dist
 from lowdiff.compressors.futures import completed
 from lowdiff.errors import RankLost, UsageError
 
-#: Rank, stamp, elements of the bucket, entries sent of it, note.
-HEADER_WORDS = 5
+#: Rank, stamp, elements of the bucket, entries sent of it.
+HEADER_WORDS = 4
 _HEADER_BYTES = 8 * HEADER_WORDS
-_NOTE_BYTES = 8
 
 
-class Notes:
-    """A small number from every rank to all, on the back of a step's exchanges."""
+class Headers:
+    """Checks that every rank was at the same bucket of the same step.
+
+    Headers on an accelerator are read by `confirm`, so that no exchange waits for the host.
+    """
 
     def __init__(self) -> None:
-        self.own = 0
-        self._heard: list[torch.Tensor] = []
-        self._unchecked: list[tuple[torch.Tensor, list[int]]] = []
+        self._unread: list[tuple[torch.Tensor, list[int]]] = []
 
-    def begin(self, own: int) -> None:
-        """Start a step, in which this rank says ``own``."""
-        self.own = own
-        self._heard.clear()
-        self._unchecked.clear()
-
-    def hear(self, words: torch.Tensor) -> None:
-        """Take in an exchange's words, int64 ``[world_size]``; they are not read before commit."""
-        self._heard.append(words)
+    def begin(self) -> None:
+        """Forget the step before."""
+        self._unread.clear()
 
     def check(self, head: torch.Tensor, expected: list[int]) -> None:
-        """See to it that a rank is where this one is; an accelerator's header is read by `heard`.
+        """Compare a rank's header with what this rank expects.
 
         Args:
             head: Header that came with an exchange, int64 ``[HEADER_WORDS]``.
-            expected: This rank's own, with the other's rank and without the note.
+            expected: This rank's own header, with the other's rank.
 
         Raises:
             UsageError: If that rank is at another step, or has another bucket.
@@ -50,27 +44,19 @@ class Notes:
         if head.is_cpu:
             check_header(head, expected)
         else:
-            self._unchecked.append((head.clone(), expected))
+            self._unread.append((head.clone(), expected))
 
-    def heard(self) -> tuple[int, ...]:
-        """What each rank said since ``begin``, bits of several exchanges together; equal on all.
-
-        Empty if nothing was exchanged.
+    def confirm(self) -> None:
+        """Compare the headers that an accelerator held.
 
         Raises:
-            UsageError: If a header that was put off is another than expected.
+            UsageError: If a rank was at another step, or had another bucket.
         """
-        if self._unchecked:
-            heads = torch.stack([head for head, _ in self._unchecked]).cpu()
-            for head, (_, expected) in zip(heads, self._unchecked, strict=True):
+        if self._unread:
+            heads = torch.stack([head for head, _ in self._unread]).cpu()
+            for head, (_, expected) in zip(heads, self._unread, strict=True):
                 check_header(head, expected)
-            self._unchecked.clear()
-        if not self._heard:
-            return ()
-        said = [0] * self._heard[0].numel()
-        for words in torch.stack(self._heard).tolist():
-            said = [a | b for a, b in zip(said, words, strict=True)]
-        return tuple(said)
+            self._unread.clear()
 
 
 def exchange(
@@ -80,7 +66,8 @@ def exchange(
     *,
     stamp: int,
     group: dist.ProcessGroup | None,
-    notes: Notes | None = None,
+    headers: Headers | None = None,
+    seen: list[torch.Tensor] | None = None,
 ) -> torch.futures.Future[torch.Tensor]:
     """Replace ``buffer`` by the sum over ranks of everyone's entries.
 
@@ -90,7 +77,8 @@ def exchange(
         values: ``[k]``, dtype of ``buffer``; already divided by the world size.
         stamp: Must be equal on all ranks; names incarnation and step.
         group: Process group, or None for a single process.
-        notes: What this rank says, and hears from all if there are several.
+        headers: Where the ranks' headers are checked.
+        seen: Gets every rank's positions, int32, ascending each, once they are there.
 
     Returns:
         Future of ``buffer``. It fails if a rank is at another step; torch wraps that UsageError
@@ -99,10 +87,12 @@ def exchange(
     world_size = 1 if group is None else group.size()
     if world_size == 1:
         buffer.zero_().index_copy_(0, positions, values)
+        if seen is not None:
+            seen.append(positions.int())
         return completed(buffer)
 
-    notes = Notes() if notes is None else notes
-    wire = _pack(buffer, positions, values, [dist.get_rank(group), stamp], notes.own)
+    headers = Headers() if headers is None else headers
+    wire = _pack(buffer, positions, values, [dist.get_rank(group), stamp])
     gathered = torch.empty(world_size * wire.numel(), dtype=torch.uint8, device=wire.device)
     shares = list(gathered.chunk(world_size))
     work = dist.all_gather(shares, wire, group=group, async_op=True)
@@ -112,13 +102,14 @@ def exchange(
             gathering.value()  # raises what made it fail
         except RuntimeError as error:
             raise RankLost(error) from error
-        notes.hear(_notes(gathered, world_size))
         buffer.zero_()
         for rank, share in enumerate(shares):
             head = share[:_HEADER_BYTES].view(torch.int64)
-            notes.check(head, [rank, stamp, buffer.numel(), positions.numel()])
-            theirs = _unpack(share, buffer.dtype, positions.numel())
-            buffer.index_add_(0, *theirs)
+            headers.check(head, [rank, stamp, buffer.numel(), positions.numel()])
+            indices, entries = _unpack(share, buffer.dtype, positions.numel())
+            buffer.index_add_(0, indices, entries)
+            if seen is not None:
+                seen.append(indices)
         return buffer
 
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(add_in_rank_order)
@@ -130,15 +121,13 @@ def _pack(
     positions: torch.Tensor,
     values: torch.Tensor,
     origin: list[int],
-    note: int,
 ) -> torch.Tensor:
-    """``[header int64 x 5 | positions int32 padded to 8 | values]`` as bytes."""
+    """``[header int64 x 4 | positions int32 padded to 8 | values]`` as bytes."""
     index_bytes = _index_bytes(positions.numel())
     total = _HEADER_BYTES + index_bytes + values.numel() * values.element_size()
     total += -total % 8  # every rank's share stays aligned inside the gathered tensor
     wire = torch.zeros(total, dtype=torch.uint8, device=buffer.device)
-    words = [*origin, buffer.numel(), positions.numel(), note]
-    header = torch.tensor(words, device="cpu")
+    header = torch.tensor([*origin, buffer.numel(), positions.numel()], device="cpu")
     wire[:_HEADER_BYTES].view(torch.int64).copy_(header, non_blocking=True)
     indices, entries = _unpack(wire, values.dtype, positions.numel())
     indices.copy_(positions)
@@ -153,23 +142,17 @@ def _unpack(share: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.
     return indices, values
 
 
-def _notes(gathered: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Last word of every rank's header, copied: the exchange itself is soon freed."""
-    words = gathered.view(world_size, -1)[:, _HEADER_BYTES - _NOTE_BYTES : _HEADER_BYTES]
-    return words.contiguous().view(torch.int64).flatten()
-
-
 def _index_bytes(count: int) -> int:
     return 4 * count + (4 * count) % 8
 
 
 def check_header(head: torch.Tensor, expected: list[int]) -> None:
-    """Compare a rank's header, int64 ``[HEADER_WORDS]``, with this rank's own but for the note.
+    """Compare a rank's header, int64 ``[HEADER_WORDS]``, with the expected one.
 
     Raises:
         UsageError: If that rank is at another step, or has another bucket.
     """
-    found = head[:-1].tolist()
+    found = head.tolist()
     rank, stamp, *counts = expected
     if found[:2] != [rank, stamp]:
         raise UsageError(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.exchange import HEADER_WORDS, Notes
+from lowdiff.compressors.exchange import HEADER_WORDS, Headers
 from lowdiff.compressors.futures import completed
 from lowdiff.compressors.groups import leave, own_group
 from lowdiff.compressors.reproducible import reproducible_mean
@@ -108,13 +108,15 @@ class Lane:
 
     # For jobs
 
-    def greet(self, stamp: int, sizes: Sequence[int], notes: Notes, device: torch.device) -> None:
-        """Check that all ranks are at the same bucket of the same step, and take in their notes.
+    def greet(
+        self, stamp: int, sizes: Sequence[int], headers: Headers, device: torch.device
+    ) -> None:
+        """Check that all ranks are at the same bucket of the same step.
 
         Args:
             stamp: Names incarnation and step.
             sizes: Elements of the bucket, and entries or bytes that this rank sends of it.
-            notes: What this rank says, and hears from all.
+            headers: Where the ranks' headers are checked.
             device: Where the bucket is.
 
         Raises:
@@ -122,13 +124,11 @@ class Lane:
         """
         if self.world_size == 1:
             return
-        header = torch.tensor([self.rank, stamp, *sizes, notes.own], device="cpu")
+        header = torch.tensor([self.rank, stamp, *sizes], device="cpu")
         own = header.to(device, non_blocking=True)
         assert own.numel() == HEADER_WORDS
-        heads = self.gather(own)
-        notes.hear(torch.stack([head[-1] for head in heads]))
-        for rank, head in enumerate(heads):
-            notes.check(head, [rank, stamp, *sizes])
+        for rank, head in enumerate(self.gather(own)):
+            headers.check(head, [rank, stamp, *sizes])
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Everyone's tensor, in rank order; equal size and dtype on all ranks."""

@@ -148,6 +148,7 @@ class RandomKReducer(SharedReducer):
 
     def payload(self, fetch: Fetch = fetch_now) -> Payload:
         """See ``Reducer.payload``: values without positions where these were drawn."""
+        self.headers.confirm()
         drawn = {
             i: values
             for i, (own, values) in self.consumed.items()
@@ -158,7 +159,7 @@ class RandomKReducer(SharedReducer):
         if drawn:
             step = Section("step", "raw", np.array([self.step], dtype=np.uint64))
             sections += [step, *pieces("drawn", self.layout, drawn, fetch)]
-        return Payload(tuple(sections))
+        return Payload((*sections, *self.foreign_sections(fetch)))
 
 
 def positions(

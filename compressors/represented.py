@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.changes import Factors
 from lowdiff.compressors.consumed import Consumed
-from lowdiff.compressors.exchange import Notes
+from lowdiff.compressors.exchange import Headers
 from lowdiff.compressors.lane import Lane
 from lowdiff.host_copy import fetch_now
 from lowdiff.protocols import Fetch
@@ -57,19 +57,15 @@ class RepresentedReducer:
         self._method = method
         self._lane = Lane(group)
         self._consumed = Consumed(layout, self._lane.rank, self._lane.world_size)
-        self._notes = Notes()
+        self._headers = Headers()
         self._stamp = 0
 
-    def begin(self, stamp: int, *, audit: bool = False, note: int = 0) -> None:
-        """See ``Reducer.begin``: an audit rebuilds every gradient from what the payload will hold."""
+    def begin(self, stamp: int) -> None:
+        """See ``Reducer.begin``."""
         self._stamp = stamp
-        self._notes.begin(note)
-        self._consumed.begin(audit=audit)
+        self._headers.begin()
+        self._consumed.begin()
         self._method.begin(stamp & 0xFFFFFFFFFF)
-
-    def heard(self) -> tuple[int, ...]:
-        """See ``Reducer.heard``."""
-        return self._notes.heard()
 
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -79,7 +75,7 @@ class RepresentedReducer:
 
         def work() -> torch.Tensor:
             sizes = [buffer.numel(), self._method.sent_bytes(bucket)]
-            self._lane.greet(self._stamp, sizes, self._notes, buffer.device)
+            self._lane.greet(self._stamp, sizes, self._headers, buffer.device)
             self._consumed.unseal(bucket)
             self._method.average(bucket, self._lane)
             for i, gradient in bucket.items():
@@ -107,5 +103,6 @@ class RepresentedReducer:
 
     def payload(self, fetch: Fetch = fetch_now) -> Payload:
         """See ``Reducer.payload``; from an accelerator it waits for its parts."""
+        self._headers.confirm()
         own = self._method.sections(self._consumed.parameters)
         return Payload((*own, *self._consumed.sections()))

@@ -54,7 +54,7 @@ class SharedReducer(SparseReducer, ABC):
     def _average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
         counts = {i: self.kept(g.numel()) for i, g in gradients.items()}
         sizes = [buffer.numel(), sum(counts.values())]
-        self.lane.greet(self.stamp, sizes, self.notes, buffer.device)
+        self.lane.greet(self.stamp, sizes, self.headers, buffer.device)
         totals = {
             i: self.feedback.total(i, g) for i, g in gradients.items() if counts[i] < g.numel()
         }
@@ -77,6 +77,7 @@ class SharedReducer(SparseReducer, ABC):
             gradient.zero_().index_copy_(0, chosen[i], own)
             mine = slice(*share(counts[i], self.rank, self.world_size))
             self.note_selected(i, chosen[i][mine])
+            self.note_exchanged(i, chosen[i])
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

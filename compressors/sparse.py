@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.changes import Factors, find_factors, multiply
-from lowdiff.compressors.exchange import Notes
+from lowdiff.compressors.exchange import Headers
 from lowdiff.compressors.feedback import ErrorFeedback, is_used
+from lowdiff.compressors.foreign import ChangeWarning, has_foreign_entries, whole_ranges
 from lowdiff.compressors.lane import share
-from lowdiff.compressors.sections import factor_sections, factors_of, floats
-from lowdiff.errors import GradientChanged
+from lowdiff.compressors.sections import factor_sections, factors_of, floats, pieces
 from lowdiff.host_copy import fetch_now
 from lowdiff.layout import INT_OF_BYTES, bits
 from lowdiff.protocols import Fetch, ResidualStore
@@ -47,28 +47,31 @@ class SparseReducer:
         self.selected: dict[int, torch.Tensor] = {}
         #: The same of earlier passes of this step.
         self._earlier: dict[int, torch.Tensor] = {}
+        #: Layout index -> positions that any rank exchanged in this step.
+        self._exchanged: dict[int, list[torch.Tensor]] = {}
         self.consumed: dict[int, Entries] = {}
-        self.notes = Notes()
+        #: This rank's range of gradients with entries that nobody exchanged.
+        self._foreign: dict[int, torch.Tensor] = {}
+        self._warning = ChangeWarning(layout)
+        self.headers = Headers()
         self.stamp = 0
-        self.audit = False
         self._narrow: dict[int, torch.Tensor] = {}
         #: What was consumed with narrow values, and by which factors these differ from it.
         self._consumed_narrow: dict[int, Entries] = {}
         self._factors: dict[int, Factors] = {}
-        self._exchanged: dict[int, int] = {}
 
-    def begin(self, stamp: int, *, audit: bool = False, note: int = 0) -> None:
+    def begin(self, stamp: int) -> None:
         """See ``Reducer.begin``: forget the last step's selection."""
         self.selected.clear()
         self._earlier.clear()
+        self._exchanged.clear()
         self.consumed.clear()
+        self._foreign.clear()
         self._narrow.clear()
         self._consumed_narrow.clear()
         self._factors.clear()
-        self._exchanged.clear()
+        self.headers.begin()
         self.stamp = stamp
-        self.audit = audit
-        self.notes.begin(note)
 
     @property
     def step(self) -> int:
@@ -78,10 +81,6 @@ class SparseReducer:
     def close(self) -> None:
         """See ``Reducer.close``: there is nothing to give back."""
 
-    def heard(self) -> tuple[int, ...]:
-        """See ``Reducer.heard``."""
-        return self.notes.heard()
-
     def averaged(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Finish a bucket whose gradients now hold the average over ranks."""
         for i, gradient in zip(parameters, gradients, strict=True):
@@ -89,9 +88,6 @@ class SparseReducer:
                 rounded = gradient.to(self.value_dtype)
                 gradient.copy_(rounded)
                 self._narrow[i] = rounded[self._positions(i)].clone()
-            if self.audit:
-                count = int(gradient.count_nonzero())
-                self._exchanged[i] = max(count, self._exchanged.get(i, 0))
 
     def note_selected(self, parameter: int, positions: torch.Tensor) -> None:
         """Store these positions of a parameter, and those of earlier passes that are still in use.
@@ -104,29 +100,58 @@ class SparseReducer:
             self._earlier[parameter] = earlier if known is None else torch.cat([known, earlier])
         self.selected[parameter] = positions
 
+    def note_exchanged(self, parameter: int, positions: torch.Tensor) -> None:
+        """Remember that entries of a parameter were exchanged; positions inside it, of all ranks."""
+        self._exchanged.setdefault(parameter, []).append(positions)
+
+    def exchanged(self, parameter: int, share: slice) -> list[torch.Tensor] | None:
+        """Positions in a range of a parameter that any rank exchanged, counted from its start.
+
+        None if the parameter was exchanged whole, or not at all.
+        """
+        if parameter not in self._exchanged:
+            return None
+        return [
+            own[(own >= share.start) & (own < share.stop)] - share.start
+            for own in self._exchanged[parameter]
+        ]
+
     def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Factors = ()) -> None:
         """See ``Reducer.consume``. Tensors exchanged whole are split over the ranks."""
-        fresh: dict[int, Entries] = {}
-        for i, gradient in enumerate(gradients):
-            if gradient is not None:
-                spec = self.layout.parameters[i]
-                if self.audit and i in self._exchanged:
-                    found = int(gradient.count_nonzero())
-                    # A NaN norm makes every entry NaN; such a gradient is stored whole.
-                    if found > self._exchanged[i] and bool(gradient.isfinite().all()):
-                        raise GradientChanged(spec.name, self._exchanged[i], found)
-                fresh[i] = self._own(i, gradient)
+        fresh = {i: self._own(i, g) for i, g in enumerate(gradients) if g is not None}
+        strange: set[int] = set()
         if fresh and not _all_finite(fresh.values()):
             # Clipping by a NaN norm turns every entry NaN, also those that nobody selected.
             for i, (_, values) in fresh.items():
                 whole = gradients[i]
                 if whole is not None and not bool(values.isfinite().all()):
                     fresh[i] = (torch.arange(whole.numel(), device=whole.device), whole.clone())
+                    strange.add(i)
         for i, (own, values) in fresh.items():
             narrow = self._narrow.get(i)
             if narrow is not None and narrow.numel() == values.numel():
                 self._keep_narrow(i, (own, narrow), values, factors)
         self.consumed |= fresh
+        # Without DDP nothing can come between the exchange and this call.
+        if self.group is not None:
+            self._keep_foreign(
+                {i: g for i in fresh if i not in strange and (g := gradients[i]) is not None}
+            )
+
+    def _keep_foreign(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Store this rank's range of every gradient that has entries which nobody exchanged.
+
+        Of an accelerator's gradients nothing is known without stopping the host.
+        """
+        for i, gradient in gradients.items():
+            self._foreign.pop(i, None)  # a step may be tried again behind one that was broken off
+            mine = slice(*share(gradient.numel(), self.rank, self.world_size))
+            exchanged = self.exchanged(i, mine)
+            if exchanged is None or not gradient.is_cpu:
+                continue
+            if has_foreign_entries(gradient[mine], exchanged):
+                self._foreign[i] = gradient[mine].clone()
+        self._warning.say(list(self._foreign))
 
     def _keep_narrow(
         self, parameter: int, narrow: Entries, values: torch.Tensor, known: Factors
@@ -142,12 +167,17 @@ class SparseReducer:
 
     def payload(self, fetch: Fetch = fetch_now) -> Payload:
         """See ``Reducer.payload``: indices into the layout, ascending, and their values."""
+        self.headers.confirm()
         full = {i: own for i, own in self.consumed.items() if i not in self._consumed_narrow}
         sections = self.indexed("", full, fetch)
         if self._consumed_narrow:
             sections += self.indexed("narrow/", self._consumed_narrow, fetch)
             sections += factor_sections(self._factors)
-        return Payload(tuple(sections))
+        return Payload((*sections, *self.foreign_sections(fetch)))
+
+    def foreign_sections(self, fetch: Fetch = fetch_now) -> list[Section]:
+        """This rank's ranges of gradients with entries that nobody exchanged."""
+        return pieces("whole", self.layout, self._foreign, fetch)
 
     def indexed(
         self, prefix: str, entries: Mapping[int, Entries], fetch: Fetch = fetch_now
@@ -242,6 +272,7 @@ class IndexedDecoder:
             for dtype in layout.dtypes
         }
         self._factors = [factors_of(payload) for payload in payloads]
+        self._whole = whole_ranges(payloads, layout)
 
     def __call__(self, block: Block, out: torch.Tensor) -> None:
         """See ``Decoder``."""
@@ -257,10 +288,26 @@ class IndexedDecoder:
         for _, indices, values in self._full[spec.dtype]:
             begin, end = indices.searchsorted((first, last))
             assign(out, indices[begin:end] - first, values[begin:end])
+        for rank, whole in enumerate(self._whole):
+            if block.parameter in whole:
+                _assign_range(
+                    out, block, whole[block.parameter], rank, spec.numel, len(self._whole)
+                )
 
 
 def _assign(out: torch.Tensor, positions: Bits, patterns: Bits) -> None:
     bits(out)[positions] = patterns
+
+
+def _assign_range(
+    out: torch.Tensor, block: Block, patterns: Bits, rank: int, numel: int, world_size: int
+) -> None:
+    """Write what a rank stored of its range of a whole gradient."""
+    first, last = share(numel, rank, world_size)
+    start, stop = max(first, block.start), min(last, block.stop)
+    if start < stop:
+        values = floats(patterns[start - first : stop - first], out.dtype)
+        out[start - block.start : stop - block.start] = values.to(out.device)
 
 
 def _assign_there(out: torch.Tensor, positions: Bits, patterns: Bits) -> None:

@@ -130,25 +130,44 @@ class TopKReducer(SparseReducer):
         super().__init__(layout, residual, group, value_dtype)
         self._compressor = compressor
         self._selector = MagnitudeSelector()
+        #: Layout index -> of each pass: what all ranks exchanged, and where the parameter begins there.
+        self._passes: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
+
+    def begin(self, stamp: int) -> None:
+        """See ``Reducer.begin``."""
+        super().begin(stamp)
+        self._passes.clear()
+
+    def exchanged(self, parameter: int, share: slice) -> list[torch.Tensor] | None:
+        """See ``SparseReducer.exchanged``."""
+        found = []
+        for seen, offset in self._passes.get(parameter, ()):
+            for own in seen:
+                first, last = offset + share.start, offset + share.stop
+                begin, end = torch.searchsorted(own, own.new_tensor([first, last])).tolist()
+                found.append(own[begin:end] - first)
+        return found if parameter in self._passes else None
 
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
         """See ``Reducer.reduce``."""
-        is_plain = not self.audit and self.value_dtype is None
         whole = all(self._kept(g) == g.numel() for g in gradients)
-        if whole and self.world_size == 1 and is_plain:
+        if whole and self.world_size == 1 and self.value_dtype is None:
             # Nothing to choose and nobody to tell: for models of many small parameters, whose
             # every call would otherwise cost more than the parameter's own update.
             return completed(buffer)
         positions: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
+        seen: list[torch.Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             chosen, kept = self._compress(parameter, gradient)
             self.note_selected(parameter, chosen)
             offset = int(gradient.storage_offset()) - int(buffer.storage_offset())
             positions.append(chosen + offset)
             values.append(kept)
+            if chosen.numel() < gradient.numel():
+                self._passes.setdefault(parameter, []).append((seen, offset))
         entries = torch.cat(values)
         if self.world_size > 1:
             entries.div_(self.world_size)  # before the sum, as DDP itself averages
@@ -158,9 +177,10 @@ class TopKReducer(SparseReducer):
             entries,
             stamp=self.stamp,
             group=self.group,
-            notes=self.notes,
+            headers=self.headers,
+            seen=None if self.group is None else seen,
         )
-        if is_plain:
+        if self.value_dtype is None:
             return done
 
         # The backend's thread frees the callback some time after the exchange. It must not be the

@@ -1,4 +1,4 @@
-"""What ranks tell each other at attach, over a process group of lowdiff's own.
+"""What ranks tell each other at attach and at close, over a process group of lowdiff's own.
 
 Background collectives on the training group would deadlock with DDP's, so every exchange here uses
 a Gloo group made for it. Nothing is pickled: values travel in the run's own encoding.
@@ -34,6 +34,11 @@ class Ranks:
         if training_group is not None:
             self._group = own_group(training_group)
             self.rank, self.world_size = dist.get_rank(training_group), training_group.size()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The Gloo group of lowdiff's own, on which every rank starts the same collectives in turn."""
+        return self._group
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, in rank order."""

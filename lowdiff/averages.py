@@ -15,12 +15,11 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from lowdiff.attached import Attached, wrappers
-from lowdiff.digests import Digester
 from lowdiff.errors import ConfigError
 from lowdiff.layout import dtype_name, own_name
 from lowdiff.recovery.averages import rule_of
 from lowdiff.recovery.state import AVERAGE_ITEM
-from lowdiff.types import AverageStep, Digest, ItemRef, Layout
+from lowdiff.types import AverageStep, ItemRef, Layout
 
 _logger = logging.getLogger(__name__)
 
@@ -50,16 +49,12 @@ class LiveAverage:
             for key, value in self._model.state_dict(keep_vars=True).items()
         }
 
-    def tensors(self, layout: Layout) -> list[torch.Tensor | None]:
-        """Its tensors in layout order; None where it follows nothing."""
-        return [self.parameters.get(i) for i in range(len(layout.parameters))]
-
     @property
     def is_as_committed(self) -> bool:
         """Whether nothing was written since the last `commit`."""
         return self._fingerprint() == self._seen
 
-    def commit(self, digest: int | None) -> AverageStep | None:
+    def commit(self) -> AverageStep | None:
         """What it did since the last call; None if that cannot be replayed."""
         (count, versions), (now, written) = self._seen, self._fingerprint()
         self._seen = (now, written)
@@ -69,7 +64,7 @@ class LiveAverage:
         expected = [version + updated for version in versions]
         if rule is None or now not in (count, count + 1) or written != expected:
             return None
-        return AverageStep(updated, *rule, count, digest)
+        return AverageStep(updated, *rule, count)
 
     def _fingerprint(self) -> tuple[int, list[int]]:
         written = [tensor._version for tensor in self.parameters.values()]
@@ -94,20 +89,11 @@ class Averages:
             for average in self._live.values()
         )
 
-    def commit(
-        self, digester: Digester, digest: Digest | None
-    ) -> tuple[dict[str, AverageStep], bool]:
+    def commit(self) -> tuple[dict[str, AverageStep], bool]:
         """What every average did since the last call, and whether all of it can be replayed."""
-        steps = {}
-        for name, average in self._live.items():
-            value = None
-            if digest is not None:
-                tensors = average.tensors(self._attached.layout)
-                value = digester.value(tensors, digest.start, digest.stop)
-            step = average.commit(value)
-            if step is not None:
-                steps[name] = step
-        return steps, len(steps) == len(self._live)
+        found = {name: average.commit() for name, average in self._live.items()}
+        steps = {name: step for name, step in found.items() if step is not None}
+        return steps, len(steps) == len(found)
 
     @property
     def is_as_committed(self) -> bool:

@@ -1,9 +1,8 @@
 """How often this life snapshots and how much it writes at once: as told, or as the tuner decides.
 
-Every rank looks at its own measurements and tells its wish with the gradients' exchange of a step.
-At that step's commit all ranks have heard the same wishes and follow them alike: the longest interval
-and the largest batch that any rank asks for, because the slowest disk must keep up. So nobody waits
-for anybody, and no collective is added.
+Every rank looks at its own measurements and tells its wish with the news of a step. At the next
+commit all ranks have heard the same wishes and follow them alike: the longest interval and the largest
+batch that any rank asks for, because the slowest disk must keep up.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from lowdiff.commit.news import RankNews
 from lowdiff.errors import ConfigError
 from lowdiff.events import log_event
 from lowdiff.history import Story
@@ -26,10 +26,6 @@ from lowdiff.tuner.measured import Life, failures_of, measure
 from lowdiff.tuner.policy import Levels, Move, move
 
 _logger = logging.getLogger(__name__)
-
-#: Where the wish lies in a rank's note, and its bits: levels plus one, so that 0 is no wish.
-_SHIFT, _BITS = 8, 6
-_MASK = (1 << _BITS) - 1
 
 
 class TakesBatchSize(Protocol):
@@ -103,34 +99,29 @@ class Cadence:
         """Count the interval from here."""
         self._base_step = step
 
-    def note(self) -> int:
-        """This rank's wish, as bits of what it tells the others."""
+    def wish(self) -> tuple[int, int]:
+        """This rank's wish for interval and batch, as levels plus one; 0 is no wish."""
         if not self._settings.is_tuned:
-            return 0
+            return 0, 0
         wish = self._wish.levels
-        return ((wish.interval + 1) | (wish.batch + 1) << _BITS) << _SHIFT
+        return wish.interval + 1, wish.batch + 1
 
-    def heed(self, step: int, notes: Sequence[int]) -> None:
+    def heed(self, step: int, heard: Sequence[RankNews]) -> None:
         """Follow the wishes of all ranks; at each commit, before the next step begins.
 
         Args:
             step: The step that is committed.
-            notes: Of all ranks, in their order; empty if nothing was exchanged in this step.
+            heard: What all ranks said, in their order.
         """
         if not self._settings.is_tuned:
             return
-        if self._world_size == 1:
-            notes = [self.note()]
-        if notes:
-            self._follow(step, [_wish_in(note) for note in notes])
+        if all(news.interval and news.batch for news in heard):
+            self._follow(step, [Levels(n.interval - 1, n.batch - 1) for n in heard])
         if step - self._considered >= self._settings.tuning.every_steps:
             self._considered = step
             self._consider()
 
-    def _follow(self, step: int, wishes: Sequence[Levels | None]) -> None:
-        known = [wish for wish in wishes if wish is not None]
-        if len(known) < len(wishes):
-            return
+    def _follow(self, step: int, known: Sequence[Levels]) -> None:
         agreed = Levels(max(w.interval for w in known), max(w.batch for w in known))
         if agreed == self._levels:
             return
@@ -206,8 +197,3 @@ class Cadence:
         rates = estimate_rates(failures_of(lives), tuning.prior)
         better = move(self._levels, measured.costs, rates, self._limits, tunes=tunes)
         self._wish = better or Move(self._levels, ())
-
-
-def _wish_in(note: int) -> Levels | None:
-    interval, batch = note >> _SHIFT & _MASK, note >> _SHIFT + _BITS & _MASK
-    return Levels(interval - 1, batch - 1) if interval and batch else None

@@ -91,6 +91,11 @@ class Checkpointer:
         on_error: ``"warn"``: storage trouble is a warning, training goes on; so are ranks whose
             parameters are not the same any more. ``"raise"``: both are errors at the next commit,
             the same commit on every rank.
+        watch: ``"live"``: every step looks whether something else than the optimizer wrote to a
+            parameter (clamping, weight normalisation, averages swapped in and out) and logs what it
+            finds as values, so that the step stays exact. ``"recovery"``: only a checksum is logged, a
+            third of the reading; nothing is noticed while training runs, and recovery ends at the last
+            step before such a write.
         tuning: What ``"auto"`` goes by: expected failures, and limits.
 
     Raises:
@@ -112,6 +117,7 @@ class Checkpointer:
         backpressure: str = "block",
         residual: str = "exact",
         on_error: str = "warn",
+        watch: str = "live",
         tuning: Tuning | None = None,
     ) -> None:
         if is_url(run):
@@ -134,6 +140,7 @@ class Checkpointer:
             backpressure=backpressure,
             residual=residual,
             on_error=on_error,
+            watch=watch,
         )
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
         self.hook_state = HookState()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lowdiff.errors import WriterFailed
+from lowdiff.errors import RankLost, WriterFailed
 from lowdiff.opening import Opened
 
 _logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ def finish(opened: Opened, *, failed: bool) -> None:
             session.commit()
         if not session.is_taken_over:
             session.finish_copies()
+        if not failed:
+            _hear_last(opened)
     except BaseException as error:
         _abandon(opened)
         if failed and isinstance(error, Exception):
@@ -50,6 +52,14 @@ def finish(opened: Opened, *, failed: bool) -> None:
         return
     if is_last_snapshot:
         _remove_staging(opened, status.durable_snapshot)
+
+
+def _hear_last(opened: Opened) -> None:
+    """Learn whether the last step is committed; where a rank does not say so, close goes on without."""
+    try:
+        opened.session.hear_last(_MEET_SECONDS)
+    except RankLost as error:
+        _logger.warning("the last step is perhaps not committed on all ranks: %s", error)
 
 
 def _remove_staging(opened: Opened, durable_snapshot: int) -> None:

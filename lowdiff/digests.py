@@ -1,107 +1,104 @@
-"""The self-check each differential carries: a checksum of one rotating slice of the parameters.
+"""Checksums of tensors: CRC-32C of a tensor's memory, whole or put together from blocks.
 
-It finds what nothing else can see: a parameter written through ``.data``, an embedding
-renormalised in the forward pass, a kernel that rounds differently on another machine. Every step
-checks another slice, so a difference is found within ``NUM_SLICES`` steps.
+The live run takes one of every parameter, and replay, which holds a parameter only block by block,
+puts the same number together: a CRC is linear, so each block adds its own checksum, shifted by the
+bytes that follow it in the parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from crc32c import crc32c
 
-from lowdiff.layout import bits, flat, shard_owners
-from lowdiff.types import Digest, Layout
+from lowdiff.layout import byte_view
 
-NUM_SLICES = 64
-#: Bounds the cost for very large models; their slices then take more steps to come round.
-_LONGEST_SLICE = 1 << 22
-_MODULUS = 1 << 64
+#: Castagnoli's polynomial, bits reversed, as the checksum has them.
+_POLYNOMIAL = 0x82F63B78
+_BITS = 32
 
 
-class Digester:
-    """Computes digests over flat parameters of one layout."""
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32C of a dense tensor's bytes in memory order; 0 of an empty one."""
+    return int(crc32c(byte_view(tensor.detach().cpu()))) if tensor.numel() else 0
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._length = max(1, min(-(-layout.elements // NUM_SLICES), _LONGEST_SLICE))
-        self._slices = max(1, -(-layout.elements // self._length))
-        # Any mixing of positions will do; without one, +1 here and -1 there would cancel.
-        positions = np.arange(1, self._length + 1, dtype=np.uint64)
-        mixed = positions * np.uint64(0x9E3779B97F4A7C15)
-        self._weights = (mixed ^ (mixed >> np.uint64(29))) | np.uint64(1)
 
-    def slice_of(self, step: int, rank: int, world_size: int) -> tuple[int, int]:
-        """The slice ``[start, stop)`` of the layout that a rank checks after a step."""
-        start = (step * world_size + rank) % self._slices * self._length
-        return start, min(start + self._length, self._layout.elements)
+class Looker:
+    """Takes checksums of the same tensors again and again.
 
-    def digest(
-        self, parameters: Sequence[torch.Tensor], step: int, rank: int, world_size: int
-    ) -> Digest:
-        """Digest of the slice due at this step.
+    The memory of each is looked up once, and anew only when the tensor has moved: for small tensors
+    that costs more than the checksum.
+    """
 
-        Args:
-            parameters: Dense CPU tensors in layout order.
-            step: The step whose result they hold.
-            rank: The rank that checks.
-            world_size: Number of ranks, each of which checks another slice.
-        """
-        start, stop = self.slice_of(step, rank, world_size)
-        return Digest(start, stop, self.value(parameters, start, stop))
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._places = [-1] * len(self._tensors)
+        self._views = [memoryview(b"")] * len(self._tensors)
 
-    def pieces_of(self, rank: int, world_size: int) -> list[tuple[int, int]]:
-        """Ranges ``[start, stop)`` of the layout that hold only parameters that a rank owns."""
-        owners = shard_owners(self._layout, world_size)
-        owned: list[tuple[int, int]] = []
-        for spec, owner in zip(self._layout.parameters, owners, strict=True):
-            if owner == rank and owned and owned[-1][1] == spec.offset:
-                owned[-1] = owned[-1][0], spec.stop
-            elif owner == rank:
-                owned.append((spec.offset, spec.stop))
-        return [
-            (first, min(first + self._length, stop))
-            for start, stop in owned
-            for first in range(start, stop, self._length)
-        ]
+    def look(self, indices: Iterable[int]) -> list[int]:
+        """Checksum of each of these tensors as it is now."""
+        return [crc32c(self._view(i)) for i in indices]
 
-    def digest_of(
-        self, parameters: Sequence[torch.Tensor], pieces: Sequence[tuple[int, int]], step: int
-    ) -> Digest | None:
-        """Digest of the piece due at this step; None if there are none.
+    def _view(self, index: int) -> memoryview:
+        tensor = self._tensors[index]
+        place = tensor.data_ptr()
+        if place != self._places[index]:
+            self._places[index] = place
+            self._views[index] = byte_view(tensor) if tensor.numel() else memoryview(b"")
+        return self._views[index]
 
-        A replica holds one rank's share of the parameters and can check no other.
-        """
-        if not pieces:
-            return None
-        start, stop = pieces[step % len(pieces)]
-        return Digest(start, stop, self.value(parameters, start, stop))
 
-    def value(self, tensors: Sequence[torch.Tensor | None], start: int, stop: int) -> int:
-        """Sum over elements ``[start, stop)`` of the layout.
+def join(checksums: Iterable[int]) -> int:
+    """One checksum for several, in this order."""
+    return int(crc32c(np.fromiter(checksums, dtype="<u4").tobytes()))
 
-        Args:
-            tensors: Dense CPU tensors in layout order; None adds nothing.
-            start: First element.
-            stop: Last element, exclusive.
-        """
-        total = 0
-        for spec, tensor in zip(self._layout.parameters, tensors, strict=True):
-            if tensor is not None and spec.offset < stop and start < spec.stop:
-                total += self.partial(flat(tensor), spec.offset, start, stop)
-        return total % _MODULUS
 
-    def partial(self, values: torch.Tensor, offset: int, start: int, stop: int) -> int:
-        """What ``values`` (flat, first element at layout ``offset``) add to a digest."""
-        first, last = max(start, offset), min(stop, offset + values.numel())
-        if first >= last:
-            return 0
-        pattern = bits(values[first - offset : last - offset].cpu()).astype(np.uint64)
-        return int(np.dot(pattern, self._weights[first - start : last - start]))
+class Shift:
+    """Moves checksums past the bytes that follow: what a block adds to its parameter's checksum.
 
-    @staticmethod
-    def add(left: int, right: int) -> int:
-        """Sum of two partial digests."""
-        return (left + right) % _MODULUS
+    Reference: Adler, zlib's ``crc32_combine``: appending ``n`` zero bytes multiplies a checksum by
+    ``x ** (8 * n)`` modulo the polynomial.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Prepare to append ``num_bytes``."""
+        images = [_power_of_x(8 * num_bytes)]
+        for _ in range(_BITS - 1):
+            images.append(_times_x(images[-1]))
+        # Bit 31 of a checksum is the coefficient of 1, bit 0 that of x ** 31.
+        self._images = np.array(images, dtype=np.uint32)
+
+    def __call__(self, checksums: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """Shift many checksums at once."""
+        values = np.fromiter(checksums, dtype=np.uint32, count=len(checksums))
+        shifted = np.zeros_like(values)
+        for place, image in enumerate(self._images):
+            bit = (values >> np.uint32(_BITS - 1 - place)) & np.uint32(1)
+            shifted ^= bit * image
+        return shifted
+
+
+def _times_x(polynomial: int) -> int:
+    return polynomial >> 1 ^ (_POLYNOMIAL if polynomial & 1 else 0)
+
+
+def _product(left: int, right: int) -> int:
+    total = 0
+    for place in range(_BITS):
+        if left >> (_BITS - 1 - place) & 1:
+            total ^= right
+        right = _times_x(right)
+    return total
+
+
+def _power_of_x(exponent: int) -> int:
+    power, square = 1 << (_BITS - 1), 1 << (_BITS - 2)  # 1 and x
+    while exponent:
+        if exponent & 1:
+            power = _product(power, square)
+        square = _product(square, square)
+        exponent >>= 1
+    return power

@@ -7,7 +7,6 @@
     │   ├── UnsupportedModel       sharded, sparse or complex parameters
     │   └── UnsupportedOptimizer   replay cannot reproduce this optimizer
     ├── UsageError             a call at the wrong moment                      (also a RuntimeError)
-    │   └── GradientChanged        between its exchange and the optimizer's step
     ├── RankLost               an exchange of gradients failed                 (also a RuntimeError)
     ├── RanksDiverged          ranks no longer hold the same parameters        (also a RuntimeError)
     ├── RunError               the run folder does not fit the request
@@ -53,19 +52,6 @@ class UsageError(LowDiffError, RuntimeError):
     """A call came at the wrong moment; the message says what to call first."""
 
 
-class GradientChanged(UsageError):
-    """A gradient was changed after its exchange in a way that cannot be replayed."""
-
-    def __init__(self, parameter: str, exchanged: int, found: int) -> None:
-        self.parameter = parameter
-        super().__init__(
-            f"the gradient of {parameter!r} has {found} entries that are not zero, but only "
-            f"{exchanged} were exchanged: something added to it after backward() (noise, weight "
-            "decay by hand?), which cannot be replayed; scaling and clipping can. Put the term "
-            "into the loss or into the optimizer"
-        )
-
-
 class RankLost(LowDiffError, RuntimeError):
     """An exchange of gradients failed, because another rank ended or the network did."""
 
@@ -78,22 +64,24 @@ class RankLost(LowDiffError, RuntimeError):
 
 
 class RanksDiverged(LowDiffError, RuntimeError):
-    """Data-parallel ranks no longer hold the same parameters.
+    """Data-parallel ranks are not alike any more, as they must be.
 
     Attributes:
-        step: The step after which it was seen; they may have parted up to 64 steps before.
-        ranks: Whose parameters are not those of most ranks.
+        step: The step after which it was seen; a write on one rank only is seen within as many steps
+            as there are ranks.
+        ranks: Those that are not as most ranks are.
+        what: What differs.
     """
 
-    def __init__(self, step: int, ranks: Sequence[int], most: int, parameter: str) -> None:
-        self.step, self.ranks = step, tuple(ranks)
+    def __init__(self, step: int, ranks: Sequence[int], what: str) -> None:
+        self.step, self.ranks, self.what = step, tuple(ranks), what
         whose = ", ".join(map(str, ranks))
         super().__init__(
-            f"after step {step} the parameters of rank(s) {whose} are not those of rank {most} "
-            f"(around {parameter!r}): the ranks train different models, and steps since they parted "
-            "cannot be replayed. Does code change parameters on one rank only? If not: unequal "
-            "processors, or faulty memory. Stop, mend that, and go on from a step before it with "
-            "attach(..., step=N); `lowdiff verify` names the first that is seen to differ"
+            f"after step {step} rank(s) {whose} differ from the others in {what}. From there on the "
+            "ranks train different models, and steps cannot be replayed. Does code follow each "
+            "rank's own loss (ReduceLROnPlateau without averaging it over the ranks), or write "
+            "parameters on one rank only? If not: unequal processors, or faulty memory. Mend that, "
+            "and attach again: training goes on from the last step at which the ranks were alike"
         )
 
 
@@ -229,9 +217,14 @@ class StepNotFound(RecoveryError):
 
 
 class ReplayMismatch(RecoveryError):
-    """Replayed bits differ from those the live run recorded."""
+    """Replayed bits differ from those the live run recorded.
 
-    def __init__(self, what: str) -> None:
+    Attributes:
+        step: The first step that does not replay, where that is known.
+    """
+
+    def __init__(self, what: str, *, step: int | None = None) -> None:
+        self.step = step
         super().__init__(
             f"{what}; `lowdiff verify` says which steps replay, and an earlier one of these, or a "
             "machine like that of the training, is the way out"

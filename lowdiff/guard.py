@@ -37,7 +37,7 @@ class _Seen:
         state: Its ``state``.
         owners: Parameters that have some.
         values: All that they have, tensors or not, in the same order.
-        tensors: The optimizer's parameters, and which of ``values`` are tensors.
+        tensors: Which of ``values`` are tensors; on an accelerator, the optimizer's parameters too.
         versions: Theirs.
     """
 
@@ -61,7 +61,7 @@ class _Seen:
 
 
 class StepGuard:
-    """Watches what happens to parameters and optimizer state outside ``optimizer.step``."""
+    """Watches what happens to optimizers and their state outside ``optimizer.step``."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
@@ -181,7 +181,9 @@ class StepGuard:
         state = self._attached.optimizers[index].state
         owners, entries = _filled(state)
         values = [*_values(entries)]
-        tensors = [*self._own[index], *(v for v in values if isinstance(v, torch.Tensor))]
+        # Of an accelerator's parameters only version counters tell without stopping the host.
+        own = [] if self._attached.device.type == "cpu" else self._own[index]
+        tensors = [*own, *(v for v in values if isinstance(v, torch.Tensor))]
         return _Seen(state, owners, values, tensors, _versions(tensors))
 
 

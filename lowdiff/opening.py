@@ -292,6 +292,7 @@ def _begin(
                 is_rebased = start.needs_snapshot and fence.incarnation > 0
                 session.stager.wait_for_store(-1 if is_rebased else start.step)
             session.stager.meter.note(story.attached())
+        session.start()
         if ranks.rank == 0:
             name_large_items(given.tracker)
         opened = Opened(session, lock, staging_lock, ranks, staging, start.items)
@@ -377,6 +378,7 @@ def _session(
         stager=stager,
         lock=lock,
         scaling=scaling,
+        ranks=ranks,
     )
     undo.callback(session.detach)
     return session

@@ -48,21 +48,11 @@ class ResidualStore(Protocol):
 class Reducer(Protocol):
     """A compressor bound to one run: makes the averaged gradient and its payload."""
 
-    def begin(self, stamp: int, *, audit: bool, note: int = 0) -> None:
+    def begin(self, stamp: int) -> None:
         """Start a step.
 
         Args:
             stamp: Travels with every exchange; must agree on all ranks.
-            audit: Whether ``consume`` shall check that the gradients have no entries but those
-                that were exchanged.
-            note: Bits that this rank tells all others with its exchanges of this step.
-        """
-        ...
-
-    def heard(self) -> tuple[int, ...]:
-        """Every rank's bits in the exchanges since ``begin``, equal on all ranks.
-
-        Empty if nothing was exchanged: a single process, or a step without a backward pass.
         """
         ...
 
@@ -86,14 +76,14 @@ class Reducer(Protocol):
     ) -> None:
         """Read this rank's share of what an optimizer is about to consume.
 
+        A gradient that was changed since its exchange in a way that the payload cannot express is
+        stored whole for this step, on every rank its range.
+
         Args:
             gradients: Flat gradient of every parameter of the layout; None where it is absent or
                 belongs to another optimizer, which has a call of its own.
             factors: What gradients are known to have been multiplied by since their exchange, in
                 order; a hint for compressors that store something else than the values.
-
-        Raises:
-            GradientChanged: If an audited gradient has entries that were not exchanged.
         """
         ...
 

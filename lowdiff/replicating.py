@@ -24,7 +24,7 @@ from lowdiff.protocols import Reducer
 from lowdiff.recovery.replica_process import ReplicaProcess
 from lowdiff.settings import Settings
 from lowdiff.stager import Stager
-from lowdiff.types import Payload, Section
+from lowdiff.types import Section
 
 _logger = logging.getLogger(__name__)
 
@@ -86,11 +86,10 @@ class ReplicatedStager(Stager):
         kind: RecordKind,
         step: int,
         scalars: bytes,
-        payload: Payload,
+        sections: Sequence[Section],
         *,
-        pieces: Sequence[memoryview] = (),
         rebases: bool = False,
-    ) -> int:
+    ) -> None:
         """Queue a record for the replica, as soon as there is room.
 
         With ``backpressure="block"`` training waits for room, and where the newest durable image is
@@ -99,14 +98,15 @@ class ReplicatedStager(Stager):
         one that the replica cannot apply.
         """
         if kind is RecordKind.SNAPSHOT and self.replica.is_stopped:
-            # Nobody reads it here any more: the writer goes by the image's mark.
-            return self._log.body_checksum
+            return  # nobody reads it here any more: the writer goes by the image's mark
         if kind is RecordKind.DIFFERENTIAL:
             self._forget_image()
             self._bound_risk(step - self._most_at_risk)
             if (self.needs_image or self._given_up == step) and not rebases:
                 self._drop(step)
-                return self._log.body_checksum
+                return
+            # Behind what was staged ahead of the record.
+            self._pending, sections = [*self._pending, *sections], ()
 
         size: list[int] = []
 
@@ -117,9 +117,8 @@ class ReplicatedStager(Stager):
                 kind,
                 step,
                 scalars,
-                payload.sections,
+                sections,
                 durable_step=self._consumed_step(),
-                pieces=pieces,
                 rebases=rebases,
             )
             size.extend([] if written is None else [written])
@@ -135,13 +134,12 @@ class ReplicatedStager(Stager):
             )
         if not size:
             self._drop(step)
-            return self._log.body_checksum
+            return
         self._step = step
         self._needs_image |= rebases
         self.counters.staged_bytes += size[0]
         if is_step:
             self._keep_room()
-        return self._log.body_checksum
 
     @property
     def _most_at_risk(self) -> int:

@@ -7,36 +7,32 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from crc32c import crc32c
+
+from lowdiff.agreement import Ranks
 from lowdiff.capture import restore_random_states
-from lowdiff.digests import Digester
-from lowdiff.divergence import Divergence
+from lowdiff.commit.health import Health
+from lowdiff.commit.news import News, RankNews
 from lowdiff.errors import UsageError
 from lowdiff.hook import hook_of, without_autocast
-from lowdiff.persistence.differentials import encode_scalars
+from lowdiff.model.watch import Seen, Watch
+from lowdiff.persistence.differentials import encode_scalars, sections_of
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.snapshots import ImageTensor
+from lowdiff.persistence.values import encode
 from lowdiff.protocols import Reducer
-from lowdiff.rolling import Rolling
 from lowdiff.run_lock import RunLock
 from lowdiff.scaling import Scaling
 from lowdiff.settings import Settings
 from lowdiff.snapshot import Live
 from lowdiff.stager import Stager
 from lowdiff.step_capture import StepCapture
-from lowdiff.types import Differential, Digest, Payload
-
-#: What a rank tells all others on the back of the gradients' exchange.
-_PREEMPTED = 1
-_IN_TROUBLE = 2
-_OWES_SNAPSHOT = 4
-_READY_FOR_SNAPSHOT = 8
-_LOST_RUN = 16
+from lowdiff.types import Differential, Payload, Written
 
 _logger = logging.getLogger(__name__)
 
-#: Steps whose gradients are counted against what was exchanged: the first, and then a few.
+#: Steps after which frozen parameters are read whole: the first of a life, and those of snapshots.
 _AUDITED_FIRST = 3
-_AUDITED_EVERY = 64
 
 
 class Session:
@@ -54,6 +50,7 @@ class Session:
         stager: Stager,
         lock: RunLock,
         scaling: Scaling,
+        ranks: Ranks,
     ) -> None:
         self.step = step
         self.committed_step = step
@@ -68,20 +65,30 @@ class Session:
         self._residual = live.residual
         self._tracker = live.tracker
         self._averages = live.averages
-        self._rolling: Rolling | None = None
-        if settings.snapshot == "rolling":
-            self._rolling = Rolling(live, stager, settings)
-        self._digester = Digester(attached.layout)
-        raises = settings.on_error == "raise"
-        self.divergence = Divergence(attached, self._digester, live.rank, raises=raises)
+        self._watch = Watch(
+            attached,
+            live.averages.named_tensors(),
+            live.rank,
+            live.world_size,
+            is_live=settings.watch == "live",
+        )
+        self._news = News(ranks.group, live.world_size)
+        self._heard: tuple[RankNews, ...] | None = None
+        self.health = Health(
+            [spec.name for spec in attached.layout.parameters],
+            ranks,
+            raises=settings.on_error == "raise",
+        )
         self.scaling = scaling
         ddp = attached.ddp
         hook = None if ddp is None else hook_of(ddp)
-        if hook is not None and ddp is not None and ddp.find_unused_parameters:
-            hook.residual = live.residual
         told = hook if live.world_size > 1 else None
-        self._capture = StepCapture(attached, reducer, live.residual, scaling, live.averages, told)
-        self._pieces = self._digester.pieces_of(live.rank, live.world_size)
+        self._capture = StepCapture(
+            attached, reducer, live.residual, scaling, live.averages, self._watch, told
+        )
+        self._seen = Seen((), {}, Written())
+        self._consumed = 0
+        self._has_rebased = self._wants_snapshot = False
         self._base_step = step
         self._unstaged: Differential | None = None
         self._is_half_made = False
@@ -100,9 +107,9 @@ class Session:
             lambda: self.stager.timed("differential_seconds"), self._before_step, self._stage_ahead
         )
 
-    def forward_begins(self) -> None:
-        """A forward pass that a backward pass will follow begins."""
-        self._capture.forward_begins()
+    def start(self) -> None:
+        """Tell the other ranks that this one is ready for its first step, as all of them are."""
+        self._news.tell(self._own_news())
 
     @property
     def has_finished_step(self) -> bool:
@@ -110,25 +117,49 @@ class Session:
         return self._capture.has_finished
 
     def _before_step(self) -> None:
-        """An optimizer is about to overwrite what may still be copied."""
+        """An optimizer is about to step, and to overwrite what may still be copied."""
         self._copies.hold()
-        # On an accelerator gradients have come only once the host has read them.
-        if not self._copies.lag and self._capture.has_exchanged:
-            self._note_commit()
+        self._hear()
 
     def _stage_ahead(self) -> None:
         """An optimizer's gradients were read, and are still what it will use."""
         if not self._copies.lag:  # else the record of the step before comes first
             self.stager.stage_ahead(self.step + 1, self.reducer)
 
-    def _note_commit(self) -> None:
-        """Every rank sent its gradients of this step, so every rank had committed the one before."""
-        # A single process knows what it has staged; others may have theirs still under way.
-        lag = self._copies.lag and self._world_size > 1
-        self.committed_step = max(self.committed_step, self.step - lag)
-        if self._world_size > 1 and self._settings.has_replica:
-            # A replica applies what is committed.
-            self.stager.show(self.step, self.committed_step, preempted=self.is_preempted)
+    def _hear(self, timeout_seconds: float | None = None) -> tuple[RankNews, ...]:
+        """What all ranks said after the last commit; waits for it once, before the next step.
+
+        Raises:
+            RankLost: If a rank ended.
+            RanksDiverged: If ``on_error="raise"`` and ranks are not alike; on all ranks.
+            UsageError: If a rank is at another step.
+        """
+        if self._heard is None:
+            alone = self._world_size == 1
+            heard = (self._own_news(),) if alone else self._news.hear(timeout_seconds)
+            self._heard = heard
+            rebased = {news.has_rebased for news in heard}
+            # A snapshot exists only with every rank's share.
+            self._wants_snapshot |= len(rebased) > 1
+            if self.health.compare(self.step, heard, self._watch.digests):
+                self._wants_snapshot |= self.health.is_news
+            else:
+                # Every rank holds the step before, so it is committed.
+                staged = min(news.staged for news in heard)
+                self.committed_step = max(self.committed_step, staged)
+                if not alone and self._settings.has_replica:
+                    # A replica applies what is committed.
+                    self.stager.show(self.step, self.committed_step, preempted=self.is_preempted)
+        self.health.check()
+        return self._heard
+
+    def hear_last(self, timeout_seconds: float) -> None:
+        """Hear what ranks said after the last commit of the run.
+
+        Raises:
+            RankLost: If not all ranks say so in time.
+        """
+        self._hear(timeout_seconds)
 
     def commit(self) -> None:
         """Stage the step that just ended; where an accelerator made it, at the next call.
@@ -141,32 +172,28 @@ class Session:
         """
         self.finish_copies()
         with self.stager.timed("differential_seconds"):
-            notes = self.reducer.heard()
-            if notes or self._world_size == 1:
-                self._note_commit()
-            self._is_taken_over |= any(note & _LOST_RUN for note in notes or (self._note(),))
+            heard = self._hear()
+            self._is_taken_over |= any(news.has_lost_run for news in heard)
             if self._is_taken_over:
                 raise self._lock.taken_over()
-            self._heed(notes)
-            self.stager.cadence.heed(self.step, notes)
+            self._heed(heard)
+            self.stager.cadence.heed(self.step, heard)
             self._capture.look_outside()
             # Making it consumes what changed: a commit that failed to stage it must find it again.
             if self._unstaged is None:
                 with without_autocast(self._attached.device):
                     self._make_differential()
             rebases = self._capture.changed_outside
-        if self._rolling is not None:
-            self._rolling.copy(self.step + 1, self._committed_held)
         self._copies.then(partial(self._stage, rebases=rebases))
         with self.stager.timed("differential_seconds"):
             self.step += 1
-            self._all_preempted |= any(note & _PREEMPTED for note in notes)
+            self._all_preempted |= any(news.is_preempted for news in heard)
+            self._has_rebased = rebases
             self._begin()
+            self._news.tell(self._own_news())
         if rebases:
             self._rebase()
-        elif self._rolling is not None and self._rolling.finish(self.step):
-            self._tried_snapshot_step = self.step
-        elif self._is_snapshot_due(notes):
+        elif self._is_snapshot_due(heard):
             self._tried_snapshot_step = self.step
             self.stager.cadence.snapshot_taken(self.step)
             self.snapshot()
@@ -189,7 +216,7 @@ class Session:
                 RecordKind.DIFFERENTIAL,
                 differential.step,
                 encode_scalars(differential),
-                differential.payload,
+                sections_of(differential),
                 rebases=rebases,
             )
         self._unstaged = None
@@ -209,14 +236,13 @@ class Session:
         self._is_signalled = True
         self.stager.writer.write_through()
 
-    def _heed(self, notes: tuple[int, ...]) -> None:
+    def _heed(self, heard: tuple[RankNews, ...]) -> None:
         """Act on what ranks told each other in this step, once if the commit is repeated."""
         if self._heeded_step < self.step:
             self._heeded_step = self.step
-            if any(note & _PREEMPTED for note in notes) and not self._is_signalled:
+            if any(news.is_preempted for news in heard) and not self._is_signalled:
                 self.preempt()
-            self.stager.heed([rank for rank, note in enumerate(notes) if note & _IN_TROUBLE])
-            self.divergence.heed(self.step, notes)
+            self.stager.heed([rank for rank, news in enumerate(heard) if news.is_in_trouble])
 
     def _rebase(self) -> None:
         """The step cannot be replayed: only a snapshot of it can be recovered."""
@@ -231,11 +257,8 @@ class Session:
 
     def _kept_gradients(self) -> Collection[int]:
         """Parameters with gradients for a later step; a body that only makes such is not resumed."""
-        has_stepped = self._capture.has_stepped
-        if has_stepped and not self._residual.pending:
-            return ()  # looking for them reads all gradients
         kept = self._capture.kept_gradients()
-        if kept and not has_stepped:
+        if kept and not self._capture.has_stepped:
             self._warn_once(
                 f"step {self.step + 1} ended without optimizer.step() and with gradients: if they "
                 "are accumulated for the next step, a resumed run will lack them; run all "
@@ -282,9 +305,11 @@ class Session:
         held = self._committed_held = self._attached.held()
         self._residual.advance(carried=self._kept_gradients())
         self.scaling.end_step()
-        digest = self._digest(step)
-        averages, replayable = self._averages.commit(self._digester, digest)
+        averages, replayable = self._averages.commit()
         self._capture.changed_outside |= not replayable
+        seen = self._seen = self._watch.at_commit(step, averages)
+        if self._world_size > 1:
+            self._consumed = crc32c(encode([[o.stepped, o.consumed, o.after] for o in steps]))
         absent = tuple(sorted(self._capture.absent))
         payload = self.reducer.payload(self._copies.fetch)
         self._residual.copy(step, self._copies)
@@ -297,8 +322,9 @@ class Session:
                 held=tuple(held),
                 payload=payload,
                 items=items(),
-                digest=digest,
-                averages=averages,
+                digests=seen.digests,
+                averages=seen.averages,
+                written=seen.written,
             )
 
         self._copies.then(whole)
@@ -318,31 +344,34 @@ class Session:
         """Whether to read frozen parameters that nothing says were written."""
         return step - self._base_step <= _AUDITED_FIRST or self.stager.cadence.is_due(step)
 
-    def _digest(self, step: int) -> Digest | None:
-        if self._attached.device.type != "cpu":
-            return None  # it is computed on the host
-        if self._settings.has_replica:
-            return self._digester.digest_of(self._attached.parameters, self._pieces, step)
-        return self._digester.digest(self._attached.parameters, step, self._rank, self._world_size)
-
     def _begin(self) -> None:
         step = self.step + 1
         self._capture.begin(step)
-        audit = step - self._base_step <= _AUDITED_FIRST or step % _AUDITED_EVERY == 0
-        self.reducer.begin(self._incarnation << 40 | step, audit=audit, note=self._note())
+        self.reducer.begin(self._incarnation << 40 | step)
+        self._heard = None
 
-    def _note(self) -> int:
-        """What this rank tells the others in the step that begins."""
-        stager = self.stager
-        state = self.divergence.note(self.step) if self._world_size > 1 else 0
-        return (
-            state
-            | _LOST_RUN * self._lock.is_lost()
-            | _PREEMPTED * self._is_signalled
-            | _IN_TROUBLE * stager.trouble.is_there
-            | _OWES_SNAPSHOT * stager.owes_snapshot
-            | _READY_FOR_SNAPSHOT * stager.is_ready_for_snapshot(self.step)
-            | stager.cadence.note()
+    def _own_news(self) -> RankNews:
+        """What this rank tells the others of the step that it has committed last."""
+        stager, cadence = self.stager, self.stager.cadence
+        interval, batch = cadence.wish()
+        # A single process knows what it has staged; others may have theirs still under way.
+        lag = self._copies.lag and self._world_size > 1
+        return RankNews(
+            incarnation=self._incarnation,
+            step=self.step,
+            staged=self.step - lag,
+            is_preempted=self._is_signalled,
+            has_lost_run=self._lock.is_lost(),
+            is_in_trouble=stager.trouble.is_there,
+            owes_snapshot=stager.owes_snapshot,
+            can_snapshot=stager.is_ready_for_snapshot(self.step),
+            has_rebased=self._has_rebased,
+            interval=interval,
+            batch=batch,
+            consumed=self._consumed,
+            own=self._seen.own,
+            other=self._seen.other,
+            watched=self._seen.watched,
         )
 
     def _stage_base(self) -> None:
@@ -350,10 +379,11 @@ class Session:
         self._residual.copy(self.step, self._copies, is_first=True)
         self._copies.finish()
         base = self._differential(self.step, optimizers=(), absent=(), held=(), payload=Payload(()))
-        self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), base.payload)
+        self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), ())
 
-    def _is_snapshot_due(self, notes: tuple[int, ...]) -> bool:
-        is_due = self.stager.cadence.is_due(self.step)
+    def _is_snapshot_due(self, heard: tuple[RankNews, ...]) -> bool:
+        is_due = self.stager.cadence.is_due(self.step) or self._wants_snapshot
+        self._wants_snapshot = False
         if self._settings.has_replica:
             # The replica makes the images for the disk. On CUDA its arithmetic may differ in the
             # last place, so it begins anew with the trainer's state as often.
@@ -362,17 +392,17 @@ class Session:
             is_last = self.is_preempted and not self._is_prepared
             self._is_prepared |= is_last
             is_due = is_last or drifts
-        return is_due or self._can_catch_up(notes)
+        return is_due or self._can_catch_up(heard)
 
-    def _can_catch_up(self, notes: tuple[int, ...]) -> bool:
+    def _can_catch_up(self, heard: tuple[RankNews, ...]) -> bool:
         """Whether to take a snapshot that a rank owes; it exists only with every rank's shard."""
         if self._world_size == 1:
             return self.stager.owes_snapshot and self.stager.is_ready_for_snapshot(self.step)
-        # The notes are from before the last commit's snapshot, which may be the one owed.
+        # The news are from before the last commit's snapshot, which may be the one owed.
         return (
             self._tried_snapshot_step < self.step - 1
-            and any(note & _OWES_SNAPSHOT for note in notes)
-            and all(note & _READY_FOR_SNAPSHOT for note in notes)
+            and any(news.owes_snapshot for news in heard)
+            and all(news.can_snapshot for news in heard)
         )
 
     def snapshot(self, *, required: bool = False, at_once: bool = False) -> None:
@@ -384,9 +414,7 @@ class Session:
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        if self._rolling is not None:
-            self._rolling.restart()
-        if self.stager.atomic_step != self.step:
+        if self.stager.snapshot_step != self.step:
             tensors = self._live.shard(self._committed_held, self._capture.committed_groups)
             is_late = self._copies.lag and not (required or at_once)
             stage = self._stage_late_snapshot if is_late else self.stager.stage_snapshot
@@ -414,6 +442,7 @@ class Session:
         """Whether the live state is still that of the last commit."""
         return (
             self._capture.is_as_committed()
+            and self._watch.is_as_committed()
             and self._averages.is_as_committed
             and self._tracker.is_as_committed()
         )

@@ -19,6 +19,7 @@ _FIRST_INTERVAL, _FIRST_BATCH = 91, 16
 SNAPSHOT = ("atomic", "rolling")
 RESIDUAL = ("exact", "snapshot")
 ON_ERROR = ("warn", "raise")
+WATCH = ("live", "recovery")
 BACKPRESSURE = ("block", "degrade")
 
 
@@ -40,6 +41,8 @@ class Settings:
         residual: Whether error feedback outlives a crash of processes as of its very step, for which
             it lies in staging, or as of the last full snapshot.
         on_error: Whether the writer's trouble is a warning or an error at the next commit.
+        watch: Whether writes to parameters by something else than the optimizer are looked for at
+            every step, or found by recovery.
         tunes_interval: Whether ``snapshot_every`` is only where the tuner begins.
         tunes_batch: Whether ``batch_size`` is.
         tuning: What the tuner goes by.
@@ -58,6 +61,7 @@ class Settings:
     backpressure: str = "block"
     residual: str = "exact"
     on_error: str = "warn"
+    watch: str = "live"
     tunes_interval: bool = False
     tunes_batch: bool = False
     tuning: Tuning = field(default_factory=Tuning)
@@ -104,6 +108,8 @@ class Settings:
             raise ConfigError(f"residual is one of {RESIDUAL}, got {self.residual!r}")
         if self.on_error not in ON_ERROR:
             raise ConfigError(f"on_error is one of {ON_ERROR}, got {self.on_error!r}")
+        if self.watch not in WATCH:
+            raise ConfigError(f"watch is one of {WATCH}, got {self.watch!r}")
         if self.store is not None:
             ObjectStore(self.store, make=True)  # refuses what cannot work
 

@@ -26,7 +26,7 @@ from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.protocols import Reducer
 from lowdiff.settings import Settings
 from lowdiff.trouble import Trouble
-from lowdiff.types import Layout, Payload
+from lowdiff.types import Layout, Section
 
 _logger = logging.getLogger(__name__)
 
@@ -88,17 +88,13 @@ class Stager:
         kind: RecordKind,
         step: int,
         scalars: bytes,
-        payload: Payload,
+        sections: Sequence[Section],
         *,
-        pieces: Sequence[memoryview] = (),
         rebases: bool = False,
-    ) -> int:
+    ) -> None:
         """Stage a record, as soon as at most ``2 b`` steps are at risk and memory is free.
 
         With ``backpressure="degrade"`` at once, whatever that drops.
-
-        Returns:
-            CRC-32C of its body.
 
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
@@ -114,9 +110,8 @@ class Stager:
                     kind,
                     step,
                     scalars,
-                    payload.sections,
+                    sections,
                     durable_step=status.durable_step,
-                    pieces=pieces,
                     rebases=rebases,
                     drop=self._degrades,
                 )
@@ -129,7 +124,6 @@ class Stager:
 
         self._wait_until(fits, "staging memory")
         self.counters.staged_bytes += written[0]
-        return self._log.body_checksum
 
     def stage_ahead(self, step: int, reducer: Reducer) -> None:
         """Stage what an optimizer is about to use before its step ends, where that saves a copy."""
@@ -167,14 +161,14 @@ class Stager:
                     raise
                 self._owe_for(error, step)
                 return None
-            self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), Payload(()))
+            self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), ())
         self._atomic_step = step
         self._snapshot_staged(step)
         return ImageMark(step, size, checksum)
 
     def stage_cycle(self, step: int, mark: bytes) -> None:
         """Stage the mark of a rolling snapshot, all of whose slices are staged."""
-        self.stage(RecordKind.CYCLE, step, mark, Payload(()))
+        self.stage(RecordKind.CYCLE, step, mark, ())
         self._snapshot_staged(step)
 
     def is_lost(self, step: int) -> bool:

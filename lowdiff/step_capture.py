@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.errors import UsageError
 from lowdiff.guard import StepGuard
 from lowdiff.hook import HookState, autocasts, without_autocast
+from lowdiff.model.watch import Watch
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.optimizers import granularity
@@ -58,6 +58,7 @@ class StepCapture:
         residual: RotatingResidual,
         scaling: Scaling,
         averages: Averages,
+        watch: Watch,
         hook: HookState | None,
     ) -> None:
         """Read the steps of one session.
@@ -68,6 +69,7 @@ class StepCapture:
             residual: What compression owes.
             scaling: What multiplies gradients.
             averages: Those that follow the parameters.
+            watch: Notices what else writes to the parameters.
             hook: Tells what ranks exchange; None where there is one rank only.
         """
         self._attached = attached
@@ -76,6 +78,7 @@ class StepCapture:
         self._residual = residual
         self._scaling = scaling
         self._averages = averages
+        self._watch = watch
         self._step = 0
         self._stepped: dict[int, OptimizerStep] = {}
         self._finished: set[int] = set()
@@ -84,7 +87,6 @@ class StepCapture:
         self.committed_groups = self._hyper_parameters()
         self._guard = StepGuard(attached)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._looking: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
     def install(
         self,
@@ -113,10 +115,9 @@ class StepCapture:
 
     def remove(self) -> None:
         """Take the hooks out."""
-        for handle in (*self._handles, *self._looking.values()):
+        for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._looking.clear()
 
     def begin(self, step: int) -> None:
         """Start the step that leads to state ``step``."""
@@ -125,13 +126,6 @@ class StepCapture:
         self._finished.clear()
         self.absent.clear()
         self.changed_outside = False
-        if self._hook is not None:
-            self._hook.has_exchanged = False
-
-    @property
-    def has_exchanged(self) -> bool:
-        """Whether every rank is in this step; true if there is one rank only."""
-        return self._hook is None or self._hook.has_exchanged
 
     @property
     def has_finished(self) -> bool:
@@ -151,23 +145,6 @@ class StepCapture:
             if index not in self._stepped
             for parameter in self._attached.kept_gradients(index)
         }
-
-    def forward_begins(self) -> None:
-        """See to it that gradients which are dropped before the next backward pass are not owed.
-
-        Whether they are is known for sure only when that pass reaches them: they may be cleared
-        between it and the forward pass.
-        """
-        for i in self._residual.pending - self._looking.keys():
-            if self._attached.parameters[i].requires_grad:
-                look = partial(self._look, i)
-                self._looking[i] = self._attached.parameters[i].register_hook(look)
-
-    def _look(self, parameter: int, _: torch.Tensor) -> None:
-        self._looking.pop(parameter).remove()
-        kept = self._attached.parameters[parameter].grad
-        if kept is None or not bool(kept.any()):
-            self._residual.forget(parameter)
 
     def look_outside(self) -> None:
         """Notice what was changed since the optimizers stepped, also by one that was broken off."""
@@ -229,6 +206,7 @@ class StepCapture:
     ) -> Callable[..., None]:
         def after_step(*_: object) -> None:
             with timed():
+                self._watch.after_step(index)
                 self._guard.after_step(index)
                 self._finished.add(index)
 
@@ -258,6 +236,7 @@ class StepCapture:
         self.changed_outside |= self._guard.before_step(
             index, [argument for argument in arguments if argument is not optimizer]
         ) or self._averages.before_step(index)
+        self._watch.before_step(index)
         gradients = self._attached.gradients(index)
         self._refuse_own_gradients(gradients)
         step = OptimizerStep(

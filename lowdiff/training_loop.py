@@ -131,7 +131,6 @@ class TrainingLoop:
             is_next = is_training or not self._has_trained
             if is_next and self._commits_by_itself and self._session.has_finished_step:
                 self._commit_by_forward()
-        self._session.forward_begins()
 
     def _enter(self, module: torch.nn.Module) -> None:
         """Unhook the parts of a module that the loop calls; which it does was not known before."""

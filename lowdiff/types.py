@@ -171,14 +171,14 @@ class AverageStep:
             makes it, or ``""`` for the default.
         decay: Decay of an exponential average, else None.
         count: Number of updates before this step.
-        digest: As `Digest.value`, of its tensors in the slice that the step's digest covers.
+        digests: As `Differential.digests`, of what follows those parameters.
     """
 
     updated: bool
     function: str
     decay: float | None
     count: int
-    digest: int | None = None
+    digests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,21 +201,21 @@ class ResidualMark:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """Position-weighted checksum of one slice of the parameters after a step.
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """Whole tensors that something else than the optimizer wrote around one step, as bit patterns.
 
     Attributes:
-        start: First element of the slice in the layout, inclusive.
-        stop: Last element, exclusive.
-        value: Sum over the slice of bit pattern times weight, modulo 2**64. A sum, so that
-            blocks can be checked apart and added; weighted, so that two opposite one-bit
-            differences do not cancel.
+        before: Layout index -> flat parameter as the optimizer found it, where that is not what the
+            step before left.
+        after: Layout index -> flat parameter at commit, where that is not what the optimizer left.
+        averages: Name of an average -> layout index -> its flat tensor at commit, where updates of the
+            average do not explain it.
     """
 
-    start: int
-    stop: int
-    value: int
+    before: Mapping[int, Bits] = field(default_factory=dict)
+    after: Mapping[int, Bits] = field(default_factory=dict)
+    averages: Mapping[str, Mapping[int, Bits]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,8 +234,10 @@ class Differential:
         payload: This rank's share of the gradient.
         items: Encoded buffers, RNG and stateful objects whose bytes changed, by name.
         residual: Where this rank's residual lies, if it lies in a staging slot.
-        digest: Checksum of one rotating slice of the parameters after the step.
+        digests: CRC-32C of each parameter of this rank's share after the step, ascending by layout
+            index; empty where none were taken.
         averages: Name of a stateful object that is an average of the parameters -> what it did.
+        written: What something else than the optimizer wrote to this rank's share.
     """
 
     step: int
@@ -248,8 +250,9 @@ class Differential:
     payload: Payload
     items: Mapping[str, bytes] = field(default_factory=dict)
     residual: ResidualMark | None = None
-    digest: Digest | None = None
+    digests: tuple[int, ...] = ()
     averages: Mapping[str, AverageStep] = field(default_factory=dict)
+    written: Written = field(default_factory=Written)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,28 +16,53 @@ from lowdiff.persistence.sections import read_sections
 from lowdiff.persistence.values import decode, encode
 from lowdiff.types import (
     AverageStep,
+    Bits,
     Differential,
-    Digest,
     OptimizerStep,
     Payload,
     ResidualMark,
+    Section,
+    Written,
 )
+
+#: Sections of a record that are not the payload's: ``written/before/INDEX``, ``written/after/INDEX``
+#: and ``written/average/INDEX/NAME``.
+_WRITTEN = "written/"
 
 
 def encode_scalars(differential: Differential) -> bytes:
     """Everything but the payload, as the meta part of a record."""
-    residual, digest = differential.residual, differential.digest
+    residual = differential.residual
     scalars: dict[str, Any] = {
         "optimizers": [_optimizer_part(o) for o in differential.optimizers],
         "absent": _bitmap(differential.absent),
         "held": _bitmap(differential.held),
         "items": dict(differential.items),
         "residual": residual and [residual.slot, residual.generation],
-        "digest": digest and [digest.start, digest.stop, digest.value],
+        "digests": _numbers(differential.digests),
     }
     if differential.averages:
-        scalars["averages"] = {n: list(astuple(a)) for n, a in differential.averages.items()}
+        scalars["averages"] = {
+            name: [a.updated, a.function, a.decay, a.count, _numbers(a.digests)]
+            for name, a in differential.averages.items()
+        }
     return encode(scalars)
+
+
+def sections_of(differential: Differential) -> tuple[Section, ...]:
+    """Everything of a differential that is no scalar: the payload, and what else was written."""
+    written = differential.written
+    named = {
+        **{f"before/{i}": values for i, values in written.before.items()},
+        **{f"after/{i}": values for i, values in written.after.items()},
+        **{
+            f"average/{i}/{name}": values
+            for name, of_average in written.averages.items()
+            for i, values in of_average.items()
+        },
+    }
+    more = (Section(_WRITTEN + name, "planes", values) for name, values in named.items())
+    return (*differential.payload.sections, *more)
 
 
 def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
@@ -63,16 +89,49 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
             optimizers=tuple(_optimizer_step(*o) for o in scalars["optimizers"]),
             absent=_indices(scalars["absent"]),
             held=_indices(scalars["held"]),
-            payload=Payload(sections),
+            payload=Payload(tuple(s for s in sections if not s.name.startswith(_WRITTEN))),
             items=scalars["items"],
             residual=scalars["residual"] and ResidualMark(*scalars["residual"]),
-            digest=scalars["digest"] and Digest(*scalars["digest"]),
-            averages={name: AverageStep(*a) for name, a in scalars.get("averages", {}).items()},
+            digests=_tuple_of(scalars["digests"]),
+            averages={
+                name: AverageStep(*facts, digests=_tuple_of(digests))
+                for name, (*facts, digests) in scalars.get("averages", {}).items()
+            },
+            written=_written(sections),
         )
-    except (BadEncoding, KeyError, TypeError) as error:
+    except (BadEncoding, KeyError, TypeError, ValueError) as error:
         raise DamagedFile(
             stored.path, f"step {header.step} is no differential ({error})"
         ) from error
+
+
+def _written(sections: Sequence[Section]) -> Written:
+    """Undo `sections_of`.
+
+    Raises:
+        ValueError: If a section names no parameter.
+    """
+    before: dict[int, Bits] = {}
+    after: dict[int, Bits] = {}
+    averages: dict[str, dict[int, Bits]] = {}
+    for section in sections:
+        if not section.name.startswith(_WRITTEN):
+            continue
+        side, index, *name = section.name.removeprefix(_WRITTEN).split("/", 2)
+        if side == "average" and name:
+            averages.setdefault(name[0], {})[int(index)] = section.data
+        else:
+            {"before": before, "after": after}[side][int(index)] = section.data
+    return Written(before, after, averages)
+
+
+def _numbers(checksums: Sequence[int]) -> bytes:
+    """Little-endian uint32 each."""
+    return np.array(checksums, dtype="<u4").tobytes()
+
+
+def _tuple_of(data: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(data, dtype="<u4").tolist())
 
 
 def _bitmap(indices: tuple[int, ...]) -> bytes:

@@ -19,8 +19,8 @@ from typing_extensions import Self
 
 from lowdiff.arithmetic import arithmetic_of
 from lowdiff.compressors import from_settings
-from lowdiff.digests import Digester
 from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
+from lowdiff.layout import shard_owners
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.sections import max_payload_bytes
@@ -37,7 +37,14 @@ from lowdiff.recovery.sizing import (
     usable_cores,
 )
 from lowdiff.recovery.state import RecoveredState, begin_life
-from lowdiff.recovery.unit import Movement, Scratch, Step, Sums, UnitState, check_digests
+from lowdiff.recovery.unit import (
+    Checksums,
+    Movement,
+    Scratch,
+    Step,
+    UnitState,
+    check_digests,
+)
 from lowdiff.types import Differential, Fence
 
 #: Decoded bytes of a window; two are in memory, one in use and one being read. The first is small,
@@ -178,7 +185,7 @@ def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step],
                 "AveragedModel on every rank in the same steps"
             )
         decode = compressor.decoder([shard.payload for shard in shards], fence.layout)
-        return Step(shards, frozenset(shards[0].absent), decode)
+        return Step.of(shards, decode)
 
     unread = iter(steps)
 
@@ -211,7 +218,11 @@ class Replayer:
     def __init__(self, state: RecoveredState, fence: Fence, options: ReplayOptions) -> None:
         self._state = state
         self._layout = fence.layout
-        self._digester = Digester(fence.layout)
+        owners = shard_owners(fence.layout, fence.world_size)
+        self._shares = [
+            [i for i, owner in enumerate(owners) if owner == rank]
+            for rank in range(fence.world_size)
+        ]
         self._options = options
         self._environment = fence.environment
         self._threads = fence.environment.num_threads if options.whole else 1
@@ -239,24 +250,24 @@ class Replayer:
                 share_results(self._planned, self._owners, self._state, self._options.group)
 
     def run(self, window: Sequence[Step]) -> None:
-        """Step every unit through a window, then check the digests of the window's steps."""
+        """Step every unit through a window, then check the checksums of the window's steps."""
         group = self._options.group
         if group is None:
             found = self._step_units(window)
         else:
             ranks = gather_made(lambda: self._step_units(window), group)
-            found = [digests for of_rank in ranks for digests in of_rank]
-        sums: Sums = {}
-        for digests in found:
-            for key, value in digests.items():
-                sums[key] = Digester.add(sums.get(key, 0), value)
+            found = [of_worker for of_rank in ranks for of_worker in of_rank]
+        checksums: Checksums = {}
+        for of_worker in found:
+            for key, value in of_worker.items():
+                checksums[key] = checksums.get(key, 0) ^ value
         for step in window:
             for shard in step.shards:
-                self._check(shard, sums)
+                self._check(shard, checksums)
             self._take_scalars(step.shards)
 
-    def _step_units(self, window: Sequence[Step]) -> list[Sums]:
-        """Step this rank's units; parts of the digests, one of each thread."""
+    def _step_units(self, window: Sequence[Step]) -> list[Checksums]:
+        """Step this rank's units; parts of the checksums, one of each thread."""
         queue = iter(self._units)  # next() on a list iterator is atomic
         moved = self._options.movements
         with threads_put_back():
@@ -267,12 +278,12 @@ class Replayer:
             for number, movement in movements.items():
                 if moved is not None:
                     moved[number] = moved.get(number, Movement()) + movement
-        return [digests for digests, _ in results]
+        return [checksums for checksums, _ in results]
 
     def _work(
         self, queue: Iterator[UnitState], window: Sequence[Step]
-    ) -> tuple[Sums, dict[int, Movement]]:
-        sums: Sums = {}
+    ) -> tuple[Checksums, dict[int, Movement]]:
+        checksums: Checksums = {}
         movements: dict[int, Movement] = {}
         torch.set_num_threads(self._threads)  # per thread; see threads_put_back
         scratch = Scratch(self._scratch.elements)
@@ -280,6 +291,7 @@ class Replayer:
         # Units see to it as well, but a team of threads flushes denormals as the thread that made it.
         with torch.no_grad(), arithmetic_of(self._environment):
             for unit in queue:
+                looks: list[tuple[int, list[int]]] = []
                 for step in window:
                     if self._options.movements is None:
                         unit.step(step, scratch)
@@ -287,16 +299,20 @@ class Replayer:
                         number = step.shards[0].step
                         moved = unit.step_measured(step, scratch)
                         movements[number] = movements.get(number, Movement()) + moved
-                    unit.add_digests(step.shards, self._digester, sums)
-        return sums, movements
+                    if step.is_digested:
+                        looks.append((step.shards[0].step, unit.look()))
+                unit.add_checksums(looks, checksums)
+        return checksums, movements
 
-    def _check(self, shard: Differential, sums: Sums) -> None:
+    def _check(self, shard: Differential, checksums: Checksums) -> None:
         check_digests(
             shard,
-            sums,
-            whose="the parameters",
-            recorded_by=f"what rank {shard.rank} recorded: a parameter was changed outside "
-            "the optimizer, or this machine rounds differently",
+            self._shares[shard.rank],
+            checksums,
+            self._layout,
+            whose="the replayed parameters",
+            recorded_by=f"what rank {shard.rank} recorded: something that was not noticed wrote to "
+            "it, to its gradient or to its optimizer's state, or this machine rounds differently",
         )
 
     def _take_scalars(self, shards: Sequence[Differential]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowdiff.digests import Digester
+
 from lowdiff.persistence.catalog import SnapshotSet
 from lowdiff.persistence.snapshots import shard_file
 from lowdiff.recovery.blocks import Unit
@@ -25,7 +25,7 @@ from lowdiff.recovery.optimizers import settle_kernels
 from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.replay import Replayer, ReplayOptions, windows
 from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned
-from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState
+from lowdiff.recovery.unit import Scratch, Step, UnitState
 from lowdiff.types import Block, Differential, Fence
 
 
@@ -182,7 +182,7 @@ class _RollingUnit(UnitState):
             if number in self._pastes:
                 self._take_back(self._pastes.pop(number))
 
-    def add_digests(self, shards: Sequence[Differential], digester: Digester, sums: Sums) -> None:
+    def add_digests(self, shards: Sequence[Differential], digester: object, sums: object) -> None:
         """Add to the digests of the last step only: before it, not all values are of one step."""
         if shards[0].step == self._ends:
             super().add_digests(shards, digester, sums)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lowdiff.compressors import Dense
-from lowdiff.digests import Digester
 from lowdiff.errors import DamagedFile
+from lowdiff.layout import shard_owners
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.records import StoredRecord
@@ -23,7 +23,7 @@ from lowdiff.recovery.replay import ReplayOptions, plan_units
 from lowdiff.recovery.replica_file import Contents, ReplicaFile, SlotTooSmall
 from lowdiff.recovery.sizing import BLOCK_ELEMENTS, threads_put_back
 from lowdiff.recovery.state import AVERAGE_ITEM, OptimizerState, RecoveredState, is_aligned
-from lowdiff.recovery.unit import Scratch, Step, Sums, UnitState, check_digests
+from lowdiff.recovery.unit import Checksums, Scratch, Step, UnitState, check_digests
 from lowdiff.types import Differential, Fence
 
 _SLACK_BYTES = 256
@@ -39,7 +39,7 @@ def share_step(stored: StoredRecord, fence: Fence) -> Step:
     differential = read_differential(stored, Codec())
     compressor = Dense(**fence.compressor["settings"])
     decode = compressor.decoder([differential.payload], fence.layout)
-    return Step((differential,), frozenset(differential.absent), decode)
+    return Step.of((differential,), decode)
 
 
 class _Stepping:
@@ -48,7 +48,6 @@ class _Stepping:
     def __init__(self, file: ReplicaFile, fence: Fence, units: list[UnitState]) -> None:
         self.units = units
         self.scratch = Scratch(max((unit.scratch_elements for unit in file.units), default=0))
-        self.digester = Digester(fence.layout)
 
 
 class Shard:
@@ -134,7 +133,7 @@ class Shard:
         differential = step.shards[0]
         number = differential.step
         assert number == self.step + 1
-        sums: Sums = {}
+        checksums: Checksums = {}
         is_resumed = bool((self.file.unit_steps >= number).any())
         # Whoever only reads the state never makes these.
         stepping = self._stepping or _Stepping(self.file, self._fence, self._built())
@@ -143,10 +142,14 @@ class Shard:
             for index, unit in enumerate(stepping.units):
                 if self.file.unit_steps[index] < number:
                     self._step_unit(index, unit, step, stepping.scratch)
-                unit.add_digests(step.shards, stepping.digester, sums)
+                if step.is_digested:
+                    unit.add_checksums([(number, unit.look())], checksums)
+        owners = shard_owners(self._fence.layout, self._fence.world_size)
         check_digests(
             differential,
-            sums,
+            [i for i, owner in enumerate(owners) if owner == differential.rank],
+            checksums,
+            self._fence.layout,
             whose="the replica's parameters",
             recorded_by="those of the trainer",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from lowdiff.arithmetic import arithmetic_of
+from lowdiff.compressors.sections import floats
 from lowdiff.compressors.sparse import IndexedDecoder
-from lowdiff.digests import Digester
+from lowdiff.digests import Looker, Shift
 from lowdiff.errors import ReplayMismatch
 from lowdiff.layout import flat, flat_like, shaped, torch_dtype
 from lowdiff.protocols import Decoder
@@ -26,7 +27,16 @@ from lowdiff.recovery.optimizers import (
     usable_on,
 )
 from lowdiff.recovery.state import RecoveredState, is_aligned
-from lowdiff.types import Block, Differential, Fence, Layout, OptimizerSpec, OptimizerStep
+from lowdiff.types import (
+    Bits,
+    Block,
+    Differential,
+    Fence,
+    Layout,
+    OptimizerSpec,
+    OptimizerStep,
+    Written,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,42 +47,81 @@ class Step:
         shards: One per rank, in rank order.
         absent: Parameters without a gradient.
         decode: Writes a block of the gradient.
+        written: What something else than the optimizer wrote, of all ranks.
     """
 
     shards: tuple[Differential, ...]
     absent: frozenset[int]
     decode: Decoder
+    written: Written
+
+    @classmethod
+    def of(cls, shards: tuple[Differential, ...], decode: Decoder) -> Step:
+        """Put the ranks' records of one step together."""
+        averages: dict[str, dict[int, Bits]] = {}
+        for shard in shards:
+            for name, values in shard.written.averages.items():
+                averages.setdefault(name, {}).update(values)
+        written = Written(
+            {i: values for shard in shards for i, values in shard.written.before.items()},
+            {i: values for shard in shards for i, values in shard.written.after.items()},
+            averages,
+        )
+        return cls(shards, frozenset(shards[0].absent), decode, written)
+
+    @property
+    def is_digested(self) -> bool:
+        """Whether the live run took checksums of it."""
+        return any(shard.digests for shard in self.shards)
 
 
-#: ``(step, rank, average)`` -> sum over elements seen so far; no name for the parameters themselves.
-Sums = dict[tuple[int, int, str], int]
+#: ``(step, average, layout index)`` -> checksum; no name for the parameter itself. Of a parameter of
+#: several blocks each adds its part, by exclusive or.
+Checksums = dict[tuple[int, str, int], int]
 
 
 #: What torch and Python say of values of the wrong type, shape or number when they are stepped.
 UNREPLAYABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
-def check_digests(shard: Differential, sums: Sums, *, whose: str, recorded_by: str) -> None:
-    """Compare a step with the digests of the live run, as in `Sums`.
+def check_digests(
+    shard: Differential,
+    owned: Sequence[int],
+    found: Checksums,
+    layout: Layout,
+    *,
+    whose: str,
+    recorded_by: str,
+) -> None:
+    """Compare a step with the checksums that the live run recorded.
 
     Args:
-        shard: Holds the digests, if the step has any.
-        sums: Of what replay made of it.
+        shard: Holds those of one rank.
+        owned: Layout indices of that rank's share, ascending.
+        found: Checksums of what replay made of the step.
+        layout: Names the parameters.
         whose: Parameters, for the error.
         recorded_by: What they differ from then.
 
     Raises:
         ReplayMismatch: Naming the first difference.
     """
-    if shard.digest is None:
-        return
-    recorded = {"": shard.digest.value} | {n: a.digest for n, a in shard.averages.items()}
-    for name, value in recorded.items():
-        if value is not None and value != sums.get((shard.step, shard.rank, name), 0):
+    averages = {name: step.digests for name, step in shard.averages.items()}
+    for name, digests in {"": shard.digests, **averages}.items():
+        known = owned if not name else [i for i in owned if (shard.step, name, i) in found]
+        if digests and len(digests) != len(known):
             raise ReplayMismatch(
-                f"after step {shard.step}, elements {shard.digest.start} to {shard.digest.stop} of "
-                f"{whose}{name and f' as {name!r} averages them'} differ from {recorded_by}"
+                f"step {shard.step} has {len(digests)} checksums for {len(known)} parameters",
+                step=shard.step,
             )
+        for i, value in zip(known, digests, strict=False):
+            if value != found.get((shard.step, name, i), 0):
+                average = f" as {name!r} averages it" if name else ""
+                raise ReplayMismatch(
+                    f"after step {shard.step}, {layout.parameters[i].name!r} of {whose}{average} "
+                    f"differs from {recorded_by}",
+                    step=shard.step,
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +191,19 @@ class UnitState:
             )
             for block in unit.blocks
         ]
-        places = [fence.layout.parameters[b.parameter].offset for b in unit.blocks]
-        self._first = places[0] + unit.blocks[0].start
-        self._last = places[-1] + unit.blocks[-1].stop
         self._averages = {
             name: self._average(state.averages[name], set(names))
             for name, names in fence.averages.items()
         }
+        # What checksums are over: parameters under no name, averages under theirs.
+        blocks = list(zip(unit.blocks, self._parameters, strict=True))
+        named: list[tuple[str, Block, torch.Tensor]] = [("", b, p) for b, p in blocks]
+        for name, average in self._averages.items():
+            named += [(name, block, tensor) for block, tensor in average.blocks]
+        self._places = [(name, block) for name, block, _ in named]
+        self._looked = [tensor for _, _, tensor in named]
+        self._looker = Looker(self._looked)
+        self._shifts: dict[int, Shift] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[int] = sorted({self._group(b.parameter) for b in unit.blocks})
         self._restored = state.optimizers[unit.optimizer]
@@ -165,14 +220,25 @@ class UnitState:
         """
         done = step.shards[0].optimizers[self.unit.optimizer]
         with arithmetic_of(self._environment):
+            self._write(step.written.before)
             if done.stepped:
                 self._give_gradients(step, scratch)
                 if see_gradients is not None:
                     see_gradients()
                 self._step_optimizer(done, step.absent)
+            self._write(step.written.after)
             for name, average in step.shards[0].averages.items():
                 if average.updated:
                     self._averages[name].update(average)
+            for name, values in step.written.averages.items():
+                for block, tensor in self._averages[name].blocks:
+                    _put(values, block, tensor)
+
+    def _write(self, values: Mapping[int, Bits]) -> None:
+        """Put in what something else than the optimizer wrote."""
+        if values:
+            for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
+                _put(values, block, parameter)
 
     def step_measured(self, step: Step, scratch: Scratch) -> Movement:
         """`step`, and how far it went."""
@@ -235,31 +301,27 @@ class UnitState:
         except AssertionError as error:  # how torch refuses some values; ours mean something else
             raise RuntimeError(f"the optimizer refuses: {error}") from error
 
-    def add_digests(self, shards: Sequence[Differential], digester: Digester, sums: Sums) -> None:
-        """Add what this unit holds of the slices that the live run digested at this step."""
-        for shard in shards:
-            if (
-                shard.digest is None
-                or shard.digest.stop <= self._first
-                or self._last <= shard.digest.start
-            ):
-                continue
-            for average, tensors in self._digested(shard):
-                key = (shard.step, shard.rank, average)
-                for block, tensor in tensors:
-                    offset = self._layout.parameters[block.parameter].offset + block.start
-                    part = digester.partial(
-                        flat(tensor), offset, shard.digest.start, shard.digest.stop
-                    )
-                    sums[key] = Digester.add(sums.get(key, 0), part)
+    def look(self) -> list[int]:
+        """Checksums of this unit's blocks as they are now, in the order of `add_checksums`."""
+        return self._looker.look(range(len(self._places)))
 
-    def _digested(
-        self, shard: Differential
-    ) -> Iterator[tuple[str, list[tuple[Block, torch.Tensor]]]]:
-        """What the digests of a step are over: parameters under no name, averages under theirs."""
-        yield "", list(zip(self.unit.blocks, self._parameters, strict=True))
-        for name in shard.averages:
-            yield name, self._averages[name].blocks
+    def add_checksums(self, looks: Sequence[tuple[int, list[int]]], found: Checksums) -> None:
+        """Add what this unit holds of every parameter's checksum.
+
+        Args:
+            looks: Steps, with what `look` returned after each.
+            found: Added to.
+        """
+        for place, (average, block) in enumerate(self._places):
+            own: Sequence[int] = [look[place] for _, look in looks]
+            rest = (self._numel(block.parameter) - block.stop) * self._looked[place].element_size()
+            if rest:
+                if rest not in self._shifts:
+                    self._shifts[rest] = Shift(rest)
+                own = self._shifts[rest](own).tolist()
+            for (number, _), value in zip(looks, own, strict=True):
+                key = (number, average, block.parameter)
+                found[key] = found.get(key, 0) ^ value
 
     def collect(self, state: RecoveredState) -> None:
         """Put the optimizer's state for these blocks where the full state lives."""
@@ -345,6 +407,21 @@ class UnitState:
 
     def _numel(self, parameter: int) -> int:
         return self._layout.parameters[parameter].numel
+
+
+def _put(values: Mapping[int, Bits], block: Block, tensor: torch.Tensor) -> None:
+    """Overwrite one block of a parameter, or of what follows it, with logged values.
+
+    Raises:
+        ReplayMismatch: If they are not of its length.
+    """
+    patterns = values.get(block.parameter)
+    if patterns is None:
+        return
+    mine = patterns[block.start : block.stop]
+    if mine.size != tensor.numel():
+        raise ReplayMismatch(f"{patterns.size} values were logged of parameter {block.parameter}")
+    flat(tensor).copy_(floats(mine, tensor.dtype))
 
 
 def _mixed_groups(layout: Layout, spec: OptimizerSpec) -> dict[int, list[tuple[int, torch.dtype]]]:
