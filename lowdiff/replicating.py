@@ -88,9 +88,8 @@ class ReplicatedStager(Stager):
         scalars: bytes,
         payload: Payload,
         *,
-        pieces: Sequence[memoryview] = (),
         rebases: bool = False,
-    ) -> int:
+    ) -> None:
         """Queue a record for the replica, as soon as there is room.
 
         With ``backpressure="block"`` training waits for room, and where the newest durable image is
@@ -100,13 +99,13 @@ class ReplicatedStager(Stager):
         """
         if kind is RecordKind.SNAPSHOT and self.replica.is_stopped:
             # Nobody reads it here any more: the writer goes by the image's mark.
-            return self._log.body_checksum
+            return
         if kind is RecordKind.DIFFERENTIAL:
             self._forget_image()
             self._bound_risk(step - self._most_at_risk)
             if (self.needs_image or self._given_up == step) and not rebases:
                 self._drop(step)
-                return self._log.body_checksum
+                return
 
         size: list[int] = []
 
@@ -119,7 +118,6 @@ class ReplicatedStager(Stager):
                 scalars,
                 payload.sections,
                 durable_step=self._consumed_step(),
-                pieces=pieces,
                 rebases=rebases,
             )
             size.extend([] if written is None else [written])
@@ -135,13 +133,12 @@ class ReplicatedStager(Stager):
             )
         if not size:
             self._drop(step)
-            return self._log.body_checksum
+            return
         self._step = step
         self._needs_image |= rebases
         self.counters.staged_bytes += size[0]
         if is_step:
             self._keep_room()
-        return self._log.body_checksum
 
     @property
     def _most_at_risk(self) -> int:

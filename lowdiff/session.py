@@ -16,7 +16,6 @@ from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.snapshots import ImageTensor
 from lowdiff.protocols import Reducer
-from lowdiff.rolling import Rolling
 from lowdiff.run_lock import RunLock
 from lowdiff.scaling import Scaling
 from lowdiff.settings import Settings
@@ -68,9 +67,6 @@ class Session:
         self._residual = live.residual
         self._tracker = live.tracker
         self._averages = live.averages
-        self._rolling: Rolling | None = None
-        if settings.snapshot == "rolling":
-            self._rolling = Rolling(live, stager, settings)
         self._digester = Digester(attached.layout)
         raises = settings.on_error == "raise"
         self.divergence = Divergence(attached, self._digester, live.rank, raises=raises)
@@ -155,8 +151,6 @@ class Session:
                 with without_autocast(self._attached.device):
                     self._make_differential()
             rebases = self._capture.changed_outside
-        if self._rolling is not None:
-            self._rolling.copy(self.step + 1, self._committed_held)
         self._copies.then(partial(self._stage, rebases=rebases))
         with self.stager.timed("differential_seconds"):
             self.step += 1
@@ -164,8 +158,6 @@ class Session:
             self._begin()
         if rebases:
             self._rebase()
-        elif self._rolling is not None and self._rolling.finish(self.step):
-            self._tried_snapshot_step = self.step
         elif self._is_snapshot_due(notes):
             self._tried_snapshot_step = self.step
             self.stager.cadence.snapshot_taken(self.step)
@@ -376,7 +368,7 @@ class Session:
         )
 
     def snapshot(self, *, required: bool = False, at_once: bool = False) -> None:
-        """Stage an atomic snapshot of the current step, unless that was the last one staged.
+        """Stage a snapshot of the current step, unless that was the last one staged.
 
         An accelerator copies it while training goes on, up to the next optimizer step; unless it
         is required, or wanted at once, it is staged at the next commit.
@@ -384,9 +376,7 @@ class Session:
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
-        if self._rolling is not None:
-            self._rolling.restart()
-        if self.stager.atomic_step != self.step:
+        if self.stager.snapshot_step != self.step:
             tensors = self._live.shard(self._committed_held, self._capture.committed_groups)
             is_late = self._copies.lag and not (required or at_once)
             stage = self._stage_late_snapshot if is_late else self.stager.stage_snapshot
