@@ -7,10 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, known to type checkers
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.errors import ConfigError, UnsupportedModel, UsageError
 from lowdiff.layout import flat
 from lowdiff.protocols import Reducer
@@ -26,7 +24,6 @@ class HookState:
         has_exchanged: Whether anything was reduced in the step at hand; who counts steps resets it.
         averaged: Layout indices of what was reduced and not consumed since; who sees it consumed
             takes it out.
-        residual: What compression owes, where DDP may drop what was exchanged; else None.
     """
 
     def __init__(self, *, is_copy: bool = False) -> None:
@@ -35,7 +32,6 @@ class HookState:
         self._index_of: dict[int, int] = {}
         self.has_exchanged = False
         self.averaged: set[int] = set()
-        self.residual: RotatingResidual | None = None
 
     def __reduce__(self) -> tuple[Callable[[], "HookState"], tuple[()]]:
         return _state_of_a_copy, ()
@@ -51,7 +47,6 @@ class HookState:
         """Stop, unless another has taken this reducer's place: a hook call after this is an error."""
         if self._reducer is reducer:
             self._reducer = None
-            self.residual = None
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Compress, exchange and average one bucket."""
@@ -68,41 +63,12 @@ class HookState:
         parameters = [self._index_of[id(parameter)] for parameter in bucket.parameters()]
         self.has_exchanged = True
         self.averaged.update(parameters)
-        self._watch(bucket)
         with without_autocast(bucket.buffer().device):
             return self._reducer.reduce(
                 parameters,
                 [flat(gradient) for gradient in bucket.gradients()],
                 bucket.buffer(),
             )
-
-    def _watch(self, bucket: GradBucket) -> None:
-        """Take back what is exchanged in vain.
-
-        Where no rank uses a parameter in a further pass of a step, DDP hands over its gradient of
-        the pass before again, and leaves it as it is whatever comes back.
-        """
-        residual = self.residual
-        if residual is None:
-            return
-        kept = {
-            self._index_of[id(parameter)]: (parameter, parameter.grad, parameter.grad._version)
-            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
-            if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr()
-        }
-        # In the first pass of a step there is nothing yet.
-        watched = residual.unsettled(kept)
-
-        def look() -> None:
-            for i, owed in watched.items():
-                parameter, gradient, version = kept[i]
-                if parameter.grad is gradient and gradient._version == version:
-                    residual.restore(owed)
-
-        if watched:
-            # Twice, because the callback in which DDP writes its averages is queued after this call.
-            queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(look))
 
 
 def _state_of_a_copy() -> HookState:

@@ -73,8 +73,6 @@ class Session:
         self.scaling = scaling
         ddp = attached.ddp
         hook = None if ddp is None else hook_of(ddp)
-        if hook is not None and ddp is not None and ddp.find_unused_parameters:
-            hook.residual = live.residual
         told = hook if live.world_size > 1 else None
         self._capture = StepCapture(attached, reducer, live.residual, scaling, live.averages, told)
         self._pieces = self._digester.pieces_of(live.rank, live.world_size)
@@ -95,10 +93,6 @@ class Session:
         self._capture.install(
             lambda: self.stager.timed("differential_seconds"), self._before_step, self._stage_ahead
         )
-
-    def forward_begins(self) -> None:
-        """A forward pass that a backward pass will follow begins."""
-        self._capture.forward_begins()
 
     @property
     def has_finished_step(self) -> bool:
@@ -224,7 +218,7 @@ class Session:
     def _kept_gradients(self) -> Collection[int]:
         """Parameters with gradients for a later step; a body that only makes such is not resumed."""
         has_stepped = self._capture.has_stepped
-        if has_stepped and not self._residual.pending:
+        if has_stepped and self._residual.is_settled:
             return ()  # looking for them reads all gradients
         kept = self._capture.kept_gradients()
         if kept and not has_stepped:

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,7 +83,6 @@ class StepCapture:
         self.committed_groups = self._hyper_parameters()
         self._guard = StepGuard(attached)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._looking: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
     def install(
         self,
@@ -113,10 +111,9 @@ class StepCapture:
 
     def remove(self) -> None:
         """Take the hooks out."""
-        for handle in (*self._handles, *self._looking.values()):
+        for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._looking.clear()
 
     def begin(self, step: int) -> None:
         """Start the step that leads to state ``step``."""
@@ -151,23 +148,6 @@ class StepCapture:
             if index not in self._stepped
             for parameter in self._attached.kept_gradients(index)
         }
-
-    def forward_begins(self) -> None:
-        """See to it that gradients which are dropped before the next backward pass are not owed.
-
-        Whether they are is known for sure only when that pass reaches them: they may be cleared
-        between it and the forward pass.
-        """
-        for i in self._residual.pending - self._looking.keys():
-            if self._attached.parameters[i].requires_grad:
-                look = partial(self._look, i)
-                self._looking[i] = self._attached.parameters[i].register_hook(look)
-
-    def _look(self, parameter: int, _: torch.Tensor) -> None:
-        self._looking.pop(parameter).remove()
-        kept = self._attached.parameters[parameter].grad
-        if kept is None or not bool(kept.any()):
-            self._residual.forget(parameter)
 
     def look_outside(self) -> None:
         """Notice what was changed since the optimizers stepped, also by one that was broken off."""
@@ -247,8 +227,8 @@ class StepCapture:
     def _refuse_second_step(self, index: int) -> None:
         if index in self._stepped:
             raise UsageError(
-                f"the optimizer stepped twice between commits of step {self._step}; call "
-                "checkpointer.commit() after each optimizer.step(), or loop over "
+                f"the optimizer stepped twice between commits of step {self._step}; add one line, "
+                "checkpointer.commit(), after optimizer.step(), or loop over "
                 "checkpointer.steps(...)"
             )
 
