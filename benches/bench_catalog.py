@@ -107,10 +107,10 @@ def opened(where: Places, connection: Connection) -> None:
 def _summary(plan: RecoveryPlan) -> tuple[int, int, int, int]:
     """Its step, base and length, and a checksum over every byte that it reads."""
     checksum = 0
-    for step in plan.reads:
+    for step in plan.steps:
         for shard in step.shards:
             checksum = crc32c(shard.record.body, checksum)
-    return plan.step, plan.base.step, len(plan.reads), checksum
+    return plan.step, plan.base.step, len(plan.steps), checksum
 
 
 def attached(task: tuple[Places, int], connection: Connection) -> None:

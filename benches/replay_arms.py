@@ -77,7 +77,7 @@ class Start:
         self.catalog, self.plan = plan_from(task.where, BASE_STEP)
         fence = self.catalog.incarnations[self.plan.base.incarnation].fence
         self.fence = self.catalog.incarnations[self.plan.incarnation].fence
-        self.state, _ = load_snapshot(self.plan.base, fence, len(task.cores))
+        self.state = load_snapshot(self.plan.base, fence, len(task.cores))
 
     def differentials(self) -> Iterator[Differential]:
         """The records, read and decoded one by one."""

@@ -77,13 +77,6 @@ REPORTED: dict[str, Reported] = {
             peers.of_peers,
         ),
         (
-            "snapshot_stall",
-            "bench_snapshot_stall",
-            "full snapshots, at once and spread",
-            lambda found: f"worst step 1/{1 / found['rolling_worst_over_atomic_worst']:.0f}",
-            _of_summary(tables.of_snapshot_stall),
-        ),
-        (
             "replay",
             "bench_replay",
             "replay by blocks",

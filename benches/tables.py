@@ -105,22 +105,6 @@ def of_lowdiff_plus(found: Summary) -> str:
     )
 
 
-def of_snapshot_stall(found: Summary) -> str:
-    """Table of ``bench_snapshot_stall``."""
-    arms = ("none", "atomic", "rolling", "async_save")
-    worst = found["rolling_worst_over_atomic_worst"]
-    copy = found["rolling_copy_over_atomic_copy"]
-    rows = [
-        ["worst step", *(milliseconds(found[f"{arm}_worst_seconds"]) for arm in arms)],
-        ["all steps", *(f"{found[f'{arm}_total_seconds']:.2f} s" for arm in arms)],
-    ]
-    return (
-        f"{table(['', *arms], rows)}\n\nRolling's worst step over atomic's: {worst:.3f} "
-        f"(target {verdict(worst, 0.05, '0.05')}); its copying over atomic's: {copy:.2f} "
-        f"(target {verdict(copy, 1.1, '1.1')})."
-    )
-
-
 def of_replay(found: Summary) -> str:
     """Table of ``bench_replay``."""
     two = found["speedup_two_workers_vs_published"]

@@ -8,7 +8,7 @@ carry, so that it means the same under another scale and without a scaler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -99,39 +99,16 @@ class RotatingResidual:
         }
 
     @property
-    def pending(self) -> set[int]:
-        """Parameters that were exchanged, and that no optimizer has consumed since."""
-        return {of for i, of in list(self._written.items()) if i not in self._settled}
-
-    def forget(self, parameter: int) -> None:
-        """What was exchanged of a parameter has been dropped: its residual is as before."""
-        for i, of in list(self._written.items()):
-            if of == parameter and i not in self._settled:
-                del self._written[i]
-
-    def unsettled(self, parameters: Collection[int]) -> dict[int, dict[int, torch.Tensor]]:
-        """Copies of what exchanges of parameters wrote that no optimizer has consumed.
-
-        Returns:
-            Of each parameter with any, what `restore` takes.
-        """
-        found: dict[int, dict[int, torch.Tensor]] = {}
-        for i, of in list(self._written.items()):
-            if of in parameters and i not in self._settled:
-                found.setdefault(of, {})[i] = self._slots[self._next][i].clone()
-        return found
-
-    def restore(self, unsettled: Mapping[int, torch.Tensor]) -> None:
-        """Owe what was owed before a further exchange, of which nothing came."""
-        for i, values in unsettled.items():
-            self._slots[self._next][i].copy_(values)
+    def is_settled(self) -> bool:
+        """Whether optimizers have consumed all that was exchanged."""
+        return len(self._settled) == len(self._written)
 
     def advance(self, *, carried: Collection[int] = ()) -> None:
         """Commit the step: what is settled becomes current, all else stays as it was before.
 
         Args:
             carried: Parameters whose gradients are kept for a later step. Further backward passes
-                go on where the last one ended, until they are settled or forgotten.
+                go on where the last one ended, until these are settled.
         """
         ahead = {
             i: of for i, of in self._written.items() if of in carried and i not in self._settled

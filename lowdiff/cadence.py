@@ -175,7 +175,6 @@ class Cadence:
             snapshot_every=float(self.snapshot_every),
             batch_size=float(self.batch_size),
             world_size=float(self._world_size),  # shards of another number of ranks differ
-            snapshot=self._settings.snapshot,
         )
         self._recorder.publish()
 

@@ -62,9 +62,6 @@ class Checkpointer:
             as it is, and a replica process applies every step to a copy in memory.
         reproducible: Without compression and with three ranks or more: add gradients in rank
             order, so that a resumed run has the bits of an uninterrupted one.
-        snapshot: ``"atomic"``: a full snapshot is copied at one step. ``"rolling"``: a part of it
-            after each step, so that no step stalls for all of it; needs a compressor and a number
-            as ``snapshot_every``; see docs/snapshots.md.
         snapshot_every: Steps between full snapshots; ``"auto"``, with a compressor: as the tuner
             finds best.
         batch_size: Differentials per durable write, or ``"auto"``; fewer are written five seconds
@@ -108,7 +105,6 @@ class Checkpointer:
         *,
         compressor: Compressor | None = None,
         reproducible: bool = False,
-        snapshot: str = "atomic",
         snapshot_every: int | str = 100,
         batch_size: int | str = 16,
         staging: str | Path | None = None,
@@ -133,7 +129,6 @@ class Checkpointer:
             run=Path(run).absolute(),
             compressor=Dense(reproducible) if compressor is None else compressor,
             **cadence(snapshot_every, batch_size, tuning),
-            snapshot=snapshot,
             staging=None if staging is None else Path(staging).absolute(),
             store=store,
             retention=Retention(retention) if isinstance(retention, int) else retention,

@@ -67,9 +67,9 @@ def gc(
     """Remove old steps of a run, or what dead runs left in memory.
 
     Keeps what the run's trainer was told to keep, or what the options say; each option replaces
-    that part of the trainer's policy. The newest snapshot (with the one before it, if it is rolling)
-    and what follows it, and pinned steps, always stay, and only snapshots whose checksums hold
-    count. Safe while the run is training, and when it is interrupted.
+    that part of the trainer's policy. The newest snapshot and what follows it, and pinned steps,
+    always stay, and only snapshots whose checksums hold count. Safe while the run is training, and
+    when it is interrupted.
     """
     from lowdiff.collecting import clear_memory, collect_run
     from lowdiff.persistence.object_store import is_url

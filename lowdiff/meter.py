@@ -18,8 +18,6 @@ class Meter:
         self.recorder = Recorder(folder.measured_by_trainer)
         self._counters = counters
         self._last = (0.0, 0.0, 0.0, 0)
-        # Spent on the snapshot that is being made; slices of a rolling one come step by step.
-        self._snapshot_seconds = 0.0
         self._snapshots = 0
         self._ended_at: float | None = None
 
@@ -46,12 +44,10 @@ class Meter:
             self.recorder.observe("iteration_seconds", max(0.0, own))
         self.recorder.observe("differential_seconds", differential)
         self.recorder.observe("step_bytes", staged)
-        self._snapshot_seconds += snapshot
         made = counters.snapshots - self._snapshots
-        if made and self._snapshot_seconds:
+        if made and snapshot:
             # Two in the first step: that of `attach`, and one after each step.
-            self.recorder.observe("snapshot_seconds", self._snapshot_seconds / made)
-            self._snapshot_seconds = 0.0
+            self.recorder.observe("snapshot_seconds", snapshot / made)
         self._snapshots = counters.snapshots
         self._last, self._ended_at = totals, now
         self._publish()

@@ -346,7 +346,6 @@ def _session(
             batch_size=settings.batch_size,
             flush_seconds=settings.flush_seconds,
             retention=settings.retention,
-            is_rolling=settings.snapshot == "rolling",
             store=settings.store,
             has_replica=settings.has_replica,
             continues=start.continues,

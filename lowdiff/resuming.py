@@ -289,8 +289,7 @@ def _residual_of(
                     step,
                 )
             return {s.name: r for s, r in zip(kept.parameters, found, strict=True)}
-    is_exact = state.base_step == state.step and not state.has_mixed_residuals
-    if not is_exact and had_one:
+    if state.base_step != state.step and had_one:
         _logger.warning(
             "rank %d: the error-feedback residual of step %d is not in staging memory; using that "
             "of snapshot %d: the state is exact, the continuation is not bit-identical",

@@ -257,6 +257,8 @@ class Session:
 
     def _kept_gradients(self) -> Collection[int]:
         """Parameters with gradients for a later step; a body that only makes such is not resumed."""
+        if self._capture.has_stepped and self._residual.is_settled:
+            return ()  # looking for them reads all gradients
         kept = self._capture.kept_gradients()
         if kept and not self._capture.has_stepped:
             self._warn_once(
@@ -406,7 +408,7 @@ class Session:
         )
 
     def snapshot(self, *, required: bool = False, at_once: bool = False) -> None:
-        """Stage an atomic snapshot of the current step, unless that was the last one staged.
+        """Stage a snapshot of the current step, unless that was the last one staged.
 
         An accelerator copies it while training goes on, up to the next optimizer step; unless it
         is required, or wanted at once, it is staged at the next commit.

@@ -16,7 +16,6 @@ from lowdiff.tuner.policy import Tuning
 
 #: Where the tuner begins: on its grid.
 _FIRST_INTERVAL, _FIRST_BATCH = 91, 16
-SNAPSHOT = ("atomic", "rolling")
 RESIDUAL = ("exact", "snapshot")
 ON_ERROR = ("warn", "raise")
 WATCH = ("live", "recovery")
@@ -31,7 +30,6 @@ class Settings:
         run: Run folder.
         compressor: How gradients are compressed.
         snapshot_every: Steps between full snapshots (``f``).
-        snapshot: Whether they are copied at once, or over the steps between them.
         batch_size: Differentials per durable write (``b``).
         staging: Folder on tmpfs for the staging logs of all runs; None for the default one.
         retention: Which steps stay; None keeps everything.
@@ -54,7 +52,6 @@ class Settings:
     compressor: Compressor
     snapshot_every: int
     batch_size: int
-    snapshot: str = "atomic"
     staging: Path | None = None
     retention: Retention | None = field(default_factory=Retention)
     store: str | None = None
@@ -80,23 +77,11 @@ class Settings:
             )
         if not isinstance(self.tuning, Tuning):
             raise ConfigError(f"tuning is a lowdiff.Tuning or None, got {self.tuning!r}")
-        if self.snapshot not in SNAPSHOT:
-            raise ConfigError(f"snapshot is one of {SNAPSHOT}, got {self.snapshot!r}")
-        if self.snapshot == "rolling" and self.has_replica:
-            raise ConfigError(
-                'snapshot="rolling" needs a compressor: without one (LowDiff+) the replica makes the '
-                "full snapshots, and training does not stop for them"
-            )
         if self.is_tuned and self.has_replica:
             raise ConfigError(
                 'snapshot_every="auto" and batch_size="auto" need a compressor: without one (LowDiff+) '
                 "the replica makes the full snapshots and training does not pay for them; give a "
                 "number of steps"
-            )
-        if self.snapshot == "rolling" and self.tunes_interval:
-            raise ConfigError(
-                'snapshot="rolling" needs a number of steps as snapshot_every: that is how many '
-                'slices a snapshot has, so "auto" cannot change it'
             )
         if self.snapshot_every < 1:
             raise ConfigError(f"snapshot_every counts steps, at least 1, got {self.snapshot_every}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-from lowdiff.attached import Attached, hyper_parameters
+from lowdiff.attached import Attached
 from lowdiff.averages import Averages
 from lowdiff.capture import ItemTracker
 from lowdiff.compressors.feedback import RotatingResidual
@@ -60,29 +60,13 @@ class Live:
         Returns:
             Called once all that was fetched is there: the image's tensors.
         """
-        residual, averages = self.residual.named(), self.averages.named_tensors()
-        return self._read(held, groups, self.rank, residual, averages)
-
-    def small(self, held: Sequence[int]) -> Callable[[], list[ImageTensor]]:
-        """`shard`, but only what is of a step as a whole: items, buffers, hyper-parameters."""
-        nobody = -1  # owns no parameter
-        groups = [hyper_parameters(optimizer) for optimizer in self.attached.optimizers]
-        return self._read(held, groups, nobody, {}, {})
-
-    def _read(
-        self,
-        held: Sequence[int],
-        groups: Sequence[Groups],
-        rank: int,
-        residual: Mapping[str, torch.Tensor],
-        averages: Mapping[str, Mapping[int, torch.Tensor]],
-    ) -> Callable[[], list[ImageTensor]]:
         attached, tracker, copies = self.attached, self.tracker, self.copies
+        residual, averages = self.residual.named(), self.averages.named_tensors()
         tensors: list[tuple[str, torch.Tensor]] = []
         state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
         owners = shard_owners(attached.layout, self.world_size)
         for i, spec in enumerate(attached.layout.parameters):
-            if owners[i] != rank:
+            if owners[i] != self.rank:
                 continue
             parameter = attached.parameters[i]
             tensors.append((PARAMETER + spec.name, copies.fetch(parameter)))

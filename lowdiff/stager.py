@@ -55,7 +55,7 @@ class Stager:
         self._settings = settings
         self._rank, self._world_size = rank, world_size
         self._page = TrainerPage(log.folder.trainer_status)
-        self._snapshot_step = self._atomic_step = self._lost_step = -1
+        self._snapshot_step = -1
         self._owes_snapshot = False
         self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
@@ -72,11 +72,6 @@ class Stager:
     def snapshot_step(self) -> int:
         """Step of the last staged snapshot, -1 before the first."""
         return self._snapshot_step
-
-    @property
-    def atomic_step(self) -> int:
-        """Step of the last staged snapshot that is all of one step, -1 before the first."""
-        return self._atomic_step
 
     @property
     def dropped_step(self) -> int:
@@ -162,25 +157,12 @@ class Stager:
                 self._owe_for(error, step)
                 return None
             self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), ())
-        self._atomic_step = step
-        self._snapshot_staged(step)
-        return ImageMark(step, size, checksum)
-
-    def stage_cycle(self, step: int, mark: bytes) -> None:
-        """Stage the mark of a rolling snapshot, all of whose slices are staged."""
-        self.stage(RecordKind.CYCLE, step, mark, ())
-        self._snapshot_staged(step)
-
-    def is_lost(self, step: int) -> bool:
-        """Whether the cycle that ends with a step can come to nothing any more."""
-        return self._status().lost_snapshot >= step
-
-    def _snapshot_staged(self, step: int) -> None:
         self._snapshot_step = step
         self._owes_snapshot = False
         self._retry_after = 1
         self.trouble.of_snapshot = ""
         self.counters.snapshots += 1
+        return ImageMark(step, size, checksum)
 
     @property
     def owes_snapshot(self) -> bool:
@@ -188,12 +170,8 @@ class Stager:
         return self._owes_snapshot or self.writer.read_status().lost_step > self._snapshot_step
 
     def _is_settled(self, status: WriterStatus) -> bool:
-        """Whether the last staged snapshot is durable, or a rolling one that is lost.
-
-        An image is never lost, and as long as it is not durable no other may take its memory.
-        """
-        settled = max(status.durable_snapshot, status.lost_snapshot)
-        return settled >= self._snapshot_step and status.durable_snapshot >= self._atomic_step
+        """Whether the last staged snapshot is durable; until then no other may take its memory."""
+        return status.durable_snapshot >= self._snapshot_step
 
     def is_ready_for_snapshot(self, step: int) -> bool:
         """Whether one after ``step`` would not stop training, as far as this rank knows."""
@@ -380,15 +358,4 @@ class Stager:
     def _status(self) -> WriterStatus:
         status = self._reported()
         self.trouble.notice(status)
-        if status.lost_snapshot > self._lost_step:
-            self._note_lost(status.lost_snapshot)
         return status
-
-    def _note_lost(self, step: int) -> None:
-        self._lost_step = step
-        self._owes_snapshot |= step == self._snapshot_step  # else one is taken when it is due
-        log = self._log.folder.writer_log
-        text = (
-            f"rank {self._rank}: no rolling snapshot of step {step} (see {log}); an atomic follows"
-        )
-        log_event(_logger, logging.WARNING, "cycle_lost", text, rank=self._rank, step=step)

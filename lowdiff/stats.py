@@ -19,7 +19,7 @@ def stats_of(opened: Opened) -> dict[str, Any]:
         **stager.figures(),
         "durable_step": stager.durable_step,
         "committed_step": session.committed_step,
-        "diverged_ranks": list(session.divergence.ranks),
+        "diverged_ranks": list(session.health.ranks_apart),
         "large_items": session.large_items,
         "writer_restarts": stager.writer.restarts,
     }

@@ -225,8 +225,8 @@ class StepCapture:
     def _refuse_second_step(self, index: int) -> None:
         if index in self._stepped:
             raise UsageError(
-                f"the optimizer stepped twice between commits of step {self._step}; call "
-                "checkpointer.commit() after each optimizer.step(), or loop over "
+                f"the optimizer stepped twice between commits of step {self._step}; add one line, "
+                "checkpointer.commit(), after optimizer.step(), or loop over "
                 "checkpointer.steps(...)"
             )
 

@@ -22,8 +22,7 @@ _NOWHERE, _IN_EVALUATION, _IN_TRAINING, _IN_BODY = range(4)
 class TrainingLoop:
     """Restores the random generators when the first body begins, and ends steps as the loop does.
 
-    A loop ends them by ``steps()`` or by ``commit()``. One that does neither has each committed
-    when the next forward pass begins.
+    A loop ends them by ``steps()`` or by ``commit()``.
     """
 
     def __init__(
@@ -43,9 +42,7 @@ class TrainingLoop:
         self._random_states = random_states
         self._restored = _NOWHERE if session.step else _IN_BODY
         self._is_over = self._is_in_body = False
-        self._ends = "unknown"
-        self._has_trained = False
-        self._has_stepped = False
+        self._ends_bodies = False  # by steps()
         self._entries: set[torch.nn.Module] = set()
         hook = _Hook(self._before_forward)
         self._forward_hooks = {
@@ -58,9 +55,9 @@ class TrainingLoop:
     def steps(self, until: int) -> Iterator[int]:
         """See ``Checkpointer.steps``."""
         session = self._session
-        if session.has_finished_step:  # in a body that was left, or in a loop that never commits
+        if session.has_finished_step:  # in a body that was left
             session.commit()
-        self._ends = "steps"
+        self._ends_bodies = True
         while session.step < until:
             self.body_begins()
             step = session.step
@@ -87,7 +84,7 @@ class TrainingLoop:
 
         A loop leaves it by ``break``, or by ``zip`` where the loader in front of ``steps()`` ends.
         """
-        is_left = self._ends == "steps" and not self._is_in_body
+        is_left = self._ends_bodies and not self._is_in_body
         if is_left and self._session.has_finished_step:
             self._session.commit()
         self._restore(_IN_BODY)
@@ -100,12 +97,9 @@ class TrainingLoop:
 
     def commit(self) -> None:
         """End a step by the user's call."""
-        # A forward pass between optimizer.step() and the first commit() looked like the next step's.
-        is_committed = self._ends == "by forward" and not self._has_stepped
-        self._ends = "by hand"
+        self._ends_bodies = False
         self._leave_generators()
-        if not is_committed:
-            self._session.commit()
+        self._session.commit()
 
     def remove(self) -> None:
         """Take the hooks out: the Checkpointer is closed."""
@@ -115,22 +109,14 @@ class TrainingLoop:
         self._forward_hooks.clear()
         self._step_hooks.clear()
 
-    @property
-    def _commits_by_itself(self) -> bool:
-        return self._ends in ("unknown", "by forward")
-
     def _before_forward(self, module: torch.nn.Module) -> None:
         # A pass that activation checkpointing repeats in the backward pass begins nothing.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         self._enter(module)
-        if self._restored < _IN_BODY or self._commits_by_itself:
+        if self._restored < _IN_BODY:
             is_training = any(part.training for part in self._model.modules())
-            self._has_trained |= is_training
             self._restore(_IN_TRAINING if is_training else _IN_EVALUATION)
-            is_next = is_training or not self._has_trained
-            if is_next and self._commits_by_itself and self._session.has_finished_step:
-                self._commit_by_forward()
 
     def _enter(self, module: torch.nn.Module) -> None:
         """Unhook the parts of a module that the loop calls; which it does was not known before."""
@@ -141,19 +127,7 @@ class TrainingLoop:
             if part is not module and part in self._forward_hooks:
                 self._forward_hooks.pop(part).remove()
 
-    def _commit_by_forward(self) -> None:
-        if self._ends == "unknown":
-            _logger.warning(
-                "no commit() after optimizer.step(): lowdiff commits each step when the next "
-                "forward pass begins. The state is exact, the position in the data is not "
-                "recorded; call checkpointer.commit(), or loop over checkpointer.steps(...)"
-            )
-        self._ends = "by forward"
-        self._session.commit()
-        self._has_stepped = False
-
     def _after_step(self, *_: object) -> None:
-        self._has_stepped = True
         self._leave_generators()
 
     def _restore(self, place: int) -> None:

@@ -16,7 +16,7 @@ from lowdiff.persistence.framing import FileHeader, RecordKind, read_records
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import RunFolder, StagingFolder
-from lowdiff.persistence.records import RankRecords, StoredRecord, reach
+from lowdiff.persistence.records import RankRecords, StoredRecord
 from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.retention_notes import Collected, read_notes, read_pins
 from lowdiff.persistence.retention_plan import Pin
@@ -65,20 +65,6 @@ class SnapshotSet:
     def bytes(self) -> int:
         """Bytes over all shards."""
         return sum(manifest.bytes for manifest in self.manifests)
-
-    @property
-    def first_base(self) -> int:
-        """The differentials after this step, up to its own, are part of what it needs.
-
-        An atomic snapshot's is its own step: it needs none.
-        """
-        bases = (self.step if m.first_base is None else m.first_base for m in self.manifests)
-        return min(bases, default=self.step)
-
-    @property
-    def is_rolling(self) -> bool:
-        """Whether a shard was copied over several steps, and each of its blocks is of its own."""
-        return any(manifest.first_base is not None for manifest in self.manifests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,22 +188,6 @@ def _has_begun(folder: RunFolder, fence: Fence) -> bool:
         and all(manifest_file(path, rank).is_file() for rank in range(fence.world_size))
         for number, _, path in folder.snapshots()
     )
-
-
-def has_cycle(catalog: Catalog, snapshot: SnapshotSet) -> bool:
-    """Whether the differentials that a snapshot needs are there: without them it is of no use.
-
-    A cycle lies in one incarnation, so these are its own. An atomic snapshot needs none.
-    """
-    shards = [catalog.of(snapshot.incarnation, rank) for rank in range(len(snapshot.manifests))]
-    return reach(shards, snapshot.first_base, snapshot.step) == snapshot.step
-
-
-def confirm_cycle(catalog: Catalog, snapshot: SnapshotSet) -> bool:
-    """Read what is only claimed of the differentials that a snapshot needs; whether it is true."""
-    ranks = range(len(snapshot.manifests))
-    shards = [catalog.of(snapshot.incarnation, rank) for rank in ranks]
-    return all(s.confirm(snapshot.first_base + 1, snapshot.step) for s in shards)
 
 
 def confirm_all(catalog: Catalog) -> bool:

@@ -56,25 +56,17 @@ class Chunks:
         return self._chunks[-1]
 
     @property
-    def last_step(self) -> int:
-        """Newest step in any of them, -1 for none."""
-        return max(chunk.last_step for chunk in self._chunks)
-
-    @property
     def bytes_held(self) -> int:
         """Bytes of all."""
         return sum(chunk.file.size for chunk in self._chunks)
 
-    def begin(self, size: int, step: int, durable_step: int, *, drop: bool) -> bool:
+    def begin(self, size: int, durable_step: int, *, drop: bool) -> bool:
         """Begin a next chunk, or at the cap tell to wait.
 
-        The cap gives way where waiting would free nothing: to the second of two chunks, and where
-        all chunks hold records of the step itself, such as its slice of a rolling snapshot. Before
-        the last record of a step is staged, none of it becomes durable.
+        The cap gives way to the second of two chunks.
 
         Args:
             size: Least length.
-            step: Step of the record that it is for.
             durable_step: Records up to here may be overwritten.
             drop: Whether rather than waiting, records may be overwritten that are not durable.
 
@@ -86,13 +78,13 @@ class Chunks:
                 that would help. All that is not durable is as it was, but for `dropped_step`.
         """
         size = max(size, self._chunk_bytes)
-        if self._begin(size, step, durable_step, drop=False):
+        if self._begin(size, durable_step, drop=False):
             return True
-        return drop and len(self._chunks) > 1 and self._begin(size, step, durable_step, drop=True)
+        return drop and len(self._chunks) > 1 and self._begin(size, durable_step, drop=True)
 
-    def _begin(self, size: int, step: int, durable_step: int, *, drop: bool) -> bool:
+    def _begin(self, size: int, durable_step: int, *, drop: bool) -> bool:
         while len(self._chunks) > 1 and (drop or self._chunks[0].last_step <= durable_step):
-            can_wait = len(self._chunks) > 2 and self._chunks[1].last_step < step
+            can_wait = len(self._chunks) > 2
             if not can_wait or self._fits(size - self._chunks[0].file.size):
                 try:
                     self._reuse_oldest(size, durable_step)
@@ -103,8 +95,7 @@ class Chunks:
                 else:
                     return True
             self._take_oldest(durable_step).file.path.unlink(missing_ok=True)
-        can_wait = len(self._chunks) > 1 and self._chunks[0].last_step < step
-        if can_wait and not self._fits(size):
+        if len(self._chunks) > 1 and not self._fits(size):
             return False
         try:
             self._open(self.newest.sequence + 1, size)

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, NotARun, StoreError
-from lowdiff.persistence.catalog import complete_fences, confirm_cycle, has_cycle, scan
+from lowdiff.persistence.catalog import complete_fences, scan
 from lowdiff.persistence.downloading import AT_ONCE, download, mend, mend_document
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import HEADER_BYTES
@@ -255,8 +255,8 @@ def _fetch_history(
             constants = listing.constants(fences[base[1]])
             missing = [name for name in constants if name not in here.sizes]
             download(store, folder, missing, listing.sizes)
-            if _fetch_segments(store, folder, base, step, listing, spans, staging_roots):
-                break
+            _fetch_segments(store, folder, base, step, listing, spans, staging_roots)
+            break
         passed_over.add(base)
     return [found for found, _ in usable]
 
@@ -279,18 +279,13 @@ def _fetch_segments(
     listing: Listing,
     spans: Sequence[Span],
     staging_roots: Sequence[Path],
-) -> bool:
-    """Bring the differentials that a snapshot needs, and those after it.
-
-    False if not all that it needs is there: the store may have the snapshot first.
-    """
+) -> None:
+    """Bring the differentials after a snapshot."""
     here = Listing.of_folder(folder).sizes
     catalog = scan(folder, staging_roots)
-    found = next((s for s in catalog.snapshots if (s.step, s.incarnation) == base), None)
-    first_base = base[0] if found is None else found.first_base
     wanted = [
         extent.file.name
-        for extent in _extents(listing, spans, first_base, step)
+        for extent in _extents(listing, spans, base[0], step)
         if not _holds(
             catalog.of(extent.file.incarnation, extent.file.rank),
             extent,
@@ -300,12 +295,6 @@ def _fetch_segments(
     download(store, folder, [name for name in wanted if name not in here], listing.sizes)
     # A longer segment of the same name holds more than its beginning, which the store has.
     mend(store, folder, [name for name in wanted if name in here])
-    if found is None or not found.is_rolling:
-        return True
-    catalog = scan(folder, staging_roots)
-    while not confirm_cycle(catalog, found):
-        pass  # one rank's segments were read instead; the others' claims are still to be confirmed
-    return has_cycle(catalog, found)
 
 
 def _spans(fences: Mapping[int, Fence], snapshots: set[tuple[int, int]]) -> tuple[Span, ...]:

@@ -42,10 +42,6 @@ class RecordKind(IntEnum):
     SNAPSHOT = 2
     #: First record of an incarnation: names the slot of the residual it starts from.
     BASE = 3
-    #: A part of a rolling snapshot's image; see ``persistence.cycles``.
-    SLICE = 4
-    #: All slices of a rolling snapshot are staged.
-    CYCLE = 5
 
 
 _KINDS = frozenset(map(int, RecordKind))

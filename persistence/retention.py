@@ -21,9 +21,6 @@ from lowdiff.persistence.catalog import (
     SnapshotSet,
     begun_fences,
     complete_snapshots,
-    confirm_cycle,
-    has_cycle,
-    scan,
 )
 from lowdiff.persistence.durable import fsync_directory
 from lowdiff.persistence.fences import read_fence
@@ -108,7 +105,7 @@ def collect(folder: RunFolder, run_id: str, policy: Retention) -> None:
 
 
 def check_snapshots(folder: RunFolder, run_id: str, before: Checked | None = None) -> Checked:
-    """Read the shards of all snapshots that are there, and the differentials that they need.
+    """Read the shards of all snapshots that are there.
 
     It takes minutes for a large model, so it is for before the retention lock is taken: an attach
     would wait for it, and so would a training loop that pins a step.
@@ -121,12 +118,6 @@ def check_snapshots(folder: RunFolder, run_id: str, before: Checked | None = Non
     before = before or Checked()
     new = [s for s in complete_snapshots(folder, run_id) if s not in before.snapshots]
     passed = {s.folder: _passes(s) for s in new if _has_lengths(s)}
-    rolling = [s for s in new if s.is_rolling and passed.get(s.folder)]
-    catalog = scan(folder) if rolling else None
-    for s in rolling:
-        # Without the differentials of its cycle it leads nowhere. They may be in staging alone.
-        if catalog is not None and not (has_cycle(catalog, s) and confirm_cycle(catalog, s)):
-            passed[s.folder] = None
     return Checked(
         (*before.snapshots, *new),
         (*before.whole, *(s for s in new if passed.get(s.folder, False))),
@@ -172,8 +163,7 @@ def take_inventory(folder: RunFolder, run_id: str, *, checked: Checked | None = 
     }
     unreadable = {error.path.parent: error.what for error in damage}
     for snapshot in () if checked is None else checked.unreadable:
-        why = "a shard of it, or a differential of its cycle, cannot be read"
-        unreadable.setdefault(snapshot.folder, why)
+        unreadable.setdefault(snapshot.folder, "a shard of it cannot be read")
     for path, why in sorted(unreadable.items()):
         text = (
             "old files stay: %s may be needed, but %s; it stays, and what could depend on it, until it "
@@ -192,7 +182,6 @@ def take_inventory(folder: RunFolder, run_id: str, *, checked: Checked | None = 
                 written_seconds=_written_seconds(path)
                 if path in whole or path in unreadable
                 else 0.0,
-                first_base=_first_base(whole[path]) if path in whole else None,
                 unreadable=path in unreadable,
             )
             for incarnation, step, path in folder.snapshots()
@@ -274,10 +263,6 @@ def _passes(snapshot: SnapshotSet) -> bool | None:
     except DamagedFile as error:
         return None if error.is_unreadable else False
     return True
-
-
-def _first_base(snapshot: SnapshotSet) -> int | None:
-    return snapshot.first_base if snapshot.is_rolling else None
 
 
 def _written_seconds(snapshot: Path) -> float:

@@ -20,10 +20,8 @@ class StoredSnapshot:
     Attributes:
         complete: Whether it exists, all manifests being there; a leftover otherwise.
         written_seconds: When it became complete, in seconds since the epoch.
-        first_base: The differentials after this step are part of it; None for an atomic one,
-            which needs none.
         unreadable: Whether it may be complete, but that cannot be read now: it stays, and so does
-            what could be needed with it or in its place.
+            what could be needed in its place.
     """
 
     incarnation: int
@@ -32,7 +30,6 @@ class StoredSnapshot:
     bytes: int
     complete: bool
     written_seconds: float
-    first_base: int | None = None
     unreadable: bool = False
 
 
@@ -91,18 +88,11 @@ class Kept:
 
     Attributes:
         first: A step with a snapshot, on which the others are replayed.
-        first_base: As `StoredSnapshot.first_base`.
     """
 
     first: int
     last: int | None
     reason: str
-    first_base: int | None = None
-
-    @property
-    def replays_after(self) -> int:
-        """The differentials after this step stay."""
-        return self.first if self.first_base is None else self.first_base
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +139,7 @@ def plan_collection(
     targets = {pin.step: f"pinned: {pin.label}" for pin in pins if is_valid(inventory.spans, pin)}
     targets.update(dict.fromkeys(inventory.bases, "where an incarnation begins"))
     unreadable = [s for s in inventory.snapshots if s.unreadable and is_on(inventory.spans, s)]
-    latest = _latest_start(valid, steps)
-    start = min(latest, _window(valid, unreadable, steps, policy, now_seconds))
+    start = _window(valid, unreadable, steps, policy, now_seconds)
     planner = _Planner(inventory, policy, steps, targets, unreadable)
     if policy.snapshots is None or len(steps) < policy.snapshots:
         everything = (Kept(start, None, "the newest snapshots"),)
@@ -159,7 +148,7 @@ def plan_collection(
         plan = planner.plan(start, void_stays=True)
     # Under pressure what is void goes first, then the window's oldest snapshot, and so on; but not
     # to make room for what only stays until it can be read again.
-    for shorter in (step for step in steps if start <= step <= latest and not unreadable):
+    for shorter in (step for step in steps if start <= step and not unreadable):
         if policy.total_bytes is None or plan.bytes_kept <= policy.total_bytes:
             break
         plan = planner.plan(shorter, void_stays=False)
@@ -185,16 +174,6 @@ def owner_of(spans: Sequence[Span], step: int) -> int | None:
 
 def _total_bytes(inventory: Inventory) -> int:
     return sum(s.bytes for s in inventory.snapshots) + sum(s.bytes for s in inventory.segments)
-
-
-def _latest_start(valid: Sequence[StoredSnapshot], steps: Sequence[int]) -> int:
-    """Step of the oldest snapshot in a window that could not be shorter.
-
-    An atomic snapshot may take the place of the newest one if that is a rolling one. While it does,
-    neither is there, and the one before them leads to their step.
-    """
-    is_rolling = all(s.first_base is not None for s in valid if s.step == steps[-1])
-    return steps[-2] if is_rolling and len(steps) > 1 else steps[-1]
 
 
 def _window(
@@ -231,8 +210,7 @@ class _Planner:
 
     def plan(self, start: int, *, void_stays: bool) -> CollectionPlan:
         """Decide for the window that begins at ``start``."""
-        window = Kept(start, None, "the newest snapshots", self._first_base(start))
-        kept = [*self._kept_before(start), window]
+        kept = [*self._kept_before(start), Kept(start, None, "the newest snapshots")]
         removals = [
             *self._old_snapshots(kept, start, void_stays),
             *self._old_segments(kept, start, void_stays),
@@ -241,7 +219,7 @@ class _Planner:
         return CollectionPlan(
             removals=tuple(removals),
             kept=tuple(kept),
-            collected=tuple(self._collected(kept, window.replays_after)),
+            collected=tuple(self._collected(kept, start)),
             bytes_kept=_total_bytes(self.inventory) - removed,
         )
 
@@ -261,22 +239,7 @@ class _Planner:
                 wanted.setdefault(for_ever, f"every {self.policy.every_steps} steps")
             if wanted:
                 reasons = "; ".join(wanted[step] for step in sorted(wanted))
-                yield Kept(base, max(wanted), reasons, self._first_base(base))
-
-    def _first_base(self, step: int) -> int | None:
-        """What the snapshots of a step need of the time before it."""
-        bases = [
-            s.first_base
-            for s in self.inventory.snapshots
-            if s.step == step and s.complete and is_on(self.inventory.spans, s)
-        ]
-        # Of what cannot be read: a cycle lies in one incarnation, and between two snapshots of it.
-        before = [other for other in self.steps if other < step]
-        owners = {s.incarnation for s in self.unreadable if s.step == step}
-        bases += [
-            max([span.base, *before]) for span in self.inventory.spans if span.incarnation in owners
-        ]
-        return min((base for base in bases if base is not None), default=None)
+                yield Kept(base, max(wanted), reasons)
 
     def _old_snapshots(
         self, kept: Sequence[Kept], start: int, void_stays: bool
@@ -316,8 +279,7 @@ class _Planner:
                 continue
             last = min((e for e in (end, owner.last) if e is not None), default=None)
             if last is not None and not any(
-                max(segment.first, k.replays_after + 1)
-                <= (last if k.last is None else min(last, k.last))
+                max(segment.first, k.first + 1) <= (last if k.last is None else min(last, k.last))
                 for k in kept
             ):
                 yield _gone(segment, "older than what is kept")
@@ -327,10 +289,9 @@ class _Planner:
         for span in self.inventory.spans:
             first, limit = span.base + 1, start if span.last is None else min(span.last, start)
             for stretch in kept:
-                after = stretch.replays_after
-                if stretch.last is not None and stretch.last >= first and after < limit:
-                    if first <= after:
-                        yield span.incarnation, first, after
+                if stretch.last is not None and stretch.last >= first and stretch.first < limit:
+                    if first <= stretch.first:
+                        yield span.incarnation, first, stretch.first
                     first = stretch.last + 1
             if first <= limit:
                 yield span.incarnation, first, limit

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import aiofiles
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, StorageError
-from lowdiff.persistence.assembly import Assembly
+from lowdiff.errors import StorageError
 from lowdiff.persistence.copying import own_copy
-from lowdiff.persistence.cycles import CycleMark
 from lowdiff.persistence.durable import fsync_directory, write_json
-from lowdiff.persistence.framing import RecordKind, RecordRef
+from lowdiff.persistence.framing import RecordRef
 from lowdiff.persistence.images import StagedImage
 from lowdiff.persistence.memory import read_view
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.segments import make_run_directory
 from lowdiff.persistence.snapshots import Manifest, decode_mark, manifest_file, shard_file
 from lowdiff.persistence.writer_settings import WriterSettings
@@ -25,96 +23,59 @@ from lowdiff.persistence.writer_settings import WriterSettings
 _COPY_BYTES = 4 << 20
 
 
-class CycleLost(Exception):
-    """The slices of a rolling snapshot are not all there; the text says why."""
+def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
+    """Step of one rank's newest durable shard of a snapshot of an incarnation, or -1."""
+    newest = -1
+    for number, step, path in folder.snapshots():
+        if number == incarnation and manifest_file(path, rank).is_file():
+            fsync_directory(path)  # its writer may have been killed before it could
+            newest = max(newest, step)
+    return newest
 
 
-def staged_mark(record: RecordRef, image: Path) -> StagedImage | CycleMark | None:
+def staged_image(record: RecordRef, image: Path) -> StagedImage | None:
     """What a snapshot's mark says; None if it was overwritten.
 
     Then it is not lost: every chunk that a trainer begins has its newest mark first.
 
     Args:
         record: The mark.
-        image: Where an atomic snapshot lies.
+        image: Where the image lies.
     """
     own = own_copy(record)
     if own is None:
         return None
-    if own.header.kind is RecordKind.CYCLE:
-        return CycleMark.of(own)
     return StagedImage(own.header.step, *decode_mark(bytes(own.meta)), image)
 
 
-class SnapshotWriter:
-    """Writes one rank's shards."""
+async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
+    """Make one rank's shard durable; after a failure the same one can be given again.
 
-    def __init__(self, settings: WriterSettings, assembly: Assembly) -> None:
-        self._settings = settings
-        self._assembly = assembly
-
-    async def write(self, mark: StagedImage | CycleMark) -> int:
-        """Make one shard durable; after a failure the same one can be given again.
-
-        Returns:
-            Its bytes.
-
-        Raises:
-            CycleLost: If it can never be.
-            StorageError: If a staged image changed while it was copied.
-        """
-        settings = self._settings
-        folder = settings.folder.snapshot(settings.incarnation, mark.step)
-        await asyncio.to_thread(make_run_directory, settings.folder, folder)
-        target = shard_file(folder, settings.rank)
-        partial = target.with_name(target.name + ".partial")
-        if isinstance(mark, CycleMark):
-            size, first_base = mark.image_bytes, mark.first_base
-            if target.exists() and not partial.exists():
-                partial = target  # an earlier attempt failed after it was durable
-            try:
-                checksum = await asyncio.to_thread(self._assembly.complete, partial, mark)
-            except DamagedFile as error:
-                if partial != target:
-                    with suppress(OSError):
-                        partial.unlink(missing_ok=True)  # nor may a successor take it for whole
-                raise CycleLost(error.what) from error
-        else:
-            size, checksum, first_base = mark.bytes, mark.checksum, None
-            try:
-                await _copy_image(mark, partial)
-            except OSError:
-                partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
-                raise
-        manifest = Manifest(
-            run_id=settings.run_id,
-            incarnation=settings.incarnation,
-            step=mark.step,
-            rank=settings.rank,
-            world_size=settings.world_size,
-            bytes=size,
-            checksum=checksum,
-            first_base=first_base,
-        )
-        path = manifest_file(folder, settings.rank)
-        # An earlier attempt's manifest stays: other ranks may rely on the snapshot already.
-        if await asyncio.to_thread(_is_of_another, path, manifest):
-            path.unlink()  # a shard is never under another's manifest
-            await asyncio.to_thread(fsync_directory, folder)
-        partial.replace(target)
-        await asyncio.to_thread(fsync_directory, folder)
-        await asyncio.to_thread(write_json, path, manifest.document())
-        return size
-
-
-def _is_of_another(path: Path, manifest: Manifest) -> bool:
-    """Whether another manifest is there, as that of a rolling snapshot of the same step."""
+    Raises:
+        StorageError: If the staged image changed while it was copied.
+    """
+    folder = settings.folder.snapshot(settings.incarnation, image.step)
+    await asyncio.to_thread(make_run_directory, settings.folder, folder)
+    target = shard_file(folder, settings.rank)
+    partial = target.with_name(target.name + ".partial")
     try:
-        return Manifest.read(path) != manifest
-    except FileNotFoundError:
-        return False
-    except DamagedFile:
-        return True
+        await _copy_image(image, partial)
+    except OSError:
+        partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
+        raise
+    manifest = Manifest(
+        run_id=settings.run_id,
+        incarnation=settings.incarnation,
+        step=image.step,
+        rank=settings.rank,
+        world_size=settings.world_size,
+        bytes=image.bytes,
+        checksum=image.checksum,
+    )
+    partial.replace(target)
+    await asyncio.to_thread(fsync_directory, folder)
+    # An earlier attempt's manifest says the same.
+    await asyncio.to_thread(write_json, manifest_file(folder, settings.rank), manifest.document())
 
 
 async def _copy_image(mark: StagedImage, partial: Path) -> None:

@@ -102,8 +102,6 @@ class Manifest:
     Attributes:
         bytes: Length of the shard's file.
         checksum: CRC-32C of the whole file.
-        first_base: Of a rolling snapshot: the lowest step of which it holds a block. None for an
-            atomic one, all of which is of ``step``.
     """
 
     run_id: str
@@ -113,11 +111,10 @@ class Manifest:
     world_size: int
     bytes: int
     checksum: int
-    first_base: int | None = None
 
     def document(self) -> dict[str, Any]:
-        """As JSON content; an atomic snapshot's has no base."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """As JSON content."""
+        return asdict(self)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -144,13 +141,8 @@ def manifest_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.json"
 
 
-def image_header(tensors: Sequence[ImageEntry], reserved_bytes: int = 0) -> bytes:
-    """Safetensors header for tensors that follow each other without holes.
-
-    Args:
-        tensors: In their order in the file.
-        reserved_bytes: Length that it is padded to, if it is shorter; a multiple of 64.
-    """
+def image_header(tensors: Sequence[ImageEntry]) -> bytes:
+    """Safetensors header for tensors that follow each other without holes, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "writer": "lowdiff"}}
     offset = 0
     for tensor in tensors:
@@ -161,8 +153,7 @@ def image_header(tensors: Sequence[ImageEntry], reserved_bytes: int = 0) -> byte
         }
         offset += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    written = _LENGTH_BYTES + len(text)
-    text += b" " * max(-written % _HEADER_ALIGNMENT, reserved_bytes - written)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _HEADER_ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 

@@ -54,13 +54,11 @@ class StagingLog:
         self._world_size = world_size
         self._chunks = Chunks(folder, chunk_bytes=chunk_bytes, cap_bytes=cap_bytes)
         self._offset = 0
-        # Of the newest atomic snapshot, and of the newest rolling one after it.
-        self._marks: list[tuple[RecordKind, int, bytes]] = []
+        #: Step and body of the newest snapshot's mark.
+        self._mark: tuple[int, bytes] | None = None
         # Sections that were staged ahead of their record, where its body will be.
         self._ahead: CheckedCopy | None = None
         self._usual_bytes = 0
-        #: CRC-32C of the body of the newest record.
-        self.body_checksum = 0
         self._install()
 
     @property
@@ -81,7 +79,6 @@ class StagingLog:
         sections: Sequence[Section],
         *,
         durable_step: int,
-        pieces: Sequence[memoryview] = (),
         rebases: bool = False,
         drop: bool = False,
     ) -> int | None:
@@ -93,7 +90,6 @@ class StagingLog:
             meta: Encoded scalars.
             sections: Payload, copied.
             durable_step: Records up to here may be overwritten.
-            pieces: Bytes that follow the sections as they are, copied.
             rebases: Whether the step cannot be replayed.
             drop: Whether at the cap the oldest records go, durable or not; see `dropped_step`.
 
@@ -107,16 +103,13 @@ class StagingLog:
         if self._ahead is not None:
             assert kind is RecordKind.DIFFERENTIAL
             assert not sections
-            assert not pieces
             return self._finish(kind, step, meta, durable_step, rebases=rebases)
         size = HEADER_BYTES + padded(len(meta)) + sections_bytes(sections)
-        size += padded(sum(piece.nbytes for piece in pieces))
-        if not self._reserve(size, step, durable_step, drop=drop):
+        if not self._reserve(size, durable_step, drop=drop):
             return None
-        if kind in (RecordKind.SNAPSHOT, RecordKind.CYCLE):
-            atomic = [mark for mark in self._marks if mark[0] is RecordKind.SNAPSHOT]
-            self._marks = [*(atomic if kind is RecordKind.CYCLE else ()), (kind, step, meta)]
-        self._write(kind, step, meta, sections, pieces, rebases=rebases)
+        if kind is RecordKind.SNAPSHOT:
+            self._mark = step, meta
+        self._write(kind, step, meta, sections, rebases=rebases)
         if kind is RecordKind.DIFFERENTIAL:
             self._usual_bytes = size - HEADER_BYTES
         return size
@@ -147,8 +140,7 @@ class StagingLog:
             if self._offset + needed <= self._chunks.newest.file.size:
                 return True
             before = bytes(self._body()[: ahead.size])  # its chunk may be the one that is reused
-        # No other record of its step is in the log.
-        if not self._reserve(needed, self._chunks.last_step + 1, durable_step, drop=False):
+        if not self._reserve(needed, durable_step, drop=False):
             return False
         self._ahead = CheckedCopy(self._body())
         if before:
@@ -179,17 +171,13 @@ class StagingLog:
         step: int,
         meta: bytes,
         sections: Sequence[Section],
-        pieces: Sequence[memoryview] = (),
         *,
         rebases: bool = False,
     ) -> None:
         meta_bytes = padded(len(meta))
-        body_bytes = meta_bytes + sections_bytes(sections) + sum(p.nbytes for p in pieces)
-        copy = CheckedCopy(self._body()[:body_bytes])
+        copy = CheckedCopy(self._body()[: meta_bytes + sections_bytes(sections)])
         copy.add(meta.ljust(meta_bytes, b"\0"))
         write_sections(copy, sections)
-        for piece in pieces:
-            copy.add(piece)
         self._seal(kind, step, len(meta), copy, rebases=rebases)
 
     def _seal(
@@ -204,7 +192,6 @@ class StagingLog:
     ) -> None:
         """Put the header before a body: now it is a record."""
         chunk = self._chunks.newest
-        self.body_checksum = body.checksum
         header = RecordHeader(
             kind=kind,
             coded=False,
@@ -224,12 +211,11 @@ class StagingLog:
         chunk.last_step = step
         self._offset = start + padded(body.size)
 
-    def _reserve(self, size: int, step: int, durable_step: int, *, drop: bool) -> bool:
+    def _reserve(self, size: int, durable_step: int, *, drop: bool) -> bool:
         if self._offset + size <= self._chunks.newest.file.size:
             return True
-        marks = sum(HEADER_BYTES + padded(len(meta)) for _, _, meta in self._marks)
-        needed = HEADER_BYTES + marks + size
-        if not self._chunks.begin(needed, step, durable_step, drop=drop):
+        mark = 0 if self._mark is None else HEADER_BYTES + padded(len(self._mark[1]))
+        if not self._chunks.begin(HEADER_BYTES + mark + size, durable_step, drop=drop):
             return False
         self._install()
         return True
@@ -248,10 +234,10 @@ class StagingLog:
         )
         chunk.file.view[:HEADER_BYTES] = header.pack()
         self._offset = HEADER_BYTES
-        for mark in self._marks:
+        if self._mark is not None:
             # Chunks are reused by what differentials are durable; a writer that is restarted while
             # it persists an image, or that comes late, must still find the image's mark.
-            self._write(*mark, ())
+            self._write(RecordKind.SNAPSHOT, *self._mark, ())
 
 
 class LogTail:

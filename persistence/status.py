@@ -17,7 +17,6 @@ class WriterStatus:
     Attributes:
         durable_step: Differentials up to here are fsynced; the base step at the start.
         durable_snapshot: Step of the newest fsynced snapshot of this incarnation, -1 for none.
-        lost_snapshot: Newest step whose rolling snapshot came to nothing, -1 for none.
         first_lost_step: First of the differentials that are not in segments, and were to be; it
             counts while no durable snapshot is behind `lost_step`.
         lost_step: Newest of these, -1 for none: what follows needs a snapshot to be of use.
@@ -39,7 +38,6 @@ class WriterStatus:
 
     durable_step: int
     durable_snapshot: int = -1
-    lost_snapshot: int = -1
     first_lost_step: int = -1
     lost_step: int = -1
     segment_bytes: int = 0

@@ -19,7 +19,7 @@ from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.fetching import Listing
 from lowdiff.persistence.measurements import Recorder
 from lowdiff.persistence.paths import RunFile, RunFolder
-from lowdiff.persistence.remote_retention import may_be_replaced, spent
+from lowdiff.persistence.remote_retention import spent
 from lowdiff.persistence.segment_uploads import SegmentUploads
 from lowdiff.persistence.snapshots import manifest_file, shard_file
 from lowdiff.persistence.status import StatusPage
@@ -217,7 +217,7 @@ class Uploader:
                 if file is None or not self._settings.serves(file.rank):
                     continue
                 try:
-                    if not await self._is_there(file, manifest):
+                    if file.name not in self._listing.sizes:
                         await self._upload_shard(path, file.rank)
                         uploaded = True
                 except FileNotFoundError:
@@ -238,36 +238,15 @@ class Uploader:
             self._snapshots_passed.set()
             self._new_segments.set()
 
-    async def _is_there(self, file: RunFile, manifest: Path) -> bool:
-        """Whether the store has a shard. An atomic one takes the place of a rolling one there, too.
-
-        The rolling one's manifest goes first: in between there is no such snapshot.
-        """
-        there = self._listing.sizes.get(file.name)
-        # Manifests are compared by their lengths: only a rolling one names a base.
-        if there is None or there == (await self._threads.run(manifest.stat)).st_size:
-            return there is not None
-        listing = await self._patience.ask("snapshots", self._my_listing)
-        if file.name not in listing.sizes:
-            return False
-        if not await self._threads.run(may_be_replaced, self._settings, listing, manifest):
-            return True
-        if b'"first_base"' not in await self._stored.read("snapshots", file.name):
-            return True
-        await self._patience.ask("snapshots", lambda: self._store.delete([file.name]))
-        return False
-
     async def _upload_shard(self, path: Path, rank: int) -> None:
         """A shard and then its manifest, which makes it exist."""
         folder, shard = self._settings.folder, shard_file(path, rank)
         manifest = manifest_file(path, rank)
-        content = b""
-        # An atomic snapshot may take the place of a rolling one of its step meanwhile.
-        while content != (content := await self._threads.run(manifest.read_bytes)):
-            # What is wrong with the file, before the store says so.
-            size = await self._threads.run(_readable_bytes, shard)
-            upload = partial(self._store.upload, folder.name(shard), shard)
-            await self._patience.ask("snapshots", upload, sent=size)
+        content = await self._threads.run(manifest.read_bytes)
+        # What is wrong with the file, before the store says so.
+        size = await self._threads.run(_readable_bytes, shard)
+        upload = partial(self._store.upload, folder.name(shard), shard)
+        await self._patience.ask("snapshots", upload, sent=size)
         await self._stored.create("snapshots", folder.name(manifest), content)
         sizes = {folder.name(shard): size, folder.name(manifest): len(content)}
         self._listing = replace(self._listing, sizes={**self._listing.sizes, **sizes})

@@ -23,9 +23,7 @@ from typing import TypeVar
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.events import log_event
 from lowdiff.persistence.adoption import adopt_predecessors, has_replica_before
-from lowdiff.persistence.assembly import PENDING_BYTES, Assembly, durable_snapshot
 from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.cycles import CycleMark
 from lowdiff.persistence.framing import RecordHeader, RecordKind, RecordRef
 from lowdiff.persistence.histogram import Histogram
 from lowdiff.persistence.images import StagedImage, durable_image, is_free, newer_images
@@ -40,7 +38,7 @@ from lowdiff.persistence.segments import (
     durable_step,
     require_run,
 )
-from lowdiff.persistence.snapshot_writing import CycleLost, SnapshotWriter, staged_mark
+from lowdiff.persistence.snapshot_writing import durable_snapshot, persist_image, staged_image
 from lowdiff.persistence.staging import LogTail
 from lowdiff.persistence.status import Complaints, StatusPage, status_before
 from lowdiff.persistence.uploading import Uploader
@@ -63,19 +61,16 @@ class Writer:
         self._settings = settings
         self._tail = LogTail(settings.staging, self._note_damaged)
         self._codec = Codec()
-        self._queue: asyncio.Queue[Batch | StagedImage | CycleMark | list[RecordRef] | None] = (
-            asyncio.Queue(maxsize=2)
-        )
+        self._queue: asyncio.Queue[Batch | StagedImage | None] = asyncio.Queue(maxsize=2)
         # A restarted writer goes on after what its predecessor made durable.
         before = status_before(settings.staging.status)
         known = before.durable_step
         durable = durable_step(
             settings.folder, settings.incarnation, settings.rank, settings.base_step, known
         )
-        # A later image may already lie where that of a durable snapshot was. An atomic snapshot
-        # takes the place of a rolling one of the same step: it holds the residual of that step.
-        self._marked = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
-        snapshot, _ = self._marked
+        # A later image may already lie where that of a durable snapshot was.
+        snapshot = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
+        self._marked = snapshot
         if settings.has_replica:
             durable = max(snapshot, durable_image(settings))
         # Counters go on where those of a dead writer stopped.
@@ -83,9 +78,6 @@ class Writer:
             before, durable_step=durable, durable_snapshot=snapshot, error="", closed=False
         )
         self._status = StatusPage(settings.staging.status, now)
-        self._assembly = Assembly(settings, snapshot)
-        self._snapshots = SnapshotWriter(settings, self._assembly)
-        self._slices: list[RecordRef] = []
         self._batch_seconds = Histogram(self._status.status.batch_seconds)
         self._batch_began = 0.0
         self._recorder = Recorder(settings.staging.measured_by_writer)
@@ -205,20 +197,17 @@ class Writer:
             if record is not None:
                 self._has_begun = True
             kind = None if record is None else record.header.kind
-            if record is not None and kind in (RecordKind.SNAPSHOT, RecordKind.CYCLE):
-                found = record.header.step, kind is RecordKind.SNAPSHOT
+            if record is not None and kind is RecordKind.SNAPSHOT:
                 # Before anything is waited for: meanwhile its memory may be given to other steps.
-                mark = staged_mark(record, self._settings.staging.snapshot)
-                if mark is not None and found > self._marked:
-                    self._marked = found
+                image = staged_image(record, self._settings.staging.snapshot)
+                if image is not None and image.step > self._marked:
+                    self._marked = image.step
                     await self._flush(pending)
-                    await self._queue.put(mark)
-            elif record is not None and kind is RecordKind.SLICE:
-                self._slices.append(record)
+                    await self._queue.put(image)
             elif record is not None and record.header.step > self._status.status.durable_step:
                 oldest = oldest if pending else time.monotonic()
                 pending.append(record)
-            full = len(pending) >= self._orders.batch_size or self._are_slices_many()
+            full = len(pending) >= self._orders.batch_size
             late = bool(pending) and time.monotonic() - oldest > self._settings.flush_seconds
             if full or late or (record is None and (gone or self._orders.write_through)):
                 await self._flush(pending)
@@ -230,23 +219,15 @@ class Writer:
 
     def _note_damaged(self, record: RecordHeader) -> None:
         """A staged record was passed over; a missing step is seen once one behind it is durable."""
-        what = f"its mark was damaged in {self._settings.staging.root}"
-        if (record.step, record.kind is RecordKind.SNAPSHOT) <= self._marked:
-            return  # another copy of it was taken, by this writer or an earlier one
-        if record.kind is RecordKind.CYCLE:
-            self._lose(record.step, what)
-        elif record.kind is RecordKind.SNAPSHOT:
-            text = f"no snapshot of step {record.step}: {what}; if this stays, start training again"
+        # Else another copy of the mark was taken, by this writer or an earlier one.
+        if record.kind is RecordKind.SNAPSHOT and record.step > self._marked:
+            text = (
+                f"no snapshot of step {record.step}: its mark was damaged in "
+                f"{self._settings.staging.root}; if this stays, start training again"
+            )
             self._complaints.report("mark", text)
 
-    def _are_slices_many(self) -> bool:
-        return sum(record.header.body_bytes for record in self._slices) > PENDING_BYTES
-
     async def _flush(self, pending: list[RecordRef]) -> None:
-        if self._slices:
-            # Before the differentials: once these are durable, the slices may be overwritten.
-            await self._queue.put(self._slices)
-            self._slices = []
         if pending:
             began = time.monotonic()
             batches = await asyncio.to_thread(batches_of, list(pending), self._codec)
@@ -259,9 +240,7 @@ class Writer:
         """Write batches in order; a snapshot is copied beside them."""
         copying: asyncio.Task[None] | None = None
         while (work := await self._queue.get()) is not None:
-            if isinstance(work, list):
-                self._lose(*await asyncio.to_thread(self._assembly.add, work))
-            elif isinstance(work, StagedImage | CycleMark):
+            if isinstance(work, StagedImage):
                 if copying is not None:
                     await copying
                 await self._segments.seal()
@@ -272,7 +251,6 @@ class Writer:
         if copying is not None:
             await copying
         await self._segments.seal()
-        await asyncio.to_thread(self._assembly.discard)
 
     async def _retrying(self, action: Callable[[_Work], Awaitable[None]], work: _Work) -> None:
         """Storage trouble is reported and waited out; training decides what it costs."""
@@ -312,7 +290,6 @@ class Writer:
     async def _persist_batch(self, batch: Batch) -> None:
         written = await self._segments.append(batch)
         status = self._status.status
-        self._assembly.follows(status.durable_step, batch.first)
         seconds = time.monotonic() - self._batch_began
         self._batch_seconds.observe(seconds)
         self._recorder.observe("batch_seconds", seconds)
@@ -329,9 +306,8 @@ class Writer:
         if self._uploader is not None:
             self._uploader.wake(batch=True)
 
-    async def _snapshot(self, mark: StagedImage | CycleMark) -> None:
-        await self._retrying(self._persist_snapshot, mark)
-        self._assembly.settle(mark.step)
+    async def _snapshot(self, image: StagedImage) -> None:
+        await self._retrying(self._persist_snapshot, image)
         self._complaints.report("mark", "")  # a newer chunk of the log repeated the mark
         await self._collect()
 
@@ -346,38 +322,25 @@ class Writer:
             except (OSError, LowDiffError) as error:
                 _logger.warning("rank %d: old files stay: %s", settings.rank, error)
 
-    def _lose(self, step: int, why: str) -> None:
-        """A cycle came to nothing; its trainer takes an atomic snapshot when the next is due."""
-        if step >= 0:
-            text = f"rank {self._settings.rank}: no rolling snapshot of step {step}: {why}"
-            log_event(_logger, logging.WARNING, "cycle_lost", text, step=step)
-            self._assembly.settle(step)
-            self._status.update(lost_snapshot=max(step, self._status.status.lost_snapshot))
-
-    async def _persist_snapshot(self, mark: StagedImage | CycleMark) -> None:
+    async def _persist_snapshot(self, image: StagedImage) -> None:
         settings = self._settings
         began = time.monotonic()
-        try:
-            size = await self._snapshots.write(mark)
-        except CycleLost as lost:
-            return self._lose(mark.step, str(lost))
-        if isinstance(mark, StagedImage):
-            self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
-            if settings.is_rolling:
-                # Its memory is not needed soon. Before the trainer hears that it may make another.
-                await asyncio.to_thread(settings.staging.snapshot.unlink, missing_ok=True)
-        self._recorder.note(snapshot_bytes=size)
+        await persist_image(settings, image)
+        self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
+        self._recorder.note(snapshot_bytes=image.bytes)
         self._recorder.publish()
         status = self._status.status
         self._status.update(
-            durable_step=max(status.durable_step, mark.step)
+            durable_step=max(status.durable_step, image.step)
             if settings.has_replica
             else status.durable_step,
-            durable_snapshot=mark.step,
-            snapshot_bytes=status.snapshot_bytes + size,
+            durable_snapshot=image.step,
+            snapshot_bytes=status.snapshot_bytes + image.bytes,
         )
-        text = f"rank {settings.rank}: the snapshot of step {mark.step} is durable"
-        log_event(_logger, logging.INFO, "snapshot_durable", text, step=mark.step, bytes=size)
+        text = f"rank {settings.rank}: the snapshot of step {image.step} is durable"
+        log_event(
+            _logger, logging.INFO, "snapshot_durable", text, step=image.step, bytes=image.bytes
+        )
         if self._uploader is not None:
             self._uploader.wake(snapshot=True)
 

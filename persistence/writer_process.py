@@ -188,7 +188,6 @@ class WriterProcess:
         return [
             status.durable_step,
             status.durable_snapshot,
-            status.lost_snapshot,
             status.batches,
             status.adopted,
             status.remote_step,

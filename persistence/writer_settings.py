@@ -45,7 +45,6 @@ class WriterSettings(ProcessSettings):
         batch_size: Differentials per durable write (``b``).
         flush_seconds: A shorter batch is written after so long.
         retention: What is kept; None keeps all.
-        is_rolling: Whether this life's snapshots may be rolling.
         store: URL of the run in an object store, if it is to be there as well.
         store_patience_seconds: How long a store may stay away once the trainer is gone.
         folder_patience_seconds: How long the run folder may.
@@ -59,7 +58,6 @@ class WriterSettings(ProcessSettings):
     batch_size: int
     flush_seconds: float
     retention: Retention | None
-    is_rolling: bool = False
     store: str | None = None
     store_patience_seconds: float = 60.0
     folder_patience_seconds: float = 600.0

@@ -21,7 +21,7 @@ from lowdiff.persistence.paths import RunFolder, default_staging_root
 from lowdiff.persistence.values import same
 from lowdiff.recovery.compare import distance
 from lowdiff.recovery.engine import Progress, recover
-from lowdiff.recovery.plan import RecoveryPlan, usable_snapshots
+from lowdiff.recovery.plan import usable_snapshots
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.sizing import check_memory
 
@@ -159,8 +159,7 @@ def _check_name(path: Path) -> None:
 def _largest_snapshot(folder: RunFolder, staging: Path) -> int:
     """What a state of the run takes in memory, by its snapshots."""
     there = usable_snapshots(scan(folder, [staging]))
-    plans = (RecoveryPlan(s.step, s.incarnation, s, ()) for s in there)
-    return max((plan.loaded_bytes for plan in plans), default=0)
+    return max((s.bytes for s in there), default=0)
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]], int | None]:

@@ -110,8 +110,7 @@ def _shard(state: RecoveredState, rank: int) -> dict[str, Callable[[], torch.Ten
             items=[state.items[rank]],
         )
     )
-    is_exact = state.step == state.base_step and not state.has_mixed_residuals
-    if is_exact and rank < len(state.residuals):
+    if state.step == state.base_step and rank < len(state.residuals):
         for name, residual in state.residuals[rank].items():
             # A compressor may keep state of its own beside the parameters' residuals.
             make = partial(shaped, residual, specs[name]) if name in specs else residual.detach

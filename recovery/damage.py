@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.catalog import Catalog, complete_snapshots, has_cycle
+from lowdiff.persistence.catalog import Catalog, complete_snapshots
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.framing import (
     HEADER_BYTES,
@@ -160,19 +160,6 @@ def lost_after(catalog: Catalog, last: int) -> list[Finding]:
                     gap = first_gap(catalog, last, last + 1)
                     return [] if gap is None else [gap]
     return []
-
-
-def spoilt_cycles(catalog: Catalog) -> list[Finding]:
-    """The first missing differential of each rolling snapshot that is of no use without it."""
-    spans = {span.incarnation: span for span in spans_of(catalog)}
-    found = []
-    for s in catalog.snapshots:
-        span = spans.get(s.incarnation)
-        if span is not None and span.holds(s.step) and not has_cycle(catalog, s):
-            gap = first_gap(catalog, s.first_base, s.step)
-            if gap is not None and last_kept(catalog, s.first_base, s.step) == s.step:
-                found.append(gap)
-    return found
 
 
 def _by_now(error: DamagedFile, owner: tuple[str, int, int]) -> DamagedFile | None:

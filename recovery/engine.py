@@ -21,9 +21,9 @@ from lowdiff.persistence.snapshots import was_removed
 from lowdiff.recovery.attempts import in_blocks_or_whole, unfit_is_damaged
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.in_memory import MemoryPlan, carry_out_in_memory, plan_in_memory
+from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
 from lowdiff.recovery.replay import ReplayOptions, replay
-from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.sharing import gather, made_by_all
 from lowdiff.recovery.sizing import check_memory, local_ranks
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
@@ -310,7 +310,7 @@ def try_from_disk(
 
 
 def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
-    """Load the plan's snapshot, complete it if it is a rolling one, and replay its differentials.
+    """Load the plan's snapshot and replay its differentials.
 
     In whole tensors where blocks do not reproduce the live run's bits.
     """
@@ -328,8 +328,10 @@ def _carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> 
         options = replace(options, here=local_ranks(partial(gather, group=group)))
 
     def load() -> RecoveredState:
-        check_memory(plan.loaded_bytes, options.here)
-        return load_base(plan.base, fence_of(plan.base.incarnation), plan.cycle, options)
+        check_memory(plan.base.bytes, options.here)
+        state = load_snapshot(plan.base, fence_of(plan.base.incarnation), options.readers)
+        state.move(options.device)
+        return state
 
     with unfit_is_damaged(catalog.root, f"what is stored up to step {plan.step}"):
         state = made_by_all(load, group)

@@ -97,8 +97,7 @@ class _Way:
     """A plan, wherever it starts.
 
     Attributes:
-        bytes: What is read of the base.
-        loaded_bytes: What that takes in memory.
+        bytes: What is read of the base, which takes as much memory.
         lives: Of the base and of each step.
         reads: Differentials, in order.
     """
@@ -108,7 +107,6 @@ class _Way:
     path: Path
     in_memory: bool
     bytes: int
-    loaded_bytes: int
     lives: tuple[int, ...]
     reads: tuple[PlannedStep, ...]
 
@@ -122,9 +120,8 @@ class _Way:
             path=base.folder,
             in_memory=False,
             bytes=base.bytes,
-            loaded_bytes=plan.loaded_bytes,
             lives=(base.incarnation, *(planned.incarnation for planned in plan.steps)),
-            reads=plan.reads,
+            reads=plan.steps,
         )
 
     @classmethod
@@ -137,7 +134,6 @@ class _Way:
             path=plan.paths[0].parent,
             in_memory=True,
             bytes=size,
-            loaded_bytes=size,
             lives=(plan.incarnation, *(planned.incarnation for planned in plan.steps)),
             reads=plan.steps,
         )
@@ -214,7 +210,7 @@ def _forecast(folder: RunFolder, root: Path, step: int | None, options: ReplayOp
         elements=fence.layout.elements,
         workers=options.workers,
         predicted_seconds=seconds,
-        memory_bytes=needed_bytes(way.loaded_bytes),
+        memory_bytes=needed_bytes(way.bytes),
         free_bytes=free_bytes(),
         findings=(*failures, *passed_over),
     )

@@ -6,24 +6,20 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-
 from lowdiff.errors import DamagedFile, LowDiffError, NotEnoughMemory, StepNotFound
 from lowdiff.persistence.catalog import Catalog, SnapshotSet, complete_snapshots
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import Manifest, manifest_file
 from lowdiff.recovery.compare import differences, keep_inherited
-from lowdiff.recovery.damage import Finding, first_gap, last_kept, spoilt_cycles
+from lowdiff.recovery.damage import Finding, first_gap, last_kept
 from lowdiff.recovery.engine import carry_out, look_again
+from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import (
-    RecoveryPlan,
-    cycle_of,
     plan_recovery,
     recoverable,
     usable_snapshots,
 )
 from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.rolling import load_base
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +49,7 @@ class Leg:
     @property
     def loaded_bytes(self) -> int:
         """What its snapshots take in memory: that which is compared with is a second state."""
-        there = (snapshot for snapshot in (self.base, self.target) if snapshot is not None)
-        return sum(RecoveryPlan(s.step, s.incarnation, s, ()).loaded_bytes for s in there)
+        return sum(s.bytes for s in (self.base, self.target) if s is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +91,7 @@ def newest_recoverable(catalog: Catalog) -> int:
 def gaps(catalog: Catalog) -> list[Finding]:
     """Every gap before a snapshot or the newest step."""
     found = (first_gap(catalog, leg.base.step, leg.last) for leg in legs_of(catalog))
-    return [gap for gap in found if gap is not None] + spoilt_cycles(catalog)
+    return [gap for gap in found if gap is not None]
 
 
 def prove(
@@ -131,12 +126,12 @@ def _overtaken(catalog: Catalog, leg: Leg) -> Outcome | None:
         # Retention keeps the newest.
         gone = changed[-1].folder
         return Outcome(Finding(f"{gone} was removed, and no later snapshot is there", str(gone)))
-    what = "a part of them was removed meanwhile, or another snapshot took the place of one"
+    what = "a part of them was removed meanwhile"
     return Outcome(note=Finding(f"steps {leg.base.step} to {leg.last} were not verified: {what}"))
 
 
 def _is_as_seen(snapshot: SnapshotSet) -> bool:
-    """Whether nobody removed it, and no atomic one took the place of a rolling one."""
+    """Whether nobody removed it."""
     try:
         return all(
             Manifest.read(manifest_file(snapshot.folder, seen.rank)) == seen
@@ -158,8 +153,7 @@ def _compare(catalog: Catalog, leg: Leg, options: ReplayOptions) -> Outcome:
     if leg.target is None:
         return Outcome(replayed=replayed)
     fence = catalog.incarnations[leg.target.incarnation].fence
-    expected = load_base(leg.target, fence, cycle_of(catalog, leg.target), options)
-    expected.move(torch.device("cpu"))  # where carrying a plan out puts its state
+    expected = load_snapshot(leg.target, fence, options.readers)
     if leg.base.incarnation != leg.target.incarnation:
         keep_inherited(state, expected)
     found = list(differences(state, expected))

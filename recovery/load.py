@@ -8,7 +8,6 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,7 +17,6 @@ from lowdiff.errors import DamagedFile
 from lowdiff.layout import flat, flat_like
 from lowdiff.persistence.catalog import SnapshotSet
 from lowdiff.persistence.constants import check_constants
-from lowdiff.persistence.cycles import BLOCKS
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.snapshots import (
     OPTIMIZER,
@@ -48,9 +46,7 @@ _logger = logging.getLogger(__name__)
 _UNFIT = (LookupError, TypeError, ValueError, AttributeError, EOFError)
 
 
-def load_snapshot(
-    snapshot: SnapshotSet, fence: Fence, num_threads: int
-) -> tuple[RecoveredState, list[Any]]:
+def load_snapshot(snapshot: SnapshotSet, fence: Fence, num_threads: int) -> RecoveredState:
     """Read and check every shard of a snapshot.
 
     Args:
@@ -58,21 +54,16 @@ def load_snapshot(
         fence: Fence of the incarnation that took it.
         num_threads: That read at once.
 
-    Returns:
-        The state, and per shard the blocks that a rolling snapshot lists, None in an atomic one.
-
     Raises:
         DamagedFile: If a shard is not what was written.
     """
     state = empty_state(snapshot.step, fence)
     state.residual_marks = [None] * fence.world_size
     constants = load_constants(RunFolder(snapshot.run), fence)
-    blocks = []
     for manifest in snapshot.manifests:
         shard = _checked(snapshot.folder, manifest, fence, num_threads)
         with or_damaged(shard_file(snapshot.folder, manifest.rank)):
             shard.add_to(state, constants)
-            blocks.append(shard.blocks)
     for name in fence.averages:
         item = STATEFUL_ITEM + name
         if len({int(decode(i[item])["n_averaged"]) for i in state.items if item in i}) > 1:
@@ -84,7 +75,7 @@ def load_snapshot(
     missing = sorted({spec.name for spec in fence.layout.parameters} - set(state.parameters))
     if missing:
         raise DamagedFile(snapshot.folder, f"parameters {missing[:3]} are in no shard")
-    return state, blocks
+    return state
 
 
 def empty_state(step: int, fence: Fence) -> RecoveredState:
@@ -131,12 +122,8 @@ def _checked(folder: Path, manifest: Manifest, fence: Fence, num_threads: int) -
 
 
 @contextmanager
-def or_damaged(path: Path, what: str = "not a snapshot shard") -> Iterator[None]:
+def or_damaged(path: Path) -> Iterator[None]:
     """Whatever reading an image raises is told as damage of its file.
-
-    Args:
-        path: The file.
-        what: What it is then.
 
     Raises:
         DamagedFile: Instead of that.
@@ -146,7 +133,7 @@ def or_damaged(path: Path, what: str = "not a snapshot shard") -> Iterator[None]
     except OSError as error:
         raise DamagedFile(path, f"it cannot be read ({error})") from error
     except _UNFIT as error:
-        raise DamagedFile(path, f"{what} ({error!r:.200})") from error
+        raise DamagedFile(path, f"not a snapshot shard ({error!r:.200})") from error
 
 
 def load_constants(folder: RunFolder, fence: Fence) -> dict[str, bytes]:
@@ -170,7 +157,7 @@ class _Shard:
         averages: By name, then by parameter.
         residual: By parameter, or by a name of the compressor's own.
         items: Tensors that are items, encoded.
-        encoded: Everything that is no tensor, and a rolling snapshot's blocks, by their names.
+        scalars: Everything that is no tensor, encoded.
     """
 
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -178,7 +165,7 @@ class _Shard:
     averages: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     residual: dict[str, torch.Tensor] = field(default_factory=dict)
     items: dict[str, bytes] = field(default_factory=dict)
-    encoded: dict[str, bytes] = field(default_factory=dict)
+    scalars: bytes | None = None
 
     @classmethod
     def read(
@@ -207,15 +194,11 @@ class _Shard:
             raise ValueError("other bytes than were written")
         return shard
 
-    @property
-    def blocks(self) -> Any:
-        """The blocks that a rolling snapshot lists."""
-        data = self.encoded.get(BLOCKS)
-        return None if data is None else decode(data)
-
     def add_to(self, state: RecoveredState, constants: Mapping[str, bytes]) -> None:
         """Add this to a state. Its tensors become the state's, which replay changes in place."""
-        scalars = decode(self.encoded[SCALARS])
+        if self.scalars is None:
+            raise KeyError(SCALARS)
+        scalars = decode(self.scalars)
         state.held = tuple(scalars["held"])
         if not state.optimizers:
             state.optimizers = [OptimizerState(list(groups), {}) for groups in scalars["groups"]]
@@ -248,8 +231,8 @@ class _Shard:
             # A compressor may keep state of its own beside the parameters' residuals.
             spec = specs.get(name)
             self.residual[name] = flat(tensor) if spec is None else _flat(tensor, spec)
-        elif full_name in (SCALARS, BLOCKS):
-            self.encoded[full_name] = tensor.numpy().tobytes()
+        elif full_name == SCALARS:
+            self.scalars = tensor.numpy().tobytes()
 
 
 def _is_item(name: str) -> bool:

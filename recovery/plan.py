@@ -6,13 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowdiff.errors import StepNotFound
-from lowdiff.persistence.catalog import (
-    Catalog,
-    SnapshotSet,
-    confirm_all,
-    confirm_cycle,
-    has_cycle,
-)
+from lowdiff.persistence.catalog import Catalog, SnapshotSet, confirm_all
 from lowdiff.persistence.lineage import Span, lineage
 from lowdiff.persistence.records import RankRecords, StoredRecord, reach
 
@@ -52,42 +46,22 @@ class RecoveryPlan:
         base: Snapshot to start from.
         steps: Differentials ``base.step + 1 .. step``.
         incarnation: The incarnation whose state at ``step`` this is.
-        cycle: Differentials that bring a rolling base to its own step.
     """
 
     step: int
     incarnation: int
     base: SnapshotSet
     steps: tuple[PlannedStep, ...]
-    cycle: tuple[PlannedStep, ...] = ()
-
-    @property
-    def reads(self) -> tuple[PlannedStep, ...]:
-        """All differentials that are replayed, in order."""
-        return (*self.cycle, *self.steps)
-
-    @property
-    def loaded_bytes(self) -> int:
-        """What the base takes in memory: until their step, a rolling one's blocks wait as copies."""
-        return self.base.bytes * (2 if self.base.is_rolling else 1)
 
 
 def usable_snapshots(catalog: Catalog) -> list[SnapshotSet]:
-    """Snapshots that lie on the run's history and have all they need, oldest first."""
+    """Snapshots that lie on the run's history, oldest first."""
     spans = {span.incarnation: span for span in spans_of(catalog)}
     return [
         s
         for s in catalog.snapshots
-        if s.incarnation in spans and spans[s.incarnation].holds(s.step) and has_cycle(catalog, s)
+        if s.incarnation in spans and spans[s.incarnation].holds(s.step)
     ]
-
-
-def cycle_of(catalog: Catalog, snapshot: SnapshotSet) -> tuple[PlannedStep, ...]:
-    """The differentials that a usable snapshot needs to be of one step."""
-    number = snapshot.incarnation
-    sources = tuple(catalog.of(number, rank) for rank in range(len(snapshot.manifests)))
-    steps = range(snapshot.first_base + 1, snapshot.step + 1)
-    return tuple(PlannedStep(step, number, sources) for step in steps)
 
 
 def recoverable(catalog: Catalog) -> list[tuple[int, int]]:
@@ -122,12 +96,14 @@ def plan_recovery(catalog: Catalog, step: int | None = None) -> RecoveryPlan:
             if confirm_all(catalog):
                 raise
         else:
-            if _confirmed(catalog, base, target, is_newest=step is None):
+            # What ends the way to the newest step counts too: that no step follows, or one that
+            # cannot be replayed.
+            if confirm_steps(catalog, base.step + 1, target + (step is None)):
                 break
     planned = steps_after(catalog, base.step, target)
     assert len(planned) == target - base.step
     incarnation = planned[-1].incarnation if planned else base.incarnation
-    return RecoveryPlan(target, incarnation, base, planned, cycle_of(catalog, base))
+    return RecoveryPlan(target, incarnation, base, planned)
 
 
 def _way(catalog: Catalog, spans: Sequence[Span], step: int | None) -> tuple[int, SnapshotSet]:
@@ -140,18 +116,6 @@ def _way(catalog: Catalog, spans: Sequence[Span], step: int | None) -> tuple[int
     if not bases or not any(first <= target <= last for first, last in ranges):
         raise StepNotFound(catalog.root, target, ranges, _why(catalog, spans, bases, target))
     return target, bases[-1]
-
-
-def _confirmed(catalog: Catalog, base: SnapshotSet, target: int, *, is_newest: bool) -> bool:
-    """Whether what the catalog lists of the way from a base, and of its cycle, is really there.
-
-    What ends the way to the newest step counts too: that no step follows, or one that cannot be
-    replayed, and that no newer snapshot has its cycle.
-    """
-    newer = [s for s in catalog.snapshots if is_newest and s.step > base.step]
-    return all(confirm_cycle(catalog, s) for s in (base, *newer)) and confirm_steps(
-        catalog, base.step + 1, target + is_newest
-    )
 
 
 def confirm_steps(catalog: Catalog, first: int, last: int) -> bool:

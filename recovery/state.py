@@ -58,7 +58,6 @@ class RecoveredState:
         residuals: Per rank: parameter name -> flat residual, as the base snapshot holds it; only
             right for this step when the step is the snapshot's.
         base_step: Step of the snapshot it was rebuilt from.
-        has_mixed_residuals: Whether these are of several steps, as in a rolling snapshot.
         averages: Name of a stateful object that averages parameters -> parameter name -> flat
             average.
     """
@@ -73,7 +72,6 @@ class RecoveredState:
     residuals: list[dict[str, torch.Tensor]]
     base_step: int
     averages: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    has_mixed_residuals: bool = False
 
     def move(self, device: torch.device) -> None:
         """Put parameters, averages and what optimizers keep of every element on a device."""

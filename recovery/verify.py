@@ -14,7 +14,7 @@ from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, default_staging_root
-from lowdiff.recovery.damage import Finding, judge, lost_after, spoilt_cycles
+from lowdiff.recovery.damage import Finding, judge, lost_after
 from lowdiff.recovery.engine import Progress, look_again, reporting
 from lowdiff.recovery.in_memory import (
     MemoryPlan,
@@ -160,7 +160,6 @@ def _verify(
         failures += [outcome.failure] if outcome.failure else []
         notes += [outcome.note] if outcome.note else []
         done += leg.last - leg.base.step
-    failures += [found for found in spoilt_cycles(catalog) if found not in failures]
     memory, left_out = _in_memory(folder, root, catalog, options or ReplayOptions())
     failures += [left_out.failure] if left_out.failure else []
     notes += [left_out.note] if left_out.note else []

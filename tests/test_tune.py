@@ -186,12 +186,6 @@ def test_a_run_is_compared_with_what_can_exist_on_its_machines(run: Path) -> Non
     assert "10 GB/s of each node" in note
 
 
-def test_a_run_of_rolling_snapshots_is_weighed_as_one(command: Command, tmp_path: Path) -> None:
-    Loop(tmp_path, settings={"snapshot": "rolling"}).run(12)
-    out = command("tune", tmp_path / "run", "--mtbf", "4h").out
-    assert "f = sqrt(C (M + K) / (r (T + d)))" in out
-
-
 def test_a_run_may_be_called_as_it_likes(command: Command, run: Path) -> None:
     odd = run.rename(run.parent / "[bold]run :smile:")
     assert str(odd) in command("tune", odd, "--mtbf", "4h").out.replace("\n", "")

@@ -202,13 +202,8 @@ def is_allowed(costs: Costs, limits: Limits, setting: Setting) -> bool:
 def stored_bytes(costs: Costs, limits: Limits, f: float) -> float:
     """Most that the run folder holds, of all ranks: one snapshot more than are kept, while it is new."""
     snapshots = (limits.kept_snapshots + 1) * costs.snapshot_bytes
-    differentials = _kept_intervals(costs, limits) * f * costs.differential_bytes
+    differentials = limits.kept_snapshots * f * costs.differential_bytes
     return costs.world_size * (snapshots + differentials)
-
-
-def _kept_intervals(costs: Costs, limits: Limits) -> int:
-    """Intervals whose differentials stay: those of a rolling snapshot's own cycle, too."""
-    return limits.kept_snapshots + costs.is_rolling
 
 
 def written_bytes_per_hour(costs: Costs, f: float, b: float) -> float:
@@ -253,7 +248,7 @@ def allowed_intervals(costs: Costs, limits: Limits, b: int) -> Intervals:
         snapshots = (limits.kept_snapshots + 1) * costs.snapshot_bytes
         room = limits.total_bytes / costs.world_size - snapshots
         if costs.differential_bytes or room < 0:
-            each = _kept_intervals(costs, limits) * costs.differential_bytes
+            each = limits.kept_snapshots * costs.differential_bytes
             high = room / each if room >= 0 else 0.0
             highs.append((high, f"the run may hold {readable_bytes(limits.total_bytes)}"))
     low, low_because = max(lows, key=lambda limit: limit[0])

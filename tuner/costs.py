@@ -36,8 +36,6 @@ class Costs:
         store_bytes_per_second: What one rank uploads (``W_s``); 0 without a store.
         residual_bytes: Error feedback in ``snapshot_bytes``, which only lowdiff saves.
         world_size: Ranks.
-        is_rolling: Whether snapshots are copied over the steps between them, so that recovery first
-            brings their blocks to one step, with the differentials of those steps.
 
     Raises:
         ConfigError: If a value cannot be.
@@ -59,7 +57,6 @@ class Costs:
     store_bytes_per_second: float = 0.0
     residual_bytes: float = 0.0
     world_size: int = 1
-    is_rolling: bool = False
 
     def __post_init__(self) -> None:
         positive = ("step_seconds", "snapshot_seconds", "write_bytes_per_second", "replay_seconds")
@@ -172,21 +169,10 @@ def lost_steps(costs: Costs, f: float, b: float) -> tuple[float, float]:
     return 0.5, 0.5 + min(behind, 2 * b)
 
 
-def completing_steps(costs: Costs, f: float) -> float:
-    """Replay that brings the blocks of a rolling snapshot to its step: ``(f - 1)/2`` on average.
-
-    They are copied one after the other in the ``f`` steps that it takes.
-    """
-    return (f - 1) / 2 if costs.is_rolling else 0.0
-
-
 def replayed_steps(costs: Costs, f: float, b: float) -> float:
-    """Mean steps from the newest durable snapshot: ``(f - 1)/2``, and those while it is written.
-
-    Before them come those that complete the snapshot, if it is a rolling one.
-    """
+    """Mean steps from the newest durable snapshot: ``(f - 1)/2``, and those while it is written."""
     writing = costs.snapshot_bytes / costs.write_bytes_per_second
-    return completing_steps(costs, f) + (f - 1) / 2 + writing / loop_seconds(costs, f, b)
+    return (f - 1) / 2 + writing / loop_seconds(costs, f, b)
 
 
 def waste(costs: Costs, rates: FailureRates, f: float, b: float) -> Waste:
@@ -228,8 +214,7 @@ def effective_share(costs: Costs, rates: FailureRates, f: float, b: float) -> fl
     if q == 0:
         return costs.step_seconds / loop
     writing = costs.snapshot_bytes / costs.write_bytes_per_second / loop
-    certain = completing_steps(costs, f) + writing
-    fixed = costs.restart_seconds + costs.load_seconds + costs.replay_seconds * certain
+    fixed = costs.restart_seconds + costs.load_seconds + costs.replay_seconds * writing
     # Replay is evenly spread over f steps: the mean of exp(q r n) over n from 0 to f - 1.
     spread = q * costs.replay_seconds
     if q * fixed + spread * f > 600:
@@ -244,28 +229,20 @@ def effective_share(costs: Costs, rates: FailureRates, f: float, b: float) -> fl
 
 
 def best_interval(costs: Costs, rates: FailureRates) -> float:
-    """Steps between snapshots that waste least: ``sqrt(2 C (M + K) / (k r (T + d)))``.
+    """Steps between snapshots that waste least: ``sqrt(2 C (M + K) / (r (T + d)))``.
 
     Where Young (1974, https://doi.org/10.1145/361147.361115) weighs lost work against snapshots,
     here replay takes the place of lost work, and is cheaper by ``r / T``. ``C`` also delays the
     failures: a rate is per second of running; the exact minimiser of ``waste`` follows from its
-    two terms in ``1/f`` and ``f``, with ``K``, what a recovery takes besides, counted. ``k`` is 2
-    for rolling snapshots, of which twice as much is replayed, else 1.
+    two terms in ``1/f`` and ``f``, with ``K``, what a recovery takes besides, counted.
     """
     if math.isinf(rates.total.mtbf_seconds):
         return math.inf
     own = costs.step_seconds + costs.differential_seconds
     weighed = max(0.0, rates.total.mtbf_seconds + fixed_recovery_seconds(costs))
-    replay = _half_intervals(costs) * costs.replay_seconds
-    return math.sqrt(2 * costs.snapshot_seconds * weighed / (replay * own))
+    return math.sqrt(2 * costs.snapshot_seconds * weighed / (costs.replay_seconds * own))
 
 
 def fixed_recovery_seconds(costs: Costs) -> float:
-    """Starting and loading, less ``k`` half steps by which ``k (f - 1)/2`` is below ``k f/2`` (``K``)."""
-    half_step = costs.replay_seconds / 2
-    return costs.restart_seconds + costs.load_seconds - _half_intervals(costs) * half_step
-
-
-def _half_intervals(costs: Costs) -> int:
-    """Halves of an interval that are replayed on average (``k``)."""
-    return 2 if costs.is_rolling else 1
+    """Starting and loading, less the half step by which ``(f - 1)/2`` is below ``f/2`` (``K``)."""
+    return costs.restart_seconds + costs.load_seconds - costs.replay_seconds / 2

@@ -104,12 +104,8 @@ def measure(lives: Sequence[Life], *, world_size: int, num_hosts: int = 1) -> Me
     estimates = _training(alike, elements) | _writing(alike) | _storing(newest.samples)
     estimates |= _recovery(lives, estimates, elements, num_hosts)
     values = {name: estimate.median for name, estimate in estimates.items()}
-    costs = Costs(**values, world_size=world_size, is_rolling=_is_rolling(newest.facts))
+    costs = Costs(**values, world_size=world_size)
     return Measured(costs, estimates)
-
-
-def _is_rolling(facts: Facts) -> bool:
-    return facts.get("snapshot") == "rolling"
 
 
 def _machine(life: Life) -> list[float | str | None]:
@@ -236,11 +232,7 @@ def _recovery(
     if replay is None and line is not None and line[0] > 0:
         replay = Estimate(line[0], line[0], line[0], len(steps))
     replay = replay or Estimate.assumed(elements * ASSUMED_REPLAY_SECONDS_PER_ELEMENT)
-    completing = map(_steps_before_replay, recoveries)
-    loads = [
-        max(0.0, s - replay.median * (n + before))
-        for s, n, before in zip(seconds, steps, completing, strict=True)
-    ]
+    loads = [max(0.0, s - replay.median * n) for s, n in zip(seconds, steps, strict=True)]
     # The ranks of a machine write at once; then it reads what the ranks of all have written.
     written = known["snapshot_bytes"].median / known["write_bytes_per_second"].median
 
@@ -255,16 +247,6 @@ def _recovery(
         "load_seconds": Estimate.of(loads) or Estimate.assumed(num_hosts * written),
         "restart_seconds": restart or Estimate.assumed(ASSUMED_RESTART_SECONDS),
     }
-
-
-def _steps_before_replay(facts: Facts) -> float:
-    """Mean steps that brought the blocks of a rolling base to one step; `replayed_steps` follow.
-
-    A life that was closed leaves an atomic base.
-    """
-    if not (_is_rolling(facts) and facts.get("restart")):
-        return 0.0
-    return max(0.0, number(facts, "snapshot_every") - 1) / 2
 
 
 def _known(lives: Sequence[Life], name: str, otherwise: float) -> Estimate:

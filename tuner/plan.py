@@ -143,7 +143,6 @@ def planned(job: Job, given: Collection[str] = ()) -> Measured:
     estimates = {
         name: (Estimate.given if name in known else Estimate.assumed)(getattr(costs, name))
         for name in Costs.__dataclass_fields__
-        if name not in ("world_size", "is_rolling")
-        and (job.store_bytes_per_second or not name.startswith("store_"))
+        if name != "world_size" and (job.store_bytes_per_second or not name.startswith("store_"))
     }
     return Measured(costs, estimates)

@@ -11,16 +11,12 @@ def weighed(costs: Costs, rates: FailureRates, ideal: float) -> str:
     """The formula of `best_interval`, and every number in it."""
     fixed = fixed_recovery_seconds(costs)
     sign = "-" if fixed < 0 else ""
-    formula, less, replayed = "f = sqrt(2 C (M + K) / (r (T + d)))", "r/2", "the snapshot"
-    if costs.is_rolling:
-        formula, less = "f = sqrt(C (M + K) / (r (T + d)))", "r"
-        replayed += ", or of as many that bring its blocks to one step,"
     return (
-        f"{formula} = {ideal:,.0f}: a snapshot takes C = "
+        f"f = sqrt(2 C (M + K) / (r (T + d))) = {ideal:,.0f}: a snapshot takes C = "
         f"{readable_seconds(costs.snapshot_seconds)} of training, a failure comes every M = "
-        f"{readable_seconds(rates.total.mtbf_seconds)}, a restart with its loading, less {less}, "
+        f"{readable_seconds(rates.total.mtbf_seconds)}, a restart with its loading, less r/2, "
         f"takes K = {sign}{readable_seconds(abs(fixed))}, replaying one of the steps since "
-        f"{replayed} r = {readable_seconds(costs.replay_seconds)}, and a step with its differential takes "
+        f"the snapshot r = {readable_seconds(costs.replay_seconds)}, and a step with its differential takes "
         f"T + d = {readable_seconds(costs.step_seconds + costs.differential_seconds)}"
     )
 

@@ -14,7 +14,6 @@ from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.costs import (
     Costs,
     batch_seconds,
-    completing_steps,
     loop_seconds,
     without_residual,
 )
@@ -84,11 +83,10 @@ def lowdiff(costs: Costs, setting: Setting, name: str = "lowdiff") -> Strategy:
     """This framework: staging survives a crash, batches are durable, replay from the snapshot."""
     f, b = setting.snapshot_every, setting.batch_size
     loop = loop_seconds(costs, f, b)
-    completing = costs.replay_seconds * completing_steps(costs, f)
     process = Recovery(
         grain_steps=1,
         lag_seconds=0.0,
-        fixed_seconds=costs.restart_seconds + costs.load_seconds + completing,
+        fixed_seconds=costs.restart_seconds + costs.load_seconds,
         base_steps=f,
         base_lag_seconds=costs.snapshot_bytes / costs.write_bytes_per_second,
         replay_seconds=costs.replay_seconds,

@@ -31,12 +31,6 @@ FIGURES = {
         "speedup_vs_published",
     },
     "restart": {"ratio_to_parts", "ratio_to_dcp_load"},
-    "snapshot_stall": {
-        "rolling_worst_over_atomic_worst",
-        "rolling_copy_over_atomic_copy",
-        "atomic_worst_seconds",
-        "async_save_worst_seconds",
-    },
     "codec": {
         "bytes_per_entry_float32",
         "bytes_per_entry_bfloat16",

@@ -155,28 +155,26 @@ def test_only_what_an_optimizer_consumed_becomes_current() -> None:
     assert values(store) == {0: 2, 1: 2, 2: 1}
 
 
-def test_what_gradients_keep_for_a_later_step_is_not_owed_until_they_are_dropped() -> None:
-    for dropped in (False, True):
-        store = residual()
-        for i in (0, 1):
-            write(store, i, 1)
-        store.settle()
-        store.advance()
-        write(store, 0, 2)
-        store.pair(1)[1].fill_(2)
-        store.written(1, of=0)
-        write(store, 2, 2)
-        store.settle([2])
-        assert store.pending == {0}
-        store.advance(carried=[0])
-        assert values(store) == {0: 1, 1: 1, 2: 2}, "a record names what was before"
-        if dropped:
-            store.forget(0)
-        for i in (0, 1):
-            assert float(store.pair(i)[0][0]) == (1 if dropped else 2)
-        store.settle()
-        store.advance()
-        assert values(store) == {0: 1, 1: 1, 2: 2} if dropped else {0: 2, 1: 2, 2: 2}
+def test_what_gradients_keep_for_a_later_step_stays_sent_until_that_is_made() -> None:
+    store = residual()
+    for i in (0, 1):
+        write(store, i, 1)
+    store.settle()
+    store.advance()
+    write(store, 0, 2)
+    store.pair(1)[1].fill_(2)
+    store.written(1, of=0)
+    write(store, 2, 2)
+    store.settle([2])
+    assert not store.is_settled
+    store.advance(carried=[0])
+    assert values(store) == {0: 1, 1: 1, 2: 2}, "a record names what was before"
+    for i in (0, 1):
+        assert float(store.pair(i)[0][0]) == 2
+    store.settle()
+    assert store.is_settled
+    store.advance()
+    assert values(store) == {0: 2, 1: 2, 2: 2}
 
 
 def test_float16_is_owed_in_float32() -> None:

@@ -40,9 +40,6 @@ def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> No
     ("settings", "message"),
     [
         ({"reproducible": True}, "always summed in rank order"),
-        ({"snapshot": "fuzzy"}, "snapshot is one of"),
-        ({"snapshot": "rolling", "compressor": None}, "needs a compressor"),
-        ({"snapshot": "rolling", "snapshot_every": "auto"}, "needs a number of steps"),
         ({"snapshot_every": "auto", "compressor": None}, "need a compressor"),
         ({"batch_size": "auto", "compressor": None}, "need a compressor"),
         ({"snapshot_every": 0}, "snapshot_every counts steps, at least 1, got 0"),

@@ -79,7 +79,6 @@ def recurrent_from_zeros() -> Recurrent:
 MODELS: list[Callable[[], WithTable]] = [Lazy, Growing, Recurrent, recurrent_from_zeros]
 KINDS: dict[str, dict[str, Any]] = {
     "topk": {"snapshot_every": 1000},
-    "rolling": {"snapshot": "rolling", "snapshot_every": 4},
     "replica": {"compressor": None, "batch_size": 1},
 }
 
@@ -102,7 +101,6 @@ def table_of(loop: Loop) -> Table:
     ("make", "kind"),
     [
         *((make, "topk") for make in MODELS),
-        pytest.param(recurrent_from_zeros, "rolling", marks=pytest.mark.slow),
         (recurrent_from_zeros, "replica"),
     ],
 )

@@ -87,14 +87,6 @@ def test_one_process_trains_resumes_and_recovers(
         assert verify(tmp_path / "run", tmp_path / "staging").ok
 
 
-def test_rolling_snapshots_are_copied(tmp_path: Path) -> None:
-    loop = loop_of(tmp_path, TopK(0.1), small_model(), snapshot="rolling", snapshot_every=3)
-    made = train(loop, 7)
-    with default_device("meta"):
-        state = lowdiff.recover(tmp_path / "run", 7, staging=tmp_path / "staging")
-    assert same(dict(state.model_state_dict()), made[7])
-
-
 def test_an_optimizer_that_recovery_builds_is_where_the_parameters_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,6 @@ from tests.face.loops import Loop, small_model
 
 KINDS: dict[str, dict[str, Any]] = {
     "topk": {"snapshot_every": 3},
-    "rolling": {"snapshot": "rolling", "snapshot_every": 4},
     "replica": {"compressor": None, "batch_size": 1},
 }
 
@@ -114,9 +113,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
 
 
-@pytest.mark.parametrize(
-    "kind", ["topk", "replica", pytest.param("rolling", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", ["topk", "replica"])
 def test_extra_state_is_resumed_after_kills_bit_for_bit(tmp_path: Path, kind: str) -> None:
     whole = Loop(tmp_path / "whole", model=both(), settings=KINDS[kind])
     expected = train(whole, 7)

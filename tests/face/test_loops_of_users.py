@@ -73,14 +73,13 @@ class UserLoop(Loop):
         self.optimizer.step()
         return loss.detach()
 
-    def train(self, steps: int, *, commits: bool = True, close: bool = True) -> None:
+    def train(self, steps: int, *, close: bool = True) -> None:
         """Attach and train as a script does that iterates over a DataLoader."""
         resumed = self.attach()
         torch.rand(resumed + 3)  # an iterator draws the seed of its workers
         for number in range(resumed, resumed + steps):
             self.step(number)
-            if commits:
-                self.checkpointer.commit()
+            self.checkpointer.commit()
         if close:
             self.checkpointer.close()
         else:
@@ -107,17 +106,17 @@ def test_a_resumed_loop_with_commit_draws_what_the_uninterrupted_one_drew(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loop_that_never_commits_is_committed_however_it_calls_the_model(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loop_that_never_commits_is_refused_at_its_second_step(tmp_path: Path, kind: str) -> None:
     loop = UserLoop(tmp_path, kind)
-    loop.train(4, commits=False)
-    assert sum("no commit() after" in record.getMessage() for record in caplog.records) == 1
-    again = UserLoop(tmp_path, kind)
-    assert again.attach() == 4
+    loop.attach()
+    loop.step(0)
+    weights = {name: value.clone() for name, value in loop.weights().items()}
+    with pytest.raises(UsageError, match=r"add one line, checkpointer\.commit\(\), after"):
+        loop.step(1)
     for name, value in loop.weights().items():
-        assert torch.equal(again.weights()[name], value), name
-    again.checkpointer.close()
+        assert torch.equal(weights[name], value), name
+    loop.checkpointer.close()
+    assert lowdiff.recover(tmp_path / "run").step == 1
 
 
 def test_an_evaluation_with_gradients_on_does_not_take_the_place_of_the_first_body(
@@ -138,19 +137,6 @@ def test_an_evaluation_with_gradients_on_does_not_take_the_place_of_the_first_bo
 
     whole = train(tmp_path / "whole", 4)
     assert train(tmp_path / "two", 2) + train(tmp_path / "two", 2) == whole
-
-
-def test_evaluating_in_a_loop_that_never_commits_ends_no_step(tmp_path: Path) -> None:
-    loop = UserLoop(tmp_path, "called")
-    loop.attach()
-    for number in range(4):
-        loop.step(number)
-        loop.model.eval()
-        loop.call(torch.zeros(8, 20))
-        loop.model.train()
-        assert loop.checkpointer.stats()["steps"] == number
-    loop.checkpointer.close()
-    assert lowdiff.recover(tmp_path / "run").step == 4
 
 
 def test_generators_that_no_forward_pass_restored_are_left_alone_by_commit(
@@ -262,18 +248,6 @@ def test_a_forward_pass_between_update_and_first_commit_ends_no_step_twice(
             assert loop.checkpointer._session.step == number + 1
         loop.checkpointer.close()
         assert lowdiff.recover(tmp_path / "run").step == resumed + 3
-
-
-def test_a_commit_after_one_by_forward_counts_if_any_optimizer_stepped(tmp_path: Path) -> None:
-    loop = UserLoop(tmp_path, "called")
-    loop.attach()
-    loop.step(0)
-    loop.step(1)  # commits the first when its forward pass begins
-    loop.checkpointer.commit()
-    assert loop.checkpointer._session.step == 2
-    loop.checkpointer.commit()  # a step that a scaler skipped
-    assert loop.checkpointer._session.step == 3
-    loop.checkpointer.close()
 
 
 @pytest.mark.parametrize("lives", [(4,), (1, 3), (0, 4)])

@@ -49,10 +49,9 @@ def train(
     "settings",
     [
         {"compressor": TopK(0.5)},
-        pytest.param({"compressor": TopK(0.5), "snapshot": "rolling"}, marks=pytest.mark.slow),
         pytest.param({"compressor": None}, marks=pytest.mark.slow),
     ],
-    ids=["atomic", "rolling", "LowDiff+"],
+    ids=["TopK", "LowDiff+"],
 )
 def test_parameters_may_be_named_with_slashes(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole, first, second = (named_with_slashes() for _ in range(3))

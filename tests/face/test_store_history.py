@@ -105,26 +105,6 @@ def test_a_new_node_keeps_the_snapshots_of_the_last_hours(tmp_path: Path, url: s
     assert snapshots(url) >= {2, 4, 6, 8}
 
 
-def test_a_new_node_keeps_the_cycles_of_an_earlier_lifes_snapshots(
-    tmp_path: Path, url: str
-) -> None:
-    first = loop_in(tmp_path / "node", url, retention=3, snapshot="rolling", snapshot_every=4)
-    first.attach()
-    for step in range(1, 15):
-        train(first, step)
-        wait_until(first, reached(step))
-    wait_until(first, lambda _: 12 in snapshots(url))
-    first.die()
-    lose(tmp_path / "node")
-    atomic = loop_in(tmp_path / "other", url, retention=3, snapshot_every=4)
-    assert atomic.attach() == 14
-    train(atomic, 17)
-    wait_until(atomic, lambda _: 16 in snapshots(url) and 4 not in snapshots(url))
-    atomic.die()
-    assert min(snapshots(url)) == 8  # this node has never seen it
-    assert lowdiff.recover(url, step=8, staging=tmp_path / "none").base_step == 8
-
-
 def test_what_a_killed_fetch_left_is_removed(tmp_path: Path, url: str) -> None:
     lost(tmp_path / "node", url, 4)
     segments = tmp_path / "other/run/segments/rank-0000"

@@ -51,7 +51,6 @@ def test_a_life_leaves_its_measurements(tmp_path: Path) -> None:
     assert measured.number(life.facts, "snapshot_bytes") > 0
     assert life.facts["elements"] == sum(p.numel() for p in small_model().parameters())
     assert (life.facts["snapshot_every"], life.facts["batch_size"]) == (5.0, 16.0)
-    assert life.facts["snapshot"] == "atomic"
     assert life.ended == "closed"
 
 
@@ -133,8 +132,8 @@ def test_damaged_measurements_are_passed_over(
 
 
 @pytest.mark.parametrize("every", [2, 6])
-def test_each_snapshot_is_one_sample_also_a_rolling_one(tmp_path: Path, every: int) -> None:
-    loop = Loop(tmp_path, settings={"snapshot": "rolling", "snapshot_every": every})
+def test_each_snapshot_is_one_sample(tmp_path: Path, every: int) -> None:
+    loop = Loop(tmp_path, settings={"snapshot_every": every})
     loop.attach()
     for number in loop.checkpointer.steps(18):
         loop.step(number)
@@ -143,7 +142,6 @@ def test_each_snapshot_is_one_sample_also_a_rolling_one(tmp_path: Path, every: i
     (life,) = lives(tmp_path)
     assert len(life.samples["snapshot_seconds"]) == 1 + 18 // every
     assert sum(life.samples["snapshot_seconds"]) == pytest.approx(stats["snapshot_seconds"])
-    assert life.facts["snapshot"] == "rolling"
 
 
 def test_auto_never_begins_with_more_steps_at_risk_than_may_be_lost(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Campaign:
     """One run that is killed again and again.
 
     Attributes:
-        snapshot: How it takes its full snapshots.
+        kind: Of the zygote's `SETTINGS`.
         until: The run's last step; lives are killed before it.
         reference: Per rank: digest of every step in an uninterrupted life.
     """
@@ -48,7 +48,7 @@ class Campaign:
     until: int
     outcome: Outcome
     chance: random.Random
-    snapshot: str = "atomic"
+    kind: str = "topk"
     reference: list[dict[int, str]] = field(default_factory=list)
 
     def prepare(self) -> None:
@@ -63,7 +63,7 @@ class Campaign:
             self.reference.append({step: found for word, step, found in lines if word != "closed"})
 
     def _spawn(self, folder: Path) -> list[int]:
-        return self.zygote.spawn(folder, self.until, self.world_size, self.snapshot)
+        return self.zygote.spawn(folder, self.until, self.world_size, self.kind)
 
     def round(self, number: int) -> None:
         """Begin or go on with a life, kill something, and look at what is left."""
@@ -133,18 +133,15 @@ class Campaign:
                 self.outcome.lose(f"{what}: step {step} came back with other bits")
 
 
-def kills(
-    folder: Path, rounds: int, *, world_size: int = 1, seed: int = 0, snapshot: str = "atomic"
-) -> Outcome:
+def kills(folder: Path, rounds: int, *, world_size: int = 1, seed: int = 0) -> Outcome:
     """Kill a run of one process, or of several, ``rounds`` times; begin another where it ends."""
     words = "one process" if world_size == 1 else f"{world_size} ranks"
-    words += ", rolling snapshots" if snapshot == "rolling" else ""
     outcome = Outcome(f"SIGKILL of trainer, writer or both at random instants, {words}", seed)
     zygote = Zygote()
     until = 150 + 45 * rounds
-    place = folder / f"of-{world_size}-{snapshot}"
+    place = folder / f"of-{world_size}"
     chance = random.Random(seed)
-    campaign = Campaign(zygote, place, world_size, until, outcome, chance, snapshot)
+    campaign = Campaign(zygote, place, world_size, until, outcome, chance)
     return carried_out(campaign, rounds, folder)
 
 

@@ -17,30 +17,29 @@ from tests.faults.zygote import Zygote, reported
 _PATIENCE_SECONDS = 60.0
 _LIFE_STEPS = 1000
 _WORDS = {
-    "atomic": "atomic snapshots",
-    "rolling": "rolling snapshots",
+    "topk": "with compression",
     "replica": "without compression",
 }
 
 
-def looks(folder: Path, rounds: int, *, snapshot: str = "atomic") -> Outcome:
+def looks(folder: Path, rounds: int, *, kind: str = "topk") -> Outcome:
     """Verify and recover a live run ``rounds`` times, every other time as another machine sees it.
 
     Args:
         folder: For the runs.
         rounds: How often.
-        snapshot: How the runs take their full snapshots; ``"replica"``: without compression.
+        kind: Of the zygote's `SETTINGS`.
     """
-    tried = f"verify and recover beside a training at full speed, {_WORDS[snapshot]}"
+    tried = f"verify and recover beside a training at full speed, {_WORDS[kind]}"
     outcome = Outcome(tried, seed=0)
     zygote = Zygote()
     recovered: dict[Path, list[tuple[int, str]]] = {}
     try:
         with outcome.timed():
             while outcome.rounds < rounds:
-                life = folder / f"{snapshot}-{len(recovered)}"
+                life = folder / f"{kind}-{len(recovered)}"
                 life.mkdir(parents=True)
-                (pid,) = zygote.spawn(life, _LIFE_STEPS, snapshot=snapshot)
+                (pid,) = zygote.spawn(life, _LIFE_STEPS, kind=kind)
                 recovered[life] = _watch(life, pid, rounds, outcome)
     finally:
         zygote.close()

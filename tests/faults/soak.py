@@ -68,13 +68,8 @@ def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
         "replicas of 2 ranks": lambda: replica_kills(
             replicas, size(30, 1), world_size=2, seed=seed
         ),
-        "rolling": lambda: kills(killed, size(50, 2), snapshot="rolling", seed=seed),
-        "rolling of 2 ranks": lambda: kills(
-            killed, size(10), world_size=2, snapshot="rolling", seed=seed
-        ),
         "looks": lambda: looks(folder / "looks", size(2000, 4)),
-        "looks at rolling": lambda: looks(folder / "looks", size(1000, 4), snapshot="rolling"),
-        "looks at replicas": lambda: looks(folder / "looks", size(1000, 4), snapshot="replica"),
+        "looks at replicas": lambda: looks(folder / "looks", size(1000, 4), kind="replica"),
         "cuts": lambda: cuts(victims(), every=every, seed=seed),
         "flips": lambda: flips(victims(), size(10_000, 50), seed=seed),
         "resumptions": lambda: resumptions(victims(), size(400, 4), folder, seed=seed),

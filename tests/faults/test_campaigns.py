@@ -38,16 +38,8 @@ def test_no_committed_step_is_lost_to_sigkill_at_random_instants(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_no_committed_step_is_lost_to_sigkill_in_the_middle_of_a_cycle(tmp_path: Path) -> None:
-    outcome = kills.kills(tmp_path, 4, seed=3, snapshot="rolling")
-    expect_nothing_lost(outcome, 4)
-
-
-@pytest.mark.slow
 def test_no_committed_step_of_two_ranks_is_lost_to_sigkill(tmp_path: Path) -> None:
     expect_nothing_lost(kills.kills(tmp_path, 3, world_size=2, seed=4), 3)
-    rolling = kills.kills(tmp_path, 3, world_size=2, seed=4, snapshot="rolling")
-    expect_nothing_lost(rolling, 3)
 
 
 @pytest.mark.timeout(400)
@@ -66,12 +58,9 @@ def test_no_committed_step_is_lost_to_ten_kills_with_a_replica(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "snapshot",
-    ["atomic", *(pytest.param(s, marks=pytest.mark.slow) for s in ("rolling", "replica"))],
-)
-def test_nothing_of_a_live_run_looks_lost(tmp_path: Path, snapshot: str) -> None:
-    expect_nothing_lost(looks.looks(tmp_path, 12, snapshot=snapshot), 12)
+@pytest.mark.parametrize("kind", ["topk", pytest.param("replica", marks=pytest.mark.slow)])
+def test_nothing_of_a_live_run_looks_lost(tmp_path: Path, kind: str) -> None:
+    expect_nothing_lost(looks.looks(tmp_path, 12, kind=kind), 12)
 
 
 def test_files_cut_anywhere_lead_to_an_exact_step_or_a_named_error(victims: list[Victim]) -> None:

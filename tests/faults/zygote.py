@@ -26,10 +26,9 @@ from tests.faults.victim import TinyTraining, checkpointer_for
 
 ROOT = Path(__file__).parents[2]
 RETENTION = 3
-#: Settings of the Checkpointer by kind of snapshot; cycles are long, so that kills come inside them.
+#: Settings of the Checkpointer by kind of training.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "atomic": {},
-    "rolling": {"snapshot": "rolling", "snapshot_every": 11},
+    "topk": {},
     "replica": {"compressor": None, "snapshot_every": 10},
 }
 
@@ -48,14 +47,12 @@ class Zygote:
             start_new_session=True,
         )
 
-    def spawn(
-        self, folder: Path, until: int, world_size: int = 1, snapshot: str = "atomic"
-    ) -> list[int]:
+    def spawn(self, folder: Path, until: int, world_size: int = 1, kind: str = "topk") -> list[int]:
         """Start one life of the run in ``folder``; returns the process ids, by rank."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         port = _free_port() if world_size > 1 else 0
-        words = folder, until, world_size, port, snapshot
+        words = folder, until, world_size, port, kind
         print(*words, file=self._process.stdin, flush=True)
         return [int(pid) for pid in self._process.stdout.readline().split()]
 
@@ -87,25 +84,25 @@ def _free_port() -> int:
 def _serve() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are not waited for
     for line in sys.stdin:
-        folder, until, world_size, port, snapshot = line.split()
+        folder, until, world_size, port, kind = line.split()
         pids = []
         for rank in range(int(world_size)):
             pid = os.fork()
             if pid == 0:
-                _live(Path(folder), int(until), rank, int(world_size), int(port), snapshot)
+                _live(Path(folder), int(until), rank, int(world_size), int(port), kind)
             pids.append(pid)
         sys.stdout.write(" ".join(map(str, pids)) + "\n")
         sys.stdout.flush()
 
 
-def _live(folder: Path, until: int, rank: int, world_size: int, port: int, snapshot: str) -> None:
+def _live(folder: Path, until: int, rank: int, world_size: int, port: int, kind: str) -> None:
     """The child's whole life; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     output = os.open(folder / f"output.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (0, 1, 2):
         os.dup2(output if stream else os.open(os.devnull, os.O_RDONLY), stream)
     try:
-        _train(folder, until, rank, world_size, port, snapshot)
+        _train(folder, until, rank, world_size, port, kind)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -113,7 +110,7 @@ def _live(folder: Path, until: int, rank: int, world_size: int, port: int, snaps
     os._exit(0)
 
 
-def _train(folder: Path, until: int, rank: int, world_size: int, port: int, snapshot: str) -> None:
+def _train(folder: Path, until: int, rank: int, world_size: int, port: int, kind: str) -> None:
     torch.set_num_threads(1)
     training = TinyTraining()
     model: torch.nn.Module = training.model
@@ -124,7 +121,7 @@ def _train(folder: Path, until: int, rank: int, world_size: int, port: int, snap
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         model = DistributedDataParallel(model)
     checkpointer = checkpointer_for(
-        folder / "run", folder / "staging", retention=RETENTION, **SETTINGS[snapshot]
+        folder / "run", folder / "staging", retention=RETENTION, **SETTINGS[kind]
     )
     report = os.open(folder / f"report.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     resumed = checkpointer.attach(model, training.optimizer, **training.stateful)

@@ -12,22 +12,18 @@ import pytest
 from crc32c import crc32c
 
 from lowdiff.persistence.adoption import adopt_predecessors
-from lowdiff.persistence.assembly import Assembly
 from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.cycles import CycleMark, write_slices
-from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, read_records
 from lowdiff.persistence.images import StagedImage
 from lowdiff.persistence.ownership import claim
 from lowdiff.persistence.segments import SegmentWriter, batches_of, durable_step
-from lowdiff.persistence.snapshot_writing import CycleLost, SnapshotWriter
-from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file, shard_file
+from lowdiff.persistence.snapshot_writing import persist_image
+from lowdiff.persistence.snapshots import manifest_file
 from lowdiff.persistence.staging_retention import clear_staging, staged_differentials
 from lowdiff.persistence.status import StatusPage, WriterStatus
 from lowdiff.persistence.writer import Writer
 from lowdiff.persistence.writer_settings import WriterSettings
 from tests.persistence.forgetful import ForgetfulKernel
-from tests.persistence.test_cycles import cycle
 from tests.persistence.writers import RUN_ID, append, log_of, settings_in, stored
 
 STEPS = 6
@@ -147,38 +143,12 @@ def test_an_adoption_that_failed_is_made_again_with_all_it_wrote(
         assert kernel.on_disk(path) == path.read_bytes()
 
 
-# Rolling snapshots
+def written(settings: WriterSettings, image: StagedImage) -> Path:
+    asyncio.run(persist_image(settings, image))
+    return settings.folder.snapshot(0, image.step)
 
 
-@pytest.fixture
-def rolling(tmp_path: Path) -> tuple[WriterSettings, CycleMark]:
-    """A life that has put all slices of a cycle together."""
-    settings = settings_in(tmp_path, is_rolling=True)
-    records, mark, _ = cycle()
-    partial = Assembly(settings, -1).partial(mark.step)
-    make_directory(partial.parent)
-    write_slices(partial, records)
-    return settings, mark
-
-
-def written(settings: WriterSettings, mark: CycleMark | StagedImage) -> Path:
-    asyncio.run(SnapshotWriter(settings, Assembly(settings, -1)).write(mark))
-    return settings.folder.snapshot(0, mark.step)
-
-
-def test_a_cycle_whose_image_could_not_be_made_durable_is_lost(
-    rolling: tuple[WriterSettings, CycleMark], kernel: ForgetfulKernel
-) -> None:
-    settings, mark = rolling
-    kernel.fail_next(".partial")
-    with pytest.raises(CycleLost, match="Input/output error"):
-        written(settings, mark)
-    with pytest.raises(CycleLost, match="no slice of the cycle was written"):
-        written(settings, mark)
-    assert not list(settings.folder.snapshot(0, mark.step).iterdir())
-
-
-def test_an_atomic_snapshot_that_others_may_have_seen_keeps_its_manifest(
+def test_a_snapshot_that_others_may_have_seen_keeps_its_manifest(
     tmp_path: Path, kernel: ForgetfulKernel
 ) -> None:
     """So does what an attempt leaves whose very last fsync failed, and that is made again."""
@@ -203,20 +173,3 @@ def test_an_atomic_snapshot_that_others_may_have_seen_keeps_its_manifest(
         written(settings, mark)
     assert len(manifests) > 3
     assert all(manifests)
-
-
-def test_an_image_that_has_its_name_keeps_it_and_its_manifest(
-    rolling: tuple[WriterSettings, CycleMark], kernel: ForgetfulKernel
-) -> None:
-    """An attempt may fail after other ranks have seen the snapshot, and relied on it."""
-    settings, mark = rolling
-    folder = written(settings, mark)
-    kernel.fail_next(".partial")
-    with pytest.raises(OSError, match="Input/output error"):
-        written(settings, mark)
-    assert manifest_file(folder, 0).is_file()
-    kernel.fail_next(".safetensors")
-    with pytest.raises(CycleLost, match="Input/output error"):
-        written(settings, mark)
-    assert check_shard(folder, Manifest.read(manifest_file(folder, 0))) == shard_file(folder, 0)
-    assert kernel.has_failed

@@ -142,8 +142,6 @@ def test_numbers_of_kinds_and_the_version_are_pinned() -> None:
         "DIFFERENTIAL": 1,
         "SNAPSHOT": 2,
         "BASE": 3,
-        "SLICE": 4,
-        "CYCLE": 5,
     }
     assert (FORMAT_VERSION, HEADER_BYTES) == (1, 64)
 

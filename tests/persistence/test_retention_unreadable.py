@@ -33,10 +33,10 @@ SEGMENTS = [segment(0, first) for first in (1, 21, 41, 101, 201, 301)]
 def test_it_stays_with_what_a_step_that_may_rest_on_it_needs() -> None:
     snapshots = [unreadable(0, 40), snapshot(0, 200), snapshot(0, 300), snapshot(0, 400)]
     plan = planned(ONE, snapshots, SEGMENTS, [Pin("best", 50, 0)], snapshots=2)
-    # It may be a rolling one, which needs what lies before it in its life.
-    assert names(plan) == (["i0-s200"], ["i0-s101.seg", "i0-s201.seg"])
-    assert plan.kept[0] == Kept(40, 50, "pinned: best", 0)
-    assert plan.collected == ((0, 51, 300),)
+    segments = ["i0-s1.seg", "i0-s21.seg", "i0-s101.seg", "i0-s201.seg"]
+    assert names(plan) == (["i0-s200"], segments)
+    assert plan.kept[0] == Kept(40, 50, "pinned: best")
+    assert plan.collected == ((0, 1, 40), (0, 51, 300))
 
 
 def test_the_snapshot_before_it_stays_as_if_it_were_not_there() -> None:
@@ -58,7 +58,7 @@ def test_a_young_one_widens_the_window() -> None:
     assert names(planned(ONE, [unreadable(0, 100), *others], **policy)) == (["i0-s200"], [])
     plan = planned(ONE, [unreadable(0, 100, written_seconds=9000.0), *others], **policy)
     assert names(plan) == ([], [])
-    assert plan.kept == (Kept(100, None, "the newest snapshots", 0),)
+    assert plan.kept == (Kept(100, None, "the newest snapshots"),)
 
 
 def test_no_good_one_goes_to_make_room_for_it() -> None:
@@ -67,7 +67,7 @@ def test_no_good_one_goes_to_make_room_for_it() -> None:
 
 
 LIVES = [[Span(0, 1, 0, None)], [Span(0, 1, 0, 45), Span(1, 1, 45, None)]]
-STATES = st.sampled_from(["none", "none", "atomic", "rolling", "unreadable", "unreadable"])
+STATES = st.sampled_from(["none", "none", "whole", "whole", "unreadable", "unreadable"])
 
 
 @st.composite
@@ -76,16 +76,13 @@ def inventories(draw: st.DrawFn) -> tuple[Inventory, Sequence[Pin]]:
     snapshots, segments = [], []
     for number, first, last in [(0, 0, 60), (1, 45, 100)][: len(spans)]:
         steps = range(first, (last if len(spans) > 1 else 100) + 1, 5)
-        before = first
         for step in steps:
             state = draw(STATES)
             if state == "none":
                 continue
-            base = draw(st.integers(before, step)) if state != "atomic" and before < step else None
-            made = snapshot(number, step, first_base=base)
+            made = snapshot(number, step)
             is_unclear = state == "unreadable"
             snapshots.append(replace(made, complete=not is_unclear, unreadable=is_unclear))
-            before = step
         edges = sorted(draw(st.sets(st.integers(first + 1, steps[-1]), min_size=1, max_size=8)))
         segments += [segment(number, edge) for edge in edges]
     pins = draw(st.lists(st.integers(0, 100), max_size=3))

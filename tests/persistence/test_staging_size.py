@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.segments import batches_of
-from lowdiff.persistence.staging import LogTail, StagingLog, staged_records
+from lowdiff.persistence.staging import LogTail, staged_records
 from tests.persistence.staged_logs import (
     CHUNK,
     ITEMS,
@@ -153,33 +153,6 @@ def test_where_it_may_drop_the_log_keeps_its_cap_for_large_records_too(tmp_path:
         found = [record.header.step for _, record in staged_records(folder)]
         assert found == list(range(found[0], step + 1))
         assert log.dropped_step == (found[0] - 1 if found[0] > 1 else -1)
-
-
-def append_slice(log: StagingLog, step: int, *, durable: int, num_items: int) -> int | None:
-    data = payload(step, num_items)[0].data.data.cast("B")
-    return log.append(RecordKind.SLICE, step, b"", (), durable_step=durable, pieces=[data])
-
-
-def test_nothing_waits_for_a_step_that_waits_for_it(tmp_path: Path) -> None:
-    folder = folder_in(tmp_path)
-    log = log_in(folder, cap_bytes=2 * CHUNK)
-    for step in range(1, 30):
-        assert append_slice(log, step, durable=step - 1, num_items=700)
-        assert append_slice(log, step, durable=step - 1, num_items=400)
-        # The slices lie in two chunks, and neither is durable before the differential is.
-        assert append(log, step, durable=step - 1, num_items=700)
-        found = [record.header.step for _, record in staged_records(folder)]
-        assert found[-3:] == [step] * 3
-        assert log.bytes_held <= 3 * CHUNK
-
-
-def test_a_step_before_it_is_waited_for(tmp_path: Path) -> None:
-    log = log_in(folder_in(tmp_path), cap_bytes=2 * CHUNK)
-    assert append(log, 1, num_items=700)
-    assert append_slice(log, 2, durable=0, num_items=700)
-    assert append(log, 2, durable=0, num_items=700) is None
-    assert append(log, 2, durable=1, num_items=700)
-    assert log.bytes_held == 2 * CHUNK
 
 
 def test_a_record_larger_than_the_cap_is_taken_once_it_is_alone(tmp_path: Path) -> None:

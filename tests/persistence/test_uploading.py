@@ -8,15 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from crc32c import crc32c
 
-from lowdiff.persistence.durable import write_json
 from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, read_records
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.measurements import gather_measurements
 from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.segments import read_batch, uploaded_records
-from lowdiff.persistence.snapshots import Manifest, manifest_file, shard_file
 from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
@@ -222,30 +219,6 @@ def test_steps_that_only_a_snapshot_leads_to_count_when_it_is_there(
         wait_until(writer, has_uploaded(4))
 
 
-def test_a_shard_that_is_replaced_meanwhile_does_not_get_the_old_manifest(
-    tmp_path: Path, server: S3Server
-) -> None:
-    settings = settings_in(tmp_path, store=server.url("replaced"), batch_size=1)
-    log, store = log_of(settings), ObjectStore(settings.store or "")
-    server.throttled = lambda method, name: (
-        method == "PUT" and name.endswith("rank-0000.safetensors")
-    )
-    folder = settings.folder.snapshot(0, 1)
-    with writing(settings) as writer:
-        append(log, 1)
-        stage_snapshot(log, 1, 10)
-        wait_until(writer, lambda status: "rank-0000.safetensors" in status.remote_error)
-        rolling = Manifest.read(manifest_file(folder, 0))
-        manifest_file(folder, 0).unlink()
-        shard_file(folder, 0).write_bytes(b"an atomic one")
-        atomic = replace(rolling, bytes=13, checksum=crc32c(b"an atomic one"))
-        write_json(manifest_file(folder, 0), atomic.document())
-        server.forget()
-        wait_until(writer, lambda status: status.remote_snapshot == 1)
-    for file in (shard_file(folder, 0), manifest_file(folder, 0)):
-        assert store.read(settings.folder.name(file)) == file.read_bytes()
-
-
 def test_batches_are_cut_at_whole_records(tmp_path: Path) -> None:
     settings = settings_in(tmp_path, batch_size=1)
     log = log_of(settings)
@@ -273,3 +246,21 @@ def test_batches_are_cut_at_whole_records(tmp_path: Path) -> None:
     assert rest.data[HEADER_BYTES:] == data[ends[0] : ends[1]]
     assert uploaded_records(path, 1, ends[1]).end == ends[1]
     assert uploaded_records(path, 2, HEADER_BYTES + ends[1] - ends[0]).last == 2
+
+
+def test_a_rank_uploads_what_it_makes_durable_for_one_that_is_elsewhere_now(
+    tmp_path: Path,
+) -> None:
+    """The other rank's writer has a run folder of its own."""
+    dead = settings_in(tmp_path, rank=1, world_size=2)
+    log = log_of(dead)
+    for step in range(1, 4):
+        append(log, step)
+    settings = settings_in(
+        tmp_path, incarnation=1, world_size=2, base_step=3, store=f"file://{tmp_path}/store"
+    )
+    append(log_of(settings), 4)
+    with writing(settings) as writer:
+        wait_until(writer, lambda status: status.remote_step == 3)  # so all it builds on is there
+        names = ObjectStore(settings.store or "").sizes("segments/rank-0001")
+        assert list(names) == ["segments/rank-0001/i000000-s0000000001.seg"]

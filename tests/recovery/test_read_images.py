@@ -100,7 +100,7 @@ def with_header(path: Path, header: bytes, body: bytes = bytes(16)) -> None:
 
 def load(snapshot: SnapshotSet) -> Any:
     fence = scan(RunFolder(snapshot.run)).incarnations[snapshot.incarnation].fence
-    return load_snapshot(snapshot, fence, 2)[0]
+    return load_snapshot(snapshot, fence, 2)
 
 
 def told_anew(shard: Path) -> None:

@@ -20,8 +20,8 @@ from lowdiff.persistence.framing import FileHeader, read_records
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.recovery import engine, replay
+from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
-from lowdiff.recovery.rolling import load_base
 from lowdiff.recovery.state import RecoveredState
 from tests.recovery.training import Trained, train
 
@@ -65,7 +65,7 @@ def test_where_blocks_fail_the_second_attempt_finds_nothing_of_the_first(
     def load(*args: Any) -> RecoveredState:
         readers = [t.name for t in threading.enumerate() if t.name.startswith("lowdiff-decode")]
         left.append((sum(tensor() is not None for tensor in tensors), readers))
-        state = load_base(*args)
+        state = load_snapshot(*args)
         tensors.extend(map(weakref.ref, state.parameters.values()))
         return state
 
@@ -78,7 +78,7 @@ def test_where_blocks_fail_the_second_attempt_finds_nothing_of_the_first(
 
     monkeypatch.setattr(replay, "_FIRST_WINDOW_BYTES", 1)
     monkeypatch.setattr(replay.Replayer, "_check", refuse_blocks)
-    monkeypatch.setattr(engine, "load_base", load)
+    monkeypatch.setattr(engine, "load_snapshot", load)
     assert lowdiff.recover(trained.run, STEPS).step == STEPS
     assert left == [(0, [])] * 2
 

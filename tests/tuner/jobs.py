@@ -55,7 +55,6 @@ JOBS = {
     "laptop": (LAPTOP, FailureRates.known(2 * 3600.0)),
     "cluster": (CLUSTER, FailureRates.known(54 * 86400.0 / 466, node_share=0.8)),
     "slow disk": (SLOW_DISK, FailureRates.known(3600.0)),
-    "rolling": (replace(LAPTOP, is_rolling=True), FailureRates.known(2 * 3600.0)),
     "slow store": (
         replace(LAPTOP, store_bytes_per_second=8e6, store_latency_seconds=0.2),
         FailureRates.known(3600.0),

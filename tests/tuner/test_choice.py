@@ -81,16 +81,6 @@ def test_storage_limits_bind_and_are_kept() -> None:
     assert any("may hold" in reason for reason in oftener.reasons)
 
 
-def test_rolling_snapshots_are_stored_with_the_differentials_of_their_cycles() -> None:
-    rolling = replace(LAPTOP, is_rolling=True)
-    snapshots, cycle = 3 * LAPTOP.snapshot_bytes, 50 * LAPTOP.differential_bytes
-    assert stored_bytes(LAPTOP, Limits(), 50) == pytest.approx(snapshots + 2 * cycle)
-    assert stored_bytes(rolling, Limits(), 50) == pytest.approx(snapshots + 3 * cycle)
-    total = stored_bytes(rolling, Limits(), 50)
-    limited = recommend(rolling, FailureRates.known(7200.0), Limits(total_bytes=total))
-    assert (limited.broken, limited.setting.snapshot_every) == ((), 50)
-
-
 def test_a_store_must_keep_up_where_it_can() -> None:
     rates = FailureRates.known(600.0)
     free = recommend(LAPTOP, rates, Limits()).setting
@@ -224,14 +214,12 @@ def test_a_writer_that_cannot_keep_up_is_not_said_to_keep_up() -> None:
 def test_the_formula_that_is_said_gives_the_number_that_is_said(job: str) -> None:
     costs, rates = JOBS[job]
     text = recommend(costs, rates, Limits()).reasons[0]
-    twice = "" if costs.is_rolling else "2 "
-    assert text.startswith(f"f = sqrt({twice}C (M + K) / (r (T + d))) = ")
+    assert text.startswith("f = sqrt(2 C (M + K) / (r (T + d))) = ")
     said = float(text.partition(") = ")[2].partition(":")[0].replace(",", ""))
     found = re.search(r"C = (.+?) of .+ M = (.+?), .+ K = (.+?), .+ r = (.+?), .+ = (.+)$", text)
     assert found is not None
     c, m, k, r, own = (units.seconds(figure.replace(",", "")) for figure in found.groups())
-    weighed = c if costs.is_rolling else 2 * c
-    assert math.sqrt(weighed * (m + k) / (r * own)) == pytest.approx(said, rel=0.02)
+    assert math.sqrt(2 * c * (m + k) / (r * own)) == pytest.approx(said, rel=0.02)
 
 
 def test_recoveries_that_take_next_to_nothing_are_said_rightly() -> None:

@@ -14,7 +14,6 @@ from lowdiff.tuner.costs import (
     effective_share,
     loop_seconds,
     lost_steps,
-    recovery_seconds,
     replayed_steps,
     waste,
     without_residual,
@@ -25,7 +24,7 @@ from lowdiff.tuner.paper import PublishedModel
 from tests.tuner.jobs import CLUSTER, JOBS, LAPTOP, SLOW_DISK
 
 
-@pytest.mark.parametrize("job", ["laptop", "cluster", "rolling"])
+@pytest.mark.parametrize("job", ["laptop", "cluster"])
 def test_the_closed_form_is_the_minimum_of_a_grid(job: str) -> None:
     costs, rates = JOBS[job]
     # A disk that is never the limit: with it the optimum is another, which choice.py finds.
@@ -96,18 +95,6 @@ def test_replay_covers_half_an_interval_and_what_passes_while_a_snapshot_is_writ
     assert replayed_steps(CLUSTER, 101, 1) == pytest.approx(
         50 + writing / loop_seconds(CLUSTER, 101, 1)
     )
-
-
-def test_replay_from_a_rolling_snapshot_first_brings_its_blocks_to_one_step() -> None:
-    rolling = replace(CLUSTER, is_rolling=True)
-    # Blocks are of the steps 1 to 101 of its cycle.
-    completion = sum(101 - step for step in range(1, 102)) / 101
-    assert replayed_steps(rolling, 101, 1) == replayed_steps(CLUSTER, 101, 1) + completion
-    longer = recovery_seconds(rolling, 101, 1) - recovery_seconds(CLUSTER, 101, 1)
-    assert longer == pytest.approx(CLUSTER.replay_seconds * completion)
-    rates = FailureRates.known(4 * 3600.0)
-    shorter = best_interval(rolling, rates) / best_interval(CLUSTER, rates)
-    assert shorter == pytest.approx(1 / math.sqrt(2), rel=1e-3)
 
 
 def test_the_effective_share_is_the_first_order_one_while_failures_are_rare() -> None:

@@ -140,7 +140,7 @@ def test_a_life_on_other_machines_or_of_other_shards_tells_nothing(other: dict[s
 
 
 def test_bandwidth_is_of_the_snapshots_of_one_life() -> None:
-    now = resumed(**MACHINE, snapshot_bytes=500e6)  # a rolling one, say, that nobody timed
+    now = resumed(**MACHINE, snapshot_bytes=500e6)  # which nobody timed
     costs = measure([life(**MACHINE), now], world_size=2).costs
     assert costs.snapshot_bytes == 500e6
     assert costs.write_bytes_per_second == 100e6
@@ -170,22 +170,6 @@ def test_loading_and_replay_are_told_apart_by_restarts_that_replayed_differently
     assert costs.replay_seconds == pytest.approx(0.05)
     assert costs.load_seconds == pytest.approx(2.0)
     assert costs.restart_seconds == 12.0
-
-
-def test_a_run_says_itself_whether_its_snapshots_are_rolling() -> None:
-    assert not measure([life(snapshot="atomic")], world_size=1).costs.is_rolling
-    assert measure([life(snapshot="rolling")], world_size=1).costs.is_rolling
-
-
-def test_bringing_a_rolling_snapshot_to_one_step_is_no_loading() -> None:
-    rolling = {"snapshot": "rolling", "snapshot_every": 41.0}
-    recovered = {"recovery_seconds": 5.0, "replayed_steps": 10.0, "replay_seconds": 1.0}
-    crashed = life(1, **recovered, **rolling, restart="process")
-    # 0.1 s for each of 10 steps, and of 20 on average before them.
-    assert measure([life(), crashed], world_size=1).costs.load_seconds == pytest.approx(2.0)
-    # What was closed left an atomic one.
-    closed = life(1, **recovered, **rolling, restart="")
-    assert measure([life(), closed], world_size=1).costs.load_seconds == pytest.approx(4.0)
 
 
 def test_loading_that_was_never_seen_is_of_all_shards_through_the_disk_of_one_machine() -> None:
