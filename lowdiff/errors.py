@@ -225,7 +225,4 @@ class ReplayMismatch(RecoveryError):
 
     def __init__(self, what: str, *, step: int | None = None) -> None:
         self.step = step
-        super().__init__(
-            f"{what}; `lowdiff verify` says which steps replay, and an earlier one of these, or a "
-            "machine like that of the training, is the way out"
-        )
+        super().__init__(what)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -216,37 +217,51 @@ def recover_together(
         newest_step(catalog, target)
         if restore == "all":
             check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
-        state = recover_from_memory(catalog, target, options)
-    if all(ranks.gather(state is not None)):
+        goes_back = step is None and settings.on_error == "warn"
+        state = recover_from_memory(catalog, target, options, goes_back=goes_back)
+    reached = ranks.gather(-1 if state is None else state.step)
+    if state is not None and set(reached) == {state.step}:
         return state
     # Where one rank cannot read its memory, all go back to what is on disk, to the same step.
-    return _recover_from_disk(catalog, ranks, step, options)
+    return _recover_from_disk(settings, catalog, ranks, step, options)
 
 
 def _recover_from_disk(
-    catalog: Catalog, ranks: Ranks, step: int | None, options: ReplayOptions
+    settings: Settings, catalog: Catalog, ranks: Ranks, step: int | None, options: ReplayOptions
 ) -> RecoveredState:
     """What all ranks find on disk of a step.
 
-    If it is the newest, and snapshots that alone lead there are damaged on one rank, all go back to
-    the newest step without them.
+    If it is the newest, all go back together: to the newest step without snapshots that are damaged on
+    one rank, and to the last step that replays on every rank. No run is stuck behind a step that does
+    not replay.
+
+    Raises:
+        ReplayMismatch: If a step does not replay, and it was asked for or ``on_error="raise"``.
     """
+    goal = step
     while True:
         with ranks.together():
-            target = plan_recovery(catalog, step).step if ranks.rank == 0 else -1
+            target = plan_recovery(catalog, goal).step if ranks.rank == 0 else -1
         target = ranks.gather(target)[0]
         with ranks.together():
             found = try_from_disk(catalog, plan_recovery(catalog, target), options)
-            if isinstance(found, OutOfReach) and step is not None:
-                raise found.error
-        mine = found.snapshots if isinstance(found, OutOfReach) else ()
-        damaged = {snapshot for other in ranks.gather(mine) for snapshot in other}
+            if isinstance(found, OutOfReach):
+                is_lost = found.last is not None and settings.on_error == "raise"
+                if step is not None or is_lost:
+                    raise found.error
+        mine: list[Any] = [[], None]
+        if isinstance(found, OutOfReach):
+            mine = [[list(snapshot) for snapshot in found.snapshots], found.last]
+        told = ranks.gather(mine)
+        damaged = {(number, at) for snapshots, _ in told for number, at in snapshots}
+        lasts = [last for _, last in told if last is not None]
         if isinstance(found, OutOfReach):
             _logger.warning("rank %d: %s; going back to an earlier one", ranks.rank, found.error)
-        elif not damaged:
+        elif not damaged and not lasts:
             return found
         del found  # where it is a state, another one takes its place
         catalog = without(catalog, damaged)
+        goal = min(lasts, default=goal)
 
 
 def _has_history(catalog: Catalog) -> bool:

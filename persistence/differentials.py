@@ -94,8 +94,10 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
             residual=scalars["residual"] and ResidualMark(*scalars["residual"]),
             digests=_tuple_of(scalars["digests"]),
             averages={
-                name: AverageStep(*facts, digests=_tuple_of(digests))
-                for name, (*facts, digests) in scalars.get("averages", {}).items()
+                name: AverageStep(updated, function, decay, count, _tuple_of(digests))
+                for name, (updated, function, decay, count, digests) in scalars.get(
+                    "averages", {}
+                ).items()
             },
             written=_written(sections),
         )

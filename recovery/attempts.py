@@ -8,17 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.state import RecoveredState
-from lowdiff.recovery.unit import UNREPLAYABLE
+from lowdiff.recovery.unit import UNREPLAYABLE, is_out_of_means
 
 _logger = logging.getLogger(__name__)
-
-#: What torch and Python say where memory or threads are not to be had.
-_OUT_OF_MEANS = ("allocate memory", "start new thread")
 
 
 @contextmanager
@@ -39,8 +34,7 @@ def unfit_is_damaged(root: Path, what: str) -> Iterator[None]:
     except LowDiffError:
         raise
     except UNREPLAYABLE as error:
-        is_out = any(words in str(error) for words in _OUT_OF_MEANS)
-        if is_out or isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_means(error):
             raise
         raise DamagedFile(root, f"{what} cannot be replayed ({error!r:.200})") from error
 

@@ -99,7 +99,8 @@ def _recover(
     aim = _Aim(step)
 
     def act(seen: Catalog) -> RecoveredState:
-        state = recover_from_memory(seen, aim.step, options or ReplayOptions())
+        goes_back = aim.asked is None
+        state = recover_from_memory(seen, aim.step, options or ReplayOptions(), goes_back=goes_back)
         return _reach(seen, aim, options, progress) if state is None else state
 
     return look_again(folder, root, catalog, act)
@@ -211,14 +212,21 @@ def recover_from(catalog: Catalog, step: int | None, options: ReplayOptions) -> 
 
     What replicas left in memory comes first.
     """
-    state = recover_from_memory(catalog, step, options)
+    state = recover_from_memory(catalog, step, options, goes_back=step is None)
     return recover_from_disk(catalog, step, options) if state is None else state
 
 
 def recover_from_memory(
-    catalog: Catalog, step: int | None, options: ReplayOptions
+    catalog: Catalog, step: int | None, options: ReplayOptions, *, goes_back: bool
 ) -> RecoveredState | None:
-    """What replicas left in memory, where it leads as far as the disk; None if it does not."""
+    """What replicas left in memory, where it leads as far as the disk; None if it does not.
+
+    Args:
+        catalog: What there is.
+        step: Which step; None for the newest.
+        options: How to replay.
+        goes_back: Whether an earlier step serves where that one does not replay.
+    """
     memory = plan_best(catalog, step)
     if memory is None:
         return None
@@ -226,8 +234,12 @@ def recover_from_memory(
         return carry_out_in_memory(catalog, memory, options)
     except (DamagedFile, ReplayMismatch, RunMismatch) as error:
         # Not for want of memory or of room on a disk: that passes, but a step back would remain.
-        _logger.warning("%s; going back to what is on disk", error)
-        return None
+        failed = error.step if isinstance(error, ReplayMismatch) else None
+        if not goes_back or failed is None or failed <= memory.common:
+            _logger.warning("%s; going back to what is on disk", error)
+            return None
+        _logger.warning("%s; steps %d to %d are lost", error, failed, memory.step)
+    return recover_from_memory(catalog, failed - 1, options, goes_back=True)
 
 
 def recover_from_disk(catalog: Catalog, step: int | None, options: ReplayOptions) -> RecoveredState:
@@ -249,20 +261,25 @@ def _reach(
             return found
         if aim.asked is not None:
             raise found.error
+        if found.last is not None:
+            _logger.warning("%s; going back to step %d", found.error, found.last)
+            aim.step = found.last
         catalog = without(catalog, found.snapshots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutOfReach:
-    """A step to which nothing leads but snapshots that are damaged.
+    """A step to which nothing leads: its snapshots are damaged, or replay does not come so far.
 
     Attributes:
-        snapshots: ``(incarnation, step)`` of each.
         error: Says so.
+        snapshots: ``(incarnation, step)`` of each damaged one.
+        last: The last step that replays, where a later one does not.
     """
 
-    snapshots: tuple[tuple[int, int], ...]
-    error: StepNotFound
+    error: StepNotFound | ReplayMismatch
+    snapshots: tuple[tuple[int, int], ...] = ()
+    last: int | None = None
 
 
 def without(catalog: Catalog, snapshots: Collection[tuple[int, int]]) -> Catalog:
@@ -294,6 +311,12 @@ def try_from_disk(
             if error.is_unreadable:  # told anew: the error holds on to what was read
                 unreadable = DamagedFile(error.path, error.what)
             catalog = without(catalog, damaged)
+        except ReplayMismatch as error:
+            if error.step is None:
+                raise
+            last = error.step - 1
+            lost = f"{error}. Steps {error.step} to {plan.step} cannot be had; step {last} can"
+            return OutOfReach(ReplayMismatch(lost, step=error.step), last=last)
         else:
             lives = dict.fromkeys([plan.base.incarnation, *(s.incarnation for s in plan.steps)])
             refuse_lost_objects(state, [catalog.incarnations[number].fence for number in lives])
@@ -306,7 +329,7 @@ def try_from_disk(
             which = ", ".join(str(step) for _, step in damaged)
             why = f"{error.why} (snapshot {which}, which leads there, is damaged)"
             found = StepNotFound(catalog.root, error.step, error.recoverable, why)
-            return OutOfReach(tuple(damaged), found)
+            return OutOfReach(found, tuple(damaged))
 
 
 def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:

@@ -40,6 +40,7 @@ from lowdiff.recovery.state import RecoveredState, begin_life
 from lowdiff.recovery.unit import (
     Checksums,
     Movement,
+    Replaying,
     Scratch,
     Step,
     UnitState,
@@ -182,9 +183,11 @@ def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step],
         if any(_updates(shard) != _updates(shards[0]) for shard in shards):
             raise ReplayMismatch(
                 f"the ranks updated their averages differently in step {step.step}; update an "
-                "AveragedModel on every rank in the same steps"
+                "AveragedModel on every rank in the same steps",
+                step=step.step,
             )
-        decode = compressor.decoder([shard.payload for shard in shards], fence.layout)
+        with Replaying(step.step):
+            decode = compressor.decoder([shard.payload for shard in shards], fence.layout)
         return Step.of(shards, decode)
 
     unread = iter(steps)
@@ -293,14 +296,15 @@ class Replayer:
             for unit in queue:
                 looks: list[tuple[int, list[int]]] = []
                 for step in window:
-                    if self._options.movements is None:
-                        unit.step(step, scratch)
-                    else:
-                        number = step.shards[0].step
-                        moved = unit.step_measured(step, scratch)
-                        movements[number] = movements.get(number, Movement()) + moved
+                    number = step.shards[0].step
+                    with Replaying(number):
+                        if self._options.movements is None:
+                            unit.step(step, scratch)
+                        else:
+                            moved = unit.step_measured(step, scratch)
+                            movements[number] = movements.get(number, Movement()) + moved
                     if step.is_digested:
-                        looks.append((step.shards[0].step, unit.look()))
+                        looks.append((number, unit.look()))
                 unit.add_checksums(looks, checksums)
         return checksums, movements
 

@@ -13,7 +13,7 @@ from lowdiff.arithmetic import arithmetic_of
 from lowdiff.compressors.sections import floats
 from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.digests import Looker, Shift
-from lowdiff.errors import ReplayMismatch
+from lowdiff.errors import LowDiffError, ReplayMismatch
 from lowdiff.layout import flat, flat_like, shaped, torch_dtype
 from lowdiff.protocols import Decoder
 from lowdiff.recovery.averages import BlockAverage
@@ -82,6 +82,39 @@ Checksums = dict[tuple[int, str, int], int]
 
 #: What torch and Python say of values of the wrong type, shape or number when they are stepped.
 UNREPLAYABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+#: What they say where memory or threads are not to be had.
+_OUT_OF_MEANS = ("allocate memory", "start new thread")
+
+
+def is_out_of_means(error: BaseException) -> bool:
+    """Whether an error says that the machine has nothing left, and so nothing about the run."""
+    is_out = any(words in str(error) for words in _OUT_OF_MEANS)
+    return is_out or isinstance(error, torch.OutOfMemoryError)
+
+
+class Replaying:
+    """Within it, whatever keeps a step from being replayed says which step that is.
+
+    Raises:
+        ReplayMismatch: With the step, also in place of what an optimizer says of unfit values.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def __enter__(self) -> None:
+        """Begin to replay the step."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Name the step."""
+        if isinstance(error, ReplayMismatch):
+            if error.step is None:
+                raise ReplayMismatch(str(error), step=self._step) from error
+        elif isinstance(error, UNREPLAYABLE) and not (
+            isinstance(error, LowDiffError) or is_out_of_means(error)
+        ):
+            what = f"step {self._step} cannot be replayed ({error!r:.200})"
+            raise ReplayMismatch(what, step=self._step) from error
 
 
 def check_digests(
