@@ -36,6 +36,7 @@ soak: .venv/installed-dev
 	$(BIN)/python -m tests.faults.soak --out $(RESULTS) $(if $(SOAK_MINUTES),--minutes $(SOAK_MINUTES))
 	$(BIN)/python -m tests.faults.peers --out $(RESULTS)
 	$(BIN)/python -m benches.bench_failures --out $(RESULTS)
+	$(BIN)/python -m tests.loops --count $(if $(SOAK_MINUTES),20,300)
 
 demo: .venv/installed-plot
 	$(BIN)/lowdiff demo
