@@ -43,10 +43,9 @@ from lowdiff.recovery.state import (
 from lowdiff.residuals import read_residual
 from lowdiff.restore import (
     check_match,
-    load_constants,
     load_gradients,
+    load_model,
     load_optimizers,
-    load_parameters,
     load_stateful,
     load_weights,
 )
@@ -98,10 +97,9 @@ def load_start(
             )
         return Start(0, False, True, [], tracker.read())
     residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
-    load_parameters(state, attached)
+    reshaped = load_model(state, items, attached)
     differences = load_optimizers(state, attached)
     load_gradients(state, attached)
-    reshaped = load_constants(state, items, attached)
     objects = _Objects.of(stateful, state.fence)
     afresh = {*objects.new, *objects.replaced}
     load_stateful(state, items, {n: thing for n, thing in stateful.items() if n not in afresh})
