@@ -49,6 +49,7 @@ from lowdiff.restore import (
     load_stateful,
     load_weights,
 )
+from lowdiff.restored import check_averages, check_restored, unlike
 from lowdiff.settings import Settings
 from lowdiff.types import Fence, Layout, ResidualMark
 
@@ -102,7 +103,17 @@ def load_start(
     load_gradients(state, attached)
     objects = _Objects.of(stateful, state.fence)
     afresh = {*objects.new, *objects.replaced}
-    load_stateful(state, items, {n: thing for n, thing in stateful.items() if n not in afresh})
+    restored = {name: thing for name, thing in stateful.items() if name not in afresh}
+    load_stateful(state, items, restored)
+    check_restored(state, items, attached)
+    check_averages(state, {n: live for n, live in given.averages.items() if n in restored})
+    for name in unlike(state, items, restored):
+        _logger.warning(
+            "rank %d: %s does not hold what its load_state_dict() was given, and the run goes on "
+            "with what it holds; see that state_dict() and load_state_dict() mirror each other",
+            ranks.rank,
+            name,
+        )
     averages = followed_names(given.averages, attached.layout)
     changes = _changes(settings, state.fence, ranks, averages)
     if ranks.rank == 0 and (said := [*changes, *objects.said(), *reshaped, *differences]):

@@ -16,6 +16,7 @@ from lowdiff.persistence.differentials import encode_scalars
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.snapshots import ImageTensor
 from lowdiff.protocols import Reducer
+from lowdiff.replaced import AttachedObjects
 from lowdiff.rolling import Rolling
 from lowdiff.run_lock import RunLock
 from lowdiff.scaling import Scaling
@@ -99,6 +100,7 @@ class Session:
         self._capture.install(
             lambda: self.stager.timed("differential_seconds"), self._before_step, self._stage_ahead
         )
+        self._objects = AttachedObjects(attached)
 
     def forward_begins(self) -> None:
         """A forward pass that a backward pass will follow begins."""
@@ -106,8 +108,8 @@ class Session:
 
     @property
     def has_finished_step(self) -> bool:
-        """Whether every optimizer stepped since the last commit."""
-        return self._capture.has_finished
+        """Whether every optimizer stepped since the last commit, and the step can be committed."""
+        return self._capture.has_finished and not self._objects.has_refused
 
     def _before_step(self) -> None:
         """An optimizer is about to overwrite what may still be copied."""
@@ -138,9 +140,11 @@ class Session:
             RanksDiverged: If ``on_error="raise"`` and their parameters differ; on all ranks.
             StorageError: If staging memory is exhausted.
             RunInUse: If another machine took over the run; on all ranks.
+            UsageError: If something took the place of what was attached.
         """
         self.finish_copies()
         with self.stager.timed("differential_seconds"):
+            self._objects.check()
             notes = self.reducer.heard()
             if notes or self._world_size == 1:
                 self._note_commit()
@@ -425,4 +429,5 @@ class Session:
     def detach(self) -> None:
         """Remove the optimizer hooks and give back what gradients were exchanged with."""
         self._capture.remove()
+        self._objects.remove()
         self.reducer.close()
