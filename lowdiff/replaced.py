@@ -7,7 +7,7 @@ optimizer for a new phase, would train unrecorded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any, NoReturn
 
@@ -31,25 +31,6 @@ _ATTACH_ANEW = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """One module, and what it held when it was last looked at."""
-
-    module: torch.nn.Module
-    parameters: tuple[torch.nn.Parameter | None, ...]
-    children: tuple[torch.nn.Module | None, ...]
-
-    def is_same(self) -> bool:
-        """Whether it still holds the same objects."""
-        parameters, children = self.module._parameters, self.module._modules
-        return (
-            len(parameters) == len(self.parameters)
-            and len(children) == len(self.children)
-            and all(map(is_, parameters.values(), self.parameters))
-            and all(map(is_, children.values(), self.children))
-        )
-
-
 class AttachedObjects:
     """The modules, parameters and optimizers of one session; `check` sees that they still train.
 
@@ -63,7 +44,7 @@ class AttachedObjects:
         self._trained = set(map(id, attached.parameters))
         self._names = _parameters_by_path(attached.module)
         self._extra = set(extra_state_keys(attached.module))
-        self._parts = _parts(attached.model)
+        self._look()
         self._own = set(map(id, attached.optimizers))
         #: Optimizers whose step runs now, outermost first.
         self._stepping: list[torch.optim.Optimizer] = []
@@ -91,8 +72,16 @@ class AttachedObjects:
         self.has_refused = False
         if self._foreign is not None:
             self._refuse(self._foreign)
-        if not all(map(_Part.is_same, self._parts)):
+        now = [*chain.from_iterable(self._views)]
+        if len(now) != len(self._seen) or not all(map(is_, now, self._seen)):
             self._look_closely()
+
+    def _look(self) -> None:
+        """Remember which objects every module holds now."""
+        parts = list(self._attached.model.modules())
+        # These follow their dicts, and asking them for all costs little.
+        self._views = [d.values() for part in parts for d in (part._parameters, part._modules)]
+        self._seen = [*chain.from_iterable(self._views)]
 
     def _refuse(self, what: str) -> NoReturn:
         self.has_refused = True
@@ -118,7 +107,8 @@ class AttachedObjects:
         if changed:
             kind = type(next(iter(changed))).__name__
             self._refuse(f"a {kind}, which keeps extra state, was put in or taken out after attach")
-        self._names, self._parts = now, _parts(self._attached.model)
+        self._names = now
+        self._look()
 
     def _check_frozen(
         self, name: str, was: torch.nn.Parameter, found: torch.nn.Parameter | None
@@ -161,13 +151,6 @@ class AttachedObjects:
         """A parameter of the model that an optimizer would step, if there is one."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return next((name for name, p in self._names.items() if id(p) in held), None)
-
-
-def _parts(model: torch.nn.Module) -> list[_Part]:
-    return [
-        _Part(part, tuple(part._parameters.values()), tuple(part._modules.values()))
-        for part in model.modules()
-    ]
 
 
 def _parameters_by_path(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -42,14 +42,16 @@ from lowdiff.recovery.state import (
 )
 from lowdiff.residuals import read_residual
 from lowdiff.restore import (
+    check_averages,
     check_match,
+    check_restored,
     load_gradients,
     load_model,
     load_optimizers,
     load_stateful,
     load_weights,
+    unlike,
 )
-from lowdiff.restored import check_averages, check_restored, unlike
 from lowdiff.settings import Settings
 from lowdiff.types import Fence, Layout, ResidualMark
 

@@ -151,3 +151,36 @@ def test_frozen_parameters_that_parted_are_each_their_own(tmp_path: Path) -> Non
     values = {n: model.get_parameter(n)[0].item() for n in ("one", "other")}
     assert values == {"one": 1.0, "other": 3.375}
     assert model.get_buffer("scale")[0].item() == 0.125
+
+
+class Twins(nn.Module):
+    """Two parts of the same names and shapes, as two generators are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Sharing(), Sharing()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.left(inputs) + self.right(inputs * 2)
+        return outputs
+
+
+def test_an_average_of_one_of_two_parts_that_are_alike_is_that_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    for begins, until in ((0, 3), (3, 5)):
+        torch.manual_seed(3)
+        model = Twins()
+        made = regression(model, 0)
+        average = AveragedModel(model.right, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        checkpointer = checkpointer_in(tmp_path)
+        assert checkpointer.attach(made.model, made.optimizer, average=average) == begins
+        if expected:
+            assert same(named_tensors(average), expected)
+        for step in checkpointer.steps(until):
+            made.step(step)
+            average.update_parameters(model.right)
+        expected = named_tensors(average)
+        abandon(checkpointer, Kill(0))
+    assert "one of several parts that are alike" in caplog.text
