@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +22,10 @@ from lowdiff.types import Layout, OptimizerSpec
 _TRANSPARENT = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
 
 
+#: Module and attribute under which a tensor is found.
+Slot: TypeAlias = "tuple[torch.nn.Module, str]"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Attached:
     """The attached model and optimizers, described.
@@ -34,10 +38,9 @@ class Attached:
         parameters: In layout order.
         owner: Per parameter: index of its optimizer.
         specs: One per optimizer.
-        frozen: Item name -> parameter that no optimizer trains.
+        frozen: Item name -> module and attribute of a parameter that no optimizer trains.
         names: Keys of the model's state dict -> parameter, item, or key within the item of extra
             states.
-        shared: Names of buffers that were an earlier one's tensor at attach, and are no item then.
     """
 
     model: torch.nn.Module
@@ -47,9 +50,8 @@ class Attached:
     parameters: tuple[torch.nn.Parameter, ...]
     owner: tuple[int, ...]
     specs: tuple[OptimizerSpec, ...]
-    frozen: Mapping[str, torch.Tensor]
+    frozen: Mapping[str, Slot]
     names: Mapping[str, str]
-    shared: frozenset[str]
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -64,19 +66,18 @@ class Attached:
     def constants(self) -> dict[str, torch.Tensor]:
         """Item name -> tensor that no optimizer updates: buffers and frozen parameters.
 
-        Buffers are looked up anew, because models may assign new tensors to them.
+        They are looked up anew, because models may assign new ones. Each is an item of its own, also
+        where two names hold one tensor: either may be given another.
         """
-        found: dict[str, torch.Tensor] = {}
-        listed: set[int] = set()
-        for name, buffer, _, _ in _buffers(self.module):
-            # One that comes to share a tensor only while it trains stays an item of its own, because
-            # the next life's model begins with two.
-            if buffer is not None and not (name in self.shared and id(buffer) in listed):
-                found[name] = buffer
-                listed.add(id(buffer))
-        return found | {name: parameter.detach() for name, parameter in self.frozen.items()}
+        found = {n: buffer for n, buffer, _, _ in _buffers(self.module) if buffer is not None}
+        return found | {name: p.detach() for name, p in self.frozen_parameters().items()}
 
-    def buffer_slots(self) -> dict[str, tuple[torch.nn.Module, str]]:
+    def frozen_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Item name -> parameter that no optimizer trains."""
+        found = ((name, part._parameters.get(key)) for name, (part, key) in self.frozen.items())
+        return {name: parameter for name, parameter in found if parameter is not None}
+
+    def buffer_slots(self) -> dict[str, Slot]:
         """Item name -> module and attribute of every buffer, whether it holds a tensor or None."""
         return {name: (owner, key) for name, _, owner, key in _buffers(self.module)}
 
@@ -168,16 +169,12 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             "one, or train the parts in processes of their own"
         )
     layout = layout_of(trained.items())
-    frozen: dict[str, torch.Tensor] = {
-        FROZEN_ITEM + n: p for n, p in named.items() if n not in trained
-    }
+    source_of = {id(p): n if n in trained else FROZEN_ITEM + n for n, p in named.items()}
     _refuse_unstorable(module)
     _refuse_sparse(module)
     ddp = ddp_of(model)
     if ddp is not None:
         _compare_with_averaged(ddp, trained, name_of)
-    buffers = {BUFFER_ITEM + own_name(n): b for n, b in module.named_buffers()}
-    filled = {name for name, buffer, _, _ in _buffers(module) if buffer is not None}
     return Attached(
         model=model,
         module=module,
@@ -186,9 +183,8 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         parameters=tuple(trained.values()),
         owner=tuple(owner_of[spec.name] for spec in layout.parameters),
         specs=tuple(specs),
-        frozen=frozen,
-        names=_state_dict_names(module, trained, {**buffers, **frozen}),
-        shared=frozenset(filled - buffers.keys()),
+        frozen=_frozen_slots(module, source_of),
+        names=_state_dict_names(module, source_of),
     )
 
 
@@ -222,10 +218,21 @@ def _buffers(
             yield BUFFER_ITEM + own_name(f"{prefix}.{key}" if prefix else key), buffer, part, key
 
 
+def _frozen_slots(module: torch.nn.Module, source_of: Mapping[int, str]) -> dict[str, Slot]:
+    """Item name -> where each frozen parameter is found; the first place of one that is tied."""
+    found: dict[str, Slot] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            source = source_of.get(id(parameter), "")
+            if source.startswith(FROZEN_ITEM):
+                found.setdefault(source, (part, key))
+    return found
+
+
 def _refuse_one_name(module: torch.nn.Module) -> None:
     """See that no two tensors get one name where what `torch.compile` puts in is left out."""
     given: dict[str, str] = {}
-    tensors = [*module.named_parameters(), *module.named_buffers()]
+    tensors = [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
     for name in (name for name, _ in tensors):
         other = given.setdefault(own_name(name), name)
         if other != name:
@@ -367,28 +374,47 @@ def _refuse_master_copies(optimizer: torch.optim.Optimizer, name_of: Mapping[int
                 )
 
 
-def _state_dict_names(
-    module: torch.nn.Module,
-    trained: Mapping[str, torch.nn.Parameter],
-    constants: Mapping[str, torch.Tensor],
-) -> dict[str, str]:
-    source_of = {id(p): n for n, p in trained.items()}
-    by_place = {(t.data_ptr(), t.shape): n for n, t in constants.items()}
+def _state_dict_names(module: torch.nn.Module, source_of: Mapping[int, str]) -> dict[str, str]:
+    """Key of the model's state dict -> parameter, item, or key within the item of extra states.
+
+    Args:
+        module: The user's own model.
+        source_of: Id of every parameter -> its name, or that of its item.
+    """
+    by_path, unfilled = _sources_by_path(module, source_of)
     extra = {
         key: f"{EXTRA_ITEM}/{keys[0]}" for keys in extra_state_keys(module).values() for key in keys
     }
+    item_of = {id(buffer): name for name, buffer, _, _ in _buffers(module)}
     names = {}
-    for key, value in module.state_dict(keep_vars=True).items():
-        if own_name(key) in extra:
-            names[own_name(key)] = extra[own_name(key)]
-        elif isinstance(value, torch.Tensor):
-            source = source_of.get(id(value)) or by_place.get((value.data_ptr(), value.shape))
-            if source is not None:
-                names[own_name(key)] = source
+    for given, value in module.state_dict(keep_vars=True).items():
+        key = own_name(given)
+        # A state-dict hook may call a tensor otherwise, as activation checkpointing's wrapper does.
+        source = (
+            extra.get(key)
+            or by_path.get(key)
+            or source_of.get(id(value))
+            or (item_of.get(id(value)) if isinstance(value, torch.Tensor) else None)
+        )
+        if source is not None:
+            names[key] = source
+    return names | unfilled
+
+
+def _sources_by_path(
+    module: torch.nn.Module, source_of: Mapping[int, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Path of every tensor in the model -> its source; those that training may fill apart."""
+    found: dict[str, str] = {}
+    unfilled: dict[str, str] = {}
     item_of = {(id(part), key): name for name, _, part, key in _buffers(module)}
     for prefix, part in module.named_modules(remove_duplicate=False):
+        path = own_name(f"{prefix}." if prefix else "")
+        for key, parameter in part._parameters.items():
+            if id(parameter) in source_of:
+                found[path + key] = source_of[id(parameter)]
         for key, buffer in part._buffers.items():
+            found[path + key] = item_of[id(part), key]
             if buffer is None and key not in part._non_persistent_buffers_set:
-                # Training may fill it, and only then does the state dict have it.
-                names[own_name(f"{prefix}.{key}" if prefix else key)] = item_of[id(part), key]
-    return names
+                unfilled[path + key] = found[path + key]  # and only then the state dict has it
+    return found, unfilled

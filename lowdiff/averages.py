@@ -134,8 +134,9 @@ def find_averages(stateful: Mapping[str, object], attached: Attached) -> dict[st
         else:
             _logger.warning(
                 "%s averages with a function of its own, or over other parameters than the "
-                "attached ones; it is not replayed but logged whole at every update; use one of "
-                "torch.optim.swa_utils' functions, and average the attached model",
+                "attached ones, or over one of several parts that are alike; it is not replayed but "
+                "logged whole at every update; use one of torch.optim.swa_utils' functions, and "
+                "average the attached model",
                 name,
             )
     return found
@@ -144,7 +145,8 @@ def find_averages(stateful: Mapping[str, object], attached: Attached) -> dict[st
 def _followed(average: AveragedModel, attached: Attached) -> dict[int, torch.Tensor]:
     """Layout index -> its average, if all that the average could follow is in the layout.
 
-    The averaged model may be a part of the attached one, such as a GAN's generator.
+    The averaged model may be a part of the attached one, such as a GAN's generator. Where several
+    parts have its names and shapes, nothing tells which one it follows.
     """
     mine: dict[str, torch.Tensor] = {
         own_name(n): p for n, p in wrappers(average.module)[-1].named_parameters()
@@ -152,6 +154,7 @@ def _followed(average: AveragedModel, attached: Attached) -> dict[int, torch.Ten
     layout = attached.layout
     index_of = {spec.name: i for i, spec in enumerate(layout.parameters)}
     frozen = {own_name(n) for n, p in attached.module.named_parameters()} - set(index_of)
+    fitting = []
     for prefix, part in attached.module.named_modules():
         full_names = {
             own_name(n): own_name(f"{prefix}.{n}".lstrip(".")) for n, _ in part.named_parameters()
@@ -165,8 +168,8 @@ def _followed(average: AveragedModel, attached: Attached) -> dict[int, torch.Ten
         }
         found = {index_of[name]: tensor for name, tensor in followed.items() if name in index_of}
         if len(found) == len(followed) and all(_fits(t, layout, i) for i, t in found.items()):
-            return found
-    return {}
+            fitting.append(found)
+    return fitting[0] if len(fitting) == 1 else {}
 
 
 def _fits(tensor: torch.Tensor, layout: Layout, index: int) -> bool:

@@ -236,28 +236,32 @@ class ItemTracker:
         fetch: Fetch = fetch_now,
     ) -> Callable[[], dict[str, torch.Tensor]]:
         """Read `tensors`; called once they are there: those that differ from the last call's."""
-        fetched: list[tuple[str, torch.Tensor]] = []
+        #: By object: several names may hold one tensor, which is read once.
+        fetched: dict[int, tuple[torch.Tensor, list[str]]] = {}
         found: dict[str, torch.Tensor] = {}
         versions: dict[str, tuple[int, int] | None] = {}
         checksums: dict[str, int] = {}
         trusted: list[str] = []
 
-        def compare(name: str, host: torch.Tensor, *, is_known: bool) -> None:
+        def compare(names: list[str], host: torch.Tensor, *, is_known: bool) -> None:
             host = host.contiguous()
             # With its form: another shape of the same bytes is another value.
             form = crc32c(f"{host.dtype}{tuple(host.shape)}".encode())
             checksum = crc32c(byte_view(host), form) if host.numel() else form
-            if self._checksums.get(name) != checksum:
-                if is_known:
-                    self._distrust_versions(name)
-                checksums[name] = checksum
-                found[name] = host
+            for name in names:
+                if self._checksums.get(name) != checksum:
+                    if is_known:
+                        self._distrust_versions(name)
+                    checksums[name] = checksum
+                    found[name] = host
 
         for name, tensor in tensors.items():
             # Version counters are right for frozen parameters, which only in-place operations
             # write, but not for buffers: batch norm updates its statistics behind their back.
             if not name.startswith(FROZEN_ITEM):
-                fetched.append((name, fetch(tensor)))
+                if id(tensor) not in fetched:
+                    fetched[id(tensor)] = fetch(tensor), []
+                fetched[id(tensor)][1].append(name)
                 continue
             version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
             is_known = version is not None and self._versions.get(name) == version
@@ -266,7 +270,7 @@ class ItemTracker:
                 if version is not None:
                     self._samples.note(name, tensor)
                 # It may be large, so one at a time; seldom read.
-                compare(name, fetch_now(tensor), is_known=is_known)
+                compare([name], fetch_now(tensor), is_known=is_known)
             else:
                 trusted.append(name)
         has_moved = self._samples.look(trusted, fetch)
@@ -274,11 +278,11 @@ class ItemTracker:
         self._checksums |= checksums
 
         def differing() -> dict[str, torch.Tensor]:
-            for name, host in fetched:
-                compare(name, host, is_known=False)
+            for host, names in fetched.values():
+                compare(names, host, is_known=False)
             if has_moved():
                 for name in trusted:
-                    compare(name, fetch_now(tensors[name]), is_known=True)
+                    compare([name], fetch_now(tensors[name]), is_known=True)
             self._checksums |= checksums
             return found
 

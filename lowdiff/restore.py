@@ -1,17 +1,18 @@
-"""Putting a recovered state into the live model, optimizers and stateful objects."""
+"""Putting a recovered state into the live model, optimizers and stateful objects, and seeing it there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 
 from lowdiff.attached import Attached
+from lowdiff.averages import LiveAverage
 from lowdiff.capture import ABSENT_ITEM, Stateful
 from lowdiff.errors import RunMismatch
 from lowdiff.extra_state import ExtraStates
-from lowdiff.layout import shaped
+from lowdiff.layout import flat_like, shaped
 from lowdiff.persistence.values import same
 from lowdiff.recovery.optimizers import placed_scalar, take_scales_by_groups
 from lowdiff.recovery.state import (
@@ -22,10 +23,8 @@ from lowdiff.recovery.state import (
     RecoveredState,
     is_aligned,
 )
-from lowdiff.types import Fence, Layout
-
-#: Item name -> module and attribute of a buffer.
-Slots: TypeAlias = "Mapping[str, tuple[torch.nn.Module, str]]"
+from lowdiff.shared_memory import FreshTensors, doubtful, is_whole, part_copies, same_bits
+from lowdiff.types import Fence, Layout, ParameterSpec
 
 _NEW_RUN = (
     "start a new run folder, or take the old weights along, where names and shapes fit with "
@@ -46,8 +45,43 @@ def check_match(attached: Attached, fence: Fence) -> None:
         raise RunMismatch(f"the run was trained with another {difference}; {_NEW_RUN}")
 
 
-def load_parameters(state: RecoveredState, attached: Attached) -> None:
-    """Copy parameters, bit for bit."""
+def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Attached) -> list[str]:
+    """Restore parameters, frozen parameters and buffers, each by its own name, bit for bit.
+
+    Training may have filled a buffer that the model is built without, or given it another shape:
+    then the module that has it gets a new tensor. So does one whose memory another name has as well,
+    with other bytes: names that share memory as the model is built may have parted since.
+
+    Args:
+        state: What was recovered.
+        items: Those of its items that are this rank's.
+        attached: Model and optimizers.
+
+    Returns:
+        Which buffers have another shape or dtype in the run than the model was built with.
+
+    Raises:
+        RunMismatch: If the model has a tensor that the run does not know, or was built without one
+            that the run's model was built with.
+    """
+    fresh = FreshTensors(attached)
+    differences = _load_constants(state, items, attached, fresh)
+    _load_parameters(state, attached)  # last: no buffer's bytes stay on a weight
+    live = _live(attached)
+    for name in doubtful(live):
+        if name in items and not same_bits(live[name], value := state.resolved(name, items)):
+            fresh.give(name, live[name], value)
+    return differences
+
+
+def _live(attached: Attached) -> dict[str, torch.Tensor]:
+    """Parameters by name, buffers and frozen parameters by item name."""
+    names = (spec.name for spec in attached.layout.parameters)
+    trained: dict[str, torch.Tensor] = dict(zip(names, attached.parameters, strict=True))
+    return trained | attached.constants()
+
+
+def _load_parameters(state: RecoveredState, attached: Attached) -> None:
     tensors = state.tensors()
     with torch.no_grad():
         for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
@@ -117,29 +151,15 @@ def load_stateful(
     """
     for name, thing in stateful.items():
         if STATEFUL_ITEM + name in items:
-            thing.load_state_dict(state.resolved(STATEFUL_ITEM + name, items))
+            value = state.resolved(STATEFUL_ITEM + name, items)
+            thing.load_state_dict(value)
+            if isinstance(thing, torch.nn.Module):  # a copy of the model, an average say
+                part_copies(thing, value)
 
 
-def load_constants(
-    state: RecoveredState, items: Mapping[str, bytes], attached: Attached
+def _load_constants(
+    state: RecoveredState, items: Mapping[str, bytes], attached: Attached, fresh: FreshTensors
 ) -> list[str]:
-    """Restore one rank's buffers and frozen parameters, bit for bit.
-
-    Training may have filled a buffer that the model is built without, or given it another shape:
-    then the module that has it gets a new tensor.
-
-    Args:
-        state: What was recovered.
-        items: Those of its items that are this rank's.
-        attached: Model and optimizers.
-
-    Returns:
-        Which buffers have another shape or dtype in the run than the model was built with.
-
-    Raises:
-        RunMismatch: If the model has a tensor that the run does not know, or was built without one
-            that the run's model was built with.
-    """
     live, slots = attached.constants(), attached.buffer_slots()
     for name in live:
         if name not in items and ABSENT_ITEM + name not in items:
@@ -150,25 +170,24 @@ def load_constants(
     known = set(state.fence.names.values())  # as the run's model was built
     for name in [n for n in items if n.startswith((BUFFER_ITEM, FROZEN_ITEM))]:
         value, tensor = state.resolved(name, items), live.get(name)
-        if tensor is not None and _takes(tensor, value):
-            with torch.no_grad():
-                tensor.copy_(value)  # in place, because other tensors may be views of it
+        if tensor is not None and (value.shape, value.dtype) == (tensor.shape, tensor.dtype):
+            if is_whole(tensor):  # else it may hold the bytes once all others do
+                with torch.no_grad():
+                    tensor.copy_(value)  # in place, because other tensors may be views of it
         elif name not in slots:
             if tensor is None and name.startswith(BUFFER_ITEM) and name not in known:
                 differences.append(f"{name} is left to the model, which makes it while it trains")
             else:
                 _refuse(name, tensor, value)
         else:
-            _assign(name, value.to(attached.device if tensor is None else tensor.device), slots)
+            fresh.give(name, tensor, value)
             if tensor is not None:
-                _assign_to_others(tensor, name, items, slots)
                 forms = _form(value), _form(tensor)
-                if forms[0] != forms[1]:
-                    differences.append(f"{name} is {forms[0]} in the run, built as {forms[1]}")
+                differences.append(f"{name} is {forms[0]} in the run, built as {forms[1]}")
     for name in live:
-        # A buffer that shared its tensor with another as the model was built does so again.
-        if ABSENT_ITEM + name in items and name not in attached.shared:
-            _assign(name, None, slots)
+        if ABSENT_ITEM + name in items:
+            part, key = slots[name]
+            setattr(part, key, None)
     return differences
 
 
@@ -191,10 +210,8 @@ def load_weights(
     Raises:
         RunMismatch: Naming what the model lacks, or has in another shape.
     """
-    slots = attached.buffer_slots()
-    names = (spec.name for spec in attached.layout.parameters)
-    live: dict[str, torch.Tensor] = dict(zip(names, attached.parameters, strict=True))
-    live |= {name.removeprefix(FROZEN_ITEM): t for name, t in attached.constants().items()}
+    slots, fresh = attached.buffer_slots(), FreshTensors(attached)
+    live = {name.removeprefix(FROZEN_ITEM): tensor for name, tensor in _live(attached).items()}
     made = {name for name, (part, key) in slots.items() if key in part._non_persistent_buffers_set}
     made_there = {name for name in items if name.startswith(BUFFER_ITEM)}
     made_there.difference_update(slots, state.fence.names.values())
@@ -213,15 +230,26 @@ def load_weights(
             f"the run's weights do not fit the model: {'; '.join(wrong)}. Rename such parts, or "
             "load what fits by hand from what `lowdiff recover RUN --out weights.safetensors` writes"
         )
-    for name, value in _weights(state, items):
+    trained, old = {spec.name for spec in attached.layout.parameters}, state.tensors()
+
+    def weight(name: str) -> torch.Tensor:
+        item = name if name.startswith(BUFFER_ITEM) else FROZEN_ITEM + name
+        value: torch.Tensor = old[name] if name in old else state.resolved(item, items)
+        return value
+
+    # Parameters last: no buffer's bytes stay on a weight.
+    for name in sorted(taken, key=trained.__contains__):
         tensor = live.get(name)
-        if name not in taken:
-            continue
-        if tensor is None or (name in slots and not _is_whole(tensor)):
-            _assign(name, value.to(attached.device if tensor is None else tensor.device), slots)
-        else:
+        if tensor is None:
+            fresh.give(name, None, weight(name))
+        elif is_whole(tensor):
             with torch.no_grad():
-                tensor.copy_(value)
+                tensor.copy_(weight(name))
+    written = {name: tensor for name, tensor in live.items() if name in taken}
+    for name in doubtful(written):
+        value = weight(name).to(written[name].dtype)
+        if name not in trained and not same_bits(written[name], value):
+            fresh.give(name if name in slots else FROZEN_ITEM + name, written[name], value)
     extra = state.resolved(EXTRA_ITEM, items) if EXTRA_ITEM in items else {}
     ExtraStates(attached.module, attached.device).load_state_dict(extra)
     return [name for name in live if name not in taken | made]
@@ -235,18 +263,6 @@ def _weights(
     for name in items:
         if name.startswith((BUFFER_ITEM, FROZEN_ITEM)):
             yield name.removeprefix(FROZEN_ITEM), state.resolved(name, items)
-
-
-def _takes(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether ``value`` can be copied into a live tensor, bit for bit."""
-    is_same = value.shape == tensor.shape and value.dtype == tensor.dtype
-    return is_same and _is_whole(tensor)
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether every element has memory of its own, which an expanded tensor's do not."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return all(stride or size < 2 for size, stride in sizes)
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -266,19 +282,124 @@ def _refuse(name: str, tensor: torch.Tensor | None, value: torch.Tensor) -> NoRe
     raise RunMismatch(f"{name} is in the run and not in the model; {way}")
 
 
-def _assign(name: str, value: torch.Tensor | None, slots: Slots) -> None:
-    part, key = slots[name]
-    setattr(part, key, value)
+def check_restored(state: RecoveredState, items: Mapping[str, bytes], attached: Attached) -> None:
+    """Compare model and optimizers with the state that was loaded into them, in one pass.
+
+    Raises:
+        RunMismatch: Naming the first that differs.
+    """
+    _refuse_difference(state.step, _unlike_model(state, items, attached))
+    _refuse_difference(state.step, _unlike_optimizers(state, attached))
 
 
-def _assign_to_others(
-    old: torch.Tensor, name: str, items: Mapping[str, bytes], slots: Slots
-) -> None:
-    """Give a buffer's new tensor to all that shared the old one, and have none of their own."""
-    part, key = slots[name]
-    for other, (owner, attribute) in slots.items():
-        if other not in items and getattr(owner, attribute) is old:
-            setattr(owner, attribute, getattr(part, key))
+def check_averages(state: RecoveredState, averages: Mapping[str, LiveAverage]) -> None:
+    """Compare averages of the parameters that replay goes on with.
+
+    Raises:
+        RunMismatch: Naming the first that differs.
+    """
+
+    def differing() -> Iterator[str]:
+        for name, average in averages.items():
+            known = state.averages.get(name, {})
+            for i, tensor in average.parameters.items():
+                spec = state.fence.layout.parameters[i]
+                if spec.name in known and not same_bits(flat_like(tensor, spec), known[spec.name]):
+                    yield f"the average of {spec.name!r} in {name!r}"
+
+    _refuse_difference(state.step, differing())
+
+
+def _refuse_difference(step: int, names: Iterator[str]) -> None:
+    first = next(names, None)
+    if first is not None:
+        raise RunMismatch(
+            f"{first} is not what step {step} of the run holds, although attach has just restored "
+            "it: something that attach called wrote to it, most likely load_state_dict() of an "
+            "attached object or a hook of the model or its optimizer; leave what the model and its "
+            "optimizers hold to attach. Nothing of the run was changed"
+        )
+
+
+def _unlike_model(
+    state: RecoveredState, items: Mapping[str, bytes], attached: Attached
+) -> Iterator[str]:
+    for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
+        if not same_bits(flat_like(parameter.detach(), spec), state.parameters[spec.name]):
+            yield f"parameter {spec.name!r}"
+    constants = attached.constants()
+    for name, tensor in constants.items():
+        if name not in items or not same_bits(tensor, state.resolved(name, items)):
+            yield _worded(name)
+    for name in items:
+        # One that forward registers is left to the model.
+        is_absent = name in attached.frozen or name in attached.buffer_slots()
+        if is_absent and name not in constants:
+            yield _worded(name)
+
+
+def _worded(item: str) -> str:
+    kind = "frozen parameter" if item.startswith(FROZEN_ITEM) else "buffer"
+    return f"{kind} {item.removeprefix(FROZEN_ITEM).removeprefix(BUFFER_ITEM)!r}"
+
+
+def _unlike_optimizers(state: RecoveredState, attached: Attached) -> Iterator[str]:
+    for index, (optimizer, recovered) in enumerate(
+        zip(attached.optimizers, state.optimizers, strict=True)
+    ):
+        whose = f"of optimizer {index} ({type(optimizer).__name__})"
+        pairs = zip(optimizer.param_groups, recovered.groups, strict=True)
+        for number, (group, hyper) in enumerate(pairs):
+            for key, value in hyper.items():
+                if key not in group or not same(group[key], value):
+                    yield f"{key!r} of group {number} {whose}"
+        for i, spec in enumerate(attached.layout.parameters):
+            if attached.owner[i] != index:
+                continue
+            live = optimizer.state.get(attached.parameters[i], {})
+            known = recovered.state.get(spec.name, {})
+            for key in live.keys() | known.keys():
+                if (
+                    key not in live
+                    or key not in known
+                    or not _is_same_entry(key, live[key], known[key], spec)
+                ):
+                    yield f"{key!r} of {spec.name!r} {whose}"
+
+
+def _is_same_entry(key: str, live: Any, known: Any, spec: ParameterSpec) -> bool:
+    if not isinstance(live, torch.Tensor) or not isinstance(known, torch.Tensor):
+        return same(live, known)
+    if is_aligned(key, known, spec.numel):
+        return same_bits(flat_like(live, spec), known.flatten())
+    return same_bits(live, known)
+
+
+def unlike(
+    state: RecoveredState, items: Mapping[str, bytes], stateful: Mapping[str, Stateful]
+) -> list[str]:
+    """Names of stateful objects that do not return the state that they were given."""
+    return [
+        name
+        for name, thing in stateful.items()
+        if STATEFUL_ITEM + name in items
+        and not _is_same_value(thing.state_dict(), state.resolved(STATEFUL_ITEM + name, items))
+    ]
+
+
+def _is_same_value(live: Any, known: Any) -> bool:
+    """Whether two states are the same, without copying large tensors; the order of keys is free."""
+    if isinstance(live, torch.Tensor) and isinstance(known, torch.Tensor):
+        return same_bits(live, known) if live.layout is known.layout else same(live, known)
+    if type(live) is not type(known):
+        return False
+    if isinstance(live, dict):
+        return live.keys() == known.keys() and all(
+            _is_same_value(value, known[key]) for key, value in live.items()
+        )
+    if type(live) in (list, tuple):
+        return len(live) == len(known) and all(map(_is_same_value, live, known))
+    return same(live, known)
 
 
 def _layout_difference(old: Layout, new: Layout) -> str | None:

@@ -43,13 +43,15 @@ from lowdiff.recovery.state import (
 )
 from lowdiff.residuals import read_residual
 from lowdiff.restore import (
+    check_averages,
     check_match,
-    load_constants,
+    check_restored,
     load_gradients,
+    load_model,
     load_optimizers,
-    load_parameters,
     load_stateful,
     load_weights,
+    unlike,
 )
 from lowdiff.settings import Settings
 from lowdiff.types import Fence, Layout, ResidualMark
@@ -99,13 +101,22 @@ def load_start(
             )
         return Start(0, False, True, [], tracker.read())
     residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
-    load_parameters(state, attached)
+    reshaped = load_model(state, items, attached)
     differences = load_optimizers(state, attached)
     load_gradients(state, attached)
-    reshaped = load_constants(state, items, attached)
     objects = _Objects.of(stateful, state.fence)
     afresh = {*objects.new, *objects.replaced}
-    load_stateful(state, items, {n: thing for n, thing in stateful.items() if n not in afresh})
+    restored = {name: thing for name, thing in stateful.items() if name not in afresh}
+    load_stateful(state, items, restored)
+    check_restored(state, items, attached)
+    check_averages(state, {n: live for n, live in given.averages.items() if n in restored})
+    for name in unlike(state, items, restored):
+        _logger.warning(
+            "rank %d: %s does not hold what its load_state_dict() was given, and the run goes on "
+            "with what it holds; see that state_dict() and load_state_dict() mirror each other",
+            ranks.rank,
+            name,
+        )
     averages = followed_names(given.averages, attached.layout)
     changes = _changes(settings, state.fence, ranks, averages)
     if ranks.rank == 0 and (said := [*changes, *objects.said(), *reshaped, *differences]):

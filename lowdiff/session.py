@@ -21,6 +21,7 @@ from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.snapshots import ImageTensor
 from lowdiff.persistence.values import encode
 from lowdiff.protocols import Reducer
+from lowdiff.replaced import AttachedObjects
 from lowdiff.run_lock import RunLock
 from lowdiff.scaling import Scaling
 from lowdiff.settings import Settings
@@ -106,6 +107,7 @@ class Session:
         self._capture.install(
             lambda: self.stager.timed("differential_seconds"), self._before_step, self._stage_ahead
         )
+        self._objects = AttachedObjects(attached)
 
     def start(self) -> None:
         """Tell the other ranks that this one is ready for its first step, as all of them are."""
@@ -113,8 +115,8 @@ class Session:
 
     @property
     def has_finished_step(self) -> bool:
-        """Whether every optimizer stepped since the last commit."""
-        return self._capture.has_finished
+        """Whether every optimizer stepped since the last commit, and the step can be committed."""
+        return self._capture.has_finished and not self._objects.has_refused
 
     def _before_step(self) -> None:
         """An optimizer is about to step, and to overwrite what may still be copied."""
@@ -169,10 +171,12 @@ class Session:
             RanksDiverged: If ``on_error="raise"`` and their parameters differ; on all ranks.
             StorageError: If staging memory is exhausted.
             RunInUse: If another machine took over the run; on all ranks.
+            UsageError: If something took the place of what was attached.
         """
         self.finish_copies()
         with self.stager.timed("differential_seconds"):
             heard = self._hear()
+            self._objects.check()
             self._is_taken_over |= any(news.has_lost_run for news in heard)
             if self._is_taken_over:
                 raise self._lock.taken_over()
@@ -456,4 +460,5 @@ class Session:
     def detach(self) -> None:
         """Remove the optimizer hooks and give back what gradients were exchanged with."""
         self._capture.remove()
+        self._objects.remove()
         self.reducer.close()

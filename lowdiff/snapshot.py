@@ -114,7 +114,7 @@ class Live:
 
 def constant_images(attached: Attached) -> list[ImageTensor]:
     """The frozen parameters, to be stored once for all snapshots."""
-    return [image_tensor(name, tensor) for name, tensor in attached.frozen.items()]
+    return [image_tensor(name, tensor) for name, tensor in attached.frozen_parameters().items()]
 
 
 def is_full(key: str, value: Any, parameter: torch.Tensor) -> bool:
