@@ -83,7 +83,10 @@ class Training:
         self.inner = _model(loop).to(self.dtype)
         if loop.model == "shared":
             layer = self.inner.get_submodule("net.0" if "target" in loop.frozen else "0")
-            layer.register_buffer("ema", layer.get_parameter("weight").detach())
+            weight, basis = layer.get_parameter("weight").detach(), torch.randn(5, 5)
+            shared = {"ema": weight, "last": weight[-1], "basis": basis, "inverse": basis.t()}
+            for name, buffer in shared.items():
+                layer.register_buffer(name, buffer)
         if loop.frozen == "first":
             next(self.inner.parameters()).requires_grad_(False)
         self.trained = [p for p in self.inner.parameters() if p.requires_grad]
