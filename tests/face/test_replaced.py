@@ -195,7 +195,7 @@ class Leading(torch.optim.Optimizer):
         super().__init__([p for g in inner.param_groups for p in g["params"]], {"lr": 1.0})
         self.inner = inner
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.inner.step()
 
 
