@@ -72,6 +72,9 @@ class AttachedObjects:
         self.has_refused = False
         if self._foreign is not None:
             self._refuse(self._foreign)
+        self._check_model()
+
+    def _check_model(self) -> None:
         now = [*chain.from_iterable(self._views)]
         if len(now) != len(self._seen) or not all(map(is_, now, self._seen)):
             self._look_closely()
@@ -129,8 +132,13 @@ class AttachedObjects:
             self._refuse(f"{untied!r} and {name!r} were one frozen parameter at attach and are two")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # which the attached optimizers refuse
         if id(optimizer) in self._own:
             self._stepping = [optimizer]  # those around it, as SAM and Lookahead are, lead to it
+            # Not only at commit: DDP leaves gradients as they are where a parameter is missing, which
+            # would be said instead.
+            self._check_model()
         elif self._held_by(optimizer) is not None:
             self._stepping.append(optimizer)
 

@@ -94,9 +94,13 @@ REPLACED: dict[Callable[[Tied], None], str] = {
 }
 
 
-@pytest.mark.parametrize("replace", REPLACED, ids=lambda replace: replace.__name__)
+@pytest.mark.parametrize(
+    ("replace", "stepped"),
+    [*((replace, False) for replace in REPLACED), (untie, True), (new_head, True)],
+    ids=lambda given: getattr(given, "__name__", str(given)),
+)
 def test_what_takes_the_place_of_a_parameter_is_refused_before_the_step_is_committed(
-    tmp_path: Path, replace: Callable[[Tied], None]
+    tmp_path: Path, replace: Callable[[Tied], None], stepped: bool
 ) -> None:
     model = Tied()
     loop = Loop(tmp_path, model=model)
@@ -105,9 +109,15 @@ def test_what_takes_the_place_of_a_parameter_is_refused_before_the_step_is_commi
         loop.step(number)
         loop.checkpointer.commit()
     committed = loop.weights()
-    replace(model)
-    loop.step(3)
-    with pytest.raises(UsageError, match=f'{REPLACED[replace]}.*not committed.*restore="model"'):
+    message = f'{REPLACED[replace]}.*not committed.*restore="model"'
+    if stepped:
+        loop.step(3)
+        replace(model)
+    else:
+        replace(model)
+        with pytest.raises(UsageError, match=message):
+            loop.step(3)
+    with pytest.raises(UsageError, match=message):
         loop.checkpointer.commit()
     loop.checkpointer.close()  # which does not commit it either
     again = Loop(tmp_path, model=Tied())
@@ -185,7 +195,7 @@ class Leading(torch.optim.Optimizer):
         super().__init__([p for g in inner.param_groups for p in g["params"]], {"lr": 1.0})
         self.inner = inner
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.inner.step()
 
 

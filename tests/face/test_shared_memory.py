@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_a_copy_of_a_model_that_shares_is_restored_by_name(tmp_path: Path) -> No
             assert same(named_tensors(average), expected)
         for step in checkpointer.steps(until):
             if part and step == 1:
-                inner = average.module
+                inner: Any = average.module
                 inner.ema = inner.ema + 7.0
             made.step(step)
         expected = named_tensors(average)
