@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.exchange import Notes
-from lowdiff.compressors.futures import completed
+from lowdiff.compressors.futures import chained, completed
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import ReplayMismatch, UsageError
 from lowdiff.host_copy import fetch_now
@@ -172,8 +172,7 @@ class DenseReducer:
         def first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             return future.value()[0]
 
-        reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(first)
-        return reduced
+        return chained(work.get_future(), first, buffer.device)
 
     def _tell(self, device: torch.device) -> None:
         """Exchange stamps and notes, once a step; read at commit."""
