@@ -14,7 +14,7 @@ import typer
 
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.fences import read_run_id
-from lowdiff.persistence.paths import RunFolder, shared_staging_root
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention import (
     Checked,
@@ -27,6 +27,7 @@ from lowdiff.persistence.retention import (
 from lowdiff.persistence.retention_notes import check_pinned, read_notes, read_pins, remove_pin
 from lowdiff.persistence.retention_plan import CollectionPlan, Pin, is_valid, plan_collection
 from lowdiff.persistence.staging_retention import StagingVerdict, clear_staging
+from lowdiff.persistence.trust import check_root, shared_staging_root
 from lowdiff.terminal import count, print_json, size, span
 
 _LOCK_SECONDS = 30.0
@@ -165,8 +166,13 @@ def _print(
 
 
 def clear_memory(root: Path | None, force: bool, dry_run: bool, as_json: bool) -> None:
-    """Remove what dead runs left in staging, by default where staging is by default."""
+    """Remove what dead runs left in staging, by default where staging is by default.
+
+    Raises:
+        UntrustedStaging: If others could have written there.
+    """
     root = shared_staging_root() if root is None else root
+    check_root(root)
     verdicts = list(clear_staging(root, force=force, dry_run=dry_run))
     if as_json:
         folders = [{**asdict(v), "path": str(v.path)} for v in verdicts]

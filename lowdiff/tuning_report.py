@@ -20,7 +20,7 @@ from lowdiff.persistence.measurements import (
 )
 from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.ownership import staging_of_run
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention_notes import read_notes
 from lowdiff.terminal import print_json
@@ -155,7 +155,7 @@ def _with_residual(measured: Measured, fence: Fence | None) -> Measured:
 def _documents(folder: RunFolder, run_id: str, staging: Path | None) -> list[Measurements]:
     """Rank 0's measurements of all lives; of one that goes on, what its pages in memory say."""
     found = {life.incarnation: life for life in read_lives(folder, run_id, rank=0)}
-    root = default_staging_root(folder.root) if staging is None else staging
+    root = staging_to_read(folder.root, staging)
     for stage in staging_of_run(root, folder, run_id):
         fence = folder.fence(stage.incarnation, 0)
         known = found.get(stage.incarnation)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.progress import RankProgress, RunProgress, RunWatch
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def watch(run: Path, staging: Path | None, *, as_json: bool, every_seconds: floa
     Raises:
         NotARun: If the folder holds no run.
     """
-    looks = RunWatch(RunFolder(run), default_staging_root(run) if staging is None else staging)
+    looks = RunWatch(RunFolder(run), staging_to_read(run, staging))
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
             while True:

@@ -16,7 +16,7 @@ from lowdiff.errors import DamagedFile, ReplayMismatch, RunMismatch, StepNotFoun
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_history, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.snapshots import was_removed
 from lowdiff.recovery.attempts import in_blocks_or_whole, unfit_is_damaged
 from lowdiff.recovery.damage import judge
@@ -67,7 +67,7 @@ def recover(
         DamagedFile: If the bytes needed are damaged.
         ReplayMismatch: If replay does not reproduce what the live run recorded.
     """
-    root = default_staging_root(Path(run)) if staging is None else Path(staging)
+    root = staging_to_read(run, staging)
     if device is not None:
         options = replace(options or ReplayOptions(), device=torch.device(device))
     if not is_url(run):
