@@ -17,6 +17,11 @@ from lowdiff.errors import ConfigError, LowDiffError, RankLost, UnsupportedModel
 from lowdiff.layout import flat
 from lowdiff.protocols import Reducer
 
+_OUTSIDE = (
+    "a backward pass ran outside the life of its Checkpointer; call attach(...) before training, and "
+    "close() after it"
+)
+
 
 class HookState:
     """What `comm_hook` needs; a `Checkpointer` owns one and fills it at ``attach``.
@@ -34,6 +39,7 @@ class HookState:
 
     def __init__(self, *, is_copy: bool = False) -> None:
         self.is_copy = is_copy
+        self._why_closed = _OUTSIDE
         self._reducer: Reducer | None = None
         self._index_of: dict[int, int] = {}
         self.has_exchanged = False
@@ -48,6 +54,7 @@ class HookState:
     def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
         """Start to reduce for these parameters, in layout order."""
         self._reducer = reducer
+        self._why_closed = _OUTSIDE
         self.has_exchanged = False
         self.averaged.clear()
         self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
@@ -57,6 +64,11 @@ class HookState:
         if self._reducer is reducer:
             self._reducer = None
             self.residual = None
+
+    def leave(self, why: str) -> None:
+        """Stop without giving anything back, in a process that only got a copy of what is open."""
+        self._reducer = self.residual = None
+        self._why_closed = why
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Compress, exchange and average one bucket.
@@ -111,10 +123,7 @@ class HookState:
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._reducer is None:
-            raise UsageError(
-                "a backward pass ran outside the life of its Checkpointer; call attach(...) "
-                "before training, and close() after it"
-            )
+            raise UsageError(self._why_closed)
         if bucket.buffer().layout != torch.strided:
             raise UnsupportedModel(
                 "a parameter has sparse gradients, which no compressor takes; build embeddings with "
