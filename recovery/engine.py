@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from lowdiff.errors import DamagedFile, ReplayMismatch, RunMismatch, StepNotFound
+from lowdiff.events import printable
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_history, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
@@ -94,7 +95,7 @@ def _recover(
 ) -> RecoveredState:
     catalog = scan(folder, [root])
     for finding in judge(folder, catalog)[0]:
-        _logger.warning("%s", finding.message)
+        _logger.warning("%s", printable(finding.message))
 
     aim = _Aim(step)
 
@@ -127,7 +128,7 @@ class _Aim:
             if self.step == self.asked:
                 raise
             plan = plan_recovery(catalog, self.asked)
-            _logger.warning("%s; going back to step %d", error, plan.step)
+            _logger.warning("%s; going back to step %d", printable(str(error)), plan.step)
         self.step = plan.step
         return plan
 
@@ -226,7 +227,7 @@ def recover_from_memory(
         return carry_out_in_memory(catalog, memory, options)
     except (DamagedFile, ReplayMismatch, RunMismatch) as error:
         # Not for want of memory or of room on a disk: that passes, but a step back would remain.
-        _logger.warning("%s; going back to what is on disk", error)
+        _logger.warning("%s; going back to what is on disk", printable(str(error)))
         return None
 
 
@@ -289,7 +290,7 @@ def try_from_disk(
             base, is_only = plan.base, len(catalog.snapshots) == 1
             if was_removed(error.path) or is_only or base.folder not in error.path.parents:
                 raise
-            _logger.warning("%s; going back to an older snapshot", error)
+            _logger.warning("%s; going back to an older snapshot", printable(str(error)))
             damaged.append((base.incarnation, base.step))
             if error.is_unreadable:  # told anew: the error holds on to what was read
                 unreadable = DamagedFile(error.path, error.what)
