@@ -44,9 +44,8 @@ def chained(
         try:
             result = work(done)
         except BaseException as error:  # noqa: BLE001  a future without an end would hang who waits
-            later.set_exception(
-                error if isinstance(error, Exception) else RuntimeError(repr(error))
-            )
+            kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            later.set_exception(kept)  # type: ignore[arg-type]
         else:
             later.set_result(result)
 

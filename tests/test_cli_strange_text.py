@@ -44,6 +44,11 @@ class Counter:
 Counter.__qualname__ = f"Counter{EVIL}"
 
 
+def counters() -> dict[str, Any]:
+    """One, by such a name."""
+    return {f"counter{EVIL}": Counter()}
+
+
 class Odd(nn.Module):
     """A model whose parameters have such names."""
 
@@ -70,7 +75,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         retention=None,
         staging=folder / "staging",
     )
-    checkpointer.attach(model, optimizer, **{f"counter{EVIL}": Counter()})
+    checkpointer.attach(model, optimizer, **counters())
     for step in checkpointer.steps(10):
         optimizer.zero_grad()
         model(torch.full((2, 8), float(step + 1))).square().mean().backward()
@@ -180,7 +185,7 @@ def test_attach_warns_of_it_as_text(
     newest.write_bytes(newest.read_bytes()[:-3])
     with caplog.at_level(logging.INFO, "lowdiff"):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        assert checkpointer.attach(model, optimizer, **{f"counter{EVIL}": Counter()}) == 10
+        assert checkpointer.attach(model, optimizer, **counters()) == 10
         checkpointer.close()
     assert caplog.records
     for record in caplog.records:

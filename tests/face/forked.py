@@ -77,7 +77,7 @@ def child(
         "close": caught(checkpointer.close),
     }
     # What the parent stages is in memory that both share: no hook may write there.
-    inner = model.module if hasattr(model, "module") else model
+    inner: Any = model.module if hasattr(model, "module") else model
     for number in range(3):
         optimizer.zero_grad()
         inner(batch(number, 0, 6, 12)).square().mean().backward()
