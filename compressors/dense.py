@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.futures import completed
+from lowdiff.compressors.futures import chained, completed
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import ReplayMismatch
 from lowdiff.host_copy import fetch_now
@@ -141,8 +141,7 @@ class DenseReducer:
         def first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             return future.value()[0]
 
-        reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(first)
-        return reduced
+        return chained(work.get_future(), first, buffer.device)
 
     def consume(
         self, gradients: Sequence[torch.Tensor | None], *, factors: tuple[float, ...] = ()

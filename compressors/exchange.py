@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.futures import completed
+from lowdiff.compressors.futures import chained, completed
 from lowdiff.errors import RankLost, UsageError
 
 #: Rank, stamp, elements of the bucket, entries sent of it.
@@ -81,8 +81,8 @@ def exchange(
         seen: Gets every rank's positions, int32, ascending each, once they are there.
 
     Returns:
-        Future of ``buffer``. It fails if a rank is at another step; torch wraps that UsageError
-        in a RuntimeError which quotes it.
+        Future of ``buffer``. Its ``wait()`` raises UsageError if a rank is at another step, and
+        RankLost if the exchange failed.
     """
     world_size = 1 if group is None else group.size()
     if world_size == 1:
@@ -112,8 +112,7 @@ def exchange(
                 seen.append(indices)
         return buffer
 
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(add_in_rank_order)
-    return future
+    return chained(work.get_future(), add_in_rank_order, buffer.device)
 
 
 def _pack(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.exchange import HEADER_WORDS, Headers
-from lowdiff.compressors.futures import completed
+from lowdiff.compressors.futures import chained, completed
 from lowdiff.compressors.groups import leave, own_group
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import LowDiffError, RankLost, UsageError
@@ -48,12 +48,11 @@ class Lane:
             # On the stream of the backward pass: one that a callback gets has waited for nothing.
             self._group = self._training_group
             return completed(self._work(work))
-        start: torch.futures.Future[None] = torch.futures.Future()
-        done: torch.futures.Future[torch.Tensor] = start.then(lambda _: self._work(work))
         if self.world_size == 1:
-            start.set_result(None)
-        else:
-            self._queue(start)
+            return completed(self._work(work))
+        start: torch.futures.Future[None] = torch.futures.Future()
+        done = chained(start, lambda _: self._work(work), device)
+        self._queue(start)
         return done
 
     def _work(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.exchange import exchange
 from lowdiff.compressors.feedback import residuals_of
-from lowdiff.compressors.futures import completed
+from lowdiff.compressors.futures import chained, completed
 from lowdiff.compressors.ranges import (
     checked_density,
     checked_size,
@@ -192,8 +192,7 @@ class TopKReducer(SparseReducer):
             owner.pop().averaged(parameters, gradients)
             return averaged
 
-        finished: torch.futures.Future[torch.Tensor] = done.then(finish)
-        return finished
+        return chained(done, finish, buffer.device)
 
     def _kept(self, gradient: torch.Tensor) -> int:
         return self._compressor.kept(gradient.numel(), self.step)

@@ -39,8 +39,16 @@ from lowdiff.tuner.policy import Tuning
 _logger = logging.getLogger(__name__)
 
 _RESTORE = ("all", "model", "none")
-#: The live Checkpointer of each run folder, by process: forked children inherit this.
-_attached: dict[tuple[int, str], Checkpointer] = {}
+#: The live Checkpointer of each run folder.
+_attached: dict[str, Checkpointer] = {}
+#: In a forked child: those of its parents. Kept, because what they hold would wait for threads that
+#: are not here when it is freed.
+_of_parents: list[Checkpointer] = []
+
+_IN_CHILD = (
+    "this Checkpointer belongs to the process that this one was forked from; only that one may use "
+    "it. To checkpoint here, attach a new Checkpointer to another run"
+)
 
 
 class Checkpointer:
@@ -68,7 +76,9 @@ class Checkpointer:
             after the first of them. A crash of processes loses no committed step whatever it is; the loss of the machine's power at most ``2 * batch_size``. Without
             a compressor it has no effect, and that bound is ``2 * snapshot_every``.
         staging: Folder in memory (tmpfs) for logs that survive the process; by default
-            ``/dev/shm/lowdiff-UID``.
+            ``/dev/shm/lowdiff-UID``, which nobody else may read. A folder given here, if it is there
+            already, must be this user's, no symbolic link, and not writable by others; what lowdiff
+            makes in it nobody else can read.
         store: URL of an object store, e.g. ``"s3://bucket/runs/gpt"``, that gets a copy of all
             that is durable, so that the run survives its nodes. Credentials come from the
             environment. Needs ``lowdiff[object-store]``.
@@ -94,6 +104,10 @@ class Checkpointer:
             third of the reading; nothing is noticed while training runs, and recovery ends at the last
             step before such a write.
         tuning: What ``"auto"`` goes by: expected failures, and limits.
+
+    It belongs to the process that attached it. In a process forked from that one, leaving the
+    ``with`` block and ``close()`` do nothing, and all else is a UsageError; attach another
+    Checkpointer there, to another run.
 
     Raises:
         ConfigError: If a value cannot work.
@@ -140,6 +154,7 @@ class Checkpointer:
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
         self.hook_state = HookState()
         self._opened: Opened | None = None
+        self._is_of_parent = False
         self._loop: TrainingLoop | None = None
         self._loaders: dict[str, ResumableLoader | StatefulEpochs] = {}
         self._attach_seconds = 0.0
@@ -182,7 +197,7 @@ class Checkpointer:
             StepNotFound: If ``step`` cannot be recovered.
             StoreError: If the store does not answer, and the run folder has no history.
         """
-        if self._opened is not None:
+        if self._current is not None:
             raise UsageError(
                 "this Checkpointer is attached already; close() it first. Several modules of one "
                 "training go into one torch.nn.ModuleDict, attached with all their optimizers"
@@ -204,6 +219,7 @@ class Checkpointer:
                 self._settings, attached, objects, ranks, restore=restore, step=step
             )
         self._opened = opened
+        _attached[self._key] = self
         try:
             self.hook_state.open(self._session.reducer, attached.parameters)
             self._loop = TrainingLoop(attached, self._session, opened.random_states)
@@ -214,7 +230,6 @@ class Checkpointer:
             self._session.stager.writer.stop()
             self._let_go(opened)
             raise
-        _attached[self._key] = self
         self._attach_seconds = time.perf_counter() - started
         self._say(
             "attached",
@@ -254,7 +269,7 @@ class Checkpointer:
             UsageError: After ``attach``, which restores the position.
             ConfigError: If the data or an option cannot be resumed.
         """
-        if self._opened is not None:
+        if self._current is not None:
             raise UsageError("call dataloader(...) before attach(...), which restores its position")
         loader: ResumableLoader | StatefulEpochs
         if isinstance(data, DataLoader):
@@ -333,7 +348,7 @@ class Checkpointer:
         all of them at the same commit, one step after the signal, so that all leave the loop
         together; with one it does so at once.
         """
-        opened = self._opened
+        opened = self._current
         if opened is not None and opened.session.is_preempted:
             self._was_preempted = True
         return self._was_preempted
@@ -346,7 +361,7 @@ class Checkpointer:
         ``durable_step``), ``writer_error``, ``preempted``, and histograms
         (``stall_seconds``, ``step_bytes``, ``lag_steps``, ``batch_seconds``).
         """
-        opened = self._opened
+        opened = self._current
         if opened is None:
             return dict(self._final_stats)
         own = {"attach_seconds": self._attach_seconds, "preempted": self.preempted}
@@ -369,15 +384,17 @@ class Checkpointer:
             RunInUse: If old files were being removed all the time that ``attach`` would wait for
                 another trainer. The loop may go on, and pin again later.
         """
-        if self._opened is None:
+        opened = self._current
+        if opened is None:
             raise UsageError("call attach(model, optimizer) first")
-        return keep_step(self._settings, self._opened, step, label)
+        return keep_step(self._settings, opened, step, label)
 
     def close(self) -> None:
         """Commit a finished step, make everything durable and let go of the run.
 
         While an exception is being handled nothing is committed: the next ``attach`` resumes
-        from the last committed step. Calling it again does nothing.
+        from the last committed step. Calling it again does nothing, and neither does calling it in
+        a forked process.
         """
         self._close(failed=sys.exc_info()[0] is not None)
 
@@ -395,7 +412,7 @@ class Checkpointer:
         self._close(failed=kind is not None)
 
     def _close(self, *, failed: bool) -> None:
-        if self._opened is None:
+        if self._opened is None or self._is_of_parent:
             return
         opened = self._opened
         try:
@@ -407,8 +424,8 @@ class Checkpointer:
             self._let_go(opened)
 
     @property
-    def _key(self) -> tuple[int, str]:
-        return os.getpid(), os.path.realpath(self._settings.run)
+    def _key(self) -> str:
+        return os.path.realpath(self._settings.run)
 
     def _close_earlier(self) -> None:
         """A notebook's cell run again, say: its old Checkpointer holds the run."""
@@ -441,20 +458,56 @@ class Checkpointer:
         log_event(_logger, logging.INFO, event, f"rank {rank}: {text}", rank=rank, **fields)
 
     @property
+    def _current(self) -> Opened | None:
+        """What runs, if it is attached; every public call passes here.
+
+        Raises:
+            UsageError: In a process that was forked from the one that attached it.
+        """
+        if self._is_of_parent:
+            raise UsageError(_IN_CHILD)
+        return self._opened
+
+    @property
     def _session(self) -> Session:
-        if self._opened is None:
+        opened = self._current
+        if opened is None:
             raise UsageError("call attach(model, optimizer) first")
-        return self._opened.session
+        return opened.session
 
     @property
     def _training_loop(self) -> TrainingLoop:
-        if self._loop is None:
+        if self._current is None or self._loop is None:
             raise UsageError("call attach(model, optimizer) first")
         return self._loop
 
     def _body_begins(self) -> None:
-        if self._loop is not None:
+        if self._loop is not None and not self._is_of_parent:
             self._loop.body_begins()
 
     def _body(self) -> Body:
-        return Body(0, is_over=False) if self._loop is None else self._loop.body
+        is_here = self._loop is not None and not self._is_of_parent
+        return self._loop.body if self._loop is not None and is_here else Body(0, is_over=False)
+
+    def _forked(self) -> None:
+        """In a forked child: touch nothing that is the parent's, and hook nothing here.
+
+        Staging memory and the writer's pipe are shared with the parent; process groups, locks and
+        leases are its own.
+        """
+        self._is_of_parent = True
+        self.hook_state.leave(_IN_CHILD)
+        if self._opened is not None:
+            self._opened.session.leave()
+        if self._loop is not None:
+            self._loop.remove(_IN_CHILD)
+
+
+def _after_fork_in_child() -> None:
+    for checkpointer in _attached.values():
+        checkpointer._forked()
+    _of_parents.extend(_attached.values())
+    _attached.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

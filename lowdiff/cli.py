@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,8 +21,11 @@ from lowdiff.terminal import (
     Workers,
     count,
     device_named,
+    plain_console,
     print_json,
+    print_warnings,
     progress,
+    say,
     size,
     span,
 )
@@ -50,7 +52,7 @@ app = typer.Typer(
 
 def main() -> NoReturn:
     """Run the command line and exit: 0, 1 for bad data, 2 for bad usage."""
-    logging.basicConfig(format="lowdiff: %(message)s", level=logging.WARNING)
+    print_warnings()
     try:
         app(prog_name="lowdiff")
     except ConfigError as error:
@@ -61,13 +63,13 @@ def main() -> NoReturn:
 
 
 def _exit(error: Exception, code: int) -> NoReturn:
-    typer.echo(f"lowdiff: {error}", err=True)
+    say(f"lowdiff: {error}", err=True)
     sys.exit(code)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lowdiff {__version__}")
+        say(f"lowdiff {__version__}")
         raise typer.Exit
 
 
@@ -267,15 +269,14 @@ def _compare(
         print_json(found.document())
     else:
         for difference in found.differences:
-            typer.secho(f"DIFFERENT: {difference.name}: {difference.what}", fg="red")
+            say(f"DIFFERENT: {difference.name}: {difference.what}", color="red")
         verdict = "every bit agrees" if found.ok else count(len(found.differences), "difference")
-        typer.echo(f"{count(found.compared, 'tensor')} of step {found.step} compared: {verdict}")
+        say(f"{count(found.compared, 'tensor')} of step {found.step} compared: {verdict}")
     raise typer.Exit(0 if found.ok else _FAILED)
 
 
 def _print_inspection(run: str, found: Inspection) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(show_header=False, box=box.SIMPLE)
@@ -283,8 +284,7 @@ def _print_inspection(run: str, found: Inspection) -> None:
     table.add_column(overflow="fold")
     for name, value in _rows(found):
         table.add_row(name, value)
-    # Names of runs, pins and settings may hold what rich takes for markup.
-    console = Console(markup=False, emoji=False)
+    console = plain_console()
     console.print(run, style="italic", highlight=False, soft_wrap=True)
     console.print(table)
 
@@ -323,7 +323,7 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
 
 def _print_report(report: VerifyReport) -> None:
     checked = report.checked
-    typer.echo(
+    say(
         f"Checksums: {count(checked.fences, 'fence')}, {count(checked.shards, 'snapshot file')}, "
         f"{count(checked.segments, 'segment')}, {count(checked.chunks, 'staging file')} with "
         f"{count(checked.records, 'differential')}"
@@ -332,18 +332,16 @@ def _print_report(report: VerifyReport) -> None:
         against = f"every bit as in snapshot {replay.last}"
         if not replay.compared:
             against = "agrees with the digests of the live run"
-        typer.echo(f"Replayed {replay.first} to {replay.last}: {against}")
+        say(f"Replayed {replay.first} to {replay.last}: {against}")
     if report.in_memory is not None:
-        typer.echo(
-            f"Rebuilt {span(*report.in_memory)} from the replicas' memory, which a reboot ends"
-        )
+        say(f"Rebuilt {span(*report.in_memory)} from the replicas' memory, which a reboot ends")
     for note in report.notes:
-        typer.echo(f"Note: {note.message}")
+        say(f"Note: {note.message}")
     for failure in report.failures:
-        typer.secho(f"FAILED: {failure.message}", fg="red")
+        say(f"FAILED: {failure.message}", color="red")
     ranges = ", ".join(span(first, last) for first, last in report.recoverable)
     verdict = "The run is whole" if report.ok else f"{count(len(report.failures), 'failure')}"
-    typer.echo(f"{verdict}; recoverable steps: {ranges or 'none'}")
+    say(f"{verdict}; recoverable steps: {ranges or 'none'}")
 
 
 def _list(steps: Sequence[int]) -> str:

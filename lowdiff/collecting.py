@@ -10,11 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.fences import read_run_id
-from lowdiff.persistence.paths import RunFolder, shared_staging_root
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention import (
     Checked,
@@ -27,7 +25,8 @@ from lowdiff.persistence.retention import (
 from lowdiff.persistence.retention_notes import check_pinned, read_notes, read_pins, remove_pin
 from lowdiff.persistence.retention_plan import CollectionPlan, Pin, is_valid, plan_collection
 from lowdiff.persistence.staging_retention import StagingVerdict, clear_staging
-from lowdiff.terminal import count, print_json, size, span
+from lowdiff.persistence.trust import check_root, shared_staging_root
+from lowdiff.terminal import count, print_json, say, size, span
 
 _LOCK_SECONDS = 30.0
 
@@ -144,29 +143,32 @@ def _print(
 ) -> None:
     for removal in plan.removals:
         name = removal.path.relative_to(folder.root)
-        typer.echo(f"{_verb(dry_run)} {name} ({size(removal.bytes)}): {removal.reason}")
+        say(f"{_verb(dry_run)} {name} ({size(removal.bytes)}): {removal.reason}")
     for stretch in plan.kept:
         steps = span(stretch.first, "the newest" if stretch.last is None else stretch.last)
-        typer.echo(f"Kept step {steps}: {stretch.reason}")
+        say(f"Kept step {steps}: {stretch.reason}")
     for pin in void:
-        typer.echo(
+        say(
             f"Pin {pin.label} keeps nothing: the run went back before step {pin.step}; "
             f"--unpin {pin.label} removes it"
         )
-    typer.echo(
+    say(
         f"{_verb(dry_run)} {size(plan.bytes_removed)} in {count(len(plan.removals), 'item')}; "
         f"{size(plan.bytes_kept)} stay"
     )
     limit = None if policy is None else policy.total_bytes
     if limit is not None and plan.bytes_kept > limit:
-        typer.echo(
-            f"That is more than {size(limit)}: the newest snapshot, pins and kept steps never go"
-        )
+        say(f"That is more than {size(limit)}: the newest snapshot, pins and kept steps never go")
 
 
 def clear_memory(root: Path | None, force: bool, dry_run: bool, as_json: bool) -> None:
-    """Remove what dead runs left in staging, by default where staging is by default."""
+    """Remove what dead runs left in staging, by default where staging is by default.
+
+    Raises:
+        UntrustedStaging: If others could have written there.
+    """
     root = shared_staging_root() if root is None else root
+    check_root(root)
     verdicts = list(clear_staging(root, force=force, dry_run=dry_run))
     if as_json:
         folders = [{**asdict(v), "path": str(v.path)} for v in verdicts]
@@ -174,13 +176,13 @@ def clear_memory(root: Path | None, force: bool, dry_run: bool, as_json: bool) -
         return
     for verdict in verdicts:
         what = _verb(dry_run) if verdict.goes else "Kept"
-        typer.echo(f"{what} {verdict.path} ({size(verdict.bytes)}): {verdict.reason}")
+        say(f"{what} {verdict.path} ({size(verdict.bytes)}): {verdict.reason}")
     _print_freed(root, [v for v in verdicts if v.goes], dry_run)
 
 
 def _print_freed(root: Path, gone: list[StagingVerdict], dry_run: bool) -> None:
     freed = size(sum(verdict.bytes for verdict in gone))
-    typer.echo(f"{_verb(dry_run)} {count(len(gone), 'folder')} of {root}, {freed}")
+    say(f"{_verb(dry_run)} {count(len(gone), 'folder')} of {root}, {freed}")
 
 
 def _verb(dry_run: bool) -> str:

@@ -4,6 +4,7 @@
 
     LowDiffError
     ├── ConfigError            a value or object the user gave cannot work    (also a ValueError)
+    │   ├── UntrustedStaging       others could have written the staging folder
     │   ├── UnsupportedModel       sharded, sparse or complex parameters
     │   └── UnsupportedOptimizer   replay cannot reproduce this optimizer
     ├── UsageError             a call at the wrong moment                      (also a RuntimeError)
@@ -38,6 +39,22 @@ class LowDiffError(Exception):
 
 class ConfigError(LowDiffError, ValueError):
     """A value or object given by the user cannot work."""
+
+
+class UntrustedStaging(ConfigError):
+    """A staging folder is not of this user alone, so others could have written what is in it.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path, why: str, way_out: str) -> None:
+        self.path = path
+        super().__init__(
+            f"the staging folder {path} {why}; staging has to be a real folder of this user that "
+            f"others cannot write to: {way_out}, or pass Checkpointer(..., staging=FOLDER) with a "
+            "folder of your own"
+        )
 
 
 class UnsupportedModel(ConfigError):

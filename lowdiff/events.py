@@ -12,7 +12,23 @@ from __future__ import annotations
 
 import json
 import logging
+import unicodedata
 from typing import Any
+
+#: Control and format characters (C0, C1, bidi overrides), separators of lines, halves of surrogates.
+_UNPRINTABLE = ("Cc", "Cf", "Zl", "Zp", "Cs")
+
+
+def printable(text: str) -> str:
+    """Text of a run, perhaps a stranger's, as one line that changes nothing but what it writes to.
+
+    Names of parameters, classes and objects, and errors of others, may hold anything. Terminals obey
+    some characters, and a new line looks like lowdiff's own: all these become Python's escapes.
+    """
+    return "".join(
+        c.encode("unicode_escape").decode() if unicodedata.category(c) in _UNPRINTABLE else c
+        for c in text
+    )
 
 
 def log_event(logger: logging.Logger, level: int, event: str, text: str, **fields: Any) -> None:
@@ -30,7 +46,14 @@ def log_event(logger: logging.Logger, level: int, event: str, text: str, **field
         facts = {"event": event, **fields}
         pairs = " ".join(f"{name}={_quoted(value)}" for name, value in facts.items())
         # The level up is the caller's: it is their line that %(lineno)d shall name.
-        logger.log(level, "%s [%s]", " ".join(text.splitlines()), pairs, extra=facts, stacklevel=2)
+        logger.log(
+            level,
+            "%s [%s]",
+            printable(" ".join(text.splitlines())),
+            pairs,
+            extra=facts,
+            stacklevel=2,
+        )
 
 
 def _quoted(value: Any) -> str:

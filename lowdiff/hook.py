@@ -4,14 +4,22 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, known to type checkers
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from lowdiff.errors import ConfigError, UnsupportedModel, UsageError
+from lowdiff.compressors.futures import completed
+from lowdiff.errors import ConfigError, LowDiffError, RankLost, UnsupportedModel, UsageError
 from lowdiff.layout import flat
 from lowdiff.protocols import Reducer
+
+_OUTSIDE = (
+    "a backward pass ran outside the life of its Checkpointer; call attach(...) before training, and "
+    "close() after it"
+)
 
 
 class HookState:
@@ -23,13 +31,17 @@ class HookState:
         is_copy: Whether it came with a copy of a model.
         averaged: Layout indices of what was reduced and not consumed since; who sees it consumed
             takes it out.
+        has_failed: Whether the last backward pass failed, so that its gradients mean nothing.
     """
 
     def __init__(self, *, is_copy: bool = False) -> None:
         self.is_copy = is_copy
+        self._why_closed = _OUTSIDE
         self._reducer: Reducer | None = None
         self._index_of: dict[int, int] = {}
         self.averaged: set[int] = set()
+        self.has_failed = False
+        self._failure: Exception | None = None
 
     def __reduce__(self) -> tuple[Callable[[], "HookState"], tuple[()]]:
         return _state_of_a_copy, ()
@@ -37,6 +49,7 @@ class HookState:
     def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
         """Start to reduce for these parameters, in layout order."""
         self._reducer = reducer
+        self._why_closed = _OUTSIDE
         self.averaged.clear()
         self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
 
@@ -45,13 +58,65 @@ class HookState:
         if self._reducer is reducer:
             self._reducer = None
 
+    def leave(self, why: str) -> None:
+        """Stop without giving anything back, in a process that only got a copy of what is open."""
+        self._reducer = None
+        self._why_closed = why
+
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Compress, exchange and average one bucket."""
+        """Compress, exchange and average one bucket.
+
+        DDP hears of no error: it would make a RuntimeError of what a future failed with, and does
+        not work any more after a hook that raised. The first error is raised when DDP is done with
+        the backward pass, so that ``backward()`` raises it as it is.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            return self._reduce(bucket)  # by ddp.join(), in whose call no callback can be queued
+        if bucket.index() == 0:
+            self._failure = None  # of a pass that the user's code broke off
+            self.has_failed = False
+        if bucket.is_last():
+            # Twice, because the callback in which DDP writes its averages is queued after this call.
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._raise_failure))
+        buffer = bucket.buffer()
+        try:
+            future = self._reduce(bucket)
+        except Exception as error:  # noqa: BLE001  raised when DDP is done
+            self._fail(error)
+            return completed(buffer)
+        return future.then(partial(self._settled, buffer))
+
+    def _settled(
+        self, buffer: torch.Tensor, done: torch.futures.Future[torch.Tensor]
+    ) -> torch.Tensor:
+        """What DDP gets; on whichever thread ends the exchange."""
+        try:
+            return done.value()
+        except (LowDiffError, torch.OutOfMemoryError) as error:
+            self._fail(error)
+        except RuntimeError as error:  # the backend's
+            lost = RankLost(error)
+            lost.__cause__ = error
+            self._fail(lost)
+        except Exception as error:  # noqa: BLE001  raised when DDP is done
+            self._fail(error)
+        return buffer
+
+    def _fail(self, error: Exception) -> None:
+        # Buckets settle in order, and what follows a failure says less.
+        if self._failure is None:
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self.has_failed = True
+            raise failure
+
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._reducer is None:
-            raise UsageError(
-                "a backward pass ran outside the life of its Checkpointer; call attach(...) "
-                "before training, and close() after it"
-            )
+            raise UsageError(self._why_closed)
         if bucket.buffer().layout != torch.strided:
             raise UnsupportedModel(
                 "a parameter has sparse gradients, which no compressor takes; build embeddings with "

@@ -27,7 +27,8 @@ from lowdiff.persistence.budget import (
     room_at,
 )
 from lowdiff.persistence.durable import make_directory
-from lowdiff.persistence.paths import shared_staging_root, staging_in
+from lowdiff.persistence.paths import staging_in
+from lowdiff.persistence.trust import make_root, shared_staging_root
 from lowdiff.settings import Settings
 
 _logger = logging.getLogger(__name__)
@@ -99,7 +100,8 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
             root = instead
             _logger.warning("%s; staging in %s instead, which may be slower", errors[0], root)
         with ranks.together():
-            make_directory(root)
+            make_directory(root.parent)
+            make_root(root)
         cap, is_tight, error = _cap(root, need, ranks)
     with ranks.together():
         if error:

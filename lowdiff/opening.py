@@ -40,6 +40,7 @@ from lowdiff.persistence.retention import retention_locked
 from lowdiff.persistence.retention_notes import note_policy
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.strange_entries import refuse_strange_entries
+from lowdiff.persistence.trust import check_root, make_folder
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.recovery.optimizers import refuse_registered, settle_kernels
@@ -168,6 +169,7 @@ def _opened(
                     f'restore="none" starts afresh and has no use for step={step}; leave one of '
                     "them out"
                 )
+            check_root(settings.staging_root)
             given = watch(attached, with_extra_states(stateful, attached.module, attached.device))
             settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
             if settings.has_replica:
@@ -387,7 +389,7 @@ def _new_staging(settings: Settings, staging: StagingFolder, life: str) -> FileL
     """Make this rank's staging folder, and hold its lock."""
     lock = FileLock(staging.trainer_lock)
     try:
-        staging.root.mkdir(mode=0o700, parents=True)
+        make_folder(staging.root.parents[1], staging.run_id, staging.root.name)
     except FileExistsError as error:  # a copy of the run folder attaches at this very moment
         raise RunInUse(staging.root, "a trainer of a copy of the run folder", 0.0) from error
     lock.acquire(f"process {os.getpid()}")

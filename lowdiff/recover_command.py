@@ -24,6 +24,7 @@ from lowdiff.terminal import (
     device_named,
     print_json,
     progress,
+    say,
     size,
 )
 
@@ -127,7 +128,7 @@ def recover(
             return
     target = start_run(state, as_run) if as_run else export(state, out or "", overwrite=force)
     written = sum(f.stat().st_size for f in [target, *target.rglob("*")] if f.is_file())
-    typer.echo(
+    say(
         f"{out or as_run}: step {state.step} of {run}, {size(written)}, rebuilt from step "
         f"{state.base_step} in {time.perf_counter() - started:.1f} s"
     )
@@ -151,26 +152,24 @@ def _ranks() -> Iterator[dist.ProcessGroup | None]:
 
 
 def _print_plan(run: str, found: Forecast) -> None:
-    typer.echo(f"Step {found.step} of {run}")
+    say(f"Step {found.step} of {run}")
     base = f"snapshot {found.base}"
     if found.in_memory:
         base = f"step {found.base} in the replicas' memory, which a reboot ends"
-    typer.echo(f"  base         {base}, {size(found.snapshot_bytes)}")
+    say(f"  base         {base}, {size(found.snapshot_bytes)}")
     if found.differentials:
         tiers = ", ".join(f"{count(n, 'shard')} in {tier}" for tier, n in found.shards.items())
         steps = count(found.differentials, "differential")
-        typer.echo(f"  replay       {steps}, {size(found.differential_bytes)} ({tiers})")
+        say(f"  replay       {steps}, {size(found.differential_bytes)} ({tiers})")
         lives = ", ".join(map(str, found.incarnations))
-        typer.echo(f"  ranks        {', '.join(map(str, found.ranks))}; incarnations {lives}")
+        say(f"  ranks        {', '.join(map(str, found.ranks))}; incarnations {lives}")
     else:
         held = "memory" if found.in_memory else "the snapshot"
-        typer.echo(f"  replay       nothing: {held} is of that step")
-    typer.echo(
-        f"  memory       up to {size(found.memory_bytes)}, {size(found.free_bytes)} are free"
-    )
-    typer.echo(
+        say(f"  replay       nothing: {held} is of that step")
+    say(f"  memory       up to {size(found.memory_bytes)}, {size(found.free_bytes)} are free")
+    say(
         f"  time         about {found.predicted_seconds:.1f} s with "
         f"{count(found.workers, 'worker')}, on an idle machine"
     )
     for finding in found.findings:
-        typer.echo(f"  not on the way, but damaged: {finding}")
+        say(f"  not on the way, but damaged: {finding}")

@@ -14,6 +14,7 @@ from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
 from lowdiff.averages import followed_names
 from lowdiff.compressors import from_settings
+from lowdiff.events import printable
 from lowdiff.given import Given
 from lowdiff.layout import torch_dtype
 from lowdiff.meter import RecoveryClock
@@ -97,7 +98,7 @@ def load_start(
             _logger.warning(
                 "these are not in step %d of the run, and stay as the model was built: %s",
                 state.step,
-                ", ".join(kept),
+                printable(", ".join(kept)),
             )
         return Start(0, False, True, [], tracker.read())
     residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
@@ -210,7 +211,7 @@ def recover_together(
 ) -> RecoveredState | None:
     """The state to start from, the same on every rank; None for a run without history."""
     for finding in judge(settings.folder, catalog)[0]:
-        _logger.warning("rank %d: %s", ranks.rank, finding.message)
+        _logger.warning("rank %d: %s", ranks.rank, printable(finding.message))
     if step is None and not any(ranks.gather(_has_history(catalog))):
         return None  # new, or its only trainer died before its first snapshot was durable
     # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
@@ -267,7 +268,9 @@ def _recover_from_disk(
         damaged = {(number, at) for snapshots, _ in told for number, at in snapshots}
         lasts = [last for _, last in told if last is not None]
         if isinstance(found, OutOfReach):
-            _logger.warning("rank %d: %s; going back to an earlier one", ranks.rank, found.error)
+            _logger.warning(
+                "rank %d: %s; going back to an earlier one", ranks.rank, printable(str(found.error))
+            )
         elif not damaged and not lasts:
             return found
         del found  # where it is a state, another one takes its place

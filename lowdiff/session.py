@@ -457,6 +457,10 @@ class Session:
         """Set the random generators as they were at this session's first step."""
         restore_random_states(items, self._attached.device)
 
+    def leave(self) -> None:
+        """Remove the optimizer hooks, and touch nothing else: the process has only a copy of it."""
+        self._capture.remove()
+
     def detach(self) -> None:
         """Remove the optimizer hooks and give back what gradients were exchanged with."""
         self._capture.remove()

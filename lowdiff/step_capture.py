@@ -261,6 +261,11 @@ class StepCapture:
     def _refuse_own_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         if self._hook is None:
             return
+        if self._hook.has_failed:
+            raise UsageError(
+                f"the backward pass of step {self._step} raised an error, so its gradients are not "
+                "averaged over the ranks; clear them, and run it again or end all ranks"
+            )
         consumed = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
         own = consumed.keys() - self._hook.averaged
         # Zeros are the same on all ranks: a batch that was left out, say.

@@ -1,8 +1,9 @@
-"""How commands print."""
+"""How commands print: whatever they print passes here, where what a terminal would obey goes out."""
 
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,15 +13,46 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowdiff.errors import ConfigError
+from lowdiff.events import printable
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
+
+
+def say(line: str, *, err: bool = False, color: str | None = None) -> None:
+    """Print one line."""
+    typer.secho(printable(line), err=err, fg=color)
+
+
+def plain_console() -> Console:
+    """A rich console for text of others: no markup, no emoji, and nothing that a terminal obeys."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class Plain(Console):
+        def render_str(self, text: str, **options: Any) -> Text:  # of cells, titles and lines
+            return super().render_str(printable(text), **options)
+
+    return Plain(markup=False, emoji=False)
+
+
+class _OneLine(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+
+def print_warnings() -> None:
+    """Send warnings of the library to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine("lowdiff: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
 
 def _staging_there(folder: Path | None) -> Path | None:
     # No error: a restarted machine has none any more, and what is on disk can still be read.
     if folder is not None and not folder.is_dir():
-        typer.echo(f"lowdiff: --staging {folder} is no folder, so only disk is looked at", err=True)
+        say(f"lowdiff: --staging {folder} is no folder, so only disk is looked at", err=True)
     return folder
 
 
@@ -53,9 +85,9 @@ Device = Annotated[
 ]
 
 
-def print_json(document: dict[str, Any]) -> None:
-    """One document on stdout."""
-    typer.echo(json.dumps(document, indent=2))
+def print_json(document: dict[str, Any], *, indent: int | None = 2) -> None:
+    """One document on stdout, in ASCII: all text is as it is, and what is not printable escaped."""
+    typer.echo(json.dumps(document, indent=indent, ensure_ascii=True))
 
 
 def count(number: int, noun: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowdiff.errors import ConfigError
+from lowdiff.events import printable
 from lowdiff.terminal import (
     AsJson,
     RunArgument,
@@ -18,6 +19,7 @@ from lowdiff.terminal import (
     count,
     print_json,
     progress,
+    say,
     span,
 )
 
@@ -64,7 +66,7 @@ def timeline(
     if out is not None:  # last, so that a disk that is full by now costs no numbers
         _draw(found, out)
         if not as_json:
-            typer.echo(f"drawn in {out}")
+            say(f"drawn in {out}")
 
 
 def _check_picture(out: Path) -> None:
@@ -84,30 +86,30 @@ def _print(found: Timeline) -> None:
     from lowdiff.recovery.timeline import first_outlier
 
     if not found.steps:
-        typer.echo(
+        say(
             f"{found.run} holds a snapshot, but no step to measure: none was made since, or only "
             "snapshots lead to those that were; without a compressor it keeps no differentials"
         )
         return
     largest = sorted(found.steps, key=lambda s: s.update_norm, reverse=True)[:_STEPS_SHOWN]
     steps = count(len(found.steps), "step")
-    typer.echo(f"{steps}, {found.steps[0].step} to {found.steps[-1].step}; the largest updates:")
-    typer.echo("      step   update norm  gradient norm  density  lr")
+    say(f"{steps}, {found.steps[0].step} to {found.steps[-1].step}; the largest updates:")
+    say("      step   update norm  gradient norm  density  lr")
     for step in largest:
         rates = ", ".join(f"{lr:g}" for lr in dict.fromkeys(step.lr))
-        typer.echo(
+        say(
             f"{step.step:>10}  {step.update_norm:>12.6g}  {step.gradient_norm:>13.6g}"
             f"  {step.density:>7.2%}  {rates}"
         )
     if found.left_out:
         first, last = found.left_out[0], found.left_out[-1]
-        typer.echo(
+        say(
             f"{count(len(found.left_out), 'step')} left out ({span(first, last)}): something was "
             "changed outside the optimizer, so that only a snapshot leads there"
         )
     far_out = first_outlier(found.steps)
     if far_out is not None:
-        typer.echo(
+        say(
             f"the first far out of line is step {far_out.step}; before it: "
             f"lowdiff recover {found.run} --step {far_out.step - 1} --as-run NEW"
         )
@@ -137,7 +139,7 @@ def _draw(found: Timeline, out: Path) -> None:
         if name.endswith("norm") and all(value > 0 for value in values):
             axes.set_yscale("log")
     panels[-1].set_xlabel("step")
-    figure.suptitle(f"{found.run}", fontsize=11)
+    figure.suptitle(printable(str(found.run)), fontsize=11)
     try:
         make_directory(out.parent)
         with replaced(out) as file:

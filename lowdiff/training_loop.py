@@ -18,6 +18,11 @@ _logger = logging.getLogger(__name__)
 #: model may be tried out, also in training mode, between attach and the loop.
 _NOWHERE, _IN_EVALUATION, _IN_TRAINING, _IN_BODY = range(4)
 
+_CLOSED = (
+    "the Checkpointer was closed inside its own loop; leave the loop with break, and close it "
+    "afterwards"
+)
+
 
 class TrainingLoop:
     """Restores the random generators when the first body begins, and ends steps as the loop does.
@@ -41,7 +46,8 @@ class TrainingLoop:
         self._session = session
         self._random_states = random_states
         self._restored = _NOWHERE if session.step else _IN_BODY
-        self._is_over = self._is_in_body = False
+        self._why_over = ""
+        self._is_in_body = False
         self._ends_bodies = False  # by steps()
         self._entries: set[torch.nn.Module] = set()
         hook = _Hook(self._before_forward)
@@ -66,11 +72,8 @@ class TrainingLoop:
                 yield step
             finally:
                 self._is_in_body = False
-            if self._is_over:
-                raise UsageError(
-                    "the Checkpointer was closed inside its own loop; leave the loop with break, and "
-                    "close it afterwards"
-                )
+            if self._why_over:
+                raise UsageError(self._why_over)
             if session.step != step:
                 raise UsageError(
                     f"the body of step {step} in steps() called commit(), but steps() commits each "
@@ -101,9 +104,9 @@ class TrainingLoop:
         self._leave_generators()
         self._session.commit()
 
-    def remove(self) -> None:
-        """Take the hooks out: the Checkpointer is closed."""
-        self._is_over = True
+    def remove(self, why: str = _CLOSED) -> None:
+        """Take the hooks out; a loop that goes on all the same is told why it must not."""
+        self._why_over = why
         for handle in (*self._forward_hooks.values(), *self._step_hooks):
             handle.remove()
         self._forward_hooks.clear()

@@ -7,8 +7,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-import typer
-
 from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.lives import life_of, read_lives
 from lowdiff.persistence.durable import make_directory, unwritable, write_file
@@ -20,10 +18,10 @@ from lowdiff.persistence.measurements import (
 )
 from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.ownership import staging_of_run
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention_notes import read_notes
-from lowdiff.terminal import print_json
+from lowdiff.terminal import plain_console, print_json, say
 from lowdiff.tuner import units
 from lowdiff.tuner.choice import Limits, Setting
 from lowdiff.tuner.estimates import Estimate
@@ -155,7 +153,7 @@ def _with_residual(measured: Measured, fence: Fence | None) -> Measured:
 def _documents(folder: RunFolder, run_id: str, staging: Path | None) -> list[Measurements]:
     """Rank 0's measurements of all lives; of one that goes on, what its pages in memory say."""
     found = {life.incarnation: life for life in read_lives(folder, run_id, rank=0)}
-    root = default_staging_root(folder.root) if staging is None else staging
+    root = staging_to_read(folder.root, staging)
     for stage in staging_of_run(root, folder, run_id):
         fence = folder.fence(stage.incarnation, 0)
         known = found.get(stage.incarnation)
@@ -305,16 +303,14 @@ def show(question: Question, html: Path | None, *, as_json: bool) -> None:
     except OSError as error:
         raise unwritable(html, error) from error
     if not as_json:
-        typer.echo(f"Report with charts: {html}")
+        say(f"Report with charts: {html}")
 
 
 def _print(report: Report) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    # The name of a run may hold what rich takes for markup.
-    console = Console(markup=False, emoji=False)
+    console = plain_console()
     answer = Table(title=report.question.title, title_justify="left", show_header=False)
     answer.box = box.SIMPLE
     answer.add_column(style="bold")

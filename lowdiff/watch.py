@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.progress import RankProgress, RunProgress, RunWatch
+from lowdiff.terminal import plain_console, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,17 +21,15 @@ def watch(run: Path, staging: Path | None, *, as_json: bool, every_seconds: floa
     Raises:
         NotARun: If the folder holds no run.
     """
-    looks = RunWatch(RunFolder(run), default_staging_root(run) if staging is None else staging)
+    looks = RunWatch(RunFolder(run), staging_to_read(run, staging))
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
             while True:
-                typer.echo(json.dumps(looks.look(time.time()).document()))
+                print_json(looks.look(time.time()).document(), indent=None)
                 time.sleep(every_seconds)
-        from rich.console import Console
         from rich.live import Live
 
-        # Names of runs and errors of writers may hold what rich takes for markup.
-        plain = Console(markup=False, emoji=False)
+        plain = plain_console()
         with Live(_table(run, looks.look(time.time())), console=plain, auto_refresh=False) as live:
             while True:
                 time.sleep(every_seconds)

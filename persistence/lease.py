@@ -17,6 +17,8 @@ import threading
 import time
 from pathlib import Path
 
+from lowdiff.events import printable
+
 _logger = logging.getLogger(__name__)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -79,7 +81,9 @@ class Lease:
         while True:
             is_free = seen is None or _field(seen, 1) in (_NOBODY, self._machine)
             if not is_free and _now() - since >= self.seconds:
-                _logger.warning("%s has not renewed its lease; taking over", _field(seen, 3))
+                _logger.warning(
+                    "%s has not renewed its lease; taking over", printable(_field(seen, 3))
+                )
                 is_free = True
             if is_free and self._take(seen):
                 break
@@ -97,7 +101,7 @@ class Lease:
     def holder(self) -> str:
         """Who wrote the line."""
         try:
-            return _field(self._line(), 3) or "an unknown process"
+            return printable(_field(self._line(), 3)) or "an unknown process"
         except OSError:
             return "an unknown process"
 

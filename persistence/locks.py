@@ -11,6 +11,7 @@ import weakref
 from pathlib import Path
 
 from lowdiff.errors import StorageError
+from lowdiff.events import printable
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
@@ -66,7 +67,7 @@ class FileLock:
     def holder(self) -> str:
         """Who wrote its description last."""
         try:
-            return self.path.read_text(errors="replace")[:200] or "an unknown process"
+            return printable(self.path.read_text(errors="replace")[:200]) or "an unknown process"
         except OSError:
             return "an unknown process"
 

@@ -41,6 +41,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from lowdiff.persistence.still_open import remove_folder
+from lowdiff.persistence.trust import readable_root, shared_staging_root, trusted_folders
 
 RUN_FILE = "run.json"
 _CONSTANTS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
@@ -71,19 +72,26 @@ def default_staging_root(run: Path) -> Path:
     """``/dev/shm/lowdiff-UID``: memory that survives every process; or where a run has steps instead."""
     instead = staging_in(run)
     # There was no room in memory, and what is in it has to be found. Once it is empty, memory may do.
-    if not instead.is_symlink() and next(StagingFolder.all(instead), None) is not None:
+    if next(StagingFolder.all(instead), None) is not None:
         return instead
     return shared_staging_root()
+
+
+def staging_to_read(run: str | Path, staging: str | Path | None) -> Path:
+    """Where a command that changes nothing finds what is staged of a run.
+
+    Where others could have written it, that is said, and what is returned holds nothing.
+
+    Args:
+        run: The run folder.
+        staging: The staging root, if it was given by hand.
+    """
+    return readable_root(default_staging_root(Path(run)) if staging is None else Path(staging))
 
 
 def staging_in(run: Path) -> Path:
     """Where staging of a run lies if there is no room for it in memory."""
     return run / "staging"
-
-
-def shared_staging_root() -> Path:
-    """Where staging of all runs lies unless told otherwise."""
-    return Path("/dev/shm") / f"lowdiff-{os.getuid()}"
 
 
 def file_bytes(path: Path) -> int:
@@ -267,14 +275,21 @@ class StagingFolder:
 
     @classmethod
     def all_of_run(cls, staging_root: Path, run_id: str) -> list[StagingFolder]:
-        """Every staging folder under a run id, oldest incarnation first, also of its copies."""
-        found = _matching(staging_root / run_id, _STAGING_NAME)
-        return [cls(path, incarnation, rank) for path, (incarnation, rank) in found]
+        """Every staging folder under a run id, oldest incarnation first, also of its copies.
+
+        Without those that somebody else could have made or written, which are named in a warning.
+        """
+        found = []
+        for name in trusted_folders(staging_root, run_id):
+            match = _STAGING_NAME.fullmatch(name)
+            if match is not None:
+                found.append(cls(staging_root / run_id / name, int(match[1]), int(match[2])))
+        return found
 
     @classmethod
     def all(cls, staging_root: Path) -> Iterator[StagingFolder]:
-        """Every staging folder of every run on this machine."""
-        for path in _named(staging_root, _RUN_ID):
+        """Every staging folder of every run on this machine; none if the root is not trusted."""
+        for path in _named(readable_root(staging_root), _RUN_ID):
             yield from cls.all_of_run(staging_root, path.name)
 
     @property

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lowdiff.errors import DamagedFile
+from lowdiff.events import printable
 from lowdiff.persistence.framing import HEADER_BYTES, RecordKind, RecordRef, padded
 from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.segment_index import Sealed
@@ -256,7 +257,7 @@ class RankRecords(Mapping[int, StoredRecord]):
                 if found.path.exists():  # else a live trainer has reused its memory
                     what = f"step {step} fails its checksum"
                     self._damage.append(DamagedFile(found.path, what, offset=found.record.offset))
-                    _logger.warning("%s", self._damage[-1])
+                    _logger.warning("%s", printable(str(self._damage[-1])))
                 return False
             self._intact.add(step)
         return True

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
+from lowdiff.events import printable
 from lowdiff.persistence.framing import HEADER_BYTES, RecordKind
 from lowdiff.persistence.paths import RunFolder, segment_numbers
 from lowdiff.persistence.records import RankRecords, SegmentHome, Stretch
@@ -120,7 +121,7 @@ class _RankSegments:
         said = {(error.path, error.offset) for error in known}
         for error in self.damage[start:]:
             if (error.path, error.offset) not in said:
-                _logger.warning("%s", error)
+                _logger.warning("%s", printable(str(error)))
 
     def _add(self, incarnation: int, stretch: Stretch) -> None:
         self.records.setdefault((incarnation, self.rank), RankRecords()).add(stretch)

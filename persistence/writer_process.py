@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lowdiff.errors import WriterFailed
-from lowdiff.events import log_event
+from lowdiff.events import log_event, printable
 from lowdiff.persistence.detached import start_detached
 from lowdiff.persistence.status import StatusReader, WriterStatus
 from lowdiff.persistence.writer_settings import (
@@ -126,7 +126,7 @@ def _end_of(log: Path) -> str:
     except OSError as error:
         return str(error)
     said = [line.strip() for line in lines if line.strip()][-_QUOTED_LINES:]
-    return " | ".join(said)[-_QUOTED_CHARACTERS:]
+    return printable(" | ".join(said)[-_QUOTED_CHARACTERS:])
 
 
 class WriterProcess:

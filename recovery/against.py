@@ -17,7 +17,7 @@ from lowdiff.errors import ConfigError, DamagedFile
 from lowdiff.layout import own_name
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.object_store import is_url
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.values import same
 from lowdiff.recovery.compare import distance
 from lowdiff.recovery.engine import Progress, recover
@@ -109,7 +109,7 @@ def compare_with(
     path = Path(file)
     _check_name(path)
     if not is_url(run):  # of a store the snapshot is not here yet
-        root = default_staging_root(Path(run)) if staging is None else Path(staging)
+        root = staging_to_read(run, staging)
         check_memory(_largest_snapshot(RunFolder(Path(run)), root) + path.stat().st_size)
     weights, optimizers, named_step = _read(path)
     state = recover(

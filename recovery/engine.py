@@ -13,10 +13,11 @@ from typing import TypeVar
 import torch
 
 from lowdiff.errors import DamagedFile, ReplayMismatch, RunMismatch, StepNotFound
+from lowdiff.events import printable
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_history, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.snapshots import was_removed
 from lowdiff.recovery.attempts import in_blocks_or_whole, unfit_is_damaged
 from lowdiff.recovery.damage import judge
@@ -67,7 +68,7 @@ def recover(
         DamagedFile: If the bytes needed are damaged.
         ReplayMismatch: If replay does not reproduce what the live run recorded.
     """
-    root = default_staging_root(Path(run)) if staging is None else Path(staging)
+    root = staging_to_read(run, staging)
     if device is not None:
         options = replace(options or ReplayOptions(), device=torch.device(device))
     if not is_url(run):
@@ -94,7 +95,7 @@ def _recover(
 ) -> RecoveredState:
     catalog = scan(folder, [root])
     for finding in judge(folder, catalog)[0]:
-        _logger.warning("%s", finding.message)
+        _logger.warning("%s", printable(finding.message))
 
     aim = _Aim(step)
 
@@ -128,7 +129,7 @@ class _Aim:
             if self.step == self.asked:
                 raise
             plan = plan_recovery(catalog, self.asked)
-            _logger.warning("%s; going back to step %d", error, plan.step)
+            _logger.warning("%s; going back to step %d", printable(str(error)), plan.step)
         self.step = plan.step
         return plan
 
@@ -234,11 +235,12 @@ def recover_from_memory(
         return carry_out_in_memory(catalog, memory, options)
     except (DamagedFile, ReplayMismatch, RunMismatch) as error:
         # Not for want of memory or of room on a disk: that passes, but a step back would remain.
+        what = printable(str(error))
         failed = error.step if isinstance(error, ReplayMismatch) else None
         if not goes_back or failed is None or failed <= memory.common:
-            _logger.warning("%s; going back to what is on disk", error)
+            _logger.warning("%s; going back to what is on disk", what)
             return None
-        _logger.warning("%s; steps %d to %d are lost", error, failed, memory.step)
+        _logger.warning("%s; steps %d to %d are lost", what, failed, memory.step)
     return recover_from_memory(catalog, failed - 1, options, goes_back=True)
 
 
@@ -262,7 +264,7 @@ def _reach(
         if aim.asked is not None:
             raise found.error
         if found.last is not None:
-            _logger.warning("%s; going back to step %d", found.error, found.last)
+            _logger.warning("%s; going back to step %d", printable(str(found.error)), found.last)
             aim.step = found.last
         catalog = without(catalog, found.snapshots)
 
@@ -306,7 +308,7 @@ def try_from_disk(
             base, is_only = plan.base, len(catalog.snapshots) == 1
             if was_removed(error.path) or is_only or base.folder not in error.path.parents:
                 raise
-            _logger.warning("%s; going back to an older snapshot", error)
+            _logger.warning("%s; going back to an older snapshot", printable(str(error)))
             damaged.append((base.incarnation, base.step))
             if error.is_unreadable:  # told anew: the error holds on to what was read
                 unreadable = DamagedFile(error.path, error.what)

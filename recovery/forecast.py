@@ -18,7 +18,7 @@ from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.fetching import fetch_history, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.persistence.snapshots import check_shard
@@ -173,7 +173,7 @@ def forecast(
         NotARun: If there is no run.
         StepNotFound: If the step cannot be rebuilt; names the file or the rank that lacks it.
     """
-    root = default_staging_root(Path(run)) if staging is None else Path(staging)
+    root = staging_to_read(run, staging)
     own = options or ReplayOptions()
     if not is_url(run):
         return _forecast(RunFolder(Path(run)), root, step, own)

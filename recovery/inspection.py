@@ -13,7 +13,7 @@ from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.lineage import Span
 from lowdiff.persistence.object_store import ObjectStore, is_url
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.records import RankRecords
 from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.retention_plan import is_valid
@@ -121,7 +121,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         NotARun: If the folder or store holds no run.
         StoreError: If the store does not answer.
     """
-    root = default_staging_root(Path(run)) if staging is None else Path(staging)
+    root = staging_to_read(run, staging)
     if not is_url(run):
         return _inspect(RunFolder(Path(run)), root)
     with temporary_folder() as folder:

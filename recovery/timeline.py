@@ -15,7 +15,7 @@ from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
 from lowdiff.recovery.plan import (
     PlannedStep,
@@ -137,7 +137,7 @@ def timeline(
     """
     if first is not None and last is not None and first > last:
         raise ConfigError(f"no step lies between first={first} and last={last}; swap them?")
-    root = default_staging_root(Path(run)) if staging is None else Path(staging)
+    root = staging_to_read(run, staging)
 
     def look(folder: RunFolder) -> Timeline:
         catalog = scan(folder, [root])

@@ -13,7 +13,7 @@ from lowdiff.errors import DamagedFile, ReplayMismatch, RunInUse, RunMismatch, S
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fetching import fetch_all, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.recovery.damage import Finding, judge, lost_after
 from lowdiff.recovery.engine import Progress, look_again, reporting
 from lowdiff.recovery.in_memory import (
@@ -117,7 +117,7 @@ def verify(
         NewerFormat: If a later lowdiff wrote a file.
         NotEnoughMemory: If two states do not fit: what is replayed, and what it is compared with.
     """
-    root = default_staging_root(Path(run)) if staging is None else Path(staging)
+    root = staging_to_read(run, staging)
     if not is_url(run):
         return _verify(RunFolder(Path(run)), root, str(run), options, progress)
     with temporary_folder() as folder:

@@ -146,7 +146,7 @@ def attempt(*, stamp: int, density: float) -> str:
     try:
         reducer.reduce([0], [gradient], gradient).wait()
     except RuntimeError as error:
-        return str(error)
+        return f"{type(error).__name__}: {error}"
     return "no error"
 
 

@@ -6,9 +6,11 @@ python -m tests.launch.lost_rank RANK WORLD_SIZE STORE FOLDER COMPRESSOR [--die-
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ def main() -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = lowdiff.Checkpointer(
         f"{args.folder}/run",
-        compressor=FAMILY[args.compressor],
+        compressor=FAMILY.get(args.compressor),
         staging=f"{args.folder}/staging",
     )
     sys.stdout.write(f"resumed {checkpointer.attach(model, optimizer)}\n")
@@ -67,8 +69,12 @@ def main() -> int:
         loss = model(batch(step, args.rank, 8, 60)).square().mean()
         try:
             loss.backward()
-        except RuntimeError as error:
-            sys.stdout.write(f"{error}\n")
+        except Exception as error:
+            sys.stdout.write(f"{type(error).__name__}: {error}\n")
+            began = time.monotonic()
+            with contextlib.suppress(lowdiff.LowDiffError):
+                checkpointer.close()
+            sys.stdout.write(f"closed: {time.monotonic() - began < 30}\n")
             return 3
         optimizer.step()
     checkpointer.close()

@@ -1,0 +1,199 @@
+"""Staging that other users of the machine could have made or written is not trusted.
+
+``/dev/shm`` takes everybody's files: somebody else may make a user's staging root first, or put a
+symbolic link in its place, and fill it with folders of the right names. Therefore a staging root, and
+every folder below it that is used, is a real folder of this user which others cannot write to. They
+may add to a root with the sticky bit, as a tmpfs has when it is mounted: they can neither remove nor
+rename what is there, and what they add is theirs, so that it is not used.
+
+Attaching closes the default root to others, and makes the folders below any root with mode 0700. A
+root given by hand keeps its mode: most folders can be read by others.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lowdiff.errors import UntrustedStaging
+
+_logger = logging.getLogger(__name__)
+
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PRIVATE = 0o700
+#: A root below which nobody can make anything.
+_NOWHERE = Path("/proc/no-staging")
+_OTHERS, _OTHERS_WRITE = 0o077, 0o022
+
+
+def shared_staging_root() -> Path:
+    """``/dev/shm/lowdiff-UID``, where staging of all runs lies unless told otherwise."""
+    return Path("/dev/shm") / f"lowdiff-{os.geteuid()}"
+
+
+def check_root(root: Path) -> None:
+    """See that a staging root can be trusted, if it is there.
+
+    Raises:
+        UntrustedStaging: If it cannot.
+    """
+    with _opened(root):
+        pass
+
+
+def readable_root(root: Path) -> Path:
+    """The root itself, or one without anything if it cannot be trusted, which is said once."""
+    try:
+        check_root(root)
+    except UntrustedStaging as error:
+        _logger.warning("only the disk is read, and nothing that is staged: %s", error)
+        return _NOWHERE
+    return root
+
+
+def trusted_folders(root: Path, run_id: str) -> Iterator[str]:
+    """Names of the folders of one run below a root, but for those that cannot be trusted."""
+    try:
+        with _opened(root) as descriptor:
+            if descriptor is None:
+                return
+            forbidden_below = _bits_below(descriptor)
+            with _opened(root / run_id, descriptor, forbidden_below) as folder:
+                for name in [] if folder is None else sorted(os.listdir(folder)):
+                    try:
+                        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    except FileNotFoundError:  # adopted and removed while we look
+                        continue
+                    why = _distrust(found, forbidden_below)
+                    if why is None:
+                        yield name
+                    else:
+                        _logger.warning("%s is not read: it %s", root / run_id / name, why)
+    except UntrustedStaging as error:
+        _logger.warning("what is staged in %s is not read: %s", root, error)
+
+
+def make_root(root: Path) -> None:
+    """Make a staging root with mode 0700, whatever the umask; it may be there.
+
+    Raises:
+        UntrustedStaging: If it is there and cannot be trusted.
+    """
+    with suppress(FileExistsError):
+        root.mkdir(mode=_PRIVATE)
+    with _opened(root) as descriptor:
+        if descriptor is not None and root == shared_staging_root():
+            os.fchmod(descriptor, _PRIVATE)
+
+
+def make_folder(root: Path, run_id: str, name: str) -> None:
+    """Make the folder of one rank below a root, each part with mode 0700.
+
+    Raises:
+        FileExistsError: If it is there.
+        UntrustedStaging: If a folder above it cannot be trusted.
+    """
+    root.parent.mkdir(parents=True, exist_ok=True)
+    make_root(root)
+    with _opened(root) as descriptor:
+        assert descriptor is not None
+        forbidden_below = _bits_below(descriptor)
+        while True:  # the last rank of an earlier life may remove the run's folder
+            with suppress(FileExistsError):
+                os.mkdir(run_id, _PRIVATE, dir_fd=descriptor)
+            with _opened(root / run_id, descriptor, forbidden_below) as folder:
+                if folder is not None:
+                    try:
+                        os.mkdir(name, _PRIVATE, dir_fd=folder)
+                        return
+                    except FileNotFoundError:
+                        continue
+
+
+def _bits_below(root: int) -> int:
+    """Permission bits that folders below an opened root must not have; none if it is closed."""
+    return _OTHERS_WRITE if os.fstat(root).st_mode & _OTHERS else 0
+
+
+@contextmanager
+def _opened(
+    path: Path, parent: int | None = None, forbidden: int | None = None
+) -> Iterator[int | None]:
+    """A descriptor of a folder that is trusted; None if there is no folder.
+
+    Args:
+        path: The folder.
+        parent: Descriptor of the folder above; None to go by the whole path.
+        forbidden: Permission bits that it must not have; None for those of a root.
+
+    Raises:
+        UntrustedStaging: If it is there and cannot be trusted.
+    """
+    name = path if parent is None else path.name
+    try:
+        descriptor = os.open(name, _OPEN_FOLDER, dir_fd=parent)
+    except FileNotFoundError:
+        yield None
+        return
+    except NotADirectoryError:  # a file, or a symbolic link
+        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        if not stat.S_ISLNK(found.st_mode):
+            yield None
+            return
+        raise _untrusted(path, found, 0) from None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.ELOOP):
+            raise
+        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        raise _untrusted(path, found, 0) from error
+    try:
+        found = os.fstat(descriptor)
+        if forbidden is None:
+            forbidden = 0 if found.st_mode & stat.S_ISVTX else _OTHERS_WRITE
+        if _distrust(found, forbidden) is not None:
+            raise _untrusted(path, found, forbidden)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _untrusted(path: Path, found: os.stat_result, forbidden: int) -> UntrustedStaging:
+    why = _distrust(found, forbidden) or "cannot be opened by its owner"
+    return UntrustedStaging(path, why, _way_out(path, found))
+
+
+def _distrust(found: os.stat_result, forbidden: int) -> str | None:
+    """Why a folder is not trusted, as what follows its name; None if it is."""
+    if stat.S_ISLNK(found.st_mode):
+        return f"is a symbolic link, made by {_user(found.st_uid)}"
+    if not stat.S_ISDIR(found.st_mode):
+        return "is no folder"
+    if found.st_uid != os.geteuid():
+        return f"belongs to {_user(found.st_uid)}, and this process is {_user(os.geteuid())}"
+    if found.st_mode & forbidden:
+        return f"has mode {stat.S_IMODE(found.st_mode):04o}, so that other users can write to it"
+    return None
+
+
+def _way_out(path: Path, found: os.stat_result) -> str:
+    if stat.S_ISLNK(found.st_mode):
+        return "give the folder that the link leads to, if the link is yours"
+    if found.st_uid == os.geteuid():
+        # What a container mounts belongs to its user and is open to all: a folder in it is not.
+        return f"`chmod go-rwx` it, give a new folder in it ({path / 'lowdiff'})"
+    if found.st_mode & stat.S_ISVTX:  # as /dev/shm itself: a mounted tmpfs is root's
+        return f"give a new folder in it ({path / 'lowdiff'})"
+    return "have its owner or root remove it"
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return f"user {uid}"
