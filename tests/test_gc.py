@@ -84,7 +84,7 @@ def test_it_keeps_what_the_trainer_was_told_to_keep(command: Command, copy: Trai
     assert document["policy"]["snapshots"] == 2
     assert len(document["removed"]) == 4
     assert document["bytes_removed"] == sum(entry["bytes"] for entry in document["removed"]) > 0
-    window = {"first": 10, "last": None, "reason": "the newest snapshots", "first_base": None}
+    window = {"first": 10, "last": None, "reason": "the newest snapshots"}
     assert document["kept"] == [window]
     assert snapshots(copy) == [10, 12]
 
