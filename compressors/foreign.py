@@ -74,10 +74,10 @@ class ChangeWarning:
         more = f" and {len(news) - 1} more" if len(news) > 1 else ""
         _logger.warning(
             "the gradient of %r%s was changed between its exchange and optimizer.step() by more than "
-            "a factor; each step that does so stores such gradients whole, %.1f MB over all ranks. "
+            "a factor; each step that does so stores such gradients whole, %s bytes over all ranks. "
             "Clip with checkpointer.clip_grad_norm_(...), and put other changes into the loss or the "
             "optimizer. This is said once per parameter",
             specs[news[0]],
             more,
-            size / 1e6,
+            f"{size:,}",
         )

@@ -87,6 +87,9 @@ class Session:
         self._capture = StepCapture(
             attached, reducer, live.residual, scaling, live.averages, self._watch, told
         )
+        frozen_bytes = sum(tensor.nbytes for tensor in attached.frozen_parameters().values())
+        trained_bytes = sum(spec.nbytes for spec in attached.layout.parameters)
+        self._reads_frozen = settings.watch == "live" and frozen_bytes <= trained_bytes
         self._seen = Seen((), {}, Written())
         self._consumed = 0
         self._has_rebased = self._wants_snapshot = False
@@ -347,8 +350,15 @@ class Session:
         )
 
     def _is_thorough(self, step: int) -> bool:
-        """Whether to read frozen parameters that nothing says were written."""
-        return step - self._base_step <= _AUDITED_FIRST or self.stager.cadence.is_due(step)
+        """Whether to read frozen parameters whole that nothing says were written.
+
+        Where they are no larger than what trains, as a target network is, at every step.
+        """
+        return (
+            self._reads_frozen
+            or step - self._base_step <= _AUDITED_FIRST
+            or self.stager.cadence.is_due(step)
+        )
 
     def _begin(self) -> None:
         step = self.step + 1

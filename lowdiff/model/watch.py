@@ -179,12 +179,12 @@ class Watch:
         _logger.warning(
             "rank %d: something else than the optimizer wrote to %r%s in step %d (clamping, weight "
             "normalisation, load_state_dict, ...). Training goes on and the step stays exact; each "
-            "step that does so logs these parameters whole, %.1f MB. This is said once per parameter",
+            "step that does so logs these parameters whole, %s bytes. This is said once per parameter",
             self._rank,
             self._attached.layout.parameters[news[0]].name,
             more,
             step,
-            sum(written[i].nbytes for i in news) / 1e6,
+            f"{sum(written[i].nbytes for i in news):,}",
         )
 
 
