@@ -79,7 +79,7 @@ class Compression:
         self._residual = RotatingResidual.zeros(kept, torch.device("cpu"))
         self._reducer = compressor.bind(layout, self._residual, None)
         self._step = 0
-        self._reducer.begin(1, audit=False)
+        self._reducer.begin(1)
         optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, *_: object) -> None:
@@ -100,7 +100,7 @@ class Compression:
         self._residual.settle()
         self._residual.advance()
         self._step += 1
-        self._reducer.begin(self._step + 1, audit=False)
+        self._reducer.begin(self._step + 1)
 
 
 class Trainee:

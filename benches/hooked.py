@@ -41,7 +41,7 @@ class Hooked:
     def begin(self) -> None:
         """Start a step."""
         self._step += 1
-        self.reducer.begin(self._step, audit=False)
+        self.reducer.begin(self._step)
 
     def payload(self) -> Payload:
         """What this rank would stage of the gradients as they are now."""

@@ -142,7 +142,7 @@ def test_a_later_backward_pass_does_not_replace_what_an_optimizer_consumed(name:
     layout, compressor = case.layout, case.made
     residual = RotatingResidual.zeros(compressor.residual_layout(layout), torch.device("cpu"))
     reducer = compressor.bind(layout, residual, None)
-    reducer.begin(1, audit=False)
+    reducer.begin(1)
     first = reduced(reducer, case.gradients(0, 1), [[0, 1, 2]])
     reducer.consume([first[0] * 0.3, first[1], None])
     consumed = [exact(first[0] * 0.3), exact(first[1].clone())]
