@@ -107,9 +107,6 @@ def test_every_compressor_dtype_and_change_decodes_exactly(pool: Pool, world_siz
     for index, case in enumerate(some):
         own = [of_rank[index] for of_rank in reports]
         assert_decodes(case, own, 64 + 61 * (index % 7))
-        for report in own:
-            for found in report:
-                assert len(found["heard"]) == (world_size if world_size > 1 else 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
