@@ -64,7 +64,7 @@ class News:
     """Tells and hears; of a single process it is its own news."""
 
     def __init__(self, group: dist.ProcessGroup | None, world_size: int) -> None:
-        self._group = group
+        self._group = group if world_size > 1 else None
         self._world_size = world_size
         self._told: RankNews | None = None
         self._coming: tuple[dist.Work, list[torch.Tensor]] | None = None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, fields
+from dataclasses import astuple, fields, replace
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowdiff.commit.news import News, RankNews
@@ -107,22 +105,38 @@ def test_a_single_process_is_its_own_news(told: RankNews) -> None:
     assert news.hear() == (told,)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A process group of one, as every rank has."""
-    assert not dist.is_initialized(), os.getpid()
-    path = tmp_path_factory.mktemp("alone") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+def tell_all(rank: int, world_size: int, all_told: list[RankNews]) -> list[tuple[RankNews, ...]]:
+    """A pool's job: each rank tells its part, one after the other."""
+    news = News(dist.group.WORLD, world_size)
+    heard = []
+    for told in all_told:
+        news.tell(replace(told, watched=rank))
+        heard.append(news.hear())
+    return heard
 
 
-@given(told=NEWS)
-def test_every_field_travels_as_it_is(alone: dist.ProcessGroup, told: RankNews) -> None:
-    news = News(alone, 1)
-    news.tell(told)
-    (heard,) = news.hear()
-    assert asdict(heard) == asdict(told)
-    assert [type(value) for value in asdict(heard).values()] == [
-        bool if field.type == "bool" else int for field in fields(RankNews)
-    ]
+@given(all_told=st.lists(NEWS, min_size=1, max_size=20))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_field_travels_as_it_is(pool: Pool, all_told: list[RankNews]) -> None:
+    first, second = pool.run(tell_all, 2, all_told)
+    assert first == second
+    for told, heard in zip(all_told, first, strict=True):
+        assert heard == tuple(replace(told, watched=rank) for rank in range(2))
+        assert [type(value) for value in astuple(heard[0])] == [
+            bool if field.type == "bool" else int for field in fields(RankNews)
+        ]
+
+
+def tell_alone(rank: int, world_size: int) -> list[tuple[RankNews, ...]]:
+    """A pool's job: one process in DDP hears itself as often as it likes, or not at all."""
+    news = News(dist.group.WORLD, world_size)
+    heard = []
+    for step in range(4):
+        news.tell(news_of(rank, step))
+        heard += [news.hear()] * (step % 2) * 2
+    return heard
+
+
+def test_a_single_process_in_ddp_need_not_listen_before_it_speaks_again(pool: Pool) -> None:
+    own = [(news_of(0, 1),), (news_of(0, 3),)]
+    assert pool.run(tell_alone, 1) == [[own[0], own[0], own[1], own[1]]]
