@@ -143,7 +143,7 @@ def hooked(arm: Arm) -> None:
         residual.settle()
         residual.advance()
 
-    arm.before, arm.after = lambda: reducer.begin(arm.done + 1, audit=False), after
+    arm.before, arm.after = lambda: reducer.begin(arm.done + 1), after
 
 
 def checkpointed(arm: Arm, checkpointer: lowdiff.Checkpointer, every: int) -> None:

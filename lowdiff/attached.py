@@ -63,6 +63,11 @@ class Attached:
         """Where the parameters live."""
         return self.parameters[0].device
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the parameters' values can be read without making the host wait."""
+        return self.device.type == "cpu"
+
     def constants(self) -> dict[str, torch.Tensor]:
         """Item name -> tensor that no optimizer updates: buffers and frozen parameters.
 

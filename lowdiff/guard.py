@@ -182,7 +182,7 @@ class StepGuard:
         owners, entries = _filled(state)
         values = [*_values(entries)]
         # Of an accelerator's parameters only version counters tell without stopping the host.
-        own = [] if self._attached.device.type == "cpu" else self._own[index]
+        own = [] if self._attached.is_on_host else self._own[index]
         tensors = [*own, *(v for v in values if isinstance(v, torch.Tensor))]
         return _Seen(state, owners, values, tensors, _versions(tensors))
 

@@ -139,8 +139,10 @@ class Session:
             RanksDiverged: If ``on_error="raise"`` and ranks are not alike; on all ranks.
             UsageError: If a rank is at another step.
         """
-        if self._heard is None:
-            alone = self._world_size == 1
+        alone = self._world_size == 1
+        # A single process waits for nobody, and looks at itself again when it commits: another
+        # trainer may have taken over the run while it slept in the step.
+        if self._heard is None or alone:
             heard = (self._own_news(),) if alone else self._news.hear(timeout_seconds)
             self._heard = heard
             rebased = {news.has_rebased for news in heard}

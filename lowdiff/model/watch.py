@@ -70,7 +70,7 @@ class Watch:
     ) -> None:
         self._attached = attached
         self._rank, self._world_size = rank, world_size
-        self._can_look = attached.device.type == "cpu"
+        self._can_look = attached.is_on_host
         self._is_live = is_live and self._can_look
         owners = shard_owners(attached.layout, world_size)
         self._shares = [

@@ -109,7 +109,7 @@ def run(case: Case, rank: int, group: dist.ProcessGroup | None) -> list[dict[str
     of_dtype = [[i for i, _ in layout.of_dtype(d)] for d in layout.dtypes]
     buckets = of_dtype if case.one_bucket else [[i] for b in reversed(of_dtype) for i in b]
     for step in range(1, len(case.changes) + 1):
-        reducer.begin(3 << 40 | step, audit=step == 1)
+        reducer.begin(3 << 40 | step)
         averaged = reduced(reducer, case.gradients(rank, step), buckets)
         consumed = case.consumed(averaged, step)
         reducer.consume([flat(c) for c in consumed])
@@ -126,7 +126,6 @@ def run(case: Case, rank: int, group: dist.ProcessGroup | None) -> list[dict[str
                 "consumed": kept_bits,
                 "payload": [(s.name, s.coding, s.data.copy()) for s in reducer.payload().sections],
                 "residual": {n: flat(t).clone() for n, t in residual.named().items()},
-                "heard": reducer.heard(),
             }
         )
     return report

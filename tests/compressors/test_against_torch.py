@@ -39,7 +39,7 @@ class OurHook:
         self.ddp.register_comm_hook(state, lowdiff.comm_hook)
 
     def gradients(self, step: int, loss: Any) -> list[torch.Tensor]:
-        self.reducer.begin(step, audit=False)
+        self.reducer.begin(step)
         found = gradients(self.ddp, loss)
         self.residual.settle()
         self.residual.advance()

@@ -89,14 +89,6 @@ def test_what_is_not_finite_is_stored_as_it_is(
     assert [name.split("/")[0] for name in names(consumed)] == ["whole", "whole"]
 
 
-def test_an_audit_rebuilds_what_was_left_alone(exchanged: torch.Tensor) -> None:
-    consumed = Consumed(LAYOUT, 0, 1)
-    consumed.begin(audit=True)
-    consumed.seal(0, exchanged)
-    assert rebuilds(consumed, exchanged, exchanged.clone()) == 1
-    assert names(consumed) == []
-
-
 def test_what_is_always_changed_is_not_sealed_until_it_is_left_alone_once(
     exchanged: torch.Tensor,
 ) -> None:

@@ -107,9 +107,6 @@ def test_every_compressor_dtype_and_change_decodes_exactly(pool: Pool, world_siz
     for index, case in enumerate(some):
         own = [of_rank[index] for of_rank in reports]
         assert_decodes(case, own, 64 + 61 * (index % 7))
-        for report in own:
-            for found in report:
-                assert len(found["heard"]) == (world_size if world_size > 1 else 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -142,7 +139,7 @@ def test_a_later_backward_pass_does_not_replace_what_an_optimizer_consumed(name:
     layout, compressor = case.layout, case.made
     residual = RotatingResidual.zeros(compressor.residual_layout(layout), torch.device("cpu"))
     reducer = compressor.bind(layout, residual, None)
-    reducer.begin(1, audit=False)
+    reducer.begin(1)
     first = reduced(reducer, case.gradients(0, 1), [[0, 1, 2]])
     reducer.consume([first[0] * 0.3, first[1], None])
     consumed = [exact(first[0] * 0.3), exact(first[1].clone())]

@@ -82,7 +82,7 @@ class Alone:
 
     def feed(self, gradient: torch.Tensor, *, stepped: bool = True) -> torch.Tensor:
         self.step += 1
-        self.reducer.begin(self.step, audit=False)
+        self.reducer.begin(self.step)
         averaged = reduced(self.reducer, [gradient.flatten().clone()], [[0]])[0]
         self.reducer.consume([averaged])
         if stepped:

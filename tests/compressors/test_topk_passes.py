@@ -39,7 +39,7 @@ def test_a_second_pass_whose_average_is_dropped_leaves_the_first_ones_in_the_log
     compressor = TopK(0.01, value_dtype=value_dtype)
     rank, generator = Rank(compressor, layout), torch.Generator().manual_seed(0)
     first, second = (torch.randn(2000, generator=generator) for _ in range(2))
-    rank.reducer.begin(1, audit=True)
+    rank.reducer.begin(1)
     sent = rank.backward([first])[0]
     rank.backward([second])
     rank.reducer.consume([sent])

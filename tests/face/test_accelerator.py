@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowdiff
 import lowdiff.compressors.dense
 import lowdiff.opening
+from lowdiff.attached import Attached
 from lowdiff.demo.launch import is_alive
 from lowdiff.errors import StorageError
 from lowdiff.host_copy import HostCopies
@@ -47,6 +48,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield "cuda"
         return
     monkeypatch.setattr(lowdiff.opening, "HostCopies", LateCopies)
+    monkeypatch.setattr(Attached, "is_on_host", property(lambda _: False))
     yield "cpu"
 
 

@@ -15,7 +15,6 @@ from lowdiff.compressors import TopK
 from lowdiff.errors import (
     ConfigError,
     DamagedFile,
-    GradientChanged,
     NotARun,
     RunMismatch,
     StepNotFound,
@@ -216,24 +215,6 @@ def test_a_damaged_file_is_named_and_an_older_way_taken(
     (tmp_path / "run/run.json").write_text("{}")
     with pytest.raises(DamagedFile, match=r"run.json is damaged"):
         lowdiff.recover(tmp_path / "run", 6)
-
-
-def test_a_gradient_changed_after_its_exchange_is_noticed(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    # A closed loop of its own: DDP exchanges in backward, so a plain module cannot show this.
-    reducer = TopK(0.1).bind(
-        lowdiff.layout.layout_of(loop.model.named_parameters()),
-        lowdiff.compressors.feedback.RotatingResidual.zeros(
-            lowdiff.layout.layout_of(loop.model.named_parameters()), torch.device("cpu")
-        ),
-        None,
-    )
-    reducer.begin(1, audit=True)
-    gradient = torch.randn(1200)
-    reducer.reduce([0], [gradient], gradient).wait()
-    reducer.consume([gradient * 0.5, *[None] * 5])  # scaling is fine
-    with pytest.raises(GradientChanged, match=r"'0\.weight' has 1200 entries that are not zero"):
-        reducer.consume([gradient + 0.1, *[None] * 5])
 
 
 def test_hooks_groups_and_closures_that_would_go_unseen(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import lowdiff
 import lowdiff.capture
 from lowdiff.compressors import TopK
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.digests import Digester
+from lowdiff.digests import Looker
 from lowdiff.errors import ConfigError, StepNotFound, UsageError
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Compressor
@@ -94,7 +94,7 @@ WAYS: list[Breaks] = [
     a_value_cannot_be_stored,
     interrupted_in(lowdiff.capture, "encode"),
     interrupted_in(lowdiff.capture, "crc32c"),
-    interrupted_in(Digester, "value"),
+    interrupted_in(Looker, "look"),
     interrupted_at_the_mark,
 ]
 NAMES = ["state_dict", "value", "encode", "checksum", "digest", "mark"]

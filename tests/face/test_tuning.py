@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.cadence import Cadence
+from lowdiff.commit.news import RankNews
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.history import Story
@@ -275,9 +276,9 @@ class SyntheticRank:
         self.staged = 0
         self.snapshots: list[int] = []
 
-    def step(self, step: int, notes: list[int]) -> None:
+    def step(self, step: int, heard: list[RankNews]) -> None:
         costs = self.costs
-        self.cadence.heed(step, notes)
+        self.cadence.heed(step, heard)
         self.trained.observe("iteration_seconds", costs.step_seconds)
         self.trained.observe("differential_seconds", costs.differential_seconds)
         self.trained.observe("step_bytes", costs.staged_bytes)
@@ -314,10 +315,11 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
 
     def go(first: int, last: int) -> None:
         for step in range(first, last):
-            # What a rank tells in a step was formed before it, as with the gradients' exchange.
-            notes = [rank.cadence.note() for rank in ranks]
+            # What a rank tells of a step was formed before the next one.
+            wishes = [rank.cadence.wish() for rank in ranks]
+            heard = [RankNews(0, step, step, interval=i, batch=b) for i, b in wishes]
             for rank in ranks:
-                rank.step(step, notes)
+                rank.step(step, heard)
                 assert rank.cadence.snapshot_every == ranks[0].cadence.snapshot_every
                 assert rank.cadence.batch_size == ranks[0].cadence.batch_size
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.differentials import encode_scalars, read_differential
+from lowdiff.persistence.differentials import encode_scalars, read_differential, sections_of
 from lowdiff.persistence.forms import BadEncoding
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef, read_records
 from lowdiff.persistence.paths import StagingFolder
@@ -24,7 +26,7 @@ from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.staging import StagingLog, staged_records
 from lowdiff.persistence.values import encode
-from lowdiff.types import Differential, OptimizerStep, Payload, Section
+from lowdiff.types import AverageStep, Bits, Differential, OptimizerStep, Payload, Section, Written
 
 CODEC = Codec()
 RUN_ID = "00112233445566778899aabbccddeeff"
@@ -50,7 +52,7 @@ def staged(root: Path, written: Differential) -> RecordRef:
     folder = StagingFolder.of(root, RUN_ID, 0, 0)
     folder.root.mkdir(parents=True)
     log = StagingLog(folder, run_id=RUN_ID, world_size=1, chunk_bytes=1 << 16, cap_bytes=1 << 24)
-    meta, sections = encode_scalars(written), written.payload.sections
+    meta, sections = encode_scalars(written), sections_of(written)
     log.append(RecordKind.DIFFERENTIAL, written.step, meta, sections, durable_step=-1)
     ((_, record),) = staged_records(folder)
     return record
@@ -81,10 +83,32 @@ def read(record: RecordRef) -> Differential:
 
 
 def assert_same(found: Differential, expected: Differential) -> None:
-    for name in ("step", "optimizers", "absent", "held", "items", "residual", "digest"):
+    for name in (
+        "step",
+        "optimizers",
+        "absent",
+        "held",
+        "items",
+        "residual",
+        "digests",
+        "averages",
+    ):
         assert getattr(found, name) == getattr(expected, name)
     (left,), (right,) = found.payload.sections, expected.payload.sections
     np.testing.assert_array_equal(left.data, right.data)
+    ours, theirs = found.written, expected.written
+    assert_same_values(ours.before, theirs.before)
+    assert_same_values(ours.after, theirs.after)
+    assert ours.averages.keys() == theirs.averages.keys()
+    for average, values in ours.averages.items():
+        assert_same_values(values, theirs.averages[average])
+
+
+def assert_same_values(found: Mapping[int, Bits], expected: Mapping[int, Bits]) -> None:
+    assert found.keys() == expected.keys()
+    for index, values in found.items():
+        assert values.dtype == expected[index].dtype
+        np.testing.assert_array_equal(values, expected[index])
 
 
 def test_the_state_of_a_random_generator_shrinks_in_a_segment_only(tmp_path: Path) -> None:
@@ -139,6 +163,51 @@ def test_coded_scalars_that_would_fill_the_memory_are_damage(tmp_path: Path) -> 
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+PATTERNS = st.one_of(
+    *(
+        st.lists(st.integers(0, 2 ** (8 * dtype.itemsize) - 1), min_size=1, max_size=40).map(
+            partial(np.array, dtype=dtype)
+        )
+        for dtype in (np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.uint64))
+    )
+)
+VALUES = st.dictionaries(st.integers(0, 300), PATTERNS, max_size=3)
+
+
+@given(
+    before=VALUES,
+    after=VALUES,
+    averages=st.dictionaries(st.text(min_size=1, max_size=8), VALUES.filter(bool), max_size=2),
+    digests=st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple),
+)
+def test_what_else_was_written_comes_back_from_staging_and_from_a_segment(
+    tmp_path_factory: pytest.TempPathFactory,
+    before: dict[int, Bits],
+    after: dict[int, Bits],
+    averages: dict[str, dict[int, Bits]],
+    digests: tuple[int, ...],
+) -> None:
+    written = replace(
+        differential(),
+        digests=digests,
+        averages={
+            name: AverageStep(True, "", 0.9, 3, digests=digests[:2]) for name in (*averages, "b/c")
+        },
+        written=Written(before, after, averages),
+    )
+    record = staged(tmp_path_factory.mktemp("staged"), written)
+    assert_same(read(record), written)
+    assert_same(read(in_segment(coded_record(record, CODEC))), written)
+
+
+def test_a_section_of_what_was_written_that_names_no_parameter_is_damage(tmp_path: Path) -> None:
+    for number, name in enumerate(("written/before/x", "written/beside/3", "written/average/3")):
+        values = Section(name, "planes", np.arange(3, dtype=np.uint32))
+        record = staged(tmp_path / str(number), replace(differential(), payload=Payload((values,))))
+        with pytest.raises(DamagedFile, match="step 3 is no differential"):
+            read(record)
 
 
 # The frames themselves

@@ -16,6 +16,7 @@ from torch import nn
 from lowdiff.attached import describe, hyper_parameters
 from lowdiff.compressors import Dense
 from lowdiff.compressors.dense import DenseReducer
+from lowdiff.digests import checksum
 from lowdiff.environment import environment_of
 from lowdiff.errors import DamagedFile, ReplayMismatch
 from lowdiff.layout import byte_view, flat
@@ -25,7 +26,7 @@ from lowdiff.recovery.replica_file import ReplicaFile, SlotTooSmall
 from lowdiff.recovery.shard import Shard, contents_of
 from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned
 from lowdiff.recovery.unit import Step
-from lowdiff.types import Differential, Digest, Fence, OptimizerStep, Payload, Section
+from lowdiff.types import Differential, Fence, OptimizerStep, Payload, Section
 
 STEPS = 4
 
@@ -108,7 +109,7 @@ class Live:
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
         reducer = DenseReducer(Dense(), self.fence.layout, None, rank=0, world_size=1)
-        reducer.begin(number, audit=False)
+        reducer.begin(number)
         reducer.consume(self._attached.gradients(0))
         payload = Payload(
             tuple(Section(s.name, s.coding, s.data.copy()) for s in reducer.payload().sections)
@@ -117,9 +118,12 @@ class Live:
         self.optimizer.step()
         done = OptimizerStep(stepped=True, consumed=consumed)
         items = {"stateful/count": encode(number)}
-        differential = Differential(number, 0, 0, 1, (done,), (), (), payload, items)
+        digests = tuple(checksum(parameter) for parameter in self._attached.parameters)
+        differential = Differential(
+            number, 0, 0, 1, (done,), (), (), payload, items, digests=digests
+        )
         decode = Dense().decoder([payload], self.fence.layout)
-        return Step((differential,), frozenset(), decode)
+        return Step.of((differential,), decode)
 
     def state(self, step: int) -> RecoveredState:
         state = empty_state(step, self.fence)
@@ -209,8 +213,11 @@ def test_a_death_at_any_write_loses_nothing(live: Live, tmp_path: Path) -> None:
 def test_a_parameter_that_was_changed_elsewhere_is_noticed(live: Live, tmp_path: Path) -> None:
     shard = Shard(made(live, tmp_path / "state"), live.fence, journaled=True)
     step = live.steps[0]
-    told = replace(step.shards[0], digest=Digest(0, 3, 1))
-    with pytest.raises(ReplayMismatch, match="differ from those of the trainer"):
+    digests = list(step.shards[0].digests)
+    changed = [spec.name for spec in live.fence.layout.parameters].index("large")
+    digests[changed] ^= 1
+    told = replace(step.shards[0], digests=tuple(digests))
+    with pytest.raises(ReplayMismatch, match=r"'large' .* differs from those of the trainer"):
         shard.apply(replace(step, shards=(told,)))
 
 
