@@ -20,6 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,12 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int], watch
     )
 
 
+def _of_recovery(key: str) -> str:
+    """The name of a figure measured with ``watch="recovery"``."""
+    name = key.removeprefix("overhead_")
+    return f"watch_recovery_{key}" if name == key else f"overhead_watch_recovery_{name}"
+
+
 def _growth(before: dict[str, Any], after: dict[str, Any], counter: str) -> float:
     return float(after[counter] - before[counter])
 
@@ -359,13 +366,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = measure(args, where, cores, "live")
     with places(Path(args.out)) as where:
         cheap = measure(args, where, cores, "recovery")
-    for key, value in cheap.summary.items():
-        result.summary[
-            key.replace("overhead_", "overhead_watch_recovery_", 1)
-            if key.startswith("overhead_")
-            else f"watch_recovery_{key}"
-        ] = value
-    result.samples["watch_recovery"] = cheap.samples
+    result = replace(
+        result,
+        summary={**result.summary, **{_of_recovery(k): v for k, v in cheap.summary.items()}},
+        samples={**result.samples, "watch_recovery": cheap.samples},
+    )
     write(result, args.out, draw)
     for (watch, key), target in TARGETS.items():
         bound = result.summary[key]
