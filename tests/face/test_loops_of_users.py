@@ -110,10 +110,10 @@ def test_a_loop_that_never_commits_is_refused_at_its_second_step(tmp_path: Path,
     loop = UserLoop(tmp_path, kind)
     loop.attach()
     loop.step(0)
-    weights = {name: value.clone() for name, value in loop.weights().items()}
+    weights = {name: value.detach().clone() for name, value in loop.model.named_parameters()}
     with pytest.raises(UsageError, match=r"add one line, checkpointer\.commit\(\), after"):
         loop.step(1)
-    for name, value in loop.weights().items():
+    for name, value in loop.model.named_parameters():
         assert torch.equal(weights[name], value), name
     loop.checkpointer.close()
     assert lowdiff.recover(tmp_path / "run").step == 1
