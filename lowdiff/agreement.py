@@ -148,13 +148,13 @@ def _size(path: Path) -> int:
         return -1
 
 
-def refuse_disagreement(ranks: Ranks, compressor: Compressor, layout: Layout) -> None:
+def refuse_disagreement(ranks: Ranks, compressor: Compressor, layout: Layout, watch: str) -> None:
     """Compare what must be equal on all ranks before anything is exchanged, in one collective.
 
     Raises:
         ConfigError: On all ranks, naming the first that differs from rank 0.
     """
-    own = [f"{compressor.name}({dict(compressor.settings())})"]
+    own = [f"{compressor.name}({dict(compressor.settings())})", f"watch={watch!r}"]
     own += [f"{s.name} {s.dtype}{list(s.shape)}" for s in layout.parameters]
     first, *others = ranks.gather(own)
     for rank, theirs in enumerate(others, start=1):
@@ -163,7 +163,11 @@ def refuse_disagreement(ranks: Ranks, compressor: Compressor, layout: Layout) ->
                 f"rank {rank} compresses with {theirs[0]}, rank 0 with {first[0]}; give every rank "
                 "the same compressor"
             )
-        pairs = zip_longest(theirs[1:], first[1:], fillvalue="no further parameter")
+        if theirs[1] != first[1]:
+            raise ConfigError(
+                f"rank {rank} has {theirs[1]}, rank 0 has {first[1]}; give every rank the same mode"
+            )
+        pairs = zip_longest(theirs[2:], first[2:], fillvalue="no further parameter")
         different = next((pair for pair in pairs if pair[0] != pair[1]), None)
         if different is not None:
             raise ConfigError(

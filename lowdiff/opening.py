@@ -174,7 +174,7 @@ def _opened(
             settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
             if settings.has_replica:
                 refuse_registered(attached.specs)
-        refuse_disagreement(ranks, settings.compressor, attached.layout)
+        refuse_disagreement(ranks, settings.compressor, attached.layout, settings.watch)
         lock = _locked(settings, ranks)
         undo.callback(lock.release)
         run_id, stages, is_in_store = agreed_run(settings, ranks)

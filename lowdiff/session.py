@@ -400,8 +400,8 @@ class Session:
         self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), ())
 
     def _is_snapshot_due(self, heard: tuple[RankNews, ...]) -> bool:
-        is_due = self.stager.cadence.is_due(self.step) or self._wants_snapshot
-        self._wants_snapshot = False
+        wants, self._wants_snapshot = self._wants_snapshot, False
+        is_due = self.stager.cadence.is_due(self.step) or wants
         if self._settings.has_replica:
             # The replica makes the images for the disk. On CUDA its arithmetic may differ in the
             # last place, so it begins anew with the trainer's state as often.
@@ -409,7 +409,7 @@ class Session:
             # Nothing but an image outlives the machine, and that may be taken away soon.
             is_last = self.is_preempted and not self._is_prepared
             self._is_prepared |= is_last
-            is_due = is_last or drifts
+            is_due = is_last or drifts or wants
         return is_due or self._can_catch_up(heard)
 
     def _can_catch_up(self, heard: tuple[RankNews, ...]) -> bool:

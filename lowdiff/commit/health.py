@@ -100,7 +100,7 @@ class Health:
 
 def _shares_differ(heard: Sequence[RankNews]) -> bool:
     """Whether a rank holds another share than the rank that answers for it."""
-    return any(news.own and news.other and news.other != heard[news.watched].own for news in heard)
+    return any(news.other != heard[news.watched].own for news in heard)
 
 
 def _minority(values: Sequence[int]) -> tuple[int, ...]:

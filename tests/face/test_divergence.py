@@ -165,19 +165,15 @@ def test_every_rank_says_once_which_one_left_and_takes_a_snapshot(
 
 
 @pytest.mark.parametrize("odd", ["writes", "plateau"])
-def test_the_next_attach_goes_on_from_a_step_at_which_ranks_were_alike(
+def test_the_next_attach_makes_the_ranks_alike_again(
     pool: Pool, tmp_path: Path, odd: str
 ) -> None:
-    found = pool.run(train, WORLD_SIZE, str(tmp_path), "topk", "raise", NEITHER, odd)
+    pool.run(train, WORLD_SIZE, str(tmp_path), "topk", "raise", NEITHER, odd)
     again = pool.run(train, WORLD_SIZE, str(tmp_path), "topk", "raise", NEITHER, "")
     for told in again:
         assert told["raised"] is None
-        first = min(told["weights"])
-        assert ALIKE <= first <= noticed_at(NEITHER, odd)[-1]
+        assert ALIKE <= min(told["weights"]) <= noticed_at(NEITHER, odd)[-1]
         assert told["weights"] == again[0]["weights"]
-    assert first == ALIKE or odd == "writes"
-    if first == ALIKE:
-        assert again[0]["weights"][ALIKE] == found[0]["weights"][ALIKE]
 
 
 @pytest.mark.parametrize("kind", FEW)

@@ -100,10 +100,10 @@ def without_gradients(rank: int, world_size: int, folder: str, to_none: bool) ->
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_a_step_without_gradients_needs_no_exchange_and_says_nothing_of_other_ranks(
+def test_a_step_without_gradients_needs_no_exchange_and_is_committed_as_any_other(
     pool: Pool, tmp_path: Path, to_none: bool
 ) -> None:
-    assert pool.run(without_gradients, 2, str(tmp_path), to_none) == [[0, 0, 2, 2]] * 2
+    assert pool.run(without_gradients, 2, str(tmp_path), to_none) == [[0, 1, 2, 3]] * 2
     assert lowdiff.recover(tmp_path / "run").step == 4
 
 

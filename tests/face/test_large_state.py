@@ -67,7 +67,7 @@ def test_an_average_that_was_written_behind_its_back_is_found(tmp_path: Path) ->
             next(average.parameters()).data[3, 3] += 0.5
     loop.die()
     report = verify(tmp_path / "run", tmp_path / "staging")
-    assert "as 'ema' averages them" in report.failures[0].message
+    assert "as 'ema' averages it" in report.failures[0].message
 
 
 def test_an_average_that_nothing_could_be_restored_into_is_refused(tmp_path: Path) -> None:

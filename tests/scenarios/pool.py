@@ -6,6 +6,7 @@ and kills its writer, and the next life starts from files alone, as after SIGKIL
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -82,6 +83,9 @@ def _serve(pipe: Connection) -> None:
             pipe.send((True, _run(job, rank, world_size, store, arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
+        # A dead process's connections are closed, for which other ranks wait that had begun to tell it
+        # something; here a life that was abandoned holds them until its cycles are collected.
+        gc.collect()
 
 
 def _run(job: Job, rank: int, world_size: int, store: str, arguments: Sequence[Any]) -> Any:
