@@ -5,7 +5,8 @@
 A GPT of 30 million parameters is stepped by fused AdamW under a ``Checkpointer``. Then, each time in
 a new process with the files evicted from the page cache: recovery of a step that lies 5 to 200
 differentials after its snapshot; the load of that snapshot and as many fused steps alone; and
-``torch.distributed.checkpoint.load`` of the same state. Differentials are on disk, not in staging.
+``torch.distributed.checkpoint.load`` of the same state; and the pass in which ``attach`` compares the
+live model and optimizer with what it recovered. Differentials are on disk, not in staging.
 """
 
 from __future__ import annotations
@@ -31,15 +32,19 @@ from lowdiff.recovery.export import export
 
 _MODEL = GPTConfig(vocabulary=50304, context=256, layers=8, heads=6, width=384)
 _SMOKE_MODEL = GPTConfig(layers=2, heads=2, width=64)
-_ARMS = ("recover", "parts", "dcp_load")
+_ARMS = ("recover", "parts", "dcp_load", "compare")
 TARGET_STEPS, TARGET_RATIO = 20, 1.2
+
+
+def _model(args: argparse.Namespace) -> GPTConfig:
+    return _SMOKE_MODEL if args.smoke else _MODEL
 
 
 def make_run(args: argparse.Namespace, where: Places, counts: Sequence[int]) -> dict[int, str]:
     """Step a model under a checkpointer; the state's digest after each count of steps."""
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    model = GPT(_SMOKE_MODEL if args.smoke else _MODEL)
+    model = GPT(_model(args))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     found: dict[int, str] = {}
 
@@ -77,7 +82,11 @@ def measure(args: argparse.Namespace, where: Places) -> Result:
     cores = sorted(os.sched_getaffinity(0))[: args.workers]
     turns: dict[str, dict[int, list[Turn]]] = {arm: {n: [] for n in counts} for arm in _ARMS}
     for number in range(args.rounds):
-        tasks = [Restart(arm, where, n, distributed, cores) for n in counts for arm in _ARMS]
+        tasks = [
+            Restart(arm, where, n, distributed, cores, _model(args))
+            for n in counts
+            for arm in _ARMS
+        ]
         for task in tasks if number % 2 else reversed(tasks):
             turns[task.arm][task.num_steps].append(turn(task))
     for n in counts:
@@ -106,6 +115,7 @@ def measure(args: argparse.Namespace, where: Places) -> Result:
             "ratio_to_parts": median("recover", target) / median("parts", target),
             "ratio_to_dcp_load": median("recover", target) / median("dcp_load", target),
             "cpu_ratio_to_parts": cpu("recover", target) / cpu("parts", target),
+            "compare_seconds": median("compare", target),
             "bit_identical": True,  # asserted above
             **{f"recover_{n}_seconds": median("recover", n) for n in counts},
             **{f"ratio_to_parts_{n}": median("recover", n) / median("parts", n) for n in counts},

@@ -17,10 +17,14 @@ import lowdiff
 from benches.harness import pin
 from benches.replay_arms import digest
 from benches.runs import Places
+from lowdiff.attached import Attached, describe
+from lowdiff.demo.model import GPT, GPTConfig
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.state import RecoveredState
+from lowdiff.restore import check_restored, load_model, load_optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,11 @@ class Restart:
     """What an arm is told.
 
     Attributes:
-        arm: ``"recover"``, ``"parts"`` or ``"dcp_load"``.
+        arm: ``"recover"``, ``"parts"``, ``"dcp_load"`` or ``"compare"``.
         num_steps: Differentials after the snapshot of step 0.
         distributed: Folder in the format of ``torch.distributed.checkpoint``.
         cores: Cores it may use.
+        model: The model that was trained.
     """
 
     arm: str
@@ -54,6 +59,7 @@ class Restart:
     num_steps: int
     distributed: Path
     cores: Sequence[int]
+    model: GPTConfig
 
 
 def evict(folder: Path) -> None:
@@ -100,8 +106,26 @@ def dcp_load(task: Restart) -> Callable[[], str]:
     return str
 
 
+def compare(task: Restart) -> Callable[[], str]:
+    """The pass in which ``attach`` compares the live state with the recovered one."""
+    state, attached = _RESTORED[0]
+    check_restored(state, state.items[0], attached)
+    return str
+
+
+def restored(task: Restart) -> tuple[RecoveredState, Attached]:
+    """A recovered state, and a model and optimizer that it was loaded into."""
+    state = lowdiff.recover(task.where.run, task.num_steps, staging=task.where.staging)
+    model = GPT(task.model)
+    attached = describe(model, [torch.optim.AdamW(model.parameters(), fused=True)])
+    load_model(state, state.items[0], attached)
+    load_optimizers(state, attached)
+    return state, attached
+
+
 _EMPTY: dict[str, object] = {}
-_ARMS = {"recover": recovering, "parts": parts, "dcp_load": dcp_load}
+_RESTORED: list[tuple[RecoveredState, Attached]] = []
+_ARMS = {"recover": recovering, "parts": parts, "dcp_load": dcp_load, "compare": compare}
 
 
 def take_turn(task: Restart, connection: Connection) -> None:
@@ -112,6 +136,8 @@ def take_turn(task: Restart, connection: Connection) -> None:
         reference = lowdiff.recover(task.where.run, 0, staging=task.where.staging)
         _EMPTY["model"] = reference.model_state_dict()
         _EMPTY["optimizer"] = reference.optimizer_state_dict()
+    if task.arm == "compare":
+        _RESTORED.append(restored(task))
     evict(task.where.run)
     evict(task.distributed)
     before = resource.getrusage(resource.RUSAGE_SELF)
