@@ -98,7 +98,7 @@ def changed_behind(rank: int, _: int, compressor: Compressor) -> list[dict[str, 
     return report
 
 
-KINDS = {
+KINDS: dict[str, Compressor] = {
     "topk": TopK(0.05, dense_below=64),
     "cyclic": CyclicTopK(0.05, dense_below=64),
     "randomk": RandomK(0.05, dense_below=64),
@@ -120,7 +120,7 @@ def test_what_was_changed_by_hand_is_stored_whole_and_nothing_else_is(
             for found, consumed in zip(rebuilt, expected, strict=True):
                 np.testing.assert_array_equal(exact(found), consumed)
         whole = [sorted(ranges) for ranges in whole_ranges(payloads, LAYOUT)]
-        last = [[]] * (world_size - 1) + [[2]]
+        last: list[list[int]] = [[]] * (world_size - 1) + [[2]]
         assert whole == {1: [[0]] * world_size, 2: [[]] * world_size, 3: last}[step]
 
 

@@ -165,9 +165,7 @@ def test_every_rank_says_once_which_one_left_and_takes_a_snapshot(
 
 
 @pytest.mark.parametrize("odd", ["writes", "plateau"])
-def test_the_next_attach_makes_the_ranks_alike_again(
-    pool: Pool, tmp_path: Path, odd: str
-) -> None:
+def test_the_next_attach_makes_the_ranks_alike_again(pool: Pool, tmp_path: Path, odd: str) -> None:
     pool.run(train, WORLD_SIZE, str(tmp_path), "topk", "raise", NEITHER, odd)
     again = pool.run(train, WORLD_SIZE, str(tmp_path), "topk", "raise", NEITHER, "")
     for told in again:

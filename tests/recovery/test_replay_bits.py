@@ -135,6 +135,7 @@ def test_a_parameter_changed_behind_our_back_is_noticed_at_recovery(tmp_path: Pa
         compressor=TopK(0.3),
         snapshot_every=1000,
         staging=tmp_path / "staging",
+        watch="recovery",
     )
     checkpointer.attach(bag, optimizer)
     for step in checkpointer.steps(70):
@@ -142,7 +143,7 @@ def test_a_parameter_changed_behind_our_back_is_noticed_at_recovery(tmp_path: Pa
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         if step == 5:
-            bag.all[3].data += 1e-3  # .data hides the write from the version counter
+            bag.all[3].data += 1e-3
     with pytest.raises(lowdiff.errors.ReplayMismatch, match="a parameter was changed outside"):
         lowdiff.recover(tmp_path / "run", 69, staging=tmp_path / "staging")
     checkpointer.close()
