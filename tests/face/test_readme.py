@@ -29,7 +29,7 @@ def test_its_examples_run_and_its_commands_work_on_the_results(
     assert '"runs/log"' in logged
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     # The second time there is nothing left to do: it resumes at the end.
-    for example in (first, first, imports + logged, imports + logged):
+    for example in (first, first, imports + logged):
         subprocess.run([sys.executable, "-c", example], cwd=tmp_path, env=environment, check=True)
     monkeypatch.chdir(tmp_path)
     lines = re.findall(r"^lowdiff (\w+ runs/\w+[^#\n]*)", text, re.MULTILINE)
