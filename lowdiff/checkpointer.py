@@ -73,8 +73,9 @@ class Checkpointer:
         snapshot_every: Steps between full snapshots; ``"auto"``, with a compressor: as the tuner
             finds best.
         batch_size: Differentials per durable write, or ``"auto"``; fewer are written five seconds
-            after the first of them. A crash of processes loses no committed step whatever it is; the loss of the machine's power at most ``2 * batch_size``. Without
-            a compressor it has no effect, and that bound is ``2 * snapshot_every``.
+            after the first of them. A crash of processes loses no committed step whatever it is; the
+            loss of the machine's power at most ``2 * batch_size``. Without a compressor it has no
+            effect, and that bound is ``2 * snapshot_every``.
         staging: Folder in memory (tmpfs) for logs that survive the process; by default
             ``/dev/shm/lowdiff-UID``, which nobody else may read. A folder given here, if it is there
             already, must be this user's, no symbolic link, and not writable by others; what lowdiff
@@ -95,14 +96,17 @@ class Checkpointer:
             takes three times the parameters' bytes of staging memory on each rank. ``"snapshot"``:
             that of the last full snapshot, as after the loss of a node; the recovered state is as
             exact, the continuation is not bit-identical, and staging needs no room for it.
-        on_error: ``"warn"``: storage trouble is a warning, training goes on; so are ranks whose
-            parameters are not the same any more. ``"raise"``: both are errors at the next commit,
-            the same commit on every rank.
+        on_error: ``"warn"``: storage trouble is a warning, and training goes on; so are ranks whose
+            parameters or hyper-parameters differ, and steps at the end of the history that do not
+            replay, before which ``attach`` then goes on. ``"raise"``: storage trouble and ranks that
+            differ are errors, at the same commit on every rank; steps that do not replay are an
+            error of ``attach``.
         watch: ``"live"``: every step looks whether something else than the optimizer wrote to a
             parameter (clamping, weight normalisation, averages swapped in and out) and logs what it
-            finds as values, so that the step stays exact. ``"recovery"``: only a checksum is logged, a
-            third of the reading; nothing is noticed while training runs, and recovery ends at the last
-            step before such a write.
+            finds as values, so that the step stays exact; on an accelerator only version counters
+            tell, and such a step costs a full snapshot. ``"recovery"``: only a checksum is logged, a
+            third of the reading; no write is noticed while training runs, and recovery ends at the
+            last step before such a write.
         tuning: What ``"auto"`` goes by: expected failures, and limits.
 
     It belongs to the process that attached it. In a process forked from that one, leaving the

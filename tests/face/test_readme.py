@@ -1,4 +1,4 @@
-"""The README tells the truth: its example runs, resumes and leaves a run that verifies."""
+"""The README tells the truth: its examples run, resume and leave runs that verify."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.mark.launch
 @pytest.mark.timeout(300)
-def test_the_first_example_runs_and_its_commands_work_on_the_result(
+def test_its_examples_run_and_its_commands_work_on_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     text = (ROOT / "README.md").read_text()
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert example is not None
+    first, with_log = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    imports, made = with_log.split("checkpointer = ")
+    logged = first.replace('lowdiff.Checkpointer("runs/readme")', made.strip())
+    assert '"runs/log"' in logged
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for _ in range(2):  # the second time there is nothing left to do: it resumes at the end
-        subprocess.run(
-            [sys.executable, "-c", example.group(1)], cwd=tmp_path, env=environment, check=True
-        )
+    # The second time there is nothing left to do: it resumes at the end.
+    for example in (first, first, imports + logged):
+        subprocess.run([sys.executable, "-c", example], cwd=tmp_path, env=environment, check=True)
     monkeypatch.chdir(tmp_path)
-    for line in re.findall(r"^lowdiff (\w+ runs/readme[^#\n]*)", text, re.MULTILINE):
-        assert command(*line.split()).code == 0
-    assert (tmp_path / "step150.pt").stat().st_size > 1000
-    assert (tmp_path / "step150.safetensors").stat().st_size > 1000
+    lines = re.findall(r"^lowdiff (\w+ runs/\w+[^#\n]*)", text, re.MULTILINE)
+    assert len(lines) > 5
+    for line in lines:
+        assert command(*line.split()).code == 0, line
+    for file in ("newest.pt", "weights.safetensors", "step150.pt"):
+        assert (tmp_path / file).stat().st_size > 1000
