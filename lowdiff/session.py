@@ -148,8 +148,8 @@ class Session:
             rebased = {news.has_rebased for news in heard}
             # A snapshot exists only with every rank's share.
             self._wants_snapshot |= len(rebased) > 1
-            if self.health.compare(self.step, heard, self._watch.digests):
-                self._wants_snapshot |= self.health.is_news
+            if self.health.part(self.step, heard, self._watch.digests):
+                self._wants_snapshot = True
             else:
                 # Every rank holds the step before, so it is committed.
                 staged = min(news.staged for news in heard)

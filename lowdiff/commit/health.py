@@ -30,7 +30,6 @@ class Health:
 
     Attributes:
         ranks_apart: Ranks that were found not to be as most are.
-        is_news: Whether that came out with the last comparison.
     """
 
     def __init__(self, names: Sequence[str], ranks: Ranks, *, raises: bool) -> None:
@@ -39,12 +38,9 @@ class Health:
         self._raises = raises
         self._failure: RanksDiverged | None = None
         self.ranks_apart: tuple[int, ...] = ()
-        self.is_news = False
 
-    def compare(
-        self, step: int, heard: Sequence[RankNews], digests: Callable[[], list[int]]
-    ) -> bool:
-        """Compare what all ranks said after a step; says it once if they are not alike.
+    def part(self, step: int, heard: Sequence[RankNews], digests: Callable[[], list[int]]) -> bool:
+        """Compare what all ranks said after a step; say it once if they are not alike.
 
         Args:
             step: The step after which they said it.
@@ -52,20 +48,19 @@ class Health:
             digests: Takes a checksum of every parameter; called on all ranks, or on none.
 
         Returns:
-            Whether they differ.
+            Whether they were alike before and are not now.
         """
-        self.is_news = False
         apart = _minority([news.consumed for news in heard])
         what = "the hyper-parameters of an optimizer (learning rate, weight decay, ...)"
         if not apart and _shares_differ(heard):
             if self.ranks_apart:
-                return True  # which ones is known, and said
+                return False  # which ones is known, and said
             apart, what = self._differing_parameters(digests())
         if not apart:
             return False
-        self.is_news = not self.ranks_apart
+        is_news = not self.ranks_apart
         self.ranks_apart = tuple(sorted({*self.ranks_apart, *apart}))
-        if self.is_news:
+        if is_news:
             error = RanksDiverged(step, apart, what)
             if self._raises:
                 self._failure = error
@@ -73,7 +68,7 @@ class Health:
                 rank = self._ranks.rank
                 text = f"rank {rank}: {error}. A full snapshot follows. This is said once"
                 log_event(_logger, logging.WARNING, "ranks_diverged", text, rank=rank, step=step)
-        return True
+        return is_news
 
     def check(self) -> None:
         """Raise what was found, if that is asked for.
