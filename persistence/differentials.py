@@ -94,7 +94,7 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
             residual=scalars["residual"] and ResidualMark(*scalars["residual"]),
             digests=_tuple_of(scalars["digests"]),
             averages={
-                name: AverageStep(*facts, digests=_tuple_of(digests))
+                name: AverageStep(*facts, _tuple_of(digests))
                 for name, (*facts, digests) in scalars.get("averages", {}).items()
             },
             written=_written(sections),
