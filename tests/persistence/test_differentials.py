@@ -16,14 +16,23 @@ from hypothesis import strategies as st
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.copying import CheckedCopy
 from lowdiff.persistence.differentials import encode_scalars, read_differential
 from lowdiff.persistence.forms import BadEncoding
-from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef, read_records
+from lowdiff.persistence.framing import (
+    FileHeader,
+    FileKind,
+    RecordHeader,
+    RecordKind,
+    RecordRef,
+    read_records,
+)
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.records import StoredRecord
+from lowdiff.persistence.sections import sections_bytes, write_sections
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.staging import StagingLog, staged_records
-from lowdiff.persistence.values import encode
+from lowdiff.persistence.values import decode, encode
 from lowdiff.types import Differential, OptimizerStep, Payload, Section
 
 CODEC = Codec()
@@ -81,7 +90,16 @@ def read(record: RecordRef) -> Differential:
 
 
 def assert_same(found: Differential, expected: Differential) -> None:
-    for name in ("step", "optimizers", "absent", "held", "items", "residual", "digest"):
+    for name in (
+        "step",
+        "optimizers",
+        "absent",
+        "held",
+        "items",
+        "residual",
+        "digests",
+        "averages",
+    ):
         assert getattr(found, name) == getattr(expected, name)
     (left,), (right,) = found.payload.sections, expected.payload.sections
     np.testing.assert_array_equal(left.data, right.data)
@@ -139,6 +157,36 @@ def test_coded_scalars_that_would_fill_the_memory_are_damage(tmp_path: Path) -> 
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+# What is to come
+
+
+def with_steps(num_steps: int, *sections: Section) -> RecordRef:
+    """A staged record whose body has some optimizer steps."""
+    written = differential()
+    scalars = decode(encode_scalars(written))
+    scalars["steps"] *= num_steps
+    meta = encode(scalars)
+    body = bytearray(len(meta) + -len(meta) % 8 + sections_bytes(sections))
+    body[: len(meta)] = meta
+    copy = CheckedCopy(memoryview(body))
+    copy.add(bytes(body[: len(meta) + -len(meta) % 8]))
+    write_sections(copy, sections)
+    header = RecordHeader(
+        RecordKind.DIFFERENTIAL, False, len(meta), len(body), crc32c(body), 3, 0, 0, 1, 0
+    )
+    return in_segment(header.framed(bytes(body)))
+
+
+def test_a_body_of_several_optimizer_steps_is_refused_by_name() -> None:
+    assert read(with_steps(1)).step == 3
+    for record in (with_steps(2), with_steps(0)):
+        with pytest.raises(DamagedFile, match=r"optimizer steps in one loop body.*replays one"):
+            read(record)
+    later = Section("step/1/values/float32", "planes", np.arange(5, dtype=np.uint32))
+    with pytest.raises(DamagedFile, match=r"optimizer steps in one loop body.*replays one"):
+        read(with_steps(1, later))
 
 
 # The frames themselves
