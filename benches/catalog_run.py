@@ -92,8 +92,8 @@ async def _write_segments(folder: RunFolder, shape: Shape, record: RecordRef) ->
     body = bytes(record.body) + bytes(-len(record.body) % 8)
     for first in range(_FIRST_STEPS + 1, shape.steps + 1, shape.batch_size):
         last = min(first + shape.batch_size - 1, shape.steps)
-        data = b"".join(replace(header, step=step).pack() + body for step in range(first, last + 1))
-        await writer.append(Batch(data, first, last))
+        records = [replace(header, step=step).pack() + body for step in range(first, last + 1)]
+        await writer.append(Batch(b"".join(records), first, last, tuple(map(len, records))))
         await writer.seal()
 
 

@@ -30,11 +30,13 @@ class Looker:
     """Takes checksums of the same tensors again and again.
 
     The memory of each is looked up once, and anew only when the tensor has moved: for small tensors
-    that costs more than the checksum.
+    that costs more than the checksum. A tensor that was given memory of another order since (``p.data =
+    q.T``) is read in its old order.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
+        self._strides = [tensor.stride() for tensor in self._tensors]
         self._places = [-1] * len(self._tensors)
         self._views = [memoryview(b"")] * len(self._tensors)
 
@@ -46,9 +48,18 @@ class Looker:
         tensor = self._tensors[index]
         place = tensor.data_ptr()
         if place != self._places[index]:
-            self._places[index] = place
-            self._views[index] = byte_view(tensor) if tensor.numel() else memoryview(b"")
+            is_as_before = tensor.stride() == self._strides[index]
+            # A copy is of this moment only.
+            self._places[index] = place if is_as_before else -1
+            found = tensor if is_as_before else in_order(tensor, self._strides[index])
+            self._views[index] = byte_view(found) if found.numel() else memoryview(b"")
         return self._views[index]
+
+
+def in_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A copy of a tensor in memory of another order."""
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
 
 
 def join(checksums: Iterable[int]) -> int:

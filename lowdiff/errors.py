@@ -17,6 +17,7 @@
     ├── StorageError           bytes could not be written or read
     │   ├── DamagedFile            bytes were read but are not what was written
     │   ├── NewerFormat            written by a later version of lowdiff
+    │   ├── OlderFormat            written by an earlier version of lowdiff
     │   ├── StoreError             an object store refused, or did not answer
     │   └── WriterFailed           the background writer reported a failure
     └── RecoveryError          no consistent state can be rebuilt
@@ -160,8 +161,19 @@ class NewerFormat(StorageError):
     def __init__(self, path: Path | str, found: int, supported: int) -> None:
         self.found = found
         super().__init__(
-            f"{path} has format version {found}, this lowdiff reads up to {supported}; "
+            f"{path} has format version {found}, this lowdiff reads version {supported}; "
             "upgrade lowdiff to read it"
+        )
+
+
+class OlderFormat(StorageError):
+    """The file was written by an earlier version of lowdiff."""
+
+    def __init__(self, path: Path | str, found: int, supported: int) -> None:
+        self.found = found
+        super().__init__(
+            f"{path} has format version {found}, this lowdiff reads version {supported} and nothing "
+            "older; start a new run folder, or recover with the lowdiff that wrote this one"
         )
 
 

@@ -14,10 +14,6 @@ from lowdiff.attached import Attached
 from lowdiff.errors import UnsupportedOptimizer, UsageError
 from lowdiff.recovery.optimizers import refuse_foreign_state
 
-#: Steps of an optimizer in which its parameters are looked at closely: the first, and then a few.
-_AUDITED_FIRST = 3
-_AUDITED_EVERY = 64
-
 #: What a user can do whose parameters are to be trained otherwise from some step on.
 _TRAINED_OTHERWISE = (
     "a run keeps the parameters and groups that it began with: close this checkpointer and attach "
@@ -71,7 +67,8 @@ class StepGuard:
         self._seen = [self._look(i) for i in range(len(self._groups))]
         self._known = {id(parameter) for parameter in attached.parameters}
         self._forms = {id(parameter): _form(parameter) for parameter in attached.parameters}
-        self._num_steps = [0] * len(self._groups)
+        #: Where each lay when its form was last compared: only what has moved has another one.
+        self._places = {id(p): p.data_ptr() for p in attached.parameters}
         self._num_entries = [len(optimizer.state) for optimizer in attached.optimizers]
         self._hook_ids: dict[int, int] = {}
 
@@ -117,21 +114,14 @@ class StepGuard:
                 "a step pre-hook was registered on the optimizer after attach and could change "
                 "the gradient unseen; register it before attach"
             )
-        self._num_steps[index] += 1
-        if self._num_steps[index] <= _AUDITED_FIRST or not self._num_steps[index] % _AUDITED_EVERY:
-            self._refuse_converted(index)
+        self._refuse_converted(index)
         return self._look_again(index)
 
     def _refuse_converted(self, index: int) -> None:
         """Replay goes by what the parameters were at attach."""
         for parameter in self._own[index]:
-            was, now = self._forms[id(parameter)], _form(parameter)
-            if now != was:
-                raise UsageError(
-                    f"{self._name_of(parameter)} was {_worded(was)} at attach and is {_worded(now)} "
-                    "now, so that its steps could not be replayed; convert the model, by .to(...), "
-                    ".half() or .double(), before its optimizer is built and attached"
-                )
+            if parameter.data_ptr() != self._places[id(parameter)]:
+                self._refuse_another_form(parameter)
             gradient = parameter.grad
             if gradient is not None and gradient.dtype != parameter.dtype:
                 raise UsageError(
@@ -139,6 +129,17 @@ class StepGuard:
                     f"holds it in the parameter's {parameter.dtype}; leave grad_dtype alone, or "
                     "train fp32 parameters under torch.autocast"
                 )
+
+    def _refuse_another_form(self, parameter: torch.Tensor) -> None:
+        was, now = self._forms[id(parameter)], _form(parameter)
+        if now != was:
+            raise UsageError(
+                f"{self._name_of(parameter)} was {_worded(was)} at attach and is {_worded(now)} now, "
+                "so that its steps could not be replayed; convert the model, by .to(...), .half() or "
+                ".double(), before its optimizer is built and attached, and give p.data contiguous "
+                "tensors"
+            )
+        self._places[id(parameter)] = parameter.data_ptr()
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         layout = self._attached.layout.parameters

@@ -27,6 +27,9 @@ class ParameterSpec:
             which for a channels-last weight is not the logical order.
         dtype: torch dtype name, e.g. ``"float32"``.
         offset: First element in the layout's flat address space.
+        global_offset: Where this part begins in the whole tensor, one number per dimension; zeros
+            where the part is the whole, which ``()`` stands for here. Name, global offset and shape
+            tell one entry of a layout from every other.
     """
 
     name: str
@@ -34,6 +37,11 @@ class ParameterSpec:
     strides: tuple[int, ...]
     dtype: str
     offset: int
+    global_offset: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.global_offset:
+            object.__setattr__(self, "global_offset", (0,) * len(self.shape))
 
     @property
     def numel(self) -> int:

@@ -19,6 +19,7 @@ from lowdiff.persistence.ownership import is_known, staging_of_run
 from lowdiff.persistence.page import Page, PageReader
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.replica_status import has_replica
+from lowdiff.persistence.segment_file import seal_left
 from lowdiff.persistence.segments import SegmentWriter, batches_of, require_run
 from lowdiff.persistence.staging_retention import (
     only_staged,
@@ -149,7 +150,7 @@ def _has_trained(settings: WriterSettings) -> bool:
 
 
 async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
-    """Make every step of a log durable that the run needs, and that no segment has."""
+    """Make every step of a log durable that the run needs, and that no segment has; seal segments."""
     require_run(settings.folder)
     codec = Codec()
     segments: SegmentWriter | None = None
@@ -175,6 +176,9 @@ async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
             await segments.append(batch)
     if segments is not None:
         await segments.seal()
+    for number, _, _, path in settings.folder.segments(lambda rank: rank == stage.rank):
+        if number == stage.incarnation:  # whose writer is dead: its lock is held here
+            seal_left(path, (settings.run_id, number, stage.rank))
 
 
 def _doubt(stage: StagingFolder, first: int) -> None:

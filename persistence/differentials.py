@@ -28,14 +28,20 @@ from lowdiff.types import (
 #: Sections of a record that are not the payload's: ``written/before/INDEX``, ``written/after/INDEX``
 #: and ``written/average/INDEX/NAME``.
 _WRITTEN = "written/"
+#: Beginning of the names of what later optimizer steps of one loop body consumed.
+_LATER_STEP = "step/"
 
 
 def encode_scalars(differential: Differential) -> bytes:
     """Everything but the payload, as the meta part of a record."""
     residual = differential.residual
     scalars: dict[str, Any] = {
-        "optimizers": [_optimizer_part(o) for o in differential.optimizers],
-        "absent": _bitmap(differential.absent),
+        "steps": [
+            {
+                "optimizers": [_optimizer_part(o) for o in differential.optimizers],
+                "absent": _bitmap(differential.absent),
+            }
+        ],
         "held": _bitmap(differential.held),
         "items": dict(differential.items),
         "residual": residual and [residual.slot, residual.generation],
@@ -81,13 +87,14 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
     try:
         scalars = decode(codec.expand(record.meta) if header.meta_coded else bytes(record.meta))
         sections = read_sections(record.sections, codec, coded=header.coded)
+        first = _only_step(scalars["steps"], sections)
         return Differential(
             step=header.step,
             incarnation=header.incarnation,
             rank=header.rank,
             world_size=header.world_size,
-            optimizers=tuple(_optimizer_step(*o) for o in scalars["optimizers"]),
-            absent=_indices(scalars["absent"]),
+            optimizers=tuple(_optimizer_step(*o) for o in first["optimizers"]),
+            absent=_indices(first["absent"]),
             held=_indices(scalars["held"]),
             payload=Payload(tuple(s for s in sections if not s.name.startswith(_WRITTEN))),
             items=scalars["items"],
@@ -105,6 +112,19 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
         raise DamagedFile(
             stored.path, f"step {header.step} is no differential ({error})"
         ) from error
+
+
+def _only_step(steps: list[dict[str, Any]], sections: Sequence[Section]) -> dict[str, Any]:
+    """What the optimizers did in the only optimizer step of a loop body.
+
+    Raises:
+        ValueError: If the body had several, or none.
+    """
+    if len(steps) != 1 or any(section.name.startswith(_LATER_STEP) for section in sections):
+        raise ValueError(
+            f"{len(steps)} optimizer steps in one loop body: this version of lowdiff replays one"
+        )
+    return steps[0]
 
 
 def _written(sections: Sequence[Section]) -> Written:

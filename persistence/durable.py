@@ -15,8 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, NewerFormat, StorageError
-from lowdiff.persistence.framing import FORMAT_VERSION, FileHeader, RecordRef
+from lowdiff.errors import DamagedFile, StorageError
+from lowdiff.persistence.framing import FORMAT_VERSION, FileHeader, RecordRef, check_version
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -138,7 +138,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedFile: If it is not JSON of ours or fails its checksum.
-        NewerFormat: If a later lowdiff wrote it.
+        NewerFormat, OlderFormat: If a lowdiff of another format version wrote it.
     """
     try:
         data = path.read_bytes()
@@ -154,7 +154,7 @@ def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
 
     Raises:
         DamagedFile: If it is not JSON of ours or fails its checksum.
-        NewerFormat: If a later lowdiff wrote it.
+        NewerFormat, OlderFormat: If a lowdiff of another format version wrote it.
     """
     try:
         document = json.loads(data)
@@ -168,8 +168,7 @@ def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
     # First, because a flipped bit in the version must not pass for a later lowdiff's work.
     if not good:
         raise DamagedFile(path, "the document fails its checksum")
-    if version > FORMAT_VERSION:
-        raise NewerFormat(path, version, FORMAT_VERSION)
+    check_version(path, version)
     del document["format"]
     return dict(document)
 

@@ -151,6 +151,7 @@ def _parameter(document: dict[str, Any]) -> ParameterSpec:
         strides=tuple(document["strides"]),
         dtype=document["dtype"],
         offset=document["offset"],
+        global_offset=tuple(document["global_offset"]),
     )
 
 
@@ -165,6 +166,9 @@ def _check(fence: Fence) -> None:
             map(_is_size, spec.shape + spec.strides)
         ):
             raise ValueError(f"parameter {spec.name!r} has shape {spec.shape}")
+        if spec.global_offset != (0,) * len(spec.shape):
+            where = f"parameter {spec.name!r} begins at {spec.global_offset} of a larger tensor"
+            raise ValueError(f"{where}: this version of lowdiff trains whole ones")
         end = spec.stop
     if fence.parent is not None and fence.parent >= fence.incarnation:
         raise ValueError(f"incarnation {fence.incarnation} continues {fence.parent}")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, NewerFormat
+from lowdiff.errors import DamagedFile, NewerFormat, OlderFormat
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER_BYTES = 64
 
 _FILE = struct.Struct("<8sHHIIIQ16s12xI")
@@ -45,6 +45,19 @@ class RecordKind(IntEnum):
 
 
 _KINDS = frozenset(map(int, RecordKind))
+
+
+def check_version(path: Path | str, version: int) -> None:
+    """Refuse the format version of another lowdiff; call it once the file's checksum holds.
+
+    Raises:
+        NewerFormat: If a later lowdiff wrote the file.
+        OlderFormat: If an earlier one did.
+    """
+    if version > FORMAT_VERSION:
+        raise NewerFormat(path, version, FORMAT_VERSION)
+    if version < FORMAT_VERSION:
+        raise OlderFormat(path, version, FORMAT_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +110,7 @@ class FileHeader:
 
         Raises:
             DamagedFile: If it is not a header of ours.
-            NewerFormat: If a later lowdiff wrote it.
+            NewerFormat, OlderFormat: If a lowdiff of another format version wrote it.
         """
         if len(data) < HEADER_BYTES:
             raise DamagedFile(path, f"{len(data)} bytes are too few for a header", offset=0)
@@ -107,8 +120,7 @@ class FileHeader:
         )
         if magic != _FILE_MAGIC or crc != crc32c(head[:-4]):
             raise DamagedFile(path, "the file header fails its checksum", offset=0)
-        if version > FORMAT_VERSION:
-            raise NewerFormat(path, version, FORMAT_VERSION)
+        check_version(path, version)
         if kind not in (FileKind.CHUNK, FileKind.SEGMENT):
             raise DamagedFile(path, f"unknown file kind {kind}", offset=0)
         return cls(FileKind(kind), run_id.hex(), incarnation, rank, world_size, sequence)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lowdiff.errors import DamagedFile, LowDiffError, NotARun
+from lowdiff.errors import LowDiffError, NotARun, StorageError
 from lowdiff.persistence.durable import read_json, write_json
 from lowdiff.persistence.fences import life_of, read_run_id
 from lowdiff.persistence.paths import RunFolder, StagingFolder
@@ -37,10 +37,10 @@ class Owner:
 
     @classmethod
     def read(cls, stage: StagingFolder) -> Owner | None:
-        """What the folder says; None if its trainer died before it could, or it is damaged."""
+        """What the folder says; None if its trainer died before it could, or it cannot be read."""
         try:
             return cls(**read_json(stage.owner))
-        except (FileNotFoundError, DamagedFile, TypeError):
+        except (FileNotFoundError, StorageError, TypeError):
             return None
 
 

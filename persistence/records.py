@@ -271,7 +271,7 @@ class RankRecords(Mapping[int, StoredRecord]):
                 return False
             if step == claim.first and record.offset != HEADER_BYTES:
                 return False
-            if step == claim.last and record.end != claim.bytes:
+            if step == claim.last and record.end + claim.footer_bytes != claim.bytes:
                 return False
         return True
 

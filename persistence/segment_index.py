@@ -23,6 +23,7 @@ from crc32c import crc32c
 from lowdiff.persistence.durable import replaced
 from lowdiff.persistence.framing import FORMAT_VERSION, HEADER_BYTES
 from lowdiff.persistence.paths import segment_name
+from lowdiff.persistence.segment_file import footer_bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ assert _HEADER.size == 64
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A segment that is whole, and to which nobody adds: its records follow each other to its end.
+    """A segment that is whole and sealed: its records follow each other up to its footer.
 
     Attributes:
         first: Step of its first record.
@@ -72,6 +73,11 @@ class Sealed:
     def key(self) -> tuple[int, int]:
         """What its name says."""
         return self.incarnation, self.first
+
+    @property
+    def footer_bytes(self) -> int:
+        """Length of what follows its records."""
+        return footer_bytes(self.last - self.first + 1, len(self.rebases))
 
 
 def is_worth_remembering(segments: Iterable[Sealed]) -> bool:

@@ -127,7 +127,7 @@ class _RankSegments:
         self.records.setdefault((incarnation, self.rank), RankRecords()).add(stretch)
 
     def _claimed(self, sealed: Sealed, name: str) -> Stretch:
-        size = sealed.bytes - HEADER_BYTES
+        size = sealed.bytes - HEADER_BYTES - sealed.footer_bytes
         return Stretch(sealed.first, sealed.last, self, name, size, sealed.rebases, sealed)
 
 
@@ -164,9 +164,9 @@ def _stretches_of(file: SegmentFile, home: SegmentHome) -> list[Stretch]:
 def _sealed(
     file: SegmentFile, incarnation: int, first: int, stretches: list[Stretch]
 ) -> Iterator[Sealed]:
-    """The file as an entry of the index, if it is whole and at rest, and one sequence of steps."""
+    """The file as an entry of the index, if it is sealed, whole and at rest."""
     is_settled = time.time_ns() - file.mtime_ns > _SETTLED_NS
-    if is_settled and file.end == file.size and len(stretches) == 1:
+    if is_settled and file.trailer is not None and len(stretches) == 1 and file.damage() is None:
         (found,) = stretches
-        if found.first == first and found.bytes == file.size - HEADER_BYTES:
+        if found.first == first and found.bytes == file.end - HEADER_BYTES:
             yield Sealed(incarnation, first, found.last, file.size, file.mtime_ns, found.rebases)

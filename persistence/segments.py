@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from lowdiff.persistence.framing import (
 )
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.sections import encode_sections, read_sections
-from lowdiff.persistence.segment_file import SegmentFile
+from lowdiff.persistence.segment_file import SegmentFile, pack_footer, seal_left, write_footer
 from lowdiff.persistence.segment_index import Sealed, add_to_index, is_worth_remembering
 
 _logger = logging.getLogger(__name__)
@@ -42,12 +43,14 @@ class Batch:
     """Encoded records that are written and fsynced together, or uploaded.
 
     Attributes:
+        sizes: Bytes of the record of each of its steps.
         rebases: Steps in it that only a snapshot leads to, ascending.
     """
 
     data: bytes
     first: int
     last: int
+    sizes: tuple[int, ...]
     rebases: tuple[int, ...] = ()
 
 
@@ -75,15 +78,17 @@ class SegmentWriter:
         self._path: Path | None = None
         self._size = 0
         self._first = self._last = -1
+        self._offsets = array("Q")
         self._rebases: list[int] = []
         self._sealed: list[Sealed] = []  # those that are not in the index yet
 
     async def append(self, batch: Batch) -> int:
         """Write and fsync one batch; after a failure the same batch can be given again."""
         if batch.first != self._last + 1:
-            self.roll()  # a segment's steps ascend by one: some were dropped while storage was slow
+            # A segment's steps ascend by one: some were dropped while storage was slow.
+            await self._end()
         if self._path is not None and self._folder.run_file.exists() and not self._path.exists():
-            self.roll()  # the run went back before this incarnation, and retention took its steps
+            self._path = None  # the run went back, and retention took this incarnation's steps
         if self._path is None:
             path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
             data = replace(self._header, sequence=batch.first).pack() + batch.data
@@ -94,33 +99,53 @@ class SegmentWriter:
                 await asyncio.to_thread(os.fsync, file.fileno())
             await asyncio.to_thread(fsync_directory, path.parent)
             self._path, self._size = path, len(data)
-            self._first, self._last, self._rebases = batch.first, batch.last, [*batch.rebases]
+            self._first, self._offsets, self._rebases = batch.first, array("Q"), []
+            self._note(batch, HEADER_BYTES)
             return self._size
         async with aiofiles.open(self._path, "r+b") as file:
             await _put_at_end(file, self._size, batch.data)
             await asyncio.to_thread(os.fdatasync, file.fileno())
+        self._note(batch, self._size)
         self._size += len(batch.data)
-        self._last = batch.last
-        self._rebases += batch.rebases
         if self._size > _SEGMENT_BYTES:
-            self.roll()
+            await self._end()
         return len(batch.data)
 
-    def roll(self) -> None:
-        """The next batch starts a new segment; this one is not touched again."""
-        with contextlib.suppress(OSError):  # its run went back, and retention took it
-            if self._path is not None:
-                found = self._path.stat()
-                if found.st_size == self._size:  # else a failed attempt left something behind it
-                    number, size, mtime_ns = self._header.incarnation, self._size, found.st_mtime_ns
-                    rebases = tuple(self._rebases)
-                    sealed = Sealed(number, self._first, self._last, size, mtime_ns, rebases)
-                    self._sealed.append(sealed)
+    def _note(self, batch: Batch, offset: int) -> None:
+        """Remember what the footer will say of a batch that is durable."""
+        for size in batch.sizes:
+            self._offsets.append(offset)
+            offset += size
+        self._last = batch.last
+        self._rebases += batch.rebases
+
+    async def _end(self) -> None:
+        """Seal the segment, which is not touched again: the next batch starts a new one."""
+        if self._path is not None:
+            await asyncio.to_thread(self._put_footer, self._path)
         self._path = None
 
+    def _put_footer(self, path: Path) -> None:
+        header = replace(self._header, sequence=self._first)
+        footer = pack_footer(header, self._offsets, self._rebases, self._size)
+        with contextlib.suppress(OSError):  # its run went back, and retention took it
+            # Else a failed attempt left whole records behind these, which others may have seen.
+            if path.stat().st_size == self._size and write_footer(path, footer, self._size):
+                found = path.stat()
+                self._sealed.append(
+                    Sealed(
+                        header.incarnation,
+                        self._first,
+                        self._last,
+                        found.st_size,
+                        found.st_mtime_ns,
+                        tuple(self._rebases),
+                    )
+                )
+
     async def seal(self) -> None:
-        """The next batch starts a new segment; what the filled ones hold goes into the index."""
-        self.roll()
+        """End this segment; what the filled ones hold goes into the index."""
+        await self._end()
         if is_worth_remembering(self._sealed):
             rank, sealed, self._sealed = self._header.rank, self._sealed, []
             folder = self._folder.segments_of(rank)
@@ -177,14 +202,16 @@ def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:
             runs[-1].append(own)
         else:
             runs.append([own])
+    coded = ((run, [coded_record(record, codec) for record in run]) for run in runs)
     return [
         Batch(
-            b"".join(coded_record(record, codec) for record in run),
+            b"".join(records),
             run[0].header.step,
             run[-1].header.step,
+            tuple(map(len, records)),
             _rebases(run),
         )
-        for run in runs
+        for run, records in coded
     ]
 
 
@@ -195,7 +222,7 @@ def durable_step(
 
     It is durable on return: a writer that was killed may have left its last batch in the page cache
     only, also after an fsync, which had failed. If that fails now as well, its last step is the last
-    of which that writer knew, and those after it are to be written elsewhere.
+    of which that writer knew, and those after it are to be written elsewhere. The segment is sealed.
 
     Args:
         folder: The run.
@@ -223,6 +250,7 @@ def durable_step(
     except OSError as error:
         _logger.warning("%s cannot be made durable: %s", path, error)
         return max(base_step, min(step, known_step))
+    seal_left(path, file.header.owner)
     return step
 
 
@@ -257,7 +285,8 @@ def read_batch(path: Path, start: int) -> Batch | None:
     if not records:
         return None
     last = records[-1]
-    return Batch(data[: last.end], record.step, last.header.step, _rebases(records))
+    sizes = tuple(record.end - record.offset for record in records)
+    return Batch(data[: last.end], record.step, last.header.step, sizes, _rebases(records))
 
 
 def _rebases(records: Sequence[RecordRef]) -> tuple[int, ...]:

@@ -176,6 +176,9 @@ def _by_now(error: DamagedFile, owner: tuple[str, int, int]) -> DamagedFile | No
 
 def _excuse(error: DamagedFile, catalog: Catalog, number: int, rank: int, first: int) -> str | None:
     """Why a broken segment costs no step; None if it does."""
+    file = SegmentFile(error.path) if error.offset else None
+    if file is not None and file.damage() is not None and file.is_cut_in_footer:
+        return "its writer died while it sealed the file, whose records can all be read"
     view = read_view(error.path)
     offset = error.offset or 0
     step = first

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowdiff.attached import Attached
-from lowdiff.digests import Looker, join
+from lowdiff.digests import Looker, in_order, join
 from lowdiff.layout import bits, flat, shard_owners
 from lowdiff.types import AverageStep, Bits, Written
 
@@ -95,7 +95,10 @@ class Watch:
     def before_step(self, optimizer: int) -> None:
         """Look at what an optimizer is about to update."""
         if self._is_live:
-            self._before |= self._changed(self._look(self._of_optimizer[optimizer]), keep=True)
+            own = self._of_optimizer[optimizer]
+            for i in own:  # a step may be tried again behind one that was refused
+                self._before.pop(i, None)
+            self._before |= self._changed(self._look(own))
 
     def after_step(self, optimizer: int) -> None:
         """Look at what an optimizer has updated, before any hook of the user's can write to it."""
@@ -138,10 +141,15 @@ class Watch:
     def _look(self, parameters: Sequence[int]) -> dict[int, int]:
         return dict(zip(parameters, self._parameters.look(parameters), strict=True))
 
-    def _changed(self, found: Mapping[int, int], *, keep: bool = False) -> dict[int, Bits]:
+    def _changed(self, found: Mapping[int, int]) -> dict[int, Bits]:
         """Values of the parameters that are not as they were seen last."""
         changed = [i for i, value in found.items() if value != self._seen[i]]
-        return {i: _values(self._attached.parameters[i], keep=keep) for i in changed}
+        return {i: self._values(i, self._attached.parameters[i]) for i in changed}
+
+    def _values(self, index: int, tensor: torch.Tensor) -> Bits:
+        """What a parameter, or its average, holds now: a copy, because its record may be staged later."""
+        strides = self._attached.layout.parameters[index].strides
+        return bits(flat(in_order(tensor, strides)))
 
     def _look_at_averages(
         self, averages: Mapping[str, AverageStep], after: Mapping[int, Bits]
@@ -160,7 +168,7 @@ class Watch:
                 done[name] = replace(step, digests=tuple(found.values()))
             if self._is_live and step is not None:
                 values = {
-                    i: _values(average.tensors[i])
+                    i: self._values(i, average.tensors[i])
                     for i in found
                     if (i in after if step.updated else found[i] != seen[i])
                 }
@@ -200,9 +208,3 @@ class _Average:
         """Layout index -> checksum as it is now."""
         found = self._looker.look(range(len(self.tensors)))
         return dict(zip(self.tensors, found, strict=True))
-
-
-def _values(tensor: torch.Tensor, *, keep: bool = False) -> Bits:
-    """A dense tensor's bit patterns in memory order; copied if they must outlast what comes next."""
-    values = flat(tensor)
-    return bits(values.clone() if keep else values)

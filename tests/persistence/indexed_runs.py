@@ -11,6 +11,7 @@ from pathlib import Path
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.fences import create_run
 from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.segment_index import INDEX_NAME, Sealed, read_index
 from lowdiff.persistence.snapshots import shard_file
 from tests.persistence.made_runs import RUN_ID, began, segment, stage
@@ -36,7 +37,8 @@ def made(root: Path, batches: Sequence[Sequence[int]], incarnation: int = 0) -> 
     staging = root.parent / f"staging-{incarnation}"
     log = stage(staging, sorted({step for batch in batches for step in batch}), incarnation)
     for batch in batches:
-        age(segment(run, log, batch))
+        is_unbroken = batch == list(range(batch[0], batch[-1] + 1))
+        age(segment(run, log, batch, seals=is_unbroken))
     shutil.rmtree(staging)
     return run
 
@@ -55,6 +57,13 @@ def index_of(run: RunFolder) -> dict[tuple[int, int], Sealed]:
 def index_file(run: RunFolder) -> Path:
     """Rank 0's."""
     return run.segments_of(0) / INDEX_NAME
+
+
+def records_end(path: Path) -> int:
+    """Where the footer of a sealed segment starts."""
+    trailer = SegmentFile(path).trailer
+    assert trailer is not None
+    return trailer.start
 
 
 def tampered(path: Path, data: bytes) -> None:

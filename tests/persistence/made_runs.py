@@ -14,6 +14,7 @@ from lowdiff.persistence.durable import make_directory, write_json
 from lowdiff.persistence.fences import write_fence
 from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, RecordKind
 from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.segment_file import seal_left
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.snapshots import Manifest, encode_mark, manifest_file
 from lowdiff.persistence.staging import StagingLog, staged_records
@@ -86,8 +87,10 @@ def stage(
     return folder
 
 
-def segment(folder: RunFolder, stage: StagingFolder, steps: Sequence[int]) -> Path:
-    """A segment with some of the records of a log."""
+def segment(
+    folder: RunFolder, stage: StagingFolder, steps: Sequence[int], *, seals: bool = False
+) -> Path:
+    """A segment with some of the records of a log; with a footer if its writer ``seals`` it."""
     header = FileHeader(FileKind.SEGMENT, RUN_ID, stage.incarnation, stage.rank, 1, steps[0])
     codec = Codec()
     coded = [
@@ -98,6 +101,8 @@ def segment(folder: RunFolder, stage: StagingFolder, steps: Sequence[int]) -> Pa
     path = folder.segment(stage.incarnation, stage.rank, steps[0])
     make_directory(path.parent)
     path.write_bytes(header.pack() + b"".join(coded))
+    if seals:
+        assert seal_left(path, header.owner)
     return path
 
 

@@ -18,14 +18,23 @@ from hypothesis import strategies as st
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.copying import CheckedCopy
 from lowdiff.persistence.differentials import encode_scalars, read_differential, sections_of
 from lowdiff.persistence.forms import BadEncoding
-from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, RecordRef, read_records
+from lowdiff.persistence.framing import (
+    FileHeader,
+    FileKind,
+    RecordHeader,
+    RecordKind,
+    RecordRef,
+    read_records,
+)
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.records import StoredRecord
+from lowdiff.persistence.sections import sections_bytes, write_sections
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.staging import StagingLog, staged_records
-from lowdiff.persistence.values import encode
+from lowdiff.persistence.values import decode, encode
 from lowdiff.types import AverageStep, Bits, Differential, OptimizerStep, Payload, Section, Written
 
 CODEC = Codec()
@@ -208,6 +217,36 @@ def test_a_section_of_what_was_written_that_names_no_parameter_is_damage(tmp_pat
         record = staged(tmp_path / str(number), replace(differential(), payload=Payload((values,))))
         with pytest.raises(DamagedFile, match="step 3 is no differential"):
             read(record)
+
+
+# What is to come
+
+
+def with_steps(num_steps: int, *sections: Section) -> RecordRef:
+    """A staged record whose body has some optimizer steps."""
+    written = differential()
+    scalars = decode(encode_scalars(written))
+    scalars["steps"] *= num_steps
+    meta = encode(scalars)
+    body = bytearray(len(meta) + -len(meta) % 8 + sections_bytes(sections))
+    body[: len(meta)] = meta
+    copy = CheckedCopy(memoryview(body))
+    copy.add(bytes(body[: len(meta) + -len(meta) % 8]))
+    write_sections(copy, sections)
+    header = RecordHeader(
+        RecordKind.DIFFERENTIAL, False, len(meta), len(body), crc32c(body), 3, 0, 0, 1, 0
+    )
+    return in_segment(header.framed(bytes(body)))
+
+
+def test_a_body_of_several_optimizer_steps_is_refused_by_name() -> None:
+    assert read(with_steps(1)).step == 3
+    for record in (with_steps(2), with_steps(0)):
+        with pytest.raises(DamagedFile, match=r"optimizer steps in one loop body.*replays one"):
+            read(record)
+    later = Section("step/1/values/float32", "planes", np.arange(5, dtype=np.uint32))
+    with pytest.raises(DamagedFile, match=r"optimizer steps in one loop body.*replays one"):
+        read(with_steps(1, later))
 
 
 # The frames themselves

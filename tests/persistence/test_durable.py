@@ -17,7 +17,7 @@ from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.errors import DamagedFile, NewerFormat, StorageError
+from lowdiff.errors import DamagedFile, NewerFormat, OlderFormat, StorageError
 from lowdiff.persistence.durable import (
     fsync_directory,
     make_directory,
@@ -157,11 +157,11 @@ def test_a_file_system_without_hard_links_is_named_and_nothing_stays(
 def test_the_bytes_of_a_document_are_pinned(path: Path) -> None:
     write_json(path, {"run_id": "0f", "parts": [1, 0.5]})
     assert path.read_text() == (
-        '{\n "format": 1,\n "run_id": "0f",\n "parts": [\n  1,\n  0.5\n ],\n'
-        ' "crc32c": 2522270686\n}\n'
+        '{\n "format": 2,\n "run_id": "0f",\n "parts": [\n  1,\n  0.5\n ],\n'
+        ' "crc32c": 3502094979\n}\n'
     )
     # The checksum is over the document without it: sorted keys, no spaces, ASCII.
-    assert crc32c(b'{"format":1,"parts":[1,0.5],"run_id":"0f"}') == 2522270686
+    assert crc32c(b'{"format":2,"parts":[1,0.5],"run_id":"0f"}') == 3502094979
 
 
 json_values = st.recursive(
@@ -233,13 +233,24 @@ def test_what_is_no_document_is_damage(path: Path, data: bytes) -> None:
 
 
 def test_a_later_version_is_named_once_its_checksum_holds(path: Path) -> None:
-    later = {"format": 2, "novelty": 1}
+    later = {"format": 3, "novelty": 1}
     checksum = crc32c(json.dumps(later, sort_keys=True, separators=(",", ":")).encode())
     path.write_text(json.dumps({**later, "crc32c": checksum}))
-    with pytest.raises(NewerFormat, match=r"document.json has format version 2") as caught:
+    with pytest.raises(NewerFormat, match=r"document.json has format version 3") as caught:
         read_json(path)
-    assert caught.value.found == 2
+    assert caught.value.found == 3
     path.write_text(json.dumps({**later, "crc32c": checksum ^ 1}))
+    with pytest.raises(DamagedFile):
+        read_json(path)
+
+
+def test_an_earlier_version_is_named_once_its_checksum_holds(path: Path) -> None:
+    earlier = {"format": 1, "run_id": "00"}
+    checksum = crc32c(json.dumps(earlier, sort_keys=True, separators=(",", ":")).encode())
+    path.write_text(json.dumps({**earlier, "crc32c": checksum}))
+    with pytest.raises(OlderFormat, match=r"document.json has format version 1.*nothing older"):
+        read_json(path)
+    path.write_text(json.dumps({**earlier, "crc32c": checksum ^ 1}))
     with pytest.raises(DamagedFile):
         read_json(path)
 

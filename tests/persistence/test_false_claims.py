@@ -19,7 +19,14 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.segment_index import write_index
 from lowdiff.recovery.plan import plan_recovery, recoverable
-from tests.persistence.indexed_runs import index_file, index_of, indexed, made, tampered
+from tests.persistence.indexed_runs import (
+    index_file,
+    index_of,
+    indexed,
+    made,
+    records_end,
+    tampered,
+)
 from tests.persistence.made_runs import RUN_ID
 
 
@@ -49,7 +56,7 @@ def test_bits_that_flip_behind_the_index_are_found_before_they_are_used(
 ) -> None:
     path = folder.segment(0, 0, 3)
     data = bytearray(path.read_bytes())
-    data[-10] ^= 1  # in the record of step 4
+    data[records_end(path) - 10] ^= 1  # in the record of step 4
     tampered(path, bytes(data))
     assert recoverable(scan(folder)) == [(0, 7)], "as the index has it"
 
@@ -173,8 +180,8 @@ def test_a_store_gives_what_rotted_behind_the_index(tmp_path: Path) -> None:
 def test_each_part_of_a_segment_is_confirmed(tmp_path: Path) -> None:
     run = made(tmp_path / "run", [[1, 2, 7], [3, 4, 5, 6, 7, 8]])  # the first has a gap
     scan(run)
-    (entry,) = index_of(run).values()
-    write_index(run.segments_of(0), RUN_ID, 0, [replace(entry, rebases=(4,))])
+    assert list(index_of(run)) == [(0, 3)]
+    rot(run.segment(0, 0, 3), 4)
     records = scan(run).of(0, 0)
     assert records.confirm(8, 8)
     assert not records.confirm(3, 4)

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import re
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 import zstandard
 
-from lowdiff.digests import Digester
-from lowdiff.layout import layout_of
+import lowdiff
+from lowdiff.layout import bits, flat, shard_owners
 from lowdiff.persistence import forms as value_forms
 from lowdiff.persistence.codec import CODINGS, Codec
 from lowdiff.persistence.differentials import encode_scalars
@@ -26,13 +26,13 @@ from lowdiff.persistence.durable import read_json
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, read_records
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.residual import ResidualSlots, checksum_slots
+from lowdiff.persistence.segment_file import pack_footer
 from lowdiff.persistence.segment_index import Sealed, write_index
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.staging import StagingLog, staged_records
 from lowdiff.persistence.values import decode, encode, same
 from lowdiff.types import (
     Differential,
-    Digest,
     Layout,
     OptimizerStep,
     ParameterSpec,
@@ -42,6 +42,7 @@ from lowdiff.types import (
 )
 
 DOC = Path(__file__).parents[2].joinpath("docs", "format.md").read_text()
+GOLDEN = Path(__file__).parents[1] / "golden" / "v2" / "run"
 RUN_ID = "00112233445566778899aabbccddeeff"
 
 EXAMPLE = Differential(
@@ -60,7 +61,7 @@ EXAMPLE = Differential(
     ),
     items={"rng/torch": encode(1)},
     residual=ResidualMark(slot=1, generation=9),
-    digest=Digest(start=0, stop=5, value=2**63 + 7),
+    digests=(0x01020304,),
 )
 
 
@@ -88,7 +89,11 @@ def segment_of(root: Path, *differentials: Differential) -> bytes:
         FileKind.SEGMENT, RUN_ID, first.incarnation, first.rank, first.world_size, first.step
     )
     coded = [coded_record(record, Codec()) for _, record in staged_records(folder)]
-    return header.pack() + b"".join(coded)
+    data, offsets = header.pack(), []
+    for record in coded:
+        offsets.append(len(data))
+        data += record
+    return data + pack_footer(header, offsets, [], len(data))
 
 
 def test_lowdiff_writes_the_worked_example_byte_for_byte(tmp_path: Path) -> None:
@@ -115,7 +120,7 @@ def read_segment(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Section 4: the file header, and each record's header with its body."""
     head = struct.unpack_from("<8sHHIIIQ16s12xI", data)
     assert head[0] == b"LOWDIFF\n"
-    assert head[1:3] == (1, 2)
+    assert head[1:3] == (2, 2)
     assert head[-1] == crc32c(data[:60])
     file = dict(
         zip(("incarnation", "rank", "world_size", "first", "run_id"), head[3:8], strict=True)
@@ -136,9 +141,32 @@ def read_segment(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if record["flags"] & 4:
             record["meta"] = zstandard.ZstdDecompressor().decompress(record["meta"])
         record["sections"] = read_sections(body[padded(record["meta_bytes"]) :])
+        record["offset"] = offset
         records.append(record)
         offset += 64 + record["body_bytes"]
     return file, records
+
+
+def read_footer(data: bytes) -> tuple[dict[int, int], list[int]] | None:
+    """Section 4: where the record of each step starts, and which of them cannot be replayed."""
+    trailer = data[-64:]
+    first, last, marked, start, size, of_header, of_body, magic, crc = struct.unpack(
+        "<QQQQQII4x8sI", trailer
+    )
+    if magic != b"LDSEALED" or crc != crc32c(trailer[:60]):
+        return None
+    num_steps = last - first + 1
+    if (of_header, first) != struct.unpack_from("<I", data, 60) + struct.unpack_from(
+        "<Q", data, 24
+    ):
+        return None
+    if marked > num_steps or size != 72 + 8 * (num_steps + marked) or start + size != len(data):
+        return None
+    assert crc32c(data[start:-64]) == of_body
+    assert data[start : start + 8] == b"LDFOOTER"
+    offsets = struct.unpack_from(f"<{num_steps}Q", data, start + 8)
+    steps = struct.unpack_from(f"<{marked}Q", data, start + 8 + 8 * num_steps)
+    return dict(zip(range(first, last + 1), offsets, strict=True)), list(steps)
 
 
 def read_sections(data: bytes) -> dict[str, npt.NDArray[Any]]:
@@ -192,13 +220,13 @@ def test_a_reader_written_from_the_page_reads_the_worked_example() -> None:
     }
     assert (record["kind"], record["flags"], record["step"], record["lap"]) == (1, 1, 201, 0)
     assert typed(record["meta"]) == {
-        "optimizers": [[True, [{"lr": 0.5}], None, None, None]],
-        "absent": b"",
+        "steps": [{"optimizers": [[True, [{"lr": 0.5}], None, None, None]], "absent": b""}],
         "held": b"\x01",
         "items": {"rng/torch": b"\x01"},
         "residual": [1, 9],
-        "digest": [0, 5, 2**63 + 7],
+        "digests": b"\x04\x03\x02\x01",
     }
+    assert read_footer(hex_in_doc()) == ({201: 64}, [])
     gradient = np.zeros(300, np.uint32)
     gradient[record["sections"]["indices/float32"]] = record["sections"]["values/float32"]
     floats = gradient.view(np.float32)
@@ -221,9 +249,7 @@ def test_it_reads_what_lowdiff_writes_of_longer_arrays_and_several_steps(tmp_pat
         )
         groups = ({"betas": (0.9, 0.999), "lr": 1e-3}, {"lr": float(step)})
         step_of = OptimizerStep(True, groups, groups[::-1], grad_scale=8.0, found_inf=0.0)
-        written.append(
-            Differential(step, 4, 1, 3, (step_of,), (0, 9), (), Payload(sections), {}, None, None)
-        )
+        written.append(Differential(step, 4, 1, 3, (step_of,), (0, 9), (), Payload(sections)))
     data = segment_of(tmp_path, *written)
     assert b"\x28\xb5\x2f\xfd" in data, "at least one plane is a zstd frame"
     _, records = read_segment(data)
@@ -231,13 +257,15 @@ def test_it_reads_what_lowdiff_writes_of_longer_arrays_and_several_steps(tmp_pat
     assert {record["flags"] for record in records} == {5}, "sections and meta are coded"
     for record, differential in zip(records, written, strict=True):
         meta = typed(record["meta"])
-        (optimizer,) = meta["optimizers"]
+        (of_body,) = meta["steps"]
+        (optimizer,) = of_body["optimizers"]
         assert optimizer[1] == list(differential.optimizers[0].consumed)
         assert optimizer[2] == list(differential.optimizers[0].after)
         assert optimizer[3:] == [8.0, 0.0]
-        assert (meta["absent"], meta["held"]) == (b"\x01\x02", b"")
+        assert (of_body["absent"], meta["held"]) == (b"\x01\x02", b"")
         for section in differential.payload.sections:
             np.testing.assert_array_equal(record["sections"][section.name], section.data)
+    assert read_footer(data) == ({record["step"]: record["offset"] for record in records}, [])
     for length in range(0, len(data) - 64, 701):
         _, fewer = read_segment(data[: 64 + length])
         assert [r["step"] for r in fewer] == [7, 8, 9][: len(fewer)]
@@ -310,22 +338,61 @@ def test_the_names_on_the_page_are_those_on_disk() -> None:
         assert re.search(rf"^{re.escape(str(path))}\b", DOC, re.MULTILINE), path
 
 
-def test_the_digest_is_the_sum_on_the_page() -> None:
-    sizes = [("a", 100), ("b", 77)]
-    parameters = [
-        (n, torch.nn.Parameter(torch.randn(s, generator=torch.Generator().manual_seed(s))))
-        for n, s in sizes
-    ]
-    flat = torch.cat([p.detach() for _, p in parameters])
-    patterns = flat.numpy().view(np.uint32)
-    digester = Digester(layout_of(parameters))
-    for step in range(1, 70):
-        found = digester.digest([p.detach() for _, p in parameters], step, 0, 1)
-        total = 0
-        for j in range(1, found.stop - found.start + 1):
-            p = j * 0x9E3779B97F4A7C15 % 2**64
-            total += int(patterns[found.start + j - 1]) * (p ^ p >> 29 | 1)
-        assert found.value == total % 2**64
+# The golden run, read with the page
+
+
+def golden_records() -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for path in sorted(GOLDEN.glob("segments/rank-0000/*.seg")):
+        data = path.read_bytes()
+        _, records = read_segment(data)
+        marked = [record["step"] for record in records if record["flags"] & 2]
+        assert read_footer(data) == ({r["step"]: r["offset"] for r in records}, marked)
+        found |= {record["step"]: record for record in records}
+    return found
+
+
+def test_footers_of_real_segments_say_what_the_page_says() -> None:
+    assert sorted(golden_records()) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("step", [1, 3, 6])
+def test_digests_are_checksums_of_the_parameters(tmp_path: Path, step: int) -> None:
+    state = lowdiff.recover(shutil.copytree(GOLDEN, tmp_path / "run"), step)
+    names = [spec.name for spec in state.fence.layout.parameters]
+    meta = typed(golden_records()[step]["meta"])
+    trained = [state.parameters[name] for name in names]
+    expected = [crc32c(bits(flat(tensor)).tobytes()) for tensor in trained]
+    assert meta["digests"] == struct.pack(f"<{len(expected)}I", *expected)
+    *_, of_average = meta["averages"]["average"]
+    averaged = [state.averages["average"][name] for name in names]
+    expected = [crc32c(bits(flat(tensor)).tobytes()) for tensor in averaged]
+    assert of_average == struct.pack(f"<{len(expected)}I", *expected)
+
+
+def test_what_something_else_wrote_stands_where_the_page_says(tmp_path: Path) -> None:
+    state = lowdiff.recover(shutil.copytree(GOLDEN, tmp_path / "run"), 3)
+    sections = golden_records()[3]["sections"]
+    written = {name: values for name, values in sections.items() if name.startswith("written/")}
+    assert set(written) == {"written/before/0", "written/after/0", "written/average/0/average"}
+    name = state.fence.layout.parameters[0].name
+    np.testing.assert_array_equal(written["written/after/0"], bits(flat(state.parameters[name])))
+    average = state.averages["average"][name]
+    np.testing.assert_array_equal(written["written/average/0/average"], bits(flat(average)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_a_ranks_share_is_the_one_on_the_page(world_size: int) -> None:
+    sizes, specs = [5, 40, 40, 1, 0, 17, 40, 3], list[ParameterSpec]()
+    for i, size in enumerate(sizes):
+        offset = specs[-1].stop if specs else 0
+        specs.append(ParameterSpec(f"p{i}", (size,), (1,), ("float32", "float64")[i % 2], offset))
+    held, owners = [0] * world_size, dict[int, int]()
+    for i in sorted(range(len(specs)), key=lambda i: -specs[i].nbytes):
+        rank = min(range(world_size), key=lambda r: held[r])
+        held[rank] += specs[i].nbytes
+        owners[i] = rank
+    assert shard_owners(Layout(tuple(specs)), world_size) == [owners[i] for i in range(len(specs))]
 
 
 def test_residual_slots_lie_as_the_page_says(tmp_path: Path) -> None:
@@ -363,7 +430,7 @@ def test_an_index_reads_as_the_page_says(tmp_path: Path) -> None:
     magic, version, zero, rank, count, marked, run_id, body_crc, crc = struct.unpack_from(
         "<8sHHIQQ16sI8xI", data
     )
-    assert (magic, version, zero, rank, run_id.hex()) == (b"LOWDIFX\n", 1, 0, 5, RUN_ID)
+    assert (magic, version, zero, rank, run_id.hex()) == (b"LOWDIFX\n", 2, 0, 5, RUN_ID)
     assert (body_crc, crc) == (crc32c(data[64:]), crc32c(data[:60]))
     assert len(data) == 64 + 40 * count + 8 * marked
     steps = struct.unpack_from(f"<{marked}Q", data, 64 + 40 * count)

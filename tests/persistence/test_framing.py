@@ -12,7 +12,7 @@ from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.errors import DamagedFile, NewerFormat
+from lowdiff.errors import DamagedFile, NewerFormat, OlderFormat
 from lowdiff.persistence.framing import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -99,12 +99,12 @@ def contents(data: bytes) -> list[tuple[int, bytes, bytes]]:
 def test_the_bytes_of_a_file_header_are_pinned() -> None:
     assert CHUNK.pack().hex(" ", 4) == (
         "4c4f5744 4946460a"  # "LOWDIFF\n"
-        " 01000100"  # format version, file kind
+        " 02000100"  # format version, file kind
         " 02000000 01000000 03000000"  # incarnation, rank, world size
         " 07000000 00000000"  # sequence
         " 00112233 44556677 8899aabb ccddeeff"  # run id
         " 00000000 00000000 00000000"  # reserved
-        " f70f9dc7"  # CRC-32C of the 60 bytes before
+        " f864c22e"  # CRC-32C of the 60 bytes before
     )
 
 
@@ -143,7 +143,7 @@ def test_numbers_of_kinds_and_the_version_are_pinned() -> None:
         "SNAPSHOT": 2,
         "BASE": 3,
     }
-    assert (FORMAT_VERSION, HEADER_BYTES) == (1, 64)
+    assert (FORMAT_VERSION, HEADER_BYTES) == (2, 64)
 
 
 @given(file_headers)
@@ -254,11 +254,21 @@ def resealed(header: bytes, offset: int, value: bytes) -> bytes:
     return head[:60] + struct.pack("<I", crc32c(head[:60]))
 
 
-@pytest.mark.parametrize("version", [2, 3, 65535])
+@pytest.mark.parametrize("version", [3, 4, 65535])
 def test_a_later_version_is_named_with_what_this_one_reads(version: int) -> None:
-    with pytest.raises(NewerFormat, match=f"version {version}.*up to 1; upgrade") as caught:
+    with pytest.raises(NewerFormat, match=f"version {version}.*version 2; upgrade") as caught:
         FileHeader.unpack(resealed(CHUNK.pack(), 8, struct.pack("<H", version)), PATH)
     assert caught.value.found == version
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_an_earlier_version_is_named_with_the_way_out(version: int) -> None:
+    with pytest.raises(
+        OlderFormat, match=f"version {version}.*version 2 and nothing older"
+    ) as caught:
+        FileHeader.unpack(resealed(CHUNK.pack(), 8, struct.pack("<H", version)), PATH)
+    assert caught.value.found == version
+    assert "start a new run folder, or recover with the lowdiff that wrote" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [0, 3, 65535])

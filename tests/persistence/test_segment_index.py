@@ -18,7 +18,7 @@ from lowdiff.errors import DamagedFile, StepNotFound
 from lowdiff.persistence import segment_index
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fences import write_fence
-from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind
+from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, read_records
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.segment_index import (
     INDEX_NAME,
@@ -39,6 +39,7 @@ from tests.persistence.indexed_runs import (
     index_of,
     indexed,
     made,
+    records_end,
     tampered,
 )
 from tests.persistence.made_runs import RUN_ID, fence
@@ -161,7 +162,7 @@ def test_a_segment_of_another_time_is_read(folder: RunFolder) -> None:
 
 def test_a_torn_tail_is_never_in_the_index(folder: RunFolder) -> None:
     path = folder.segment(0, 0, 7)
-    path.write_bytes(path.read_bytes()[:-3])
+    path.write_bytes(path.read_bytes()[: records_end(path) - 3])
     age(path)
     for _ in range(2):
         found = scan(folder)
@@ -335,8 +336,13 @@ def test_the_writer_indexes_what_it_has_filled(folder: RunFolder, tmp_path: Path
     async def write() -> None:
         writer = SegmentWriter(run, FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 0))
         for first, last in ((1, 2), (3, 4), (5, 6)):
-            data = folder.segment(0, 0, first).read_bytes()[HEADER_BYTES:]
-            await writer.append(Batch(data, first, last, rebases=(first,)))
+            path = folder.segment(0, 0, first)
+            whole = path.read_bytes()
+            header = FileHeader.unpack(whole, path)
+            records = list(read_records(memoryview(whole), header))
+            sizes = tuple(record.end - record.offset for record in records)
+            data = whole[HEADER_BYTES : records[-1].end]
+            await writer.append(Batch(data, first, last, sizes, rebases=(first,)))
             if first != 1:
                 await writer.seal()
 

@@ -31,7 +31,8 @@ def segments_in(path: Path) -> tuple[RunFolder, SegmentWriter]:
 
 
 def batch(first: int, last: int) -> Batch:
-    return Batch(b"".join(bytes([step]) * 100 for step in range(first, last + 1)), first, last)
+    records = [bytes([step]) * 104 for step in range(first, last + 1)]
+    return Batch(b"".join(records), first, last, tuple(map(len, records)))
 
 
 @pytest.mark.parametrize("call", ["fsync", "fdatasync"])

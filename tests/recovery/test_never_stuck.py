@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import nn
 import lowdiff
 from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.errors import ReplayMismatch
+from lowdiff.protocols import Compressor
 from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import JobFailed, Pool
 from tests.scenarios.trainings import batch, wrapped
 
 WRITTEN, LAST = 13, 20
-COMPRESSORS = {
+COMPRESSORS: dict[str, Callable[[], Compressor | None]] = {
     "topk": lambda: TopK(0.1, dense_below=16),
     "powersgd": lambda: PowerSGD(2),
     "none": lambda: None,
@@ -36,7 +38,8 @@ def life(
 ) -> tuple[int, dict[int, dict[str, torch.Tensor]]]:
     """Train to ``until`` and die; step ``written`` is written to behind everybody's back."""
     torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 1))
+    first = nn.Linear(8, 40)
+    module = nn.Sequential(first, nn.Tanh(), nn.Linear(40, 1))
     model = wrapped(module) if world_size > 1 else module
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     checkpointer = lowdiff.Checkpointer(
@@ -55,7 +58,7 @@ def life(
         model(batch(step, rank, 5, 8)).square().mean().backward()
         optimizer.step()
         if step + 1 == written:
-            module[0].weight.data[2, 3] = 0.25
+            first.weight.data[2, 3] = 0.25
         states[step + 1] = {k: v.clone() for k, v in module.state_dict().items()}
     abandon(checkpointer, Kill(until))
     return resumed, states

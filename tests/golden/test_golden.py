@@ -1,0 +1,93 @@
+"""A run of every format version: this one is read bit for bit, an older one is an error by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.errors import OlderFormat
+from lowdiff.persistence.segment_file import SegmentFile
+from lowdiff.recovery.inspection import inspect
+from lowdiff.recovery.verify import verify
+from tests.golden.make import STEPS, sha256
+
+HERE = Path(__file__).parent
+STATES = json.loads((HERE / "v2" / "states.json").read_text())
+
+
+@pytest.fixture(params=["v2"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(HERE / request.param / "run", tmp_path / "run"))
+
+
+@pytest.mark.parametrize("step", range(STEPS + 1))
+def test_every_step_has_the_bits_that_were_trained(run: Path, tmp_path: Path, step: int) -> None:
+    found = lowdiff.recover(run, step, staging=tmp_path / "staging")
+    average = found.stateful["average"]
+    state = sha256(found.model_state_dict(), found.optimizer_state_dict(), average)
+    assert state == STATES[str(step)]
+
+
+def test_every_check_holds(run: Path, tmp_path: Path) -> None:
+    report = verify(run, tmp_path / "staging")
+    assert report.ok, report.failures
+    assert report.recoverable == ((0, STEPS),)
+    assert report.snapshots == (0, 5, 6)
+
+
+def test_its_segments_are_sealed(run: Path) -> None:
+    segments = sorted((run / "segments" / "rank-0000").glob("*.seg"))
+    trailers = [SegmentFile(path).trailer for path in segments]
+    assert [(t.first, t.last, t.num_rebases) for t in trailers if t] == [(1, 5, 1), (6, 6, 0)]
+    assert [SegmentFile(path).damage() for path in segments] == [None, None]
+
+
+def test_training_goes_on_from_it(run: Path, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4, bias=False))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    with checkpointer(run, tmp_path) as opened:
+        assert opened.attach(model, optimizer, average=average) == STEPS
+        state = sha256(model.state_dict(), optimizer.state_dict(), average.state_dict())
+    assert state == STATES[str(STEPS)]
+
+
+def checkpointer(run: Path, root: Path) -> lowdiff.Checkpointer:
+    compressor = TopK(0.25, dense_below=8)
+    return lowdiff.Checkpointer(run, staging=root / "staging", compressor=compressor)
+
+
+def attach(run: Path) -> None:
+    model = nn.Linear(6, 8)
+    with checkpointer(run, run.parent) as opened:
+        opened.attach(model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+
+@pytest.mark.parametrize("act", [lowdiff.recover, inspect, verify, attach])
+def test_a_run_of_version_1_is_an_error_by_name_and_stays_as_it_is(
+    tmp_path: Path, act: Callable[[Path], object]
+) -> None:
+    run = Path(shutil.copytree(HERE / "v1" / "run", tmp_path / "run"))
+    before = contents(run)
+    with pytest.raises(OlderFormat, match=r"has format version 1.*nothing older") as caught:
+        act(run)
+    assert caught.value.found == 1
+    assert "recover with the lowdiff that wrote this one" in str(caught.value)
+    after = contents(run)
+    assert {name: after[name] for name in before} == before
+    assert all(name.startswith("locks/") for name in after.keys() - before.keys())
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    files = (path for path in run.rglob("*") if path.is_file())
+    return {path.relative_to(run).as_posix(): path.read_bytes() for path in files}
