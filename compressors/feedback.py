@@ -98,33 +98,16 @@ class RotatingResidual:
             i for i, of in self._written.items() if parameters is None or of in parameters
         }
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether optimizers have consumed all that was exchanged."""
-        return len(self._settled) == len(self._written)
-
-    def advance(self, *, carried: Collection[int] = ()) -> None:
-        """Commit the step: what is settled becomes current, all else stays as it was before.
-
-        Args:
-            carried: Parameters whose gradients are kept for a later step. Further backward passes
-                go on where the last one ended, until these are settled.
-        """
-        ahead = {
-            i: of for i, of in self._written.items() if of in carried and i not in self._settled
-        }
+    def advance(self) -> None:
+        """Commit the step: what is settled becomes current, all else goes back to what it was before."""
         if self._settled:
-            before, current, following = self.slot, self._next, (self.slot + 2) % NUM_SLOTS
-            if ahead:
-                self._reuse(following)
-            for i in ahead:
-                self._slots[following][i].copy_(self._slots[current][i])
+            before, current = self.slot, self._next
             for i in self._used - self._settled:
                 self._slots[current][i].copy_(self._slots[before][i])
             self.slot = current
             self._complete(current)
-            self._is_open = bool(ahead)
-        self._written = ahead
+        self._is_open = False
+        self._written = {}
         self._settled.clear()
         self._scratch.clear()
 

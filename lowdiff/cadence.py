@@ -115,7 +115,7 @@ class Cadence:
         """
         if not self._settings.is_tuned:
             return
-        if all(news.interval and news.batch for news in heard):
+        if heard and all(news.interval and news.batch for news in heard):
             self._follow(step, [Levels(n.interval - 1, n.batch - 1) for n in heard])
         if step - self._considered >= self._settings.tuning.every_steps:
             self._considered = step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,7 +91,7 @@ class Session:
         trained_bytes = sum(spec.nbytes for spec in attached.layout.parameters)
         self._reads_frozen = settings.watch == "live" and frozen_bytes <= trained_bytes
         self._seen = Seen((), {}, Written())
-        self._consumed = 0
+        self._consumed = self._stepped = 0
         self._has_rebased = self._wants_snapshot = False
         self._base_step = step
         self._unstaged: Differential | None = None
@@ -264,18 +264,15 @@ class Session:
         if self._settings.backpressure == "block":
             self.stager.wait_for_snapshot()
 
-    def _kept_gradients(self) -> Collection[int]:
-        """Parameters with gradients for a later step; a body that only makes such is not resumed."""
-        if self._capture.has_stepped and self._residual.is_settled:
-            return ()  # looking for them reads all gradients
-        kept = self._capture.kept_gradients()
-        if kept and not self._capture.has_stepped:
+    def _warn_about_kept_gradients(self) -> None:
+        """A body that only makes gradients for a later step is not resumed."""
+        if not self._capture.has_stepped and self._capture.kept_gradients():
             self._warn_once(
                 f"step {self.step + 1} ended without optimizer.step() and with gradients: if they "
-                "are accumulated for the next step, a resumed run will lack them; run all "
-                "backward passes of an optimizer step between two commits"
+                "are accumulated for the next step, a resumed run will lack them, and what was "
+                "compressed away of them is owed anew; run all backward passes of an optimizer step "
+                "between two commits"
             )
-        return kept
 
     def _warn_about_large_items(self) -> None:
         for name, size in self._tracker.large_items.items():
@@ -314,12 +311,14 @@ class Session:
         self._is_half_made = True
         steps = self._capture.optimizer_steps()
         held = self._committed_held = self._attached.held()
-        self._residual.advance(carried=self._kept_gradients())
+        self._warn_about_kept_gradients()
+        self._residual.advance()
         self.scaling.end_step()
         averages, replayable = self._averages.commit()
         self._capture.changed_outside |= not replayable
         seen = self._seen = self._watch.at_commit(step, averages)
         if self._world_size > 1:
+            self._stepped = sum(o.stepped << i for i, o in enumerate(steps))
             self._consumed = crc32c(encode([[o.stepped, o.consumed, o.after] for o in steps]))
         absent = tuple(sorted(self._capture.absent))
         payload = self.reducer.payload(self._copies.fetch)
@@ -386,6 +385,7 @@ class Session:
             has_rebased=self._has_rebased,
             interval=interval,
             batch=batch,
+            stepped=self._stepped,
             consumed=self._consumed,
             own=self._seen.own,
             other=self._seen.other,

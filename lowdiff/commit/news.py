@@ -34,6 +34,7 @@ class RankNews:
         has_rebased: Whether it could log the step only as a snapshot.
         interval: The tuner's wish, as levels plus one; 0 for none.
         batch: Likewise.
+        stepped: Bit ``i`` says whether its optimizer ``i`` stepped.
         consumed: CRC-32C of the hyper-parameters that its optimizers used and left.
         own: Checksum of its share of the parameters; 0 where ranks are not compared.
         other: The same of the share of rank ``watched``, as this rank has it.
@@ -51,6 +52,7 @@ class RankNews:
     has_rebased: bool = False
     interval: int = 0
     batch: int = 0
+    stepped: int = 0
     consumed: int = 0
     own: int = 0
     other: int = 0
@@ -116,6 +118,12 @@ class News:
                     f"rank {rank} has committed step {news.step} of incarnation {news.incarnation} "
                     f"while this rank has committed step {here[1]} of incarnation {here[0]}; every "
                     "rank must attach to the same run and commit the same steps"
+                )
+            if news.stepped != self._told.stepped:
+                raise UsageError(
+                    f"rank {rank} ended step {news.step} after other optimizer steps than this rank "
+                    "(a body without optimizer.step(), or one commit() too many?); every rank must "
+                    "attach to the same run and commit the same steps"
                 )
 
 

@@ -155,28 +155,6 @@ def test_only_what_an_optimizer_consumed_becomes_current() -> None:
     assert values(store) == {0: 2, 1: 2, 2: 1}
 
 
-def test_what_gradients_keep_for_a_later_step_stays_sent_until_that_is_made() -> None:
-    store = residual()
-    for i in (0, 1):
-        write(store, i, 1)
-    store.settle()
-    store.advance()
-    write(store, 0, 2)
-    store.pair(1)[1].fill_(2)
-    store.written(1, of=0)
-    write(store, 2, 2)
-    store.settle([2])
-    assert not store.is_settled
-    store.advance(carried=[0])
-    assert values(store) == {0: 1, 1: 1, 2: 2}, "a record names what was before"
-    for i in (0, 1):
-        assert float(store.pair(i)[0][0]) == 2
-    store.settle()
-    assert store.is_settled
-    store.advance()
-    assert values(store) == {0: 2, 1: 2, 2: 2}
-
-
 def test_float16_is_owed_in_float32() -> None:
     layout = Layout((ParameterSpec("a", (2,), (1,), "float16", 0),))
     scale = 2.0**16

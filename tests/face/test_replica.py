@@ -171,13 +171,13 @@ def test_killed_in_the_middle_of_a_step_memory_holds_each_step_once(
 
 
 def test_a_replica_that_differs_begins_anew_with_a_fresh_image(tmp_path: Path) -> None:
-    life = Life(tmp_path)
+    life = Life(tmp_path, watch="recovery")
     life.run(2)
     life.wait(lambda stats: stats["replica_step"] == 2)
     for parameter in life.training.model.parameters():
-        parameter.data.mul_(1.5)  # nothing but the checksum of a slice can see it
+        parameter.data.mul_(1.5)  # nothing but the checksum at commit can see it
     life.run(3)
-    life.wait(lambda stats: "differ from those of the trainer" in stats["replica_error"])
+    life.wait(lambda stats: "differs from those of the trainer" in stats["replica_error"])
     while life.checkpointer.stats()["replica_step"] != life.step:
         assert life.step < 2000
         life.run(life.step + 1)
@@ -350,7 +350,7 @@ def test_a_step_that_its_optimizer_broke_off_is_recovered_as_it_was_left(
 
 
 def test_a_replica_that_lost_the_way_does_not_keep_training_waiting(tmp_path: Path) -> None:
-    life = Life(tmp_path, snapshot_every=1)
+    life = Life(tmp_path, snapshot_every=1, watch="recovery")
     life.run(3)
     for parameter in life.training.model.parameters():
         parameter.data.add_(0.5)  # which nothing shows but the digest

@@ -157,13 +157,18 @@ def test_steps_after_one_that_cannot_be_replayed_wait_for_its_snapshot(
     with monkeypatch.context() as patch:
         patch.setattr(life.stager, "_is_image_in_use", lambda: True)
         with torch.no_grad():
-            next(life.training.model.parameters()).mul_(0.5)
+            write_state(life)
         life.run(6)
         assert life.checkpointer.stats()["dropped_steps"] == 2, "the replica cannot reach them"
     catch_up(life)
     life.run(life.step + 2)
     life.kill()
     life.assert_recovered()
+
+
+def write_state(life: Life) -> None:
+    """Write to optimizer state, which only a snapshot can tell."""
+    next(iter(life.training.optimizer.state.values()))["exp_avg"].mul_(0.5)
 
 
 def stopped_at_three(folder: Path, backpressure: str = "block") -> Life:
@@ -202,7 +207,7 @@ def test_a_snapshot_whose_mark_was_damaged_before_the_replica_took_it_is_taken_a
 ) -> None:
     life = stopped_at_three(tmp_path)
     with torch.no_grad():
-        next(life.training.model.parameters()).mul_(0.5)
+        write_state(life)
     life.run(6)  # the replica cannot make step 4: its snapshot is staged behind it
     tear(life.stager._log.folder, 4, RecordKind.SNAPSHOT)
     settle(life, snapshots=3)

@@ -278,7 +278,9 @@ class SyntheticRank:
 
     def step(self, step: int, heard: list[RankNews]) -> None:
         costs = self.costs
-        self.cadence.heed(step, heard)
+        interval, batch = self.cadence.wish()
+        alone = RankNews(0, step, step, interval=interval, batch=batch)
+        self.cadence.heed(step, heard or [alone])
         self.trained.observe("iteration_seconds", costs.step_seconds)
         self.trained.observe("differential_seconds", costs.differential_seconds)
         self.trained.observe("step_bytes", costs.staged_bytes)

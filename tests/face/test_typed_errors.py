@@ -102,10 +102,13 @@ def test_a_rank_at_another_step_is_a_usage_error_and_close_ends(
     pool: Pool, tmp_path: Path, compressor: Compressor | None
 ) -> None:
     for (seen, later), seconds in pool.run(apart, 2, str(tmp_path), compressor):
-        assert seen[0] == "UsageError"
-        assert "every rank must attach to the same run and commit the same steps" in seen[1]
+        # Without a compressor rank 0 hears of it before its next optimizer step.
+        first = seen if seen[0] else later
+        assert compressor is None or first is seen
+        assert first[0] == "UsageError"
+        assert "every rank must attach to the same run and commit the same steps" in first[1]
         # Whatever DDP left in the gradients is not stepped on.
-        assert later[0] == "UsageError"
+        assert later[0] in ("UsageError", "RankLost")
         assert seconds < 30
 
 

@@ -180,13 +180,6 @@ def plain_module(rank: int, world_size: int) -> Training:
 
 
 @training
-def never_commits(rank: int, world_size: int) -> Training:
-    """A loop that knows nothing of lowdiff but ``attach``."""
-    made = one_cycle(rank, world_size)
-    return Training(made.model, made.optimizer, made.step, made.stateful, commits="never")
-
-
-@training
 def clamped_weights(rank: int, world_size: int) -> Training:
     """Weights changed outside the optimizer, now and then."""
     ddp = wrapped(classifier())
