@@ -99,7 +99,7 @@ class RanksDiverged(LowDiffError, RuntimeError):
             "ranks train different models, and steps cannot be replayed. Does code follow each "
             "rank's own loss (ReduceLROnPlateau without averaging it over the ranks), or write "
             "parameters on one rank only? If not: unequal processors, or faulty memory. Mend that, "
-            "and attach again: training goes on from the last step at which the ranks were alike"
+            "and attach again: training goes on with equal ranks, from no later than this step"
         )
 
 

@@ -141,8 +141,12 @@ def _opened(
     except FileNotFoundError:
         yield None
         return
-    except NotADirectoryError:  # a file, or a symbolic link
-        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except NotADirectoryError:  # a file, a symbolic link, or below a file
+        try:
+            found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        except NotADirectoryError:
+            yield None
+            return
         if not stat.S_ISLNK(found.st_mode):
             yield None
             return

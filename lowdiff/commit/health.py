@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from lowdiff.agreement import Ranks
 from lowdiff.commit.news import RankNews
-from lowdiff.errors import RanksDiverged
+from lowdiff.errors import RankLost, RanksDiverged
 from lowdiff.events import log_event
 
 _logger = logging.getLogger(__name__)
@@ -81,7 +81,10 @@ class Health:
 
     def _differing_parameters(self, own: list[int]) -> tuple[tuple[int, ...], str]:
         """Which ranks hold other parameters than most, and the first of these."""
-        tables: list[list[int]] = self._ranks.gather(own)
+        try:
+            tables: list[list[int]] = self._ranks.gather(own)
+        except RuntimeError as error:
+            raise RankLost(error) from error
         found: set[int] = set()
         named = ""
         for name, values in zip(self._names, zip(*tables, strict=True), strict=True):

@@ -22,6 +22,7 @@ from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.policy import Retention
+from lowdiff.persistence.segment_file import footer_bytes
 from lowdiff.persistence.segments import durable_step
 from lowdiff.persistence.snapshots import shard_file
 from lowdiff.persistence.staging import staged_records
@@ -59,7 +60,7 @@ def test_batches_become_durable_and_the_rest_when_the_trainer_is_done(tmp_path: 
     assert stored(settings.folder) == list(range(1, 11))
     (path,) = (path for *_, path in settings.folder.segments())
     assert path.name == "i000000-s0000000001.seg"
-    assert status.segment_bytes == path.stat().st_size
+    assert status.segment_bytes == path.stat().st_size - footer_bytes(10, 0)
 
 
 def test_a_batch_that_is_not_full_is_written_after_a_while(tmp_path: Path) -> None:

@@ -74,10 +74,10 @@ def test_a_missing_segment_after_the_last_snapshot_is_named(tmp_path: Path) -> N
     train(tmp_path, 3, end="crash", snapshot_every=100)
     trained = train(tmp_path, 6, end="crash", snapshot_every=100)
     shutil.rmtree(trained.staging)
-    middle = records_of(trained.segment(4, incarnation=1))[1]
+    _, middle, last = records_of(trained.segment(4, incarnation=1))
     path = trained.segment(4, incarnation=1)
     data = path.read_bytes()
-    path.write_bytes(data[: middle.offset] + data[middle.end :])
+    path.write_bytes(data[: middle.offset] + data[middle.end : last.end])
     report = check(trained)
     assert "step 5 of rank 0 is lost" in only_failure(report, trained.segment(5, incarnation=1))
 
@@ -95,7 +95,7 @@ def test_a_torn_tail_of_a_dead_writer_is_a_note(
     data = path.read_bytes()
     path.write_bytes(
         {
-            "short body": data[:-20],
+            "short body": data[: last.end - 20],
             "short header": data[: last.offset + 30],
             "zeros": data[: last.offset + 90] + bytes(len(data) - last.offset - 90),
         }[tail]
@@ -142,7 +142,7 @@ def test_a_torn_tail_before_a_later_snapshot_is_a_failure(closed: Trained, tmp_p
     copy = closed.copied(tmp_path)
     path = copy.segment(6)
     last = records_of(path)[-1]
-    path.write_bytes(path.read_bytes()[:-20])
+    path.write_bytes(path.read_bytes()[: last.end - 20])
     report = check(copy)
     only_failure(report, path)
     assert report.failures[0].offset == last.offset
@@ -166,9 +166,10 @@ def test_what_a_later_incarnation_made_void_may_be_torn(tmp_path: Path) -> None:
     first = train(tmp_path, 4, end="crash")
     shutil.rmtree(first.staging)
     path = first.segment(1)
-    path.write_bytes(path.read_bytes()[:-20])
+    torn = path.read_bytes()[: records_of(path)[-1].end - 20]
+    path.write_bytes(torn)
     trained = train(tmp_path, 6)
-    path.write_bytes(path.read_bytes()[:-20])
+    path.write_bytes(torn)
     report = check(trained)
     assert report.ok
     assert "void" in report.notes[0].message

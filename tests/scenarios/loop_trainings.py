@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.scenarios.optimizer_trainings import one_cycle
 from tests.scenarios.trainings import (
     Training,
     batch,
