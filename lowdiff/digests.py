@@ -30,8 +30,8 @@ class Looker:
     """Takes checksums of the same tensors again and again.
 
     The memory of each is looked up once, and anew only when the tensor has moved: for small tensors
-    that costs more than the checksum. A tensor that was given memory of another order since (``p.data =
-    q.T``) is read in its old order.
+    that costs more than the checksum. A tensor whose elements lie in another order since (``p.data =
+    p.data.T``, which need not move it) is read in its old order.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -46,14 +46,17 @@ class Looker:
 
     def _view(self, index: int) -> memoryview:
         tensor = self._tensors[index]
+        if tensor.stride() != self._strides[index]:
+            return _bytes_of(in_order(tensor, self._strides[index]))
         place = tensor.data_ptr()
         if place != self._places[index]:
-            is_as_before = tensor.stride() == self._strides[index]
-            # A copy is of this moment only.
-            self._places[index] = place if is_as_before else -1
-            found = tensor if is_as_before else in_order(tensor, self._strides[index])
-            self._views[index] = byte_view(found) if found.numel() else memoryview(b"")
+            self._places[index] = place
+            self._views[index] = _bytes_of(tensor)
         return self._views[index]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return byte_view(tensor) if tensor.numel() else memoryview(b"")
 
 
 def in_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

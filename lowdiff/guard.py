@@ -67,8 +67,8 @@ class StepGuard:
         self._seen = [self._look(i) for i in range(len(self._groups))]
         self._known = {id(parameter) for parameter in attached.parameters}
         self._forms = {id(parameter): _form(parameter) for parameter in attached.parameters}
-        #: Where each lay when its form was last compared: only what has moved has another one.
-        self._places = {id(p): p.data_ptr() for p in attached.parameters}
+        #: Where each lay when its form was last compared, and in which order.
+        self._places = {id(p): (p.data_ptr(), p.stride()) for p in attached.parameters}
         self._num_entries = [len(optimizer.state) for optimizer in attached.optimizers]
         self._hook_ids: dict[int, int] = {}
 
@@ -120,7 +120,7 @@ class StepGuard:
     def _refuse_converted(self, index: int) -> None:
         """Replay goes by what the parameters were at attach."""
         for parameter in self._own[index]:
-            if parameter.data_ptr() != self._places[id(parameter)]:
+            if (parameter.data_ptr(), parameter.stride()) != self._places[id(parameter)]:
                 self._refuse_another_form(parameter)
             gradient = parameter.grad
             if gradient is not None and gradient.dtype != parameter.dtype:
@@ -136,10 +136,10 @@ class StepGuard:
             raise UsageError(
                 f"{self._name_of(parameter)} was {_worded(was)} at attach and is {_worded(now)} now, "
                 "so that its steps could not be replayed; convert the model, by .to(...), .half() or "
-                ".double(), before its optimizer is built and attached, and give p.data contiguous "
-                "tensors"
+                ".double(), before its optimizer is built and attached, and assign values by "
+                "p.data.copy_(values), which keeps their place in memory"
             )
-        self._places[id(parameter)] = parameter.data_ptr()
+        self._places[id(parameter)] = parameter.data_ptr(), parameter.stride()
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         layout = self._attached.layout.parameters

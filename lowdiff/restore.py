@@ -391,12 +391,13 @@ def _is_same_value(live: Any, known: Any) -> bool:
     """Whether two states are the same, without copying large tensors; the order of keys is free."""
     if isinstance(live, torch.Tensor) and isinstance(known, torch.Tensor):
         return same_bits(live, known) if live.layout is known.layout else same(live, known)
-    if type(live) is not type(known):
-        return False
-    if isinstance(live, dict):
+    # An average's state is an OrderedDict, and is stored as a plain one.
+    if isinstance(live, dict) and isinstance(known, dict):
         return live.keys() == known.keys() and all(
             _is_same_value(value, known[key]) for key, value in live.items()
         )
+    if type(live) is not type(known):
+        return False
     if type(live) in (list, tuple):
         return len(live) == len(known) and all(map(_is_same_value, live, known))
     return same(live, known)

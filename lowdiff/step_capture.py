@@ -22,6 +22,7 @@ from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.optimizers import granularity
 from lowdiff.scaling import Scaling
+from lowdiff.shared_memory import is_whole
 from lowdiff.types import OptimizerStep
 
 #: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
@@ -290,7 +291,11 @@ class StepCapture:
             assert live is not None
             if live.data_ptr() != gradient.data_ptr():
                 spec = self._attached.layout.parameters[i]
-                live.copy_(gradient.as_strided(spec.shape, spec.strides))
+                made = gradient.as_strided(spec.shape, spec.strides)
+                if is_whole(live):
+                    live.copy_(made)
+                else:  # an expanded gradient has no memory for each element
+                    self._attached.parameters[i].grad = made
 
 
 def _keeps_unwritten_memory(optimizer: torch.optim.Optimizer) -> bool:
