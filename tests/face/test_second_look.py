@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,12 @@ class Table(nn.Module):
         self.line = nn.Linear(200, 200)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return self.line(values @ self.table)
+        found: torch.Tensor = self.line(values @ self.table)
+        return found
 
 
 def begun(
-    folder: Path, model: nn.Module, **stateful: AveragedModel
+    folder: Path, model: nn.Module, **stateful: Any
 ) -> tuple[lowdiff.Checkpointer, torch.optim.Optimizer]:
     """A model in training, with a log."""
     trained = [p for p in model.parameters() if p.requires_grad]
