@@ -14,7 +14,7 @@ from lowdiff.compressors.futures import chained, completed
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import ReplayMismatch
 from lowdiff.host_copy import fetch_now
-from lowdiff.layout import bits, shard_owners
+from lowdiff.layout import bits, shares_of
 from lowdiff.protocols import Decoder, Fetch, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
@@ -99,6 +99,31 @@ def kept_until_read(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.detach() if gradient.is_cpu else gradient.detach().clone()
 
 
+def mean(
+    buffer: torch.Tensor, group: dist.ProcessGroup | None, *, reproducible: bool
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over the ranks, in place, with the arithmetic of DDP itself.
+
+    Args:
+        buffer: Overwritten with the average; shape ``[n]``.
+        group: The ranks; None for one process.
+        reproducible: Whether to add in rank order.
+    """
+    world_size = 1 if group is None else group.size()
+    if world_size == 1:
+        return completed(buffer)
+    if reproducible:
+        return reproducible_mean(buffer, group)
+    buffer.mul_(1.0 / world_size)
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    assert work is not None
+
+    def first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        return future.value()[0]
+
+    return chained(work.get_future(), first, buffer.device)
+
+
 class DenseReducer:
     """Dense bound to one run: passes this rank's share of the gradient on."""
 
@@ -113,10 +138,7 @@ class DenseReducer:
     ) -> None:
         self._reproducible = compressor.reproducible
         self._group = group
-        self._world_size = world_size
-        self._mine = [
-            i for i, owner in enumerate(shard_owners(layout, world_size)) if owner == rank
-        ]
+        self._mine = shares_of(layout, world_size)[rank]
         self._consumed: dict[int, torch.Tensor] = {}
 
     def begin(self, stamp: int) -> None:
@@ -130,18 +152,7 @@ class DenseReducer:
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
         """See ``Reducer.reduce``."""
-        if self._world_size == 1:
-            return completed(buffer)
-        if self._reproducible:
-            return reproducible_mean(buffer, self._group)
-        buffer.mul_(1.0 / self._world_size)
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        assert work is not None
-
-        def first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            return future.value()[0]
-
-        return chained(work.get_future(), first, buffer.device)
+        return mean(buffer, self._group, reproducible=self._reproducible)
 
     def consume(
         self, gradients: Sequence[torch.Tensor | None], *, factors: tuple[float, ...] = ()

@@ -8,7 +8,7 @@ answers for (`lane.share`), under the sections ``whole/parameters`` and ``whole/
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -69,15 +69,14 @@ class ChangeWarning:
         if not news:
             return
         self._told.update(news)
-        specs: Mapping[int, str] = {i: self._layout.parameters[i].name for i in news}
-        size = sum(self._layout.parameters[i].nbytes for i in news)
+        specs = [self._layout.parameters[i] for i in news]
         more = f" and {len(news) - 1} more" if len(news) > 1 else ""
         _logger.warning(
             "the gradient of %r%s was changed between its exchange and optimizer.step() by more than "
             "a factor; each step that does so stores such gradients whole, %s bytes over all ranks. "
             "Clip with checkpointer.clip_grad_norm_(...), and put other changes into the loss or the "
             "optimizer. This is said once per parameter",
-            specs[news[0]],
+            specs[0].name,
             more,
-            f"{size:,}",
+            f"{sum(spec.nbytes for spec in specs):,}",
         )

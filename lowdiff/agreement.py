@@ -6,7 +6,8 @@ a Gloo group made for it. Nothing is pickled: values travel in the run's own enc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
@@ -57,15 +58,32 @@ class Ranks:
             for part, size in zip(parts, sizes, strict=True)
         ]
 
-    def meet(self, timeout_seconds: float) -> bool:
-        """Wait for everybody at the end of a run; False if a rank does not come."""
+    def meet(self, timeout_seconds: float) -> str:
+        """Wait for everybody at the end of a run; why that was in vain, or nothing.
+
+        Messages from rank to rank, because in a barrier only rank 0 goes by a time limit.
+        """
         if self._group is None:
-            return True
+            return ""
+        if not dist.is_initialized():
+            return "the process group was destroyed before close()"
+        deadline = time.monotonic() + timeout_seconds
+        word = torch.zeros(1, dtype=torch.int64, device="cpu")
+        members = dist.get_process_group_ranks(self._group)
+        others = members[1:] if self.rank == 0 else members[:1]
+
+        def exchange(start: Callable[..., dist.Work | None]) -> None:
+            for other in others:
+                work = start(word, other, self._group)
+                assert work is not None
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
         try:
-            dist.monitored_barrier(self._group, timeout=timedelta(seconds=timeout_seconds))
+            for start in (dist.irecv, dist.isend) if self.rank == 0 else (dist.isend, dist.irecv):
+                exchange(start)
         except RuntimeError:
-            return False
-        return True
+            return f"another rank did not reach close() within {timeout_seconds:.0f} s"
+        return ""
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -148,13 +166,18 @@ def _size(path: Path) -> int:
         return -1
 
 
-def refuse_disagreement(ranks: Ranks, compressor: Compressor, layout: Layout, watch: str) -> None:
+def refuse_disagreement(
+    ranks: Ranks, compressor: Compressor, layout: Layout, modes: Mapping[str, object]
+) -> None:
     """Compare what must be equal on all ranks before anything is exchanged, in one collective.
 
     Raises:
         ConfigError: On all ranks, naming the first that differs from rank 0.
     """
-    own = [f"{compressor.name}({dict(compressor.settings())})", f"watch={watch!r}"]
+    own = [
+        f"{compressor.name}({dict(compressor.settings())})",
+        ", ".join(f"{k}={v!r}" for k, v in modes.items()),
+    ]
     own += [f"{s.name} {s.dtype}{list(s.shape)}" for s in layout.parameters]
     first, *others = ranks.gather(own)
     for rank, theirs in enumerate(others, start=1):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,20 +21,23 @@ from lowdiff.attached import bare_optimizers, describe
 from lowdiff.capture import Stateful
 from lowdiff.closing import finish, release
 from lowdiff.compressors import Dense
+from lowdiff.compressors.dense import mean
 from lowdiff.dataloader import Body, ResumableLoader, StatefulEpochs
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.events import log_event
 from lowdiff.hook import HookState, registered
 from lowdiff.keeping import keep_step
+from lowdiff.loop_state import LoopState
 from lowdiff.opening import Opened, meeting, open_session
 from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.policy import Retention
 from lowdiff.preemption import SignalWatch
 from lowdiff.protocols import Compressor
+from lowdiff.recovery.state import LOOP_STATE
 from lowdiff.session import Session
 from lowdiff.settings import Settings, cadence
 from lowdiff.stats import stats_of
-from lowdiff.training_loop import TrainingLoop
+from lowdiff.training_loop import DetachedLoop, TrainingLoop
 from lowdiff.tuner.policy import Tuning
 
 _logger = logging.getLogger(__name__)
@@ -70,6 +74,11 @@ class Checkpointer:
             as it is, and a replica process applies every step to a copy in memory.
         reproducible: Without compression and with three ranks or more: add gradients in rank
             order, so that a resumed run has the bits of an uninterrupted one.
+        optimizer_steps: How many steps each optimizer may make in one loop body. With ``"any"``, which
+            needs training without a compressor and on CPUs, all of a body are committed together when it ends
+            (PPO, SAC): *step* counts bodies, a crash goes back to the last committed one, and a body
+            left by ``break`` is committed by ``commit()`` alone. ``attach`` logs how many steps staging
+            memory holds; a body with more of them costs a full snapshot.
         snapshot_every: Steps between full snapshots; ``"auto"``, with a compressor: as the tuner
             finds best.
         batch_size: Differentials per durable write, or ``"auto"``; fewer are written five seconds
@@ -108,6 +117,8 @@ class Checkpointer:
             third of the reading; no write is noticed while training runs, and recovery ends at the
             last step before such a write.
         tuning: What ``"auto"`` goes by: expected failures, and limits.
+        imports: Without a compressor: names of the modules that call ``lowdiff.register_optimizer`` for
+            the attached optimizers, so that the replica process knows them. With one it has no effect.
 
     It belongs to the process that attached it. In a process forked from that one, leaving the
     ``with`` block and ``close()`` do nothing, and all else is a UsageError; attach another
@@ -123,6 +134,7 @@ class Checkpointer:
         *,
         compressor: Compressor | None = None,
         reproducible: bool = False,
+        optimizer_steps: int | str = 1,
         snapshot_every: int | str = 100,
         batch_size: int | str = 16,
         staging: str | Path | None = None,
@@ -133,7 +145,10 @@ class Checkpointer:
         on_error: str = "warn",
         watch: str = "live",
         tuning: Tuning | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
+        if isinstance(imports, str):
+            raise ConfigError(f"imports is a list of names of modules, got the text {imports!r}")
         if is_url(run):
             raise ConfigError(
                 f"run={run!r}: the run folder is on a disk; give Checkpointer(FOLDER, store={run!r})"
@@ -154,12 +169,16 @@ class Checkpointer:
             residual=residual,
             on_error=on_error,
             watch=watch,
+            imports=tuple(imports),
+            optimizer_steps=optimizer_steps,
         )
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
         self.hook_state = HookState()
+        self._state = LoopState()
         self._opened: Opened | None = None
         self._is_of_parent = False
         self._loop: TrainingLoop | None = None
+        self._detached: DetachedLoop | None = None
         self._loaders: dict[str, ResumableLoader | StatefulEpochs] = {}
         self._attach_seconds = 0.0
         self._signals: SignalWatch | None = None
@@ -218,11 +237,11 @@ class Checkpointer:
             for loader in self._loaders.values():
                 if isinstance(loader, ResumableLoader):
                     loader.share(ranks.rank, ranks.world_size)
-            objects = {**self._loaders, **stateful}
+            objects = {**self._loaders, **stateful, LOOP_STATE: self._state}
             opened = open_session(
                 self._settings, attached, objects, ranks, restore=restore, step=step
             )
-        self._opened = opened
+        self._opened, self._detached = opened, None
         _attached[self._key] = self
         try:
             self.hook_state.open(self._session.reducer, attached.parameters)
@@ -299,6 +318,8 @@ class Checkpointer:
         PyTorch's own works as well: see docs/compressors.md for what this one spares and adds.
         Returns the total norm before clipping, shape ``[]``.
         """
+        if self._current is None and self._detached is not None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options)
         return self._session.scaling.clip_grad_norm_(parameters, max_norm, **options)
 
     def steps(self, until: int) -> Iterator[int]:
@@ -333,6 +354,22 @@ class Checkpointer:
             RankLost: If another rank ended.
         """
         self._training_loop.commit()
+
+    @property
+    def state(self) -> LoopState:
+        """A dict for what the loop carries from step to step, logged in steps that change it.
+
+        ::
+
+            checkpointer.attach(model, optimizer)
+            if "batch" not in checkpointer.state:
+                checkpointer.state["batch"] = get_batch()
+
+        A batch that was fetched ahead, hidden states, the best loss, an epoch: tensors, numbers,
+        strings, lists, tuples and dicts of them. Each rank has its own; ``attach`` restores it. Tensors
+        come back on the CPU.
+        """
+        return self._state
 
     @property
     def preempted(self) -> bool:
@@ -402,6 +439,37 @@ class Checkpointer:
         """
         self._close(failed=sys.exc_info()[0] is not None)
 
+    def detach(self) -> None:
+        """Let go of the run and of the training, which goes on without checkpoints.
+
+        Call it on every rank in the same body. Nothing more is committed, not even a step that has
+        been made. What is committed becomes durable; storage that is in trouble costs a warning and
+        10 to 20 s. Hooks, locks and signal handlers go as at ``close()``, and so does staging
+        memory where the model is as it was committed; else it stays until the next ``attach``
+        or ``lowdiff gc``. DDP averages gradients as it does without lowdiff; what a compressor
+        still owes is dropped.
+
+        A loop over ``steps()`` goes on and counts; ``commit()`` counts and commits nothing,
+        ``clip_grad_norm_`` clips, and ``keep()`` is a UsageError. ``attach`` may follow, and
+        restores the last committed step. Calling it again, or when nothing is attached, does nothing.
+
+        ::
+
+            try:
+                optimizer.step()
+            except lowdiff.LowDiffError:
+                checkpointer.detach()  # rather lose checkpoints than training time
+
+        Raises:
+            UsageError: In a process that was forked from the one that attached it.
+        """
+        opened = self._current
+        if opened is None:
+            return
+        assert self._loop is not None
+        self._detached = self._loop.detach()
+        self._end(opened, failed=sys.exc_info()[0] is not None, detaches=True)
+
     def __enter__(self) -> Self:
         """Return itself; ``attach`` does the work."""
         return self
@@ -418,13 +486,20 @@ class Checkpointer:
     def _close(self, *, failed: bool) -> None:
         if self._opened is None or self._is_of_parent:
             return
-        opened = self._opened
+        self._end(self._opened, failed=failed)
+
+    def _end(self, opened: Opened, *, failed: bool, detaches: bool = False) -> None:
         try:
-            finish(opened, failed=failed)
+            finish(opened, failed=failed, detaches=detaches)
             self._say("closed", f"{self._settings.run} is closed", step=opened.session.step)
         finally:
             with suppress(Exception):  # what went wrong before says more
                 self._final_stats = self.stats()
+            if detaches:
+                compressor = self._settings.compressor
+                is_reproducible = isinstance(compressor, Dense) and compressor.reproducible
+                group = opened.ranks.training_group
+                self.hook_state.detach(partial(mean, group=group, reproducible=is_reproducible))
             self._let_go(opened)
 
     @property
@@ -480,8 +555,10 @@ class Checkpointer:
         return opened.session
 
     @property
-    def _training_loop(self) -> TrainingLoop:
-        if self._current is None or self._loop is None:
+    def _training_loop(self) -> TrainingLoop | DetachedLoop:
+        if self._current is None and self._detached is not None:
+            return self._detached
+        if self._loop is None:
             raise UsageError("call attach(model, optimizer) first")
         return self._loop
 

@@ -16,6 +16,7 @@ from lowdiff.recover_command import recover
 from lowdiff.terminal import (
     AsJson,
     Device,
+    Imports,
     RunArgument,
     Staging,
     Workers,
@@ -193,6 +194,7 @@ def verify(
         ),
     ] = None,
     device: Device = "cpu",
+    imports: Imports = [],  # noqa: B006  (typer copies it)
 ) -> None:
     """Check every checksum, replay from snapshot to snapshot, compare bit for bit.
 
@@ -237,7 +239,8 @@ app.command(
     epilog="Examples:\n\n"
     "lowdiff gc runs/gpt --dry-run\n\n"
     "lowdiff gc runs/gpt --keep-snapshots 5 --every-steps 10000\n\n"
-    "lowdiff gc --staging"
+    "lowdiff gc --staging\n\n"
+    "lowdiff gc runs/gpt --staging --yes"
 )(gc)
 
 
@@ -324,7 +327,8 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
 def _print_report(report: VerifyReport) -> None:
     checked = report.checked
     say(
-        f"Checksums: {count(checked.fences, 'fence')}, {count(checked.shards, 'snapshot file')}, "
+        f"Checksums: {count(checked.fences, 'fence')} of "
+        f"{count(checked.incarnations, 'incarnation')}, {count(checked.shards, 'snapshot file')}, "
         f"{count(checked.segments, 'segment')}, {count(checked.chunks, 'staging file')} with "
         f"{count(checked.records, 'differential')}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from lowdiff.errors import RankLost, WriterFailed
 from lowdiff.opening import Opened
@@ -12,23 +13,27 @@ _logger = logging.getLogger(__name__)
 _MEET_SECONDS = 60.0
 _FINISH_SECONDS = 600.0
 _ABANDON_SECONDS = 10.0
+_LOOK_SECONDS = 0.01
 
 
-def finish(opened: Opened, *, failed: bool) -> None:
+def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
     """Commit a finished step, take a last snapshot, and wait until everything is durable.
 
     Args:
         opened: What runs.
         failed: Whether an exception ended the training: then nothing is committed, and neither is
             it when another trainer has taken over the run.
+        detaches: Whether training goes on without the run: then nothing is committed, storage that
+            is in trouble or behind gets no last snapshot, and none of its trouble is an error.
 
     Raises:
         WriterFailed: If storage does not take everything in time; nothing is lost. After a failure
             that is what comes out: then storage gets little time, and its trouble is a warning.
     """
     session = opened.session
+    is_lenient = failed or detaches
     try:
-        if not failed and session.has_finished_step and not session.is_taken_over:
+        if not is_lenient and session.has_finished_step and not session.is_taken_over:
             session.commit()
         if not session.is_taken_over:
             session.finish_copies()
@@ -36,17 +41,18 @@ def finish(opened: Opened, *, failed: bool) -> None:
             _hear_last(opened)
     except BaseException as error:
         _abandon(opened)
-        if failed and isinstance(error, Exception):
+        if is_lenient and isinstance(error, Exception):
             _logger.warning("the last commit is left to the next attach: %s", error)
             return
         raise
     session.stager.stop()
-    is_last_snapshot = not failed and _take_last_snapshot(opened)
+    is_last_snapshot = not failed and _take_last_snapshot(opened, at_leisure=not detaches)
+    patience = _MEET_SECONDS if is_last_snapshot else _ABANDON_SECONDS
     session.stager.meter.end("failed" if failed else "closed")
     try:
-        status = session.stager.writer.finish(_ABANDON_SECONDS if failed else _FINISH_SECONDS)
+        status = session.stager.writer.finish(patience if is_lenient else _FINISH_SECONDS)
     except WriterFailed as error:
-        if not failed:
+        if not is_lenient:
             raise
         _logger.warning("%s", error)
         return
@@ -68,9 +74,9 @@ def _remove_staging(opened: Opened, durable_snapshot: int) -> None:
     A writer also ends well behind a mark that was damaged in memory, of whose snapshot it never heard.
     """
     session = opened.session
-    why = f"another rank did not finish its share of the last snapshot within {_MEET_SECONDS:.0f} s"
     # The snapshot exists only with every rank's shard, and one that failed here does not come.
-    if opened.ranks.meet(_MEET_SECONDS):
+    why = opened.ranks.meet(_MEET_SECONDS)
+    if not why:
         session.committed_step = session.step
         shares = opened.ranks.gather(durable_snapshot >= session.step)
         if all(shares):
@@ -101,21 +107,23 @@ def release(opened: Opened) -> None:
     opened.lock.release()
 
 
-def _take_last_snapshot(opened: Opened) -> bool:
+def _take_last_snapshot(opened: Opened, *, at_leisure: bool) -> bool:
     """Make staging memory, which alone holds the newest residual, unnecessary.
+
+    Args:
+        opened: What runs.
+        at_leisure: Whether to wait for storage that is in trouble or behind.
 
     Returns:
         Whether a snapshot of the last step was staged on every rank.
     """
-    if not opened.ranks.meet(_MEET_SECONDS):
-        _logger.warning(
-            "another rank did not reach close() within %.0f s, so no last snapshot is taken; "
-            "the next attach resumes from the last commit, with the help of %s",
-            _MEET_SECONDS,
-            opened.staging.root,
-        )
+    why = opened.ranks.meet(_MEET_SECONDS)
+    if why:
+        _warn_of_no_snapshot(why, opened)
         return False
-    reasons = list(filter(None, opened.ranks.gather(_why_no_snapshot(opened))))
+    reasons = list(
+        filter(None, opened.ranks.gather(_why_no_snapshot(opened, at_leisure=at_leisure)))
+    )
     if not reasons:
         failures = list(filter(None, opened.ranks.gather(_failure_of_snapshot(opened))))
         if failures:
@@ -125,21 +133,37 @@ def _take_last_snapshot(opened: Opened) -> bool:
                 opened.staging.root,
             )
         return not failures
-    _logger.warning(
-        "%s, so no last snapshot is taken; the next attach resumes from the last commit, with the "
-        "help of %s",
-        reasons[0],
-        opened.staging.root,
-    )
+    _warn_of_no_snapshot(reasons[0], opened)
     return False
 
 
-def _why_no_snapshot(opened: Opened) -> str:
+def _warn_of_no_snapshot(why: str, opened: Opened) -> None:
+    _logger.warning(
+        "%s, so no last snapshot is taken; the next attach resumes from the last commit, with the "
+        "help of %s",
+        why,
+        opened.staging.root,
+    )
+
+
+def _why_no_snapshot(opened: Opened, *, at_leisure: bool) -> str:
+    if not (at_leisure or _is_storage_ready(opened)):
+        return "storage is in trouble or behind"
     if opened.session.is_taken_over:
         return "another trainer has taken over the run"
     if not opened.session.is_as_committed():
         return f"the model changed after its last commit (step {opened.session.step})"
     return ""
+
+
+def _is_storage_ready(opened: Opened) -> bool:
+    """Whether storage would take a snapshot without stopping training, soon and without trouble."""
+    stager, deadline = opened.session.stager, time.monotonic() + _ABANDON_SECONDS
+    while not stager.is_ready_for_snapshot(opened.session.step):
+        if stager.trouble.is_there or time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return not stager.trouble.is_there
 
 
 def _failure_of_snapshot(opened: Opened) -> str:

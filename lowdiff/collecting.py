@@ -24,7 +24,7 @@ from lowdiff.persistence.retention import (
 )
 from lowdiff.persistence.retention_notes import check_pinned, read_notes, read_pins, remove_pin
 from lowdiff.persistence.retention_plan import CollectionPlan, Pin, is_valid, plan_collection
-from lowdiff.persistence.staging_retention import StagingVerdict, clear_staging
+from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.persistence.trust import check_root, shared_staging_root
 from lowdiff.terminal import count, print_json, say, size, span
 
@@ -161,15 +161,25 @@ def _print(
         say(f"That is more than {size(limit)}: the newest snapshot, pins and kept steps never go")
 
 
-def clear_memory(root: Path | None, force: bool, dry_run: bool, as_json: bool) -> None:
-    """Remove what dead runs left in staging, by default where staging is by default.
+def clear_memory(
+    root: Path | None, run: Path | None, *, force: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Remove what dead runs left in staging, or list it.
+
+    Args:
+        root: The staging folder of all runs; None where it is by default.
+        run: The one run to look at; None for all.
+        force: Whether steps that are nowhere else go, too.
+        dry_run: Only list what would go.
+        as_json: Whether to say it as JSON.
 
     Raises:
         UntrustedStaging: If others could have written there.
+        NotARun: If ``run`` is no run and left nothing.
     """
     root = shared_staging_root() if root is None else root
     check_root(root)
-    verdicts = list(clear_staging(root, force=force, dry_run=dry_run))
+    verdicts = list(clear_staging(root, run=run, force=force, dry_run=dry_run))
     if as_json:
         folders = [{**asdict(v), "path": str(v.path)} for v in verdicts]
         print_json({"staging": str(root), "dry_run": dry_run, "folders": folders})
@@ -177,12 +187,10 @@ def clear_memory(root: Path | None, force: bool, dry_run: bool, as_json: bool) -
     for verdict in verdicts:
         what = _verb(dry_run) if verdict.goes else "Kept"
         say(f"{what} {verdict.path} ({size(verdict.bytes)}): {verdict.reason}")
-    _print_freed(root, [v for v in verdicts if v.goes], dry_run)
-
-
-def _print_freed(root: Path, gone: list[StagingVerdict], dry_run: bool) -> None:
+    gone = [verdict for verdict in verdicts if verdict.goes]
     freed = size(sum(verdict.bytes for verdict in gone))
-    say(f"{_verb(dry_run)} {count(len(gone), 'folder')} of {root}, {freed}")
+    how = "; to remove it, say `--yes` with a run or with `--all-runs`" if dry_run and gone else ""
+    say(f"{_verb(dry_run)} {count(len(gone), 'folder')} of {root}, {freed}{how}")
 
 
 def _verb(dry_run: bool) -> str:

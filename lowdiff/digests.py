@@ -21,11 +21,6 @@ _POLYNOMIAL = 0x82F63B78
 _BITS = 32
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32C of a dense tensor's bytes in memory order; 0 of an empty one."""
-    return int(crc32c(byte_view(tensor.detach().cpu()))) if tensor.numel() else 0
-
-
 class Looker:
     """Takes checksums of the same tensors again and again.
 

@@ -14,7 +14,7 @@ Folder = Annotated[
     str | None,
     typer.Argument(
         metavar="RUN",
-        help="Run folder; with --staging the folder given to Checkpointer(staging=...), if one was.",
+        help="Run folder; with --staging also one that was deleted.",
     ),
 ]
 KeepSnapshots = Annotated[
@@ -53,7 +53,23 @@ def gc(
     total_bytes: TotalBytes = None,
     unpin: Unpin = None,
     staging: Annotated[
-        bool, typer.Option("--staging", help="Clear memory (tmpfs) of dead runs instead.")
+        bool,
+        typer.Option("--staging", help="List what dead runs left in memory (tmpfs) instead."),
+    ] = False,
+    staging_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--staging-folder",
+            metavar="DIR",
+            help="With --staging: folder given to Checkpointer(staging=...), if one was.",
+        ),
+    ] = None,
+    all_runs: Annotated[
+        bool, typer.Option("--all-runs", help="With --staging and --yes: of every run.")
+    ] = False,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", help="With --staging, and RUN or --all-runs: remove what may go."),
     ] = False,
     force: Annotated[
         bool,
@@ -70,6 +86,9 @@ def gc(
     that part of the trainer's policy. The newest snapshot and what follows it, and pinned steps,
     always stay, and only snapshots whose checksums hold count. Safe while the run is training, and
     when it is interrupted.
+
+    With --staging it lists what would go of what dead runs left in memory, of RUN or of all runs;
+    it removes that only with --yes, together with RUN or --all-runs.
     """
     from lowdiff.collecting import clear_memory, collect_run
     from lowdiff.persistence.object_store import is_url
@@ -88,11 +107,31 @@ def gc(
     changes = {name: value for name, value in given.items() if value is not None}
     if staging:
         if changes or unpin:
-            raise ConfigError("--staging goes with --force, --dry-run and --json only")
-        clear_memory(None if run is None else Path(run), force, dry_run, as_json)
-    elif run is None:
+            raise ConfigError("--staging goes with its own options, --dry-run and --json only")
+        if run is not None and all_runs:
+            raise ConfigError("--staging takes either a run or --all-runs")
+        if yes and run is None and not all_runs:
+            raise ConfigError(
+                "--yes needs a run or --all-runs: lowdiff gc RUN --staging --yes removes that run's "
+                "memory only"
+            )
+        clear_memory(
+            staging_folder,
+            None if run is None else Path(run),
+            force=force,
+            dry_run=dry_run or not yes,
+            as_json=as_json,
+        )
+        return
+    of_staging = {
+        "--force": force,
+        "--yes": yes,
+        "--all-runs": all_runs,
+        "--staging-folder": staging_folder is not None,
+    }
+    for name, is_given in of_staging.items():
+        if is_given:
+            raise ConfigError(f"{name} goes with --staging only")
+    if run is None:
         raise ConfigError("say which run: lowdiff gc RUN, or lowdiff gc --staging")
-    elif force:
-        raise ConfigError("--force goes with --staging only")
-    else:
-        collect_run(Path(run), changes, unpin or [], dry_run, as_json)
+    collect_run(Path(run), changes, unpin or [], dry_run, as_json)

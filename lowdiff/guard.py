@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -11,8 +12,12 @@ from typing import Any, TypeAlias
 import torch
 
 from lowdiff.attached import Attached
+from lowdiff.digests import in_order
 from lowdiff.errors import UnsupportedOptimizer, UsageError
+from lowdiff.layout import refuse_shared_memory
 from lowdiff.recovery.optimizers import refuse_foreign_state
+
+_logger = logging.getLogger(__name__)
 
 #: What a user can do whose parameters are to be trained otherwise from some step on.
 _TRAINED_OTHERWISE = (
@@ -69,6 +74,8 @@ class StepGuard:
         self._forms = {id(parameter): _form(parameter) for parameter in attached.parameters}
         #: Where each lay when its form was last compared, and in which order.
         self._places = {id(p): (p.data_ptr(), p.stride()) for p in attached.parameters}
+        self._strides = {id(parameter): parameter.stride() for parameter in attached.parameters}
+        self._has_reordered = False
         self._num_entries = [len(optimizer.state) for optimizer in attached.optimizers]
         self._hook_ids: dict[int, int] = {}
 
@@ -114,14 +121,12 @@ class StepGuard:
                 "a step pre-hook was registered on the optimizer after attach and could change "
                 "the gradient unseen; register it before attach"
             )
-        self._refuse_converted(index)
+        self._keep_forms(self._own[index])
+        self._refuse_other_gradients(index)
         return self._look_again(index)
 
-    def _refuse_converted(self, index: int) -> None:
-        """Replay goes by what the parameters were at attach."""
+    def _refuse_other_gradients(self, index: int) -> None:
         for parameter in self._own[index]:
-            if (parameter.data_ptr(), parameter.stride()) != self._places[id(parameter)]:
-                self._refuse_another_form(parameter)
             gradient = parameter.grad
             if gradient is not None and gradient.dtype != parameter.dtype:
                 raise UsageError(
@@ -130,16 +135,49 @@ class StepGuard:
                     "train fp32 parameters under torch.autocast"
                 )
 
-    def _refuse_another_form(self, parameter: torch.Tensor) -> None:
-        was, now = self._forms[id(parameter)], _form(parameter)
-        if now != was:
-            raise UsageError(
-                f"{self._name_of(parameter)} was {_worded(was)} at attach and is {_worded(now)} now, "
-                "so that its steps could not be replayed; convert the model, by .to(...), .half() or "
-                ".double(), before its optimizer is built and attached, and assign values by "
-                "p.data.copy_(values), which keeps their place in memory"
+    def _keep_forms(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Keep parameters as they were at attach, because replay goes by that.
+
+        Values that were assigned in another memory order (``p.data = q.t()``) are moved to the
+        parameter's own order before an optimizer or a look reads them.
+
+        Raises:
+            UsageError: If the dtype, shape or device of one changed.
+            UnsupportedModel: If one was put into the memory of another.
+        """
+        has_moved = False
+        for parameter in parameters:
+            if (parameter.data_ptr(), parameter.stride()) == self._places[id(parameter)]:
+                continue
+            was, now = self._forms[id(parameter)], _form(parameter)
+            if now[:_STRIDES] != was[:_STRIDES]:
+                raise UsageError(
+                    f"{self._name_of(parameter)} was {_worded(was)} at attach and is {_worded(now)} "
+                    "now, so that its steps could not be replayed; convert the model, by .to(...), "
+                    ".half() or .double(), before its optimizer is built and attached"
+                )
+            if now != was:
+                self._reorder(parameter)
+            self._places[id(parameter)] = parameter.data_ptr(), parameter.stride()
+            has_moved = True
+        if has_moved:
+            specs = self._attached.layout.parameters
+            pairs = zip(specs, self._attached.parameters, strict=True)
+            refuse_shared_memory({spec.name: parameter for spec, parameter in pairs})
+
+    def _reorder(self, parameter: torch.Tensor) -> None:
+        strides = self._strides[id(parameter)]
+        parameter.data = in_order(parameter, strides)
+        if parameter.grad is not None:  # it follows the parameter's order, and so does replay
+            parameter.grad = in_order(parameter.grad, strides)
+        if not self._has_reordered:
+            self._has_reordered = True
+            _logger.warning(
+                "%s was assigned values in another memory order (.t(), channels_last, ...); they were "
+                "copied into the order that it had at attach, which replay goes by. Assign with "
+                "p.data.copy_(values) to avoid the copy. This is said once",
+                self._name_of(parameter),
             )
-        self._places[id(parameter)] = parameter.data_ptr(), parameter.stride()
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         layout = self._attached.layout.parameters
@@ -160,6 +198,15 @@ class StepGuard:
         if len(optimizer.state) != self._num_entries[index]:
             refuse_foreign_state(optimizer)
             self._num_entries[index] = len(optimizer.state)
+
+    def keep_forms(self) -> None:
+        """See `_keep_forms`: of all parameters, at the end of a step.
+
+        Raises:
+            UsageError: If the dtype, shape or device of one changed.
+            UnsupportedModel: If one was put into the memory of another.
+        """
+        self._keep_forms(self._attached.parameters)
 
     def at_commit(self) -> bool:
         """Whether anything was changed since the optimizers stepped; forgets it."""
@@ -211,17 +258,18 @@ def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-#: Dtype, shape, strides and device.
-_Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device]"
+#: Dtype, shape, device and strides.
+_Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...], torch.device, tuple[int, ...]]"
+_STRIDES = 3
 
 
 def _form(tensor: torch.Tensor) -> _Form:
     # The stride of a dimension of one element says nothing of where its elements lie.
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     strides = tuple(stride for size, stride in sizes if size > 1)
-    return tensor.dtype, tuple(tensor.shape), strides, tensor.device
+    return tensor.dtype, tuple(tensor.shape), tensor.device, strides
 
 
 def _worded(form: _Form) -> str:
-    dtype, shape, strides, device = form
+    dtype, shape, device, strides = form
     return f"{dtype} {shape} with strides {strides} on {device}"

@@ -16,6 +16,9 @@ from lowdiff.errors import ConfigError, LowDiffError, RankLost, UnsupportedModel
 from lowdiff.layout import flat
 from lowdiff.protocols import Reducer
 
+#: Averages a bucket over the ranks, in place.
+Average = Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]]
+
 _OUTSIDE = (
     "a backward pass ran outside the life of its Checkpointer; call attach(...) before training, and "
     "close() after it"
@@ -38,6 +41,7 @@ class HookState:
         self.is_copy = is_copy
         self._why_closed = _OUTSIDE
         self._reducer: Reducer | None = None
+        self._average: Average | None = None
         self._index_of: dict[int, int] = {}
         self.averaged: set[int] = set()
         self.has_failed = False
@@ -49,6 +53,7 @@ class HookState:
     def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
         """Start to reduce for these parameters, in layout order."""
         self._reducer = reducer
+        self._average = None
         self._why_closed = _OUTSIDE
         self.averaged.clear()
         self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
@@ -58,9 +63,15 @@ class HookState:
         if self._reducer is reducer:
             self._reducer = None
 
+    def detach(self, average: Average) -> None:
+        """Average buckets from now on, and remember nothing: DDP keeps its hook for life."""
+        self._reducer, self._average = None, average
+        self.has_failed = False
+        self.averaged.clear()
+
     def leave(self, why: str) -> None:
         """Stop without giving anything back, in a process that only got a copy of what is open."""
-        self._reducer = None
+        self._reducer = self._average = None
         self._why_closed = why
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -115,6 +126,8 @@ class HookState:
             raise failure
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._average is not None:
+            return self._average(bucket.buffer())
         if self._reducer is None:
             raise UsageError(self._why_closed)
         if bucket.buffer().layout != torch.strided:

@@ -132,7 +132,7 @@ def layout_of(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Lay
             "the model has no trainable parameter that an attached optimizer owns; attach the "
             "model after building its optimizer, with requires_grad set"
         )
-    _refuse_shared_memory(named)
+    refuse_shared_memory(named)
     return Layout(tuple(specs))
 
 
@@ -161,8 +161,12 @@ def _refuse_unsupported(name: str, parameter: torch.nn.Parameter) -> None:
         )
 
 
-def _refuse_shared_memory(named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Two parameters in one place are both updated by both, which replay does not repeat."""
+def refuse_shared_memory(named: Mapping[str, torch.Tensor]) -> None:
+    """Two parameters in one place are both updated by both, which replay does not repeat.
+
+    Raises:
+        UnsupportedModel: Naming the first two.
+    """
     ranges = sorted(
         (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
         for name, parameter in named.items()
@@ -187,3 +191,11 @@ def shard_owners(layout: Layout, world_size: int) -> list[int]:
         owners[parameter] = load.index(min(load))
         load[owners[parameter]] += sizes[parameter]
     return owners
+
+
+def shares_of(layout: Layout, world_size: int) -> list[list[int]]:
+    """Layout indices of the parameters that each rank stores, ascending; see `shard_owners`."""
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    for parameter, owner in enumerate(shard_owners(layout, world_size)):
+        shares[owner].append(parameter)
+    return shares

@@ -17,7 +17,7 @@ from lowdiff.attached import Attached
 from lowdiff.compressors.feedback import NUM_COPIED_SLOTS, NUM_SLOTS
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.given import Given
-from lowdiff.layout import shard_owners
+from lowdiff.layout import shares_of
 from lowdiff.persistence.budget import (
     Room,
     StagingNeed,
@@ -30,6 +30,7 @@ from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.paths import staging_in
 from lowdiff.persistence.trust import make_root, shared_staging_root
 from lowdiff.settings import Settings
+from lowdiff.types import Layout
 
 _logger = logging.getLogger(__name__)
 
@@ -39,6 +40,12 @@ _MAX_CHUNK_BYTES = 64 << 20
 _LEAST_CHUNKS = 3
 #: Of a replica's queue: each takes one step of a large model, or many of a small one.
 _QUEUE_CHUNKS = 6
+#: Where a loop body may make several optimizer steps, a chunk has room for so many: as fit into the
+#: bytes, but no fewer than the least and no more than the most.
+_BODY_BYTES = 32 << 20
+_LEAST_STEPS, _MOST_STEPS = 4, 1024
+#: What a section of the log takes beside its values.
+_SECTION_BYTES = 64
 #: Tensors of a parameter's size that an optimizer may make in its first step.
 _STATE_TENSORS = 2
 
@@ -51,11 +58,13 @@ class Memory:
         root: Folder of the staging folders of all runs.
         chunk_bytes: Length of one chunk of the log.
         log_bytes: Most that all chunks may take together.
+        optimizer_steps: Most optimizer steps of one loop body that are logged; see `Settings`.
     """
 
     root: Path
     chunk_bytes: int
     log_bytes: int
+    optimizer_steps: int
 
 
 def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_staged: bool) -> Memory:
@@ -74,8 +83,11 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
         StorageError: If it cannot fit.
         ConfigError: If the folder is a file.
     """
+    num_steps = 1
+    if settings.has_several_steps:
+        num_steps = _steps_of_a_body(given, ranks.world_size)
     if settings.has_replica:
-        need, chunk_bytes = replica_need(given, ranks.world_size)
+        need, chunk_bytes = replica_need(given, ranks.world_size, num_steps)
     else:
         kept = settings.compressor.residual_layout(given.attached.layout)
         on_host = given.attached.device.type == "cpu"
@@ -113,7 +125,14 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
                 "--shm-size), or be ready to move what is left with `lowdiff recover --as-run`",
                 root,
             )
-    return Memory(root, chunk_bytes, cap)
+    if settings.has_several_steps:
+        _logger.info(
+            "rank %d: %d optimizer steps of one loop body are logged; a body with more costs a full "
+            "snapshot",
+            ranks.rank,
+            num_steps,
+        )
+    return Memory(root, chunk_bytes, cap, num_steps)
 
 
 def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool, str]:
@@ -187,27 +206,43 @@ def _need(given: Given, world_size: int, residual_bytes: int) -> tuple[StagingNe
     return need, chunk_bytes
 
 
-def replica_need(given: Given, world_size: int) -> tuple[StagingNeed, int]:
+def _steps_of_a_body(given: Given, world_size: int) -> int:
+    """How many optimizer steps of one loop body the log has room for; the same on all ranks."""
+    fitting = _BODY_BYTES // max(1, _largest_share(given.attached.layout, world_size))
+    return max(_LEAST_STEPS, min(_MOST_STEPS, fitting))
+
+
+def _largest_share(layout: Layout, world_size: int) -> int:
+    """Bytes of the parameters of the rank that has most."""
+    parameters = layout.parameters
+    return max(sum(parameters[i].nbytes for i in own) for own in shares_of(layout, world_size))
+
+
+def replica_need(given: Given, world_size: int, num_steps: int) -> tuple[StagingNeed, int]:
     """What one rank needs with a replica (LowDiff+), and the length of its chunks.
 
     Of the state, one copy that is stepped, one that waits for the disk, and for as long as the
     first step takes, or a snapshot of the trainer's, a third.
+
+    Args:
+        given: What is trained.
+        world_size: Number of ranks.
+        num_steps: Optimizer steps of one loop body that a chunk is to hold.
     """
     layout = given.attached.layout
-    owners = shard_owners(layout, world_size)
-    shares = [0] * world_size
-    for spec, owner in zip(layout.parameters, owners, strict=True):
-        shares[owner] += spec.nbytes
-    model_bytes = sum(shares)
+    model_bytes = sum(spec.nbytes for spec in layout.parameters)
+    largest = _largest_share(layout, world_size)
     state_bytes = max(_STATE_TENSORS * model_bytes, _state_bytes(given.attached))
     factor = 1 + state_bytes / model_bytes + len(given.averages)
     items = sum(tensor.nbytes for tensor in given.tracker.tensors.values())
-    share = int(max(shares) * factor) + items
-    chunk_bytes = max(shares) + _MIN_CHUNK_BYTES
+    share = int(largest * factor) + items
+    heads = _SECTION_BYTES * len(layout.parameters) * (num_steps - 1)
+    chunk_bytes = num_steps * largest + heads + _MIN_CHUNK_BYTES
+    num_chunks = _QUEUE_CHUNKS if num_steps == 1 else _LEAST_CHUNKS
     need = StagingNeed(
         residual_bytes=0,
         snapshot_bytes=share,
-        log_bytes=_QUEUE_CHUNKS * chunk_bytes,
+        log_bytes=num_chunks * chunk_bytes,
         least_log_bytes=_LEAST_CHUNKS * chunk_bytes,
         replica_bytes=2 * share,
     )

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from lowdiff.agreement import Ranks, refuse_disagreement
-from lowdiff.attached import Attached, ddp_of
+from lowdiff.attached import Attached, ddp_of, hyper_parameters
 from lowdiff.averages import Averages, followed_names
 from lowdiff.capture import Stateful, name_large_items
+from lowdiff.commit.proofs import Proofs
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
 from lowdiff.errors import ConfigError, RunInUse, StorageError
@@ -43,7 +44,12 @@ from lowdiff.persistence.strange_entries import refuse_strange_entries
 from lowdiff.persistence.trust import check_root, make_folder
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
-from lowdiff.recovery.optimizers import refuse_registered, settle_kernels
+from lowdiff.recovery.optimizers import (
+    is_registered,
+    refuse_what_a_replica_lacks,
+    settle_kernels,
+)
+from lowdiff.recovery.proof import refuse_unbuildable
 from lowdiff.remote import fetch_from_store
 from lowdiff.replicating import begin_replicated
 from lowdiff.residuals import CopiedResidual, StagedResidual
@@ -172,9 +178,14 @@ def _opened(
             check_root(settings.staging_root)
             given = watch(attached, with_extra_states(stateful, attached.module, attached.device))
             settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
-            if settings.has_replica:
-                refuse_registered(attached.specs)
-        refuse_disagreement(ranks, settings.compressor, attached.layout, settings.watch)
+            _refuse_registered(settings, attached, ranks.world_size)
+            if settings.has_several_steps and attached.device.type != "cpu":
+                raise ConfigError(
+                    'optimizer_steps="any" works on CPUs only so far, and the model is on '
+                    f"{attached.device}: call commit() after each optimizer.step()"
+                )
+        modes = {"watch": settings.watch, "optimizer_steps": settings.optimizer_steps}
+        refuse_disagreement(ranks, settings.compressor, attached.layout, modes)
         lock = _locked(settings, ranks)
         undo.callback(lock.release)
         run_id, stages, is_in_store = agreed_run(settings, ranks)
@@ -204,6 +215,20 @@ def _opened(
         opened = _begin(settings, given, ranks, fence, start, memory, lock, story)
         undo.pop_all()
     return opened
+
+
+def _refuse_registered(settings: Settings, attached: Attached, world_size: int) -> None:
+    """See that recovery, and a replica, can build every optimizer that is not torch's own.
+
+    Raises:
+        ConfigError: If a module that a replica is to import is not there.
+        UnsupportedOptimizer: Naming an optimizer that cannot be built, or not there.
+    """
+    if settings.has_replica:
+        refuse_what_a_replica_lacks(attached.specs, settings.imports, world_size)
+    for optimizer, spec in zip(attached.optimizers, attached.specs, strict=True):
+        if is_registered(spec):
+            refuse_unbuildable(attached.layout, spec, hyper_parameters(optimizer), attached.device)
 
 
 def _keep_files(settings: Settings, ranks: Ranks, held: ExitStack) -> None:
@@ -356,7 +381,7 @@ def _session(
     undo.callback(writer.stop)
     begin: Callable[..., Stager] = Stager
     if settings.has_replica:
-        begin = partial(begin_replicated, makes_images=device.type == "cpu")
+        begin = partial(begin_replicated, makes_images=device.type == "cpu", specs=attached.specs)
     stager = begin(log, writer, settings, ranks.rank, ranks.world_size)
     undo.callback(stager.stop)
     stager.begin(start.step, story, attached.layout)
@@ -380,6 +405,8 @@ def _session(
         lock=lock,
         scaling=scaling,
         ranks=ranks,
+        proofs=Proofs(attached, fence, ranks),
+        optimizer_steps=memory.optimizer_steps,
     )
     undo.callback(session.detach)
     return session

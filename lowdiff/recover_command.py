@@ -16,6 +16,7 @@ from lowdiff.errors import ConfigError
 from lowdiff.terminal import (
     AsJson,
     Device,
+    Imports,
     RunArgument,
     Staging,
     Workers,
@@ -83,6 +84,7 @@ def recover(
     workers: Workers = None,
     block_elements: BlockElements = None,
     device: Device = "cpu",
+    imports: Imports = [],  # noqa: B006  (typer copies it)
 ) -> None:
     """Rebuild the state after any committed step, without the training code.
 

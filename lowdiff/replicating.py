@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lowdiff.events import log_event
+from lowdiff.persistence.differentials import sections_of_step
 from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.replica_status import (
     MarkPage,
@@ -21,10 +23,11 @@ from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.protocols import Reducer
+from lowdiff.recovery.optimizers import SCALAR_STATE, registrations
 from lowdiff.recovery.replica_process import ReplicaProcess
 from lowdiff.settings import Settings
 from lowdiff.stager import Stager
-from lowdiff.types import Section
+from lowdiff.types import OptimizerSpec, Section
 
 _logger = logging.getLogger(__name__)
 
@@ -52,9 +55,9 @@ class ReplicatedStager(Stager):
         self._replica_makes_images = replica.image_every > 0
         self.replica = ReplicaProcess(replica)
 
-    def stage_ahead(self, step: int, reducer: Reducer) -> None:
+    def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """Queue gradients before their step's record, straight from where the optimizer has them."""
-        self._pending = [*self._pending, *reducer.payload().sections]
+        self._pending = [*self._pending, *sections_of_step(reducer.payload(), number)]
         if self._needs_image or self._given_up == step:
             self._pending = ()
         elif self._degrades:
@@ -339,6 +342,7 @@ def begin_replicated(
     world_size: int,
     *,
     makes_images: bool,
+    specs: Sequence[OptimizerSpec],
 ) -> ReplicatedStager:
     """Start a rank's replica, which reads ``log`` and hands its images to ``writer``.
 
@@ -357,5 +361,9 @@ def begin_replicated(
         image_every=every if makes_images else 0,
         keep_every=kept if makes_images else 0,
         waits=settings.backpressure == "block",
+        imports=settings.imports,
+        optimizers=tuple(registrations(specs)),
+        scalar_state=tuple(sorted(SCALAR_STATE)),
+        import_path=tuple(map(os.path.abspath, sys.path)) if settings.imports else (),
     )
     return ReplicatedStager(log, writer, settings, rank, world_size, replica)

@@ -63,7 +63,7 @@ def _refuse_to_lose_staged(settings: Settings, run_id: str) -> None:
         raise ConfigError(
             f"steps of {settings.run} are staged in {usual} and staging={settings.staging} would "
             "leave them behind; attach without staging= once, or give them up with "
-            f"`lowdiff gc --staging {usual} --force`"
+            f"`lowdiff gc {settings.run} --staging --staging-folder {usual} --force --yes`"
         )
 
 

@@ -13,6 +13,7 @@ from lowdiff.agreement import Ranks
 from lowdiff.capture import restore_random_states
 from lowdiff.commit.health import Health
 from lowdiff.commit.news import News, RankNews
+from lowdiff.commit.proofs import Proofs
 from lowdiff.errors import UsageError
 from lowdiff.hook import hook_of, without_autocast
 from lowdiff.model.watch import Seen, Watch
@@ -54,6 +55,8 @@ class Session:
         lock: RunLock,
         scaling: Scaling,
         ranks: Ranks,
+        proofs: Proofs,
+        optimizer_steps: int,
     ) -> None:
         self.step = step
         self.committed_step = step
@@ -86,8 +89,17 @@ class Session:
         ddp = attached.ddp
         hook = None if ddp is None else hook_of(ddp)
         told = hook if live.world_size > 1 else None
+        self._proofs = proofs
         self._capture = StepCapture(
-            attached, reducer, live.residual, scaling, live.averages, self._watch, told
+            attached,
+            reducer,
+            live.residual,
+            scaling,
+            live.averages,
+            self._watch,
+            proofs,
+            told,
+            optimizer_steps,
         )
         frozen_bytes = sum(tensor.nbytes for tensor in attached.frozen_parameters().values())
         trained_bytes = sum(spec.nbytes for spec in attached.layout.parameters)
@@ -132,7 +144,7 @@ class Session:
     def _stage_ahead(self) -> None:
         """An optimizer's gradients were read, and are still what it will use."""
         if not self._copies.lag:  # else the record of the step before comes first
-            self.stager.stage_ahead(self.step + 1, self.reducer)
+            self.stager.stage_ahead(self.step + 1, self.reducer, len(self._capture.earlier))
 
     def _hear(self, timeout_seconds: float | None = None) -> tuple[RankNews, ...]:
         """What all ranks said after the last commit; waits for it once, before the next step.
@@ -151,6 +163,8 @@ class Session:
             rebased = {news.has_rebased for news in heard}
             # A snapshot exists only with every rank's share.
             self._wants_snapshot |= len(rebased) > 1
+            if True in rebased:
+                self._proofs.reopen()
             if self.health.part(self.step, heard, self._watch.digests):
                 self._wants_snapshot = True
             else:
@@ -180,11 +194,13 @@ class Session:
             StorageError: If staging memory is exhausted.
             RunInUse: If another machine took over the run; on all ranks.
             UsageError: If something took the place of what was attached.
+            UnsupportedOptimizer: If the step of a registered optimizer does not replay.
         """
         self.finish_copies()
         with self.stager.timed("differential_seconds"):
             heard = self._hear()
             self._objects.check()
+            self._proofs.settle(self.step + 1)
             self._is_taken_over |= any(news.has_lost_run for news in heard)
             if self._is_taken_over:
                 raise self._lock.taken_over()
@@ -195,7 +211,9 @@ class Session:
             if self._unstaged is None:
                 with without_autocast(self._attached.device):
                     self._make_differential()
-            rebases = self._capture.changed_outside
+            is_changed = self._capture.changed_outside
+            rebases = is_changed or self._proofs.has_late_state
+            why = self._why_rebased() if is_changed else ""
         self._copies.then(partial(self._stage, rebases=rebases))
         with self.stager.timed("differential_seconds"):
             self.step += 1
@@ -204,7 +222,7 @@ class Session:
             self._begin()
             self._news.tell(self._own_news())
         if rebases:
-            self._rebase()
+            self._rebase(why)
         elif self._is_snapshot_due(heard):
             self._tried_snapshot_step = self.step
             self.stager.cadence.snapshot_taken(self.step)
@@ -256,26 +274,40 @@ class Session:
                 self.preempt()
             self.stager.heed([rank for rank, news in enumerate(heard) if news.is_in_trouble])
 
-    def _rebase(self) -> None:
-        """The step cannot be replayed: only a snapshot of it can be recovered."""
-        self._warn_once(
-            f"parameters, optimizer state or their average were changed outside optimizer.step() "
-            f"and update_parameters() around step {self.step} (load_state_dict, clamping, an EMA "
+    def _why_rebased(self) -> str:
+        step, num_steps = self.step + 1, len(self._capture.earlier) + 1
+        if not self._capture.is_loggable:
+            return (
+                f"loop bodies make more optimizer steps (step {step}: {num_steps}) than staging memory "
+                "is set aside for; such a step costs a full snapshot"
+            )
+        return (
+            "parameters, optimizer state or their average were changed outside optimizer.step() "
+            f"and update_parameters() around step {step} (load_state_dict, clamping, an EMA "
             "swap?), or its commit was interrupted; such a step costs a full snapshot"
         )
+
+    def _rebase(self, why: str) -> None:
+        """The step cannot be replayed: only a snapshot of it can be recovered."""
+        if why:
+            self._warn_once(why)
         self.snapshot(at_once=True)
         if self._settings.backpressure == "block":
             self.stager.wait_for_snapshot()
 
     def _warn_about_kept_gradients(self) -> None:
-        """A body that only makes gradients for a later step is not resumed."""
-        if not self._capture.has_stepped and self._capture.kept_gradients():
+        """A body that only makes gradients for a later step is not resumed; said once one uses them."""
+        step = self.step + 1
+
+        def report() -> None:
             self._warn_once(
-                f"step {self.step + 1} ended without optimizer.step() and with gradients: if they "
-                "are accumulated for the next step, a resumed run will lack them, and what was "
-                "compressed away of them is owed anew; run all backward passes of an optimizer step "
-                "between two commits"
+                f"step {step} ended without optimizer.step(), and the next one uses its gradients: "
+                "a run that resumes between the two lacks them, and what was compressed away of them "
+                "is owed anew; run all backward passes of an optimizer step between two commits, or "
+                "clear what a skipped step leaves with optimizer.zero_grad()"
             )
+
+        self._capture.watch_kept_gradients(report)
 
     def _warn_about_large_items(self) -> None:
         for name, size in self._tracker.large_items.items():
@@ -320,9 +352,15 @@ class Session:
         averages, replayable = self._averages.commit()
         self._capture.changed_outside |= not replayable
         seen = self._seen = self._watch.at_commit(step, averages)
+        earlier = self._capture.earlier
         if self._world_size > 1:
-            self._stepped = sum(o.stepped << i for i, o in enumerate(steps))
-            self._consumed = crc32c(encode([[o.stepped, o.consumed, o.after] for o in steps]))
+            calls = [*(call.optimizers for call in earlier), steps]
+            self._stepped = sum(
+                any(call[i].stepped for call in calls) << i for i in range(len(steps))
+            )
+            self._consumed = crc32c(
+                encode([[o.stepped, o.consumed, o.after] for call in calls for o in call])
+            )
         absent = tuple(sorted(self._capture.absent))
         payload = self.reducer.payload(self._copies.fetch)
         self._residual.copy(step, self._copies)
@@ -338,6 +376,7 @@ class Session:
                 digests=seen.digests,
                 averages=seen.averages,
                 written=seen.written,
+                earlier=earlier,
             )
 
         self._copies.then(whole)

@@ -20,6 +20,7 @@ RESIDUAL = ("exact", "snapshot")
 ON_ERROR = ("warn", "raise")
 WATCH = ("live", "recovery")
 BACKPRESSURE = ("block", "degrade")
+OPTIMIZER_STEPS = (1, "any")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,11 @@ class Settings:
         on_error: Whether the writer's trouble is a warning or an error at the next commit.
         watch: Whether writes to parameters by something else than the optimizer are looked for at
             every step, or found by recovery.
+        optimizer_steps: How many optimizer steps one loop body may make: 1, or ``"any"``.
         tunes_interval: Whether ``snapshot_every`` is only where the tuner begins.
         tunes_batch: Whether ``batch_size`` is.
         tuning: What the tuner goes by.
+        imports: Modules that a replica imports, so that it knows registered optimizers.
         flush_seconds: A batch is written after so long even if it is not full.
         lock_seconds: How long ``attach`` waits for another trainer to let go of the run.
     """
@@ -59,9 +62,11 @@ class Settings:
     residual: str = "exact"
     on_error: str = "warn"
     watch: str = "live"
+    optimizer_steps: int | str = 1
     tunes_interval: bool = False
     tunes_batch: bool = False
     tuning: Tuning = field(default_factory=Tuning)
+    imports: tuple[str, ...] = ()
     flush_seconds: float = 5.0
     lock_seconds: float = 30.0
 
@@ -95,6 +100,22 @@ class Settings:
             raise ConfigError(f"on_error is one of {ON_ERROR}, got {self.on_error!r}")
         if self.watch not in WATCH:
             raise ConfigError(f"watch is one of {WATCH}, got {self.watch!r}")
+        for name in self.imports:
+            if not (isinstance(name, str) and all(p.isidentifier() for p in name.split("."))):
+                raise ConfigError(
+                    'imports is a list of names of modules, e.g. imports=["my_optimizers"], got '
+                    f"{name!r} in it"
+                )
+        if self.optimizer_steps not in OPTIMIZER_STEPS:
+            raise ConfigError(
+                f"optimizer_steps is one of {OPTIMIZER_STEPS}, got {self.optimizer_steps!r}"
+            )
+        if self.has_several_steps and not self.has_replica:
+            raise ConfigError(
+                'optimizer_steps="any" is for training without a compressor: error feedback belongs to '
+                "one exchange per step. Leave the compressor out, or call commit() after each "
+                "optimizer.step()"
+            )
         if self.store is not None:
             ObjectStore(self.store, make=True)  # refuses what cannot work
 
@@ -112,6 +133,11 @@ class Settings:
     def is_tuned(self) -> bool:
         """Whether anything is left to the tuner."""
         return self.tunes_interval or self.tunes_batch
+
+    @property
+    def has_several_steps(self) -> bool:
+        """Whether a loop body may make several optimizer steps, which are committed together."""
+        return self.optimizer_steps == "any"
 
     @property
     def has_replica(self) -> bool:

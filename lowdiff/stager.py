@@ -120,8 +120,14 @@ class Stager:
         self._wait_until(fits, "staging memory")
         self.counters.staged_bytes += written[0]
 
-    def stage_ahead(self, step: int, reducer: Reducer) -> None:
-        """Stage what an optimizer is about to use before its step ends, where that saves a copy."""
+    def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
+        """Stage what an optimizer is about to use before its step ends, where that saves a copy.
+
+        Args:
+            step: The step under way.
+            reducer: Has the gradients.
+            number: Which optimizer step of the loop body it is, from 0.
+        """
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool

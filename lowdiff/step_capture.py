@@ -13,17 +13,19 @@ import torch
 
 from lowdiff.attached import Attached, hyper_parameters, number_or_none
 from lowdiff.averages import Averages
+from lowdiff.commit.proofs import Proofs
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.errors import UsageError
 from lowdiff.guard import StepGuard
 from lowdiff.hook import HookState, autocasts, without_autocast
+from lowdiff.model.kept_gradients import KeptGradients
 from lowdiff.model.watch import Watch
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.optimizers import granularity
 from lowdiff.scaling import Scaling
 from lowdiff.shared_memory import is_whole
-from lowdiff.types import OptimizerStep
+from lowdiff.types import EarlierStep, OptimizerStep, Payload
 
 #: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
 #: 2.6 does not tell.
@@ -60,7 +62,9 @@ class StepCapture:
         scaling: Scaling,
         averages: Averages,
         watch: Watch,
+        proofs: Proofs,
         hook: HookState | None,
+        most_calls: int,
     ) -> None:
         """Read the steps of one session.
 
@@ -71,7 +75,10 @@ class StepCapture:
             scaling: What multiplies gradients.
             averages: Those that follow the parameters.
             watch: Notices what else writes to the parameters.
+            proofs: Replays steps of registered optimizers.
             hook: Tells what ranks exchange; None where there is one rank only.
+            most_calls: Optimizer steps that one loop body may make and a log can hold; 1 where a
+                second one is an error.
         """
         self._attached = attached
         self._hook = hook
@@ -80,13 +87,17 @@ class StepCapture:
         self._scaling = scaling
         self._averages = averages
         self._watch = watch
+        self._proofs = proofs
+        self._most_calls = most_calls
         self._step = 0
+        self._earlier: list[EarlierStep] = []
         self._stepped: dict[int, OptimizerStep] = {}
         self._finished: set[int] = set()
         self.absent: set[int] = set()
         self.changed_outside = False
         self.committed_groups = self._hyper_parameters()
         self._guard = StepGuard(attached)
+        self._kept = KeptGradients(attached.parameters)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def install(
@@ -119,36 +130,52 @@ class StepCapture:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._kept.forget()
 
     def begin(self, step: int) -> None:
         """Start the step that leads to state ``step``."""
         self._step = step
+        self._earlier.clear()
         self._stepped.clear()
         self._finished.clear()
         self.absent.clear()
         self.changed_outside = False
+        self._proofs.begin()
 
     @property
     def has_finished(self) -> bool:
-        """Whether every optimizer stepped."""
-        return len(self._finished) == len(self._attached.optimizers)
+        """Whether every optimizer stepped, none may step again, and no step was refused."""
+        all_stepped = len(self._finished) == len(self._attached.optimizers)
+        return all_stepped and self._most_calls == 1 and self._proofs.refusal is None
 
     @property
     def has_stepped(self) -> bool:
         """Whether any optimizer stepped."""
-        return bool(self._stepped)
+        return bool(self._stepped or self._earlier)
 
-    def kept_gradients(self) -> set[int]:
-        """Parameters whose optimizer did not step, with gradients that a later step may use."""
-        return {
-            parameter
-            for index in range(len(self._attached.optimizers))
-            if index not in self._stepped
-            for parameter in self._attached.kept_gradients(index)
-        }
+    @property
+    def earlier(self) -> tuple[EarlierStep, ...]:
+        """Optimizer steps of this body that others followed."""
+        return tuple(self._earlier)
+
+    @property
+    def is_loggable(self) -> bool:
+        """Whether the log has room for as many optimizer steps as this body has made by now."""
+        return len(self._earlier) < self._most_calls
+
+    def watch_kept_gradients(self, report: Callable[[], None]) -> None:
+        """Call ``report`` if the next body uses gradients that the one that ends leaves.
+
+        It leaves some where no optimizer stepped.
+        """
+        left = range(0 if self.has_stepped else len(self._attached.optimizers))
+        self._kept.watch(
+            [i for index in left for i in self._attached.kept_gradients(index)], report
+        )
 
     def look_outside(self) -> None:
         """Notice what was changed since the optimizers stepped, also by one that was broken off."""
+        self._guard.keep_forms()
         self.changed_outside |= self._guard.at_commit() or self._stepped.keys() > self._finished
 
     def optimizer_steps(self) -> tuple[OptimizerStep, ...]:
@@ -195,10 +222,13 @@ class StepCapture:
                 )
             self._refuse_autocast(index)
             with timed(), without_autocast(self._attached.device):
-                self._refuse_second_step(index)
+                self._begin_call(index)
                 will_step()
                 self._consume(index, optimizer, [*args, *kwargs.values()])
-                has_consumed()
+                if self.is_loggable:
+                    has_consumed()
+                else:
+                    self.changed_outside = True
 
         return before_step
 
@@ -209,6 +239,8 @@ class StepCapture:
             with timed():
                 self._watch.after_step(index)
                 self._guard.after_step(index)
+                with without_autocast(self._attached.device):
+                    self._proofs.after_step(index, self._step)
                 self._finished.add(index)
 
         return after_step
@@ -223,13 +255,43 @@ class StepCapture:
                 "with block, which is for the forward pass and the loss"
             )
 
-    def _refuse_second_step(self, index: int) -> None:
-        if index in self._stepped:
-            raise UsageError(
-                f"the optimizer stepped twice between commits of step {self._step}; add one line, "
-                "checkpointer.commit(), after optimizer.step(), or loop over "
-                "checkpointer.steps(...)"
+    def _begin_call(self, index: int) -> None:
+        """Keep what was done before this optimizer steps again, or before an average moved on.
+
+        Raises:
+            UsageError: If a body may make one optimizer step only.
+        """
+        is_again = index in self._stepped
+        if self._most_calls == 1:
+            if is_again:
+                raise UsageError(
+                    f"the optimizer stepped twice between commits of step {self._step}; add one line, "
+                    "checkpointer.commit(), after optimizer.step(), or loop over "
+                    "checkpointer.steps(...). Without a compressor, "
+                    'Checkpointer(..., optimizer_steps="any") takes all steps of a body together'
+                )
+        elif is_again or (self._stepped and not self._averages.is_as_committed):
+            self._end_call()
+
+    def _end_call(self) -> None:
+        self.changed_outside |= self._stepped.keys() > self._finished  # one was broken off
+        averages, are_replayable = self._averages.commit()
+        self.changed_outside |= not are_replayable
+        skipped = OptimizerStep(stepped=False, consumed=())
+        self._earlier.append(
+            EarlierStep(
+                optimizers=tuple(
+                    self._stepped.get(i, skipped) for i in range(len(self._attached.optimizers))
+                ),
+                absent=tuple(sorted(self.absent)),
+                payload=Payload(()),
+                averages={name: done for name, done in averages.items() if done.updated},
+                written=self._watch.end_call(self._step, averages),
             )
+        )
+        self._stepped.clear()
+        self._finished.clear()
+        self.absent.clear()
 
     def _consume(self, index: int, optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:
         """Read what the optimizer is about to use: unscaled and clipped by now."""
@@ -238,6 +300,7 @@ class StepCapture:
             index, [argument for argument in arguments if argument is not optimizer]
         ) or self._averages.before_step(index)
         self._watch.before_step(index)
+        self._kept.before_step(i for i, owner in enumerate(self._attached.owner) if owner == index)
         gradients = self._attached.gradients(index)
         self._refuse_own_gradients(gradients)
         step = OptimizerStep(
@@ -258,6 +321,7 @@ class StepCapture:
             self._residual.settle({i for i, g in enumerate(gradients) if g is not None})
         self.absent.update(self._attached.absent(index))
         self._stepped[index] = step
+        self._proofs.before_step(index, self._step, step)
 
     def _refuse_own_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         if self._hook is None:

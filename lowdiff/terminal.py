@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +58,16 @@ def _staging_there(folder: Path | None) -> Path | None:
     return folder
 
 
+def _imported(names: list[str]) -> list[str]:
+    """Import modules that call ``lowdiff.register_optimizer``; looked for in the current folder first."""
+    if names:
+        from lowdiff.recovery.optimizers import import_modules
+
+        sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, and an installed command has not
+        import_modules(names)
+    return names
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 RunArgument = Annotated[
     str,
@@ -75,6 +87,16 @@ Staging = Annotated[
 ]
 Workers = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Replay threads; default: all cores.")
+]
+Imports = Annotated[
+    list[str],
+    typer.Option(
+        "--import",
+        callback=_imported,
+        metavar="MODULE",
+        help="Import MODULE first, which runs its code: one that calls lowdiff.register_optimizer for "
+        "an optimizer of the run that is not torch's own. May be given several times.",
+    ),
 ]
 Device = Annotated[
     str,

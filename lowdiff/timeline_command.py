@@ -12,6 +12,7 @@ from lowdiff.errors import ConfigError
 from lowdiff.events import printable
 from lowdiff.terminal import (
     AsJson,
+    Imports,
     RunArgument,
     Staging,
     Workers,
@@ -43,6 +44,7 @@ def timeline(
     ] = None,
     staging: Staging = None,
     workers: Workers = None,
+    imports: Imports = [],  # noqa: B006  (typer copies it)
 ) -> None:
     """Measure every step by replaying it, so that the one where a run went wrong is seen.
 
@@ -83,7 +85,7 @@ def _check_picture(out: Path) -> None:
 
 
 def _print(found: Timeline) -> None:
-    from lowdiff.recovery.timeline import first_outlier
+    from lowdiff.recovery.timeline import FAR_OUT, FEWEST_STEPS, first_outlier
 
     if not found.steps:
         say(
@@ -108,7 +110,14 @@ def _print(found: Timeline) -> None:
             "changed outside the optimizer, so that only a snapshot leads there"
         )
     far_out = first_outlier(found.steps)
-    if far_out is not None:
+    if far_out is None and len(found.steps) < FEWEST_STEPS:
+        say(f"too few steps to tell whether one is far out of line: it takes {FEWEST_STEPS}")
+    elif far_out is None:
+        say(
+            f"no step is far out of line: no norm is over {FAR_OUT:g} times the median of the steps "
+            "before it"
+        )
+    else:
         say(
             f"the first far out of line is step {far_out.step}; before it: "
             f"lowdiff recover {found.run} --step {far_out.step - 1} --as-run NEW"

@@ -9,6 +9,7 @@ import torch
 
 from lowdiff.attached import Attached
 from lowdiff.dataloader import Body
+from lowdiff.draws import Draws
 from lowdiff.errors import UsageError
 from lowdiff.session import Session
 
@@ -46,7 +47,9 @@ class TrainingLoop:
         self._session = session
         self._random_states = random_states
         self._restored = _NOWHERE if session.step else _IN_BODY
+        self._draws = Draws(attached.device) if session.step else None
         self._why_over = ""
+        self._detached: DetachedLoop | None = None
         self._is_in_body = False
         self._ends_bodies = False  # by steps()
         self._entries: set[torch.nn.Module] = set()
@@ -72,6 +75,10 @@ class TrainingLoop:
                 yield step
             finally:
                 self._is_in_body = False
+            if self._detached is not None:
+                self._detached.step = step + 1
+                yield from self._detached.steps(until)
+                return
             if self._why_over:
                 raise UsageError(self._why_over)
             if session.step != step:
@@ -104,6 +111,14 @@ class TrainingLoop:
         self._leave_generators()
         self._session.commit()
 
+    def detach(self) -> DetachedLoop:
+        """Take the hooks out; what goes on counting steps, from here on without the session."""
+        is_left = self._ends_bodies and not self._is_in_body
+        is_made = is_left and self._session.has_finished_step
+        self.remove()
+        self._detached = DetachedLoop(self._session.step + is_made)
+        return self._detached
+
     def remove(self, why: str = _CLOSED) -> None:
         """Take the hooks out; a loop that goes on all the same is told why it must not."""
         self._why_over = why
@@ -135,8 +150,25 @@ class TrainingLoop:
 
     def _restore(self, place: int) -> None:
         if place > self._restored:
+            self._warn_about_draws()
             self._session.restore_random_states(self._random_states)
             self._restored = place
+
+    def _warn_about_draws(self) -> None:
+        """What a loop fetches ahead is drawn before the generators are restored."""
+        if self._draws is None:
+            return
+        names = self._draws.names()
+        self._draws = None
+        if names:
+            _logger.warning(
+                "%s drawn from between attach and the first step, and restored now: an uninterrupted "
+                "run drew other numbers there. If the loop trains with them, as with a batch that is "
+                "fetched ahead, keep them in checkpointer.state, which attach restores, and draw only "
+                "where that lacks them",
+                f"the random generator{'s' * (len(names) > 1)} of {' and '.join(names)} "
+                + ("were" if len(names) > 1 else "was"),
+            )
 
     def _leave_generators(self) -> None:
         """The first body is over: to restore them now would repeat its numbers in the second."""
@@ -148,6 +180,28 @@ class TrainingLoop:
                 "or a checkpointer.dataloader(...), which restore them"
             )
         self._restored = _IN_BODY
+
+
+class DetachedLoop:
+    """Counts the steps of a loop after ``detach()``, and commits nothing.
+
+    Attributes:
+        step: Number of steps that have ended.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def steps(self, until: int) -> Iterator[int]:
+        """See ``Checkpointer.steps``."""
+        while self.step < until:
+            step = self.step
+            yield step
+            self.step = step + 1
+
+    def commit(self) -> None:
+        """Count a step that the user's call ends."""
+        self.step += 1
 
 
 class _Hook:

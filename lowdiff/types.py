@@ -227,6 +227,26 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class EarlierStep:
+    """An optimizer step that another one followed in the same loop body (``optimizer_steps="any"``).
+
+    Attributes:
+        optimizers: See `Differential.optimizers`; groups of one that did not step are left out.
+        absent: See `Differential.absent`.
+        payload: This rank's share of the gradient; empty in a trainer, which has staged it by then.
+        averages: Averages that were updated after it -> how.
+        written: What something else than the optimizer wrote until the next one: ``before``, and
+            ``after`` where an average took that in.
+    """
+
+    optimizers: tuple[OptimizerStep, ...]
+    absent: tuple[int, ...]
+    payload: Payload
+    averages: Mapping[str, AverageStep]
+    written: Written
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Differential:
     """What turns the state of ``step - 1`` into the state of ``step``, as one rank stores it.
 
@@ -246,6 +266,8 @@ class Differential:
             index; empty where none were taken.
         averages: Name of a stateful object that is an average of the parameters -> what it did.
         written: What something else than the optimizer wrote to this rank's share.
+        earlier: Optimizer steps of this loop body before the last one, which the attributes above
+            are of.
     """
 
     step: int
@@ -261,6 +283,17 @@ class Differential:
     digests: tuple[int, ...] = ()
     averages: Mapping[str, AverageStep] = field(default_factory=dict)
     written: Written = field(default_factory=Written)
+    earlier: tuple[EarlierStep, ...] = ()
+
+    @property
+    def steps(self) -> tuple[EarlierStep | Differential, ...]:
+        """All optimizer steps of the loop body, in their order; the last one is itself."""
+        return (*self.earlier, self)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all its gradients, decoded."""
+        return sum(step.payload.bytes for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)

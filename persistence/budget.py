@@ -97,7 +97,7 @@ def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
             f"{_mib(sum(n.least_log_bytes for n in needs))} logs), but {_mib(room.free_bytes)} are "
             f"free{_limited(room)} (what a killed life of the run staged is given back once the "
             "next has begun); enlarge it (docker: --shm-size), free it with "
-            "`lowdiff gc --staging`, or pass Checkpointer(..., staging=OTHER_FOLDER)"
+            "`lowdiff gc --staging --all-runs --yes`, or pass Checkpointer(..., staging=OTHER_FOLDER)"
         )
     spare = room.free_bytes - (2 if fits_twice(needs, room) else 1) * least
     wanted = sum(need.log_bytes - need.least_log_bytes for need in needs)

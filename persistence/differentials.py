@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from lowdiff.types import (
     AverageStep,
     Bits,
     Differential,
+    EarlierStep,
     OptimizerStep,
     Payload,
     ResidualMark,
@@ -28,7 +29,7 @@ from lowdiff.types import (
 #: Sections of a record that are not the payload's: ``written/before/INDEX``, ``written/after/INDEX``
 #: and ``written/average/INDEX/NAME``.
 _WRITTEN = "written/"
-#: Beginning of the names of what later optimizer steps of one loop body consumed.
+#: Beginning of the names of sections of an optimizer step that is not the first of its loop body.
 _LATER_STEP = "step/"
 
 
@@ -36,28 +37,55 @@ def encode_scalars(differential: Differential) -> bytes:
     """Everything but the payload, as the meta part of a record."""
     residual = differential.residual
     scalars: dict[str, Any] = {
-        "steps": [
-            {
-                "optimizers": [_optimizer_part(o) for o in differential.optimizers],
-                "absent": _bitmap(differential.absent),
-            }
-        ],
+        "steps": [_step_part(step) for step in differential.steps],
         "held": _bitmap(differential.held),
         "items": dict(differential.items),
         "residual": residual and [residual.slot, residual.generation],
         "digests": _numbers(differential.digests),
     }
     if differential.averages:
-        scalars["averages"] = {
-            name: [a.updated, a.function, a.decay, a.count, _numbers(a.digests)]
-            for name, a in differential.averages.items()
-        }
+        scalars["averages"] = _averages_part(differential.averages)
     return encode(scalars)
 
 
 def sections_of(differential: Differential) -> tuple[Section, ...]:
     """Everything of a differential that is no scalar: the payload, and what else was written."""
-    written = differential.written
+    return tuple(
+        section
+        for number, step in enumerate(differential.steps)
+        for section in _numbered((*step.payload.sections, *_written_sections(step.written)), number)
+    )
+
+
+def sections_of_step(payload: Payload, number: int) -> tuple[Section, ...]:
+    """The payload of one optimizer step of a loop body, counted from 0, as `sections_of` names it."""
+    return _numbered(payload.sections, number)
+
+
+def _numbered(sections: tuple[Section, ...], number: int) -> tuple[Section, ...]:
+    prefix = f"{_LATER_STEP}{number}/"
+    return tuple(replace(s, name=prefix + s.name) for s in sections) if number else sections
+
+
+def _by_step(sections: Sequence[Section], num_steps: int) -> list[list[Section]]:
+    """Undo `_numbered`: the sections of each optimizer step.
+
+    Raises:
+        ValueError: If one is of none of the steps.
+    """
+    found: list[list[Section]] = [[] for _ in range(num_steps)]
+    for section in sections:
+        number, name = 0, section.name
+        if name.startswith(_LATER_STEP):
+            digits, _, name = name.removeprefix(_LATER_STEP).partition("/")
+            number = int(digits)
+        if not 0 <= number < num_steps:
+            raise ValueError(f"section {section.name!r} is of none of {num_steps} steps")
+        found[number].append(replace(section, name=name))
+    return found
+
+
+def _written_sections(written: Written) -> tuple[Section, ...]:
     named = {
         **{f"before/{i}": values for i, values in written.before.items()},
         **{f"after/{i}": values for i, values in written.after.items()},
@@ -67,8 +95,7 @@ def sections_of(differential: Differential) -> tuple[Section, ...]:
             for i, values in of_average.items()
         },
     }
-    more = (Section(_WRITTEN + name, "planes", values) for name, values in named.items())
-    return (*differential.payload.sections, *more)
+    return tuple(Section(_WRITTEN + name, "planes", values) for name, values in named.items())
 
 
 def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
@@ -87,26 +114,22 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
     try:
         scalars = decode(codec.expand(record.meta) if header.meta_coded else bytes(record.meta))
         sections = read_sections(record.sections, codec, coded=header.coded)
-        first = _only_step(scalars["steps"], sections)
+        *earlier, last = _read_steps(scalars["steps"], sections)
         return Differential(
             step=header.step,
             incarnation=header.incarnation,
             rank=header.rank,
             world_size=header.world_size,
-            optimizers=tuple(_optimizer_step(*o) for o in first["optimizers"]),
-            absent=_indices(first["absent"]),
+            optimizers=last.optimizers,
+            absent=last.absent,
             held=_indices(scalars["held"]),
-            payload=Payload(tuple(s for s in sections if not s.name.startswith(_WRITTEN))),
+            payload=last.payload,
             items=scalars["items"],
             residual=scalars["residual"] and ResidualMark(*scalars["residual"]),
             digests=_tuple_of(scalars["digests"]),
-            averages={
-                name: AverageStep(updated, function, decay, count, _tuple_of(digests))
-                for name, (updated, function, decay, count, digests) in scalars.get(
-                    "averages", {}
-                ).items()
-            },
-            written=_written(sections),
+            averages=_averages(scalars.get("averages", {})),
+            written=last.written,
+            earlier=tuple(earlier),
         )
     except (BadEncoding, KeyError, TypeError, ValueError) as error:
         raise DamagedFile(
@@ -114,21 +137,52 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
         ) from error
 
 
-def _only_step(steps: list[dict[str, Any]], sections: Sequence[Section]) -> dict[str, Any]:
-    """What the optimizers did in the only optimizer step of a loop body.
+def _step_part(step: EarlierStep | Differential) -> dict[str, Any]:
+    part: dict[str, Any] = {
+        "optimizers": [_optimizer_part(o) for o in step.optimizers],
+        "absent": _bitmap(step.absent),
+    }
+    if isinstance(step, EarlierStep) and step.averages:
+        part["averages"] = _averages_part(step.averages)
+    return part
+
+
+def _read_steps(parts: Sequence[dict[str, Any]], sections: Sequence[Section]) -> list[EarlierStep]:
+    """All optimizer steps of a loop body, the last one among them.
 
     Raises:
-        ValueError: If the body had several, or none.
+        ValueError: If there is none, or a section belongs to none.
     """
-    if len(steps) != 1 or any(section.name.startswith(_LATER_STEP) for section in sections):
-        raise ValueError(
-            f"{len(steps)} optimizer steps in one loop body: this version of lowdiff replays one"
+    if not parts:
+        raise ValueError("it has no optimizer step")
+    return [
+        EarlierStep(
+            optimizers=tuple(_optimizer_step(*o) for o in part["optimizers"]),
+            absent=_indices(part["absent"]),
+            payload=Payload(tuple(s for s in own if not s.name.startswith(_WRITTEN))),
+            averages=_averages(part.get("averages", {})),
+            written=_written(own),
         )
-    return steps[0]
+        for part, own in zip(parts, _by_step(sections, len(parts)), strict=True)
+    ]
+
+
+def _averages_part(averages: Mapping[str, AverageStep]) -> dict[str, list[Any]]:
+    return {
+        name: [a.updated, a.function, a.decay, a.count, _numbers(a.digests)]
+        for name, a in averages.items()
+    }
+
+
+def _averages(part: Mapping[str, Sequence[Any]]) -> dict[str, AverageStep]:
+    return {
+        name: AverageStep(updated, function, decay, count, _tuple_of(digests))
+        for name, (updated, function, decay, count, digests) in part.items()
+    }
 
 
 def _written(sections: Sequence[Section]) -> Written:
-    """Undo `sections_of`.
+    """Undo `_written_sections`.
 
     Raises:
         ValueError: If a section names no parameter.

@@ -166,6 +166,10 @@ class RunFolder:
             for path, (rank,) in _matching(folder, _RANK_NAME):
                 yield incarnation, rank, path
 
+    def incarnations(self) -> set[int]:
+        """Numbers of which a fence is there, readable or not; also of those that died in attach."""
+        return {incarnation for incarnation, _, _ in self.fences()}
+
     def snapshot(self, incarnation: int, step: int) -> Path:
         """Folder of one snapshot."""
         return self.root / "snapshots" / f"i{incarnation:06d}-s{step:010d}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -125,11 +126,20 @@ class ReplicaSettings(ProcessSettings):
         keep_every: The same for images that are kept for ever; 0 for none.
         waits: Whether it waits for the writer where the next image is due and the last one is not
             durable yet; else it goes on, and that image is left out.
+        imports: Modules of registered optimizers.
+        optimizers: Module, qualified name and granularity of each such optimizer of the run.
+        scalar_state: Entries of their state that hold one number.
+        import_path: Where they are looked for after everything else: the trainer's own folders, in
+            order. Empty where nothing is imported.
     """
 
     image_every: int
     keep_every: int
     waits: bool
+    imports: tuple[str, ...] = ()
+    optimizers: tuple[Sequence[str], ...] = ()
+    scalar_state: tuple[str, ...] = ()
+    import_path: tuple[str, ...] = ()
 
     def is_image_due(self, step: int) -> bool:
         """Whether the disk gets an image of this step, on all ranks alike."""

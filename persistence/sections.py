@@ -57,8 +57,8 @@ def read_sections(source: memoryview, codec: Codec, *, coded: bool) -> tuple[Sec
     Uncoded data stays a view of ``source``.
 
     Raises:
-        BadEncoding: If the bytes are not sections, or would decode to more than the codec's
-            ``max_payload_bytes``; nothing is allocated for what exceeds it.
+        BadEncoding: If the bytes are not sections, or coded ones would decode to more than the
+            codec's ``max_payload_bytes``; nothing is allocated for what exceeds it.
     """
     sections = []
     decoded_bytes = 0
@@ -71,7 +71,7 @@ def read_sections(source: memoryview, codec: Codec, *, coded: bool) -> tuple[Sec
         data = source[start : start + stored]
         if code >= len(CODINGS) or item_bytes not in (1, 2, 4, 8) or len(data) != stored:
             raise BadEncoding(f"a section of coding {code}, item size {item_bytes} is cut short")
-        decoded_bytes += count * item_bytes
+        decoded_bytes += coded * count * item_bytes
         if codec.max_payload_bytes is not None and decoded_bytes > codec.max_payload_bytes:
             raise BadEncoding(
                 f"sections of {decoded_bytes} bytes, where {codec.max_payload_bytes} are allowed"

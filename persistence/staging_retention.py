@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +16,7 @@ from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import FileHeader, RecordKind, RecordRef, read_records
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
-from lowdiff.persistence.ownership import Owner, is_known
+from lowdiff.persistence.ownership import Owner, is_known, staging_of_run
 from lowdiff.persistence.page import PageReader
 from lowdiff.persistence.paths import RunFolder, StagingFolder, file_bytes
 from lowdiff.persistence.replica_status import has_replica, read_replica_status
@@ -45,16 +45,21 @@ class StagingVerdict:
 
 
 def clear_staging(
-    staging_root: Path, *, force: bool = False, dry_run: bool = False
+    staging_root: Path, *, run: Path | None = None, force: bool = False, dry_run: bool = False
 ) -> Iterator[StagingVerdict]:
-    """Judge every staging folder on this machine, and remove what may go.
+    """Judge staging folders on this machine, and remove what may go.
 
     Args:
         staging_root: Where staging folders of all runs live.
+        run: Only those of this run folder, which may be deleted by now; None for all.
         force: Remove also what holds steps that are nowhere else. Never what is in use.
         dry_run: Only say what would be done.
+
+    Raises:
+        NotARun: If ``run`` is no run folder, and no staging folder was made for one there.
     """
-    for stage in StagingFolder.all(staging_root):
+    stages = StagingFolder.all(staging_root)
+    for stage in stages if run is None else _made_for(run, list(stages), staging_root):
         with ExitStack() as held:
             try:
                 verdict = _judge(stage, held)
@@ -69,6 +74,22 @@ def clear_staging(
         if verdict.goes and not dry_run:
             stage.sweep()  # the locks may have kept it
         yield verdict
+
+
+def _made_for(
+    run: Path, stages: Sequence[StagingFolder], staging_root: Path
+) -> list[StagingFolder]:
+    """Those that name a run folder, and those that its run id tells."""
+    folder, place = RunFolder(run), os.path.realpath(run)
+    named = {s.root for s in stages if (owner := Owner.read(s)) and owner.run == place}
+    try:
+        known = staging_of_run(staging_root, folder, read_run_id(folder))
+    except NotARun:
+        if not named:
+            raise
+        known = []
+    named |= {stage.root for stage in known}
+    return [stage for stage in stages if stage.root in named]
 
 
 def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:

@@ -30,12 +30,12 @@ from lowdiff.persistence.replica_status import has_replica, read_mark, read_repl
 from lowdiff.recovery.attempts import in_blocks_or_whole, unfit_is_damaged
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.load import empty_state, load_constants, load_shard
-from lowdiff.recovery.optimizers import settle_kernels
+from lowdiff.recovery.optimizers import is_registered, settle_kernels
 from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
 from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.replica_file import PASSING, ReplicaFile, is_of_this_kernel
 from lowdiff.recovery.shard import Shard, contents_of, share_step
-from lowdiff.recovery.sharing import gather, made_by_all
+from lowdiff.recovery.sharing import gather, made_by_all, without_default_group
 from lowdiff.recovery.sizing import threads_put_back
 from lowdiff.recovery.state import OptimizerState, RecoveredState
 from lowdiff.types import Fence
@@ -322,7 +322,12 @@ def _shares(
         for source in plan.sources
     ]
     num_workers = replace(options, device=_HOST).workers
-    with threads_put_back(), ThreadPoolExecutor(num_workers) as pool:
+    has_registered = any(map(is_registered, fence.optimizers))
+    with (
+        threads_put_back(),
+        without_default_group(when=has_registered),
+        ThreadPoolExecutor(num_workers) as pool,
+    ):
         arrive = partial(_at_step, step=plan.common, fence=fence)
         return list(pool.map(arrive, begun, between))
 

@@ -79,7 +79,7 @@ class Inspection:
         bytes_per_step: Mean bytes of a differential, over all ranks; None without any.
         compressor: Name and settings; None if no incarnation ever began.
         optimizer: Class name, or a tuple of them if the run has several optimizers.
-        incarnations: How often the run began or resumed.
+        incarnations: How often the run began or resumed; also those that died in attach.
         snapshot_bytes: Bytes of all complete snapshots.
         damaged: Number of files with bytes that fail a check; `verify` names them. Tensors of
             snapshots are not read here, nor segments that an index describes, so that damage in
@@ -151,7 +151,7 @@ def _inspect(folder: RunFolder, staging: Path) -> Inspection:
         bytes_per_step=None if differentials is None else differentials.bytes / differentials.count,
         compressor=None if fence is None else dict(fence.compressor),
         optimizer=None if not names else names[0] if len(names) == 1 else names,
-        incarnations=len(catalog.incarnations),
+        incarnations=len(folder.incarnations()),
         snapshot_bytes=sum(snapshot.bytes for snapshot in catalog.snapshots),
         damaged=len({error.path for error in catalog.damage}),
         pins=tuple(

@@ -7,9 +7,13 @@ alone, so blocks replay independently. ``"tensor"``: it couples the elements of 
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -52,9 +56,11 @@ def register_optimizer(
 ) -> None:
     """Let lowdiff replay an optimizer that torch does not have, in training and in recovery.
 
-    Its step must be a function of gradients, hyper-parameters and state alone, without a closure
-    and without randomness; its constructor takes parameter groups, and its hyper-parameters by the
-    names they have in the groups. Whether the bits come out is checked at every recovery.
+    Its step must be a function of gradients, hyper-parameters and state alone: no closure, no random
+    numbers, no counter of its own, no exchange with other ranks. Its constructor takes parameter
+    groups or a flat list of parameters, and its hyper-parameters by the names they have in the
+    groups. ``attach`` builds it once as replay will, and some steps of every training are replayed and
+    compared, parameters and state; what differs is refused by name at that step.
 
     Args:
         kind: The class itself, not a subclass of it.
@@ -133,20 +139,102 @@ def take_scales_by_groups(optimizer: torch.optim.Optimizer) -> None:
         vars(optimizer).pop("_step_supports_amp_scaling", None)
 
 
-def refuse_registered(specs: Sequence[OptimizerSpec]) -> None:
-    """See that a process which imports nothing of the user's knows every optimizer, as a replica must.
+def is_registered(spec: OptimizerSpec) -> bool:
+    """Whether `register_optimizer` made the class known: it is none of torch's own."""
+    return spec.class_name in _registered
+
+
+def needs_live_threads(specs: Iterable[OptimizerSpec], num_threads: int) -> bool:
+    """Whether replay needs the live run's threads for the bits of some optimizer's state.
+
+    Products of matrices may round otherwise on another number of threads. Where torch's own
+    optimizers do that, the parameters' checksums tell. A registered one may keep such a product for
+    later steps, and no checksum is recorded of state.
+    """
+    return num_threads > 1 and any(
+        is_registered(spec) and granularity(spec) != "element" for spec in specs
+    )
+
+
+def refuse_what_a_replica_lacks(
+    specs: Sequence[OptimizerSpec], imports: Sequence[str], world_size: int
+) -> None:
+    """See that a replica, which imports only what it is told to, can step every optimizer.
+
+    Args:
+        specs: The run's optimizers.
+        imports: Names of the modules that it imports; they are imported here.
+        world_size: Number of ranks, each with a replica of its share.
 
     Raises:
-        UnsupportedOptimizer: Naming one that only `register_optimizer` made known here.
+        ConfigError: If a module cannot be imported.
+        UnsupportedOptimizer: Naming the optimizer that a replica could not step.
     """
+    import_modules(imports)
     for spec in specs:
-        if spec.class_name in _registered:
+        if not is_registered(spec):
+            continue
+        kind = _registered[spec.class_name]
+        otherwise = "or give a compressor, e.g. Checkpointer(..., compressor=TopK(density=0.01))"
+        if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+            raise UnsupportedOptimizer(
+                f"{spec.class_name} is defined in the script itself or in a function, from where the "
+                "replica process of LowDiff+ cannot import it; move the class to a module and give "
+                f"Checkpointer(..., imports=[MODULE]), {otherwise}"
+            )
+        if not imports:
             raise UnsupportedOptimizer(
                 f"{spec.class_name} was made known with lowdiff.register_optimizer, and the replica "
-                "process, which applies every step where there is no compressor, does not import it; "
-                "give a compressor, e.g. Checkpointer(..., compressor=TopK(density=0.01)), or train "
-                "with one of torch's optimizers"
+                "process of LowDiff+ imports nothing unasked; name the module of the class, "
+                f"Checkpointer(..., imports=[{kind.__module__!r}]), {otherwise}"
             )
+        if granularity(spec) == "whole" and world_size > 1:
+            raise UnsupportedOptimizer(
+                f"{spec.class_name} is registered as 'whole': it couples tensors, and each of the "
+                f"{world_size} replicas of LowDiff+ holds a share of them; register it as 'tensor' "
+                f"if it does not, {otherwise}"
+            )
+
+
+def registrations(specs: Iterable[OptimizerSpec]) -> list[tuple[str, str, str]]:
+    """Module, qualified name and granularity of those that `register_optimizer` made known."""
+    kinds = {spec.class_name: _registered[spec.class_name] for spec in specs if is_registered(spec)}
+    return [(k.__module__, k.__qualname__, GRANULARITY[name]) for name, k in kinds.items()]
+
+
+def register_again(known: Iterable[Sequence[str]], scalar_state: Iterable[str]) -> None:
+    """Make the trainer's registered classes known to another process of it.
+
+    Args:
+        known: What `registrations` gave the trainer.
+        scalar_state: The trainer's names of numbers.
+
+    Raises:
+        ConfigError: If a module of theirs cannot be imported.
+    """
+    SCALAR_STATE.update(scalar_state)
+    for module, name, how in known:
+        if f"{module}.{name}" not in _registered:
+            import_modules([module])
+            kind = attrgetter(name)(sys.modules[module])
+            register_optimizer(kind, cast(Granularity, how))
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules that call `register_optimizer`.
+
+    Raises:
+        ConfigError: Naming the one that cannot be imported, and why.
+    """
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise ConfigError(
+                f"the module {name!r}, named to register optimizers, cannot be imported "
+                f"({type(error).__name__}: {error}); it is looked for where Python looks for "
+                "modules: install it, or put its folder into PYTHONPATH"
+            ) from error
 
 
 def settle_kernels() -> None:
@@ -171,7 +259,7 @@ def granularity(spec: OptimizerSpec) -> Granularity:
         raise UnsupportedOptimizer(
             f"the run was trained with {spec.class_name}, which this process does not know; call "
             "lowdiff.register_optimizer with that class, as the training script did, and then "
-            "lowdiff.recover"
+            "lowdiff.recover. On the command line: --import MODULE, a module that makes that call"
         )
     return GRANULARITY[spec.class_name]
 
@@ -189,20 +277,33 @@ def build(
     kind = _class_of(spec.class_name)
     accepted = dict(inspect.signature(kind.__init__).parameters)
     first = {k: v for k, v in groups[0][0].items() if k in accepted.keys() - {"self", "params"}}
+    # Only constructors look at values. A group may have been given others, or a schedule may
+    # have led to them: Nesterov momentum that begins at 0, say. Groups hold them all the same.
+    needed = {k: v for k, v in first.items() if accepted[k].default is inspect.Parameter.empty}
 
     def made(arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
         own = [{**hyper, "params": parameters} for hyper, parameters in groups]
         optimizer: torch.optim.Optimizer = kind(own, **arguments)
         return optimizer
 
+    def made_flat(arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = kind([p for _, own in groups for p in own], **arguments)
+        # It may have divided or sorted them by itself: in the live run it did so before attach.
+        optimizer.param_groups[:] = [{**hyper, "params": own} for hyper, own in groups]
+        return optimizer
+
     try:
         return made(first)
     except (AssertionError, RuntimeError, ValueError):
-        # Only constructors look at values. A group may have been given others, or a schedule may
-        # have led to them: Nesterov momentum that begins at 0, say. Groups hold them all the same.
-        return made(
-            {k: v for k, v in first.items() if accepted[k].default is inspect.Parameter.empty}
-        )
+        if not is_registered(spec):
+            return made(needed)
+    except (AttributeError, LookupError, TypeError):
+        if not is_registered(spec):
+            raise
+    for attempt, arguments in ((made, needed), (made_flat, first)):
+        with suppress(AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            return attempt(arguments)
+    return made_flat(needed)
 
 
 def independent(

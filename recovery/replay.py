@@ -20,15 +20,27 @@ from typing_extensions import Self
 from lowdiff.arithmetic import arithmetic_of
 from lowdiff.compressors import from_settings
 from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
-from lowdiff.layout import shard_owners
+from lowdiff.layout import shares_of
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.sections import max_payload_bytes
 from lowdiff.recovery.blocks import Unit, element_units, optimizer_units, tensor_units
 from lowdiff.recovery.kernels import StepChooser
-from lowdiff.recovery.optimizers import granularity, settle_kernels
+from lowdiff.recovery.optimizers import (
+    granularity,
+    is_registered,
+    needs_live_threads,
+    settle_kernels,
+)
 from lowdiff.recovery.plan import PlannedStep
-from lowdiff.recovery.sharing import agree, gather_made, owners_of, share_results, together
+from lowdiff.recovery.sharing import (
+    agree,
+    gather_made,
+    owners_of,
+    share_results,
+    together,
+    without_default_group,
+)
 from lowdiff.recovery.sizing import (
     BLOCK_ELEMENTS,
     LocalRanks,
@@ -136,6 +148,10 @@ def replay(
     """
     settle_kernels()
     ranks = options.group
+    if steps:
+        newest = fences(steps[-1].incarnation)
+        needed = needs_live_threads(newest.optimizers, newest.environment.num_threads)
+        options = replace(options, whole=options.whole or needed)
     if ranks is not None:
         agree((state.step, steps[-1].step if steps else state.step), ranks)
     elif options.device.type != "cpu":
@@ -187,8 +203,7 @@ def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step],
                 step=step.step,
             )
         with Replaying(step.step):
-            decode = compressor.decoder([shard.payload for shard in shards], fence.layout)
-        return Step.of(shards, decode)
+            return Step.of(shards, lambda payloads: compressor.decoder(payloads, fence.layout))
 
     unread = iter(steps)
 
@@ -197,7 +212,7 @@ def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step],
         size = 0
         while size < limit_bytes and (step := next(unread, None)) is not None:
             window.append(read(step))
-            size += sum(shard.payload.bytes for shard in window[-1].shards)
+            size += sum(shard.payload_bytes for shard in window[-1].shards)
             size += sum(len(item) for shard in window[-1].shards for item in shard.items.values())
         return window
 
@@ -211,8 +226,11 @@ def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step],
             window = ahead.result()
 
 
-def _updates(shard: Differential) -> dict[str, tuple[bool, int]]:
-    return {name: (step.updated, step.count) for name, step in shard.averages.items()}
+def _updates(shard: Differential) -> list[dict[str, tuple[bool, int]]]:
+    return [
+        {name: (average.updated, average.count) for name, average in step.averages.items()}
+        for step in shard.steps
+    ]
 
 
 class Replayer:
@@ -221,11 +239,7 @@ class Replayer:
     def __init__(self, state: RecoveredState, fence: Fence, options: ReplayOptions) -> None:
         self._state = state
         self._layout = fence.layout
-        owners = shard_owners(fence.layout, fence.world_size)
-        self._shares = [
-            [i for i, owner in enumerate(owners) if owner == rank]
-            for rank in range(fence.world_size)
-        ]
+        self._shares = shares_of(fence.layout, fence.world_size)
         self._options = options
         self._environment = fence.environment
         self._threads = fence.environment.num_threads if options.whole else 1
@@ -273,7 +287,8 @@ class Replayer:
         """Step this rank's units; parts of the checksums, one of each thread."""
         queue = iter(self._units)  # next() on a list iterator is atomic
         moved = self._options.movements
-        with threads_put_back():
+        has_registered = any(map(is_registered, self._state.fence.optimizers))
+        with threads_put_back(), without_default_group(when=has_registered):
             workers = range(self._options.workers)
             jobs = [self._pool.submit(self._work, queue, window) for _ in workers]
             results = [job.result() for job in jobs]

@@ -42,7 +42,7 @@ from lowdiff.recovery.compare import largest_difference
 from lowdiff.recovery.image_pace import ImagePace
 from lowdiff.recovery.images import shard_images
 from lowdiff.recovery.load import load_shard
-from lowdiff.recovery.optimizers import settle_kernels
+from lowdiff.recovery.optimizers import import_modules, register_again, settle_kernels
 from lowdiff.recovery.replica_file import ReplicaFile, SlotTooSmall, note_kernel
 from lowdiff.recovery.shard import Shard, contents_of, share_step
 from lowdiff.recovery.state import RecoveredState
@@ -327,11 +327,14 @@ def main(arguments: Sequence[str]) -> int:
     """Entry point of the process."""
     settings = ReplicaSettings.from_json(arguments[0])
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    sys.path += [folder for folder in settings.import_path if folder not in sys.path]
     lock = FileLock(settings.staging.replica_lock)
     if not lock.acquire(f"replica {os.getpid()}", timeout_seconds=30.0):
         _logger.error("another replica holds %s", lock.path)
         return 1
     try:
+        import_modules(settings.imports)
+        register_again(settings.optimizers, settings.scalar_state)
         Replica(settings).run()
     except LowDiffError:
         _logger.exception("rank %d: the replica ends", settings.rank)

@@ -10,7 +10,7 @@ import torch
 
 from lowdiff.compressors import Dense
 from lowdiff.errors import DamagedFile
-from lowdiff.layout import shard_owners
+from lowdiff.layout import shares_of
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.records import StoredRecord
@@ -19,6 +19,7 @@ from lowdiff.persistence.values import decode, encode
 from lowdiff.recovery.blocks import Unit
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.load import empty_state, entry_of
+from lowdiff.recovery.optimizers import needs_live_threads
 from lowdiff.recovery.replay import ReplayOptions, plan_units
 from lowdiff.recovery.replica_file import Contents, ReplicaFile, SlotTooSmall
 from lowdiff.recovery.sizing import BLOCK_ELEMENTS, threads_put_back
@@ -38,8 +39,7 @@ def share_step(stored: StoredRecord, fence: Fence) -> Step:
     """
     differential = read_differential(stored, Codec())
     compressor = Dense(**fence.compressor["settings"])
-    decode = compressor.decoder([differential.payload], fence.layout)
-    return Step.of((differential,), decode)
+    return Step.of((differential,), lambda payloads: compressor.decoder(payloads, fence.layout))
 
 
 class _Stepping:
@@ -74,6 +74,7 @@ class Shard:
         """
         self.file = file
         self._fence = fence
+        self._shares = shares_of(fence.layout, fence.world_size)
         self._journaled = journaled
         self._chooser = chooser or StepChooser()
         self._owner_of = {
@@ -111,8 +112,10 @@ class Shard:
             for i, name in ((i, spec.name) for i, spec in enumerate(self._fence.layout.parameters))
             if name in self.state.parameters
             and name not in self._settled
-            and i not in step.absent
-            and step.shards[0].optimizers[self._owner_of[name]].stepped
+            and any(
+                i not in call.absent and call.optimizers[self._owner_of[name]].stepped
+                for call in step.calls
+            )
         ]
 
     def settle(self, names: list[str]) -> None:
@@ -144,10 +147,9 @@ class Shard:
                     self._step_unit(index, unit, step, stepping.scratch)
                 if step.is_digested:
                     unit.add_checksums([(number, unit.look())], checksums)
-        owners = shard_owners(self._fence.layout, self._fence.world_size)
         check_digests(
             differential,
-            [i for i, owner in enumerate(owners) if owner == differential.rank],
+            self._shares[differential.rank],
             checksums,
             self._fence.layout,
             whose="the replica's parameters",
@@ -245,6 +247,7 @@ def contents_of(
         block_elements: Elements per unit, a multiple of 64.
     """
     layout = state.fence.layout
+    whole |= needs_live_threads(state.fence.optimizers, state.fence.environment.num_threads)
     options = ReplayOptions(whole=whole, block_elements=block_elements)
     units = [
         Unit(unit.optimizer, blocks)

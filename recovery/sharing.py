@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -18,6 +19,27 @@ _Item = TypeVar("_Item")
 #: Key of an optimizer's state -> dtype of a tensor with an element per element, and for everything
 #: else None and the value itself.
 _Entries = dict[str, tuple[torch.dtype | None, Any]]
+
+
+@contextmanager
+def without_default_group(*, when: bool = True) -> Iterator[None]:
+    """Within it ``torch.distributed`` is not initialized, as in a process that recovers by itself.
+
+    An optimizer of a third party that exchanges with other ranks in its step fails there, instead of
+    waiting for ranks that replay something else. Groups that are given by themselves go on to work.
+
+    Args:
+        when: Whether to do anything.
+    """
+    world = dist.GroupMember.WORLD if when and dist.is_available() else None
+    if world is None:
+        yield
+        return
+    dist.GroupMember.WORLD = None
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = world
 
 
 def gather(value: _Item, group: dist.ProcessGroup) -> list[_Item]:

@@ -27,6 +27,8 @@ TENSOR_ITEM, AVERAGE_ITEM = "tensor/", "average/"
 #: no keyword argument can name; and its item.
 EXTRA_STATE = "model.get_extra_state()"
 EXTRA_ITEM = STATEFUL_ITEM + EXTRA_STATE
+#: Name, among the stateful objects, of what the training loop carries from step to step.
+LOOP_STATE = "checkpointer.state"
 
 
 @dataclass(slots=True, eq=False)
@@ -200,12 +202,18 @@ class RecoveredState:
 
     @property
     def stateful(self) -> dict[str, Any]:
-        """Name -> ``state_dict()`` of every stateful object that was attached, of rank 0."""
-        return {
+        """Name -> ``state_dict()`` of every stateful object that was attached, of rank 0.
+
+        ``checkpointer.state`` is among them if it holds anything.
+        """
+        found = {
             name.removeprefix(STATEFUL_ITEM): self.item(name)
             for name in self.items[0]
             if name.startswith(STATEFUL_ITEM) and name != EXTRA_ITEM
         }
+        if not found.get(LOOP_STATE):
+            found.pop(LOOP_STATE, None)
+        return found
 
 
 def is_aligned(key: str, value: Any, numel: int) -> bool:

@@ -30,7 +30,11 @@ from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.state import begun_afresh
 from lowdiff.recovery.unit import Movement
 
-_FEWEST_BEFORE, _MOST_BEFORE, _FAR_OUT = 10, 100, 50.0
+#: A norm over so many times the median of those before it is far out of line.
+FAR_OUT = 50.0
+_FEWEST_BEFORE, _MOST_BEFORE = 10, 100
+#: Steps of which one can be told to be far out of line, by more than that it is not finite.
+FEWEST_STEPS = _FEWEST_BEFORE + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ def first_outlier(steps: Sequence[TimelineStep]) -> TimelineStep | None:
             value = norm(step)
             if not math.isfinite(value):
                 return step
-            if i >= _FEWEST_BEFORE and value > _FAR_OUT * statistics.median(map(norm, before)) > 0:
+            if i >= _FEWEST_BEFORE and value > FAR_OUT * statistics.median(map(norm, before)) > 0:
                 return step
     return None
 

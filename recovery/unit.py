@@ -28,6 +28,7 @@ from lowdiff.recovery.optimizers import (
 )
 from lowdiff.recovery.state import RecoveredState, is_aligned
 from lowdiff.types import (
+    AverageStep,
     Bits,
     Block,
     Differential,
@@ -35,8 +36,28 @@ from lowdiff.types import (
     Layout,
     OptimizerSpec,
     OptimizerStep,
+    Payload,
     Written,
 )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerCall:
+    """One optimizer step of a loop body, read and ready to be replayed.
+
+    Attributes:
+        optimizers: What each optimizer did.
+        absent: Parameters without a gradient.
+        decode: Writes a block of the gradient.
+        written: What something else than the optimizer wrote, of all ranks.
+        averages: What averages did behind it.
+    """
+
+    optimizers: tuple[OptimizerStep, ...]
+    absent: frozenset[int]
+    decode: Decoder
+    written: Written
+    averages: Mapping[str, AverageStep]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,34 +66,62 @@ class Step:
 
     Attributes:
         shards: One per rank, in rank order.
-        absent: Parameters without a gradient.
-        decode: Writes a block of the gradient.
-        written: What something else than the optimizer wrote, of all ranks.
+        calls: Its optimizer steps, in their order.
     """
 
     shards: tuple[Differential, ...]
-    absent: frozenset[int]
-    decode: Decoder
-    written: Written
+    calls: tuple[OptimizerCall, ...]
 
     @classmethod
-    def of(cls, shards: tuple[Differential, ...], decode: Decoder) -> Step:
-        """Put the ranks' records of one step together."""
-        averages: dict[str, dict[int, Bits]] = {}
-        for shard in shards:
-            for name, values in shard.written.averages.items():
-                averages.setdefault(name, {}).update(values)
-        written = Written(
-            {i: values for shard in shards for i, values in shard.written.before.items()},
-            {i: values for shard in shards for i, values in shard.written.after.items()},
-            averages,
+    def of(
+        cls, shards: tuple[Differential, ...], decoder: Callable[[list[Payload]], Decoder]
+    ) -> Step:
+        """Put the ranks' records of one step together.
+
+        Args:
+            shards: One per rank, in rank order.
+            decoder: Of the ranks' payloads of one gradient.
+
+        Raises:
+            ReplayMismatch: If the ranks made different numbers of optimizer steps.
+        """
+        by_rank = [shard.steps for shard in shards]
+        if len({len(calls) for calls in by_rank}) > 1:
+            raise ReplayMismatch(
+                f"the ranks made different numbers of optimizer steps in step {shards[0].step}",
+                step=shards[0].step,
+            )
+        return cls(
+            shards,
+            tuple(
+                OptimizerCall(
+                    calls[0].optimizers,
+                    frozenset(calls[0].absent),
+                    decoder([call.payload for call in calls]),
+                    _joined([call.written for call in calls]),
+                    calls[0].averages,
+                )
+                for calls in zip(*by_rank, strict=True)
+            ),
         )
-        return cls(shards, frozenset(shards[0].absent), decode, written)
 
     @property
     def is_digested(self) -> bool:
         """Whether the live run took checksums of it."""
         return any(shard.digests for shard in self.shards)
+
+
+def _joined(written: Sequence[Written]) -> Written:
+    """What ranks found written, each to its own share, in one value."""
+    averages: dict[str, dict[int, Bits]] = {}
+    for of_rank in written:
+        for name, values in of_rank.averages.items():
+            averages.setdefault(name, {}).update(values)
+    return Written(
+        {i: values for of_rank in written for i, values in of_rank.before.items()},
+        {i: values for of_rank in written for i, values in of_rank.after.items()},
+        averages,
+    )
 
 
 #: ``(step, average, layout index)`` -> checksum; no name for the parameter itself. Of a parameter of
@@ -242,30 +291,42 @@ class UnitState:
         self._restored = state.optimizers[unit.optimizer]
 
     def step(
-        self, step: Step, scratch: Scratch, see_gradients: Callable[[], None] | None = None
+        self,
+        step: Step,
+        scratch: Scratch,
+        see_gradients: Callable[[OptimizerStep], None] | None = None,
     ) -> None:
-        """Apply one differential: the optimizer first, then the averages of what it left.
+        """Apply one differential: each optimizer step, and the averages of what it left.
 
         Args:
             step: What was logged.
             scratch: Memory for the gradients.
             see_gradients: Called before the optimizer, which may write them, has them.
         """
-        done = step.shards[0].optimizers[self.unit.optimizer]
         with arithmetic_of(self._environment):
-            self._write(step.written.before)
-            if done.stepped:
-                self._give_gradients(step, scratch)
-                if see_gradients is not None:
-                    see_gradients()
-                self._step_optimizer(done, step.absent)
-            self._write(step.written.after)
-            for name, average in step.shards[0].averages.items():
-                if average.updated:
-                    self._averages[name].update(average)
-            for name, values in step.written.averages.items():
-                for block, tensor in self._averages[name].blocks:
-                    _put(values, block, tensor)
+            for call in step.calls:
+                self._call(call, scratch, see_gradients)
+
+    def _call(
+        self,
+        call: OptimizerCall,
+        scratch: Scratch,
+        see_gradients: Callable[[OptimizerStep], None] | None,
+    ) -> None:
+        done = call.optimizers[self.unit.optimizer]
+        self._write(call.written.before)
+        if done.stepped:
+            self._give_gradients(call, scratch)
+            if see_gradients is not None:
+                see_gradients(done)
+            self._step_optimizer(done, call.absent)
+        self._write(call.written.after)
+        for name, average in call.averages.items():
+            if average.updated:
+                self._averages[name].update(average)
+        for name, values in call.written.averages.items():
+            for block, tensor in self._averages[name].blocks:
+                _put(values, block, tensor)
 
     def _write(self, values: Mapping[int, Bits]) -> None:
         """Put in what something else than the optimizer wrote."""
@@ -276,36 +337,36 @@ class UnitState:
     def step_measured(self, step: Step, scratch: Scratch) -> Movement:
         """`step`, and how far it went."""
         before = [parameter.clone() for parameter in self._parameters]
-        done = step.shards[0].optimizers[self.unit.optimizer]
-        scale = done.grad_scale or 1.0
         moved = Movement()
 
-        def see() -> None:
+        def see(done: OptimizerStep) -> None:
             nonlocal moved
+            if done.found_inf:
+                return  # what a fused kernel skips is as if the scaler had not called the optimizer
+            scale = done.grad_scale or 1.0
             for gradient in (p.grad for p in self._parameters if p.grad is not None):
                 squared = (gradient.double() / scale).square().sum().item()
                 moved += Movement(0.0, squared, int(gradient.count_nonzero()))
 
-        # What a fused kernel skips is as if the scaler had not called the optimizer at all.
-        self.step(step, scratch, None if done.found_inf else see)
+        self.step(step, scratch, see)
         for old, parameter in zip(before, self._parameters, strict=True):
             update = (parameter - old).double().square().sum().item()
             moved += Movement(update_squared=update)
         return moved
 
-    def _give_gradients(self, step: Step, scratch: Scratch) -> None:
+    def _give_gradients(self, call: OptimizerCall, scratch: Scratch) -> None:
         position = 0
         for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
             count = block.stop - block.start
-            if block.parameter in step.absent:
+            if block.parameter in call.absent:
                 parameter.grad = None
                 continue
             gradient = scratch.zeros(parameter, position, count)
-            if gradient.is_cpu or isinstance(step.decode, IndexedDecoder):
-                step.decode(block, gradient)
+            if gradient.is_cpu or isinstance(call.decode, IndexedDecoder):
+                call.decode(block, gradient)
             else:
                 host = torch.zeros(count, dtype=gradient.dtype, device="cpu")
-                step.decode(block, host)
+                call.decode(block, host)
                 gradient.copy_(host)
             parameter.grad = self._reshaped(block, gradient)
             position += aligned(count)
@@ -376,15 +437,12 @@ class UnitState:
                     destination.copy_(elements)
 
     def _build(self, consumed: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        # In the live groups' order: a sum over several tensors rounds by it.
+        place = {name: i for i, name in enumerate(self._group_of)}
+        pairs = zip(self.unit.blocks, self._parameters, strict=True)
+        ordered = sorted(pairs, key=lambda pair: place[self._name(pair[0])])
         grouped = [
-            (
-                consumed[index],
-                [
-                    parameter
-                    for block, parameter in zip(self.unit.blocks, self._parameters, strict=True)
-                    if self._group(block.parameter) == index
-                ],
-            )
+            (consumed[index], [p for block, p in ordered if self._group(block.parameter) == index])
             for index in self._groups
         ]
         optimizer = build(self._spec, grouped)

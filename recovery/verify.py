@@ -36,6 +36,7 @@ class Checked:
 
     Attributes:
         fences: Files that say which incarnation owns which steps.
+        incarnations: How many they are of.
         shards: Snapshot files.
         segments: Files of differentials.
         chunks: Staging files.
@@ -43,6 +44,7 @@ class Checked:
     """
 
     fences: int
+    incarnations: int
     shards: int
     segments: int
     chunks: int
@@ -228,6 +230,7 @@ def _in_memory(
 def _checked(folder: RunFolder, catalog: Catalog) -> Checked:
     return Checked(
         fences=len(list(folder.fences())),
+        incarnations=len(folder.incarnations()),
         shards=sum(len(list(path.glob("rank-*.json"))) for _, _, path in folder.snapshots()),
         segments=len(list(folder.segments())),
         chunks=sum(len(stage.chunks()) for stage in catalog.staging),

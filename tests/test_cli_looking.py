@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from lowdiff.persistence.fences import read_fence, write_fence
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
 from tests.commands import Command, command, copy, trained
 from tests.recovery.test_inspection import KEYS
-from tests.recovery.training import Trained, flip
+from tests.recovery.training import Trained, flip, train
 
 __all__ = ["command", "copy", "trained"]  # fixtures
 
@@ -40,6 +43,26 @@ def test_inspect_prints_a_table(command: Command, trained: Trained) -> None:
     assert any(row.startswith("differentials 12, of steps 1 to 12 (") for row in rows)
 
 
+@pytest.mark.parametrize("what", ["whole", "damaged", "died in attach"])
+def test_inspect_and_verify_count_the_same_incarnations(
+    command: Command, tmp_path: Path, what: str
+) -> None:
+    train(tmp_path, 4)
+    run = train(tmp_path, 6)
+    folder = RunFolder(run.run)
+    if what == "damaged":
+        flip(folder.fence(1, 0), 40)
+    elif what == "died in attach":
+        # Of another history, whose first snapshot never became durable.
+        fence = read_fence(folder.fence(0, 0))
+        write_fence(folder, replace(fence, incarnation=2, world_size=2))
+    number = 3 if what == "died in attach" else 2
+    shown = command("inspect", run.run, "--staging", run.staging)
+    assert f", {number} incarnations" in shown.out
+    checked = command("verify", run.run, "--staging", run.staging)
+    assert f"Checksums: {number} fences of {number} incarnations, " in checked.out
+
+
 def test_inspect_says_what_is_damaged_and_what_is_left(command: Command, copy: Trained) -> None:
     flip(copy.segment(6), 100)
     rows = [
@@ -65,7 +88,8 @@ def test_verify_prints_what_it_checked(command: Command, trained: Trained) -> No
     result = command("verify", trained.run, "--staging", trained.staging, "--workers", 2)
     assert (result.code, result.err) == (0, "")
     assert result.out.splitlines() == [
-        "Checksums: 1 fence, 4 snapshot files, 3 segments, 0 staging files with 12 differentials",
+        "Checksums: 1 fence of 1 incarnation, 4 snapshot files, 3 segments, "
+        + "0 staging files with 12 differentials",
         "Replayed 0 to 5: every bit as in snapshot 5",
         "Replayed 5 to 10: every bit as in snapshot 10",
         "Replayed 10 to 12: every bit as in snapshot 12",

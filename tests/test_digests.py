@@ -10,7 +10,8 @@ from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.digests import Looker, Shift, checksum, join
+from lowdiff.digests import Looker, Shift, join
+from tests.checksums import checksum
 
 
 @given(data=st.binary(max_size=400), cuts=st.lists(st.integers(0, 400), max_size=5))

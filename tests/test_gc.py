@@ -18,7 +18,7 @@ from lowdiff.persistence.retention import retention_locked
 from lowdiff.persistence.retention_notes import note_policy, write_pin
 from lowdiff.persistence.retention_plan import Pin
 from lowdiff.persistence.snapshots import check_shard
-from tests.commands import Command, command, copy, trained
+from tests.commands import Command, Result, command, copy, trained
 from tests.mounts import remount, tmpfs_or_skip
 from tests.recovery.training import Trained, flip, train
 
@@ -219,6 +219,11 @@ def test_damage_that_hides_what_must_stay_stops_it(command: Command, copy: Train
         (["run", "--force"], "--force goes with --staging"),
         (["run", "--staging", "--every-steps", "3"], "--staging goes with"),
         (["run", "--staging", "--unpin", "x"], "--staging goes with"),
+        (["--staging", "--yes"], "--yes needs a run or --all-runs"),
+        (["run", "--staging", "--all-runs"], "either a run or --all-runs"),
+        (["run", "--yes"], "--yes goes with --staging"),
+        (["--all-runs"], "--all-runs goes with --staging"),
+        (["run", "--staging-folder", "x"], "--staging-folder goes with --staging"),
     ],
     ids=str,
 )
@@ -236,25 +241,52 @@ def test_bad_values_and_folders_are_refused(command: Command, copy: Trained) -> 
     assert command("gc", copy.run.parent, "--keep-snapshots", "1").code == 1
 
 
-def test_staging_memory_of_dead_runs_is_cleared(command: Command, tmp_path: Path) -> None:
-    crashed = train(tmp_path / "crashed", 6, end="crash")
-    killed = train(tmp_path / "killed", 6, end="kill", batch_size=1000)
-    assert "Removed 1 folder of" in command("gc", "--staging", crashed.staging).out
-    assert not any(crashed.staging.iterdir())
-    (stage,) = killed.staging.glob("*/i*")
-    result = command("gc", killed.staging, "--staging")
-    assert f"Kept {stage} (" in result.out
-    assert "are here only; the next attach moves them" in result.out
-    lock = FileLock(stage / "trainer.lock")
+def test_staging_memory_is_listed_and_cleared_of_one_run_or_of_all(
+    command: Command, tmp_path: Path
+) -> None:
+    staging = tmp_path / "memory"
+    crashed = train(tmp_path / "crashed", 6, end="crash", staging=staging)
+    killed = train(tmp_path / "killed", 6, end="kill", batch_size=1000, staging=staging)
+
+    def clear(*arguments: object) -> Result:
+        return command("gc", *map(str, arguments), "--staging", "--staging-folder", staging)
+
+    stages = sorted(staging.glob("*/i*"))
+    (lost,) = (s for s in stages if read_run_id(RunFolder(killed.run)) == s.parent.name)
+    for arguments in ([], [crashed.run], ["--all-runs"], ["--dry-run", "--yes", "--all-runs"]):
+        listed = clear(*arguments)
+        assert listed.code == 0, listed.err
+        assert "Would remove 1 folder of" in listed.out
+        assert (f"Kept {lost} (" in listed.out) == (arguments != [crashed.run])
+        assert sorted(staging.glob("*/i*")) == stages
+    assert "to remove it, say `--yes`" in clear().out
+    assert "are here only; the next attach moves them" in clear(killed.run).out
+    assert "Would remove 0 folders" in clear(killed.run).out
+
+    assert "Removed 0 folders" in clear(killed.run, "--yes").out
+    assert sorted(staging.glob("*/i*")) == stages, "another run's memory is left alone"
+    assert "Removed 1 folder of" in clear("--all-runs", "--yes").out
+    assert list(staging.glob("*/i*")) == [lost]
+    lock = FileLock(lost / "trainer.lock")
     assert lock.acquire("process 7")
-    document = json.loads(command("gc", "--staging", killed.staging, "--force", "--json").out)
+    document = json.loads(clear(killed.run, "--force", "--yes", "--json").out)
     assert [f["reason"] for f in document["folders"]] == ["in use by process 7"]
     lock.release()
-    assert (
-        "Would remove 1 folder"
-        in command("gc", "--staging", killed.staging, "--force", "--dry-run").out
-    )
-    assert stage.exists()
-    assert command("gc", "--staging", killed.staging, "--force").code == 0
-    assert not stage.exists()
+    assert "Would remove 1 folder" in clear(killed.run, "--force").out
+    assert lost.exists()
+    assert clear(killed.run, "--force", "--yes").code == 0
+    assert not lost.exists()
     assert train(tmp_path / "crashed", 8).models[8]  # goes on from what is durable
+
+
+def test_memory_of_a_deleted_run_is_found_by_the_runs_path(
+    command: Command, tmp_path: Path
+) -> None:
+    killed = train(tmp_path, 6, end="kill")
+    shutil.rmtree(killed.run)
+    line = ["gc", killed.run, "--staging", "--staging-folder", killed.staging, "--force", "--yes"]
+    assert "Removed 1 folder" in command(*line).out
+    assert not any(killed.staging.iterdir())
+    result = command(*line)
+    assert result.code == 1, "nothing is left that says that there was a run"
+    assert str(killed.run) in result.error

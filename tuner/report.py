@@ -192,6 +192,7 @@ def make_report(question: Question, *, seed: int = 0) -> Report:
     f, b = choice.setting.snapshot_every, choice.setting.batch_size
     published = Setting(*published_choice(costs, rates))
     now = question.current
+    simulated = _compare(question, choice.setting, seed)
     return Report(
         question=question,
         choice=choice,
@@ -201,10 +202,10 @@ def make_report(question: Question, *, seed: int = 0) -> Report:
         published_waste=waste(costs, rates, *_numbers(published)),
         heat_map=_heat_map(question, [choice.setting, published, *([now] if now else [])]),
         sensitivities=_sensitivities(question, choice.setting),
-        simulated=_compare(question, choice.setting, seed),
+        simulated=simulated,
         bytes_per_day=24 * written_bytes_per_hour(costs, f, b),
         stored_bytes=stored_bytes(costs, limits, f),
-        warnings=tuple(_warnings(question, choice)),
+        warnings=(*_warnings(question, choice), *_better(simulated)),
     )
 
 
@@ -319,6 +320,20 @@ def _compare(question: Question, setting: Setting, seed: int) -> tuple[Simulated
     ]
     others = sorted(found[1:], key=lambda one: -one.effective_share)
     return found[0], *others
+
+
+def _better(simulated: Sequence[Simulated]) -> list[str]:
+    """Name the best other strategy, if it wastes less by more than the simulation's error."""
+    if not simulated:
+        return []
+    own, best = simulated[:2]  # the others are in order
+    gain = best.effective_share - own.effective_share
+    if gain <= 2 * (own.standard_error + best.standard_error):
+        return []
+    note = f" ({best.strategy.note})" if best.strategy.note else ""
+    name = f"{best.strategy.name}{note}"
+    shares = f"{best.effective_share:.2%} of the time would be training, {own.effective_share:.2%}"
+    return [f"{name} would waste less here: {shares} with lowdiff at its best setting"]
 
 
 def _warnings(question: Question, choice: Choice) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 
 from lowdiff.attached import Attached
 from lowdiff.digests import Looker, in_order, join
-from lowdiff.layout import bits, flat, shard_owners
+from lowdiff.layout import bits, flat, shares_of
 from lowdiff.types import AverageStep, Bits, Written
 
 _logger = logging.getLogger(__name__)
@@ -72,10 +72,7 @@ class Watch:
         self._rank, self._world_size = rank, world_size
         self._can_look = attached.is_on_host
         self._is_live = is_live and self._can_look
-        owners = shard_owners(attached.layout, world_size)
-        self._shares = [
-            [i for i, owner in enumerate(owners) if owner == other] for other in range(world_size)
-        ]
+        self._shares = shares_of(attached.layout, world_size)
         self._own = self._shares[rank]
         self._of_optimizer = [
             [i for i in self._own if attached.owner[i] == index]
@@ -104,6 +101,27 @@ class Watch:
         """Look at what an optimizer has updated, before any hook of the user's can write to it."""
         if self._is_live:
             self._seen |= self._look(self._of_optimizer[optimizer])
+
+    def end_call(self, step: int, averages: Mapping[str, AverageStep]) -> Written:
+        """Close one optimizer step of a body, in which another one follows.
+
+        Parameters are looked at if an average may have taken in what something else wrote to them;
+        else the next look is soon enough.
+
+        Args:
+            step: Number of the body's step.
+            averages: What every average did since the last call.
+        """
+        before, self._before = self._before, {}
+        if not self._is_live or not any(average.updated for average in averages.values()):
+            self._say(step, before, {})
+            return Written(before)
+        found = self._look(self._own)
+        after = self._changed(found)
+        self._seen = found
+        _, moved = self._look_at_averages(averages, after)
+        self._say(step, before, after)
+        return Written(before, after, moved)
 
     def at_commit(self, step: int, averages: Mapping[str, AverageStep]) -> Seen:
         """Look at everything at the end of a step; forgets the step.

@@ -11,6 +11,7 @@ ELSEWHERE = {
     "README.md": "tests/face/test_readme.py runs it; `make test` runs these tests, and so the demo",
     "docs/api.md": "made from the docstrings, whose page is compared below",
     "docs/benchmarks.md": "tests/benches runs every bench with --smoke",
+    "docs/your_loop.md": "tests/docs/test_your_loop.py runs each of its snippets three times",
     "docs/format.md": "tests/persistence/test_format_doc.py reads it",
 }
 #: Document and how a block begins -> why it is not run here.

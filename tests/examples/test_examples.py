@@ -61,6 +61,7 @@ def losses_in(text: str) -> dict[int, str]:
     "name",
     [
         "single_process",
+        "ppo",
         pytest.param("gan", marks=pytest.mark.slow),
         pytest.param("from_torch_save", marks=pytest.mark.slow),
         # They are what they are: warnings of a framework are not lowdiff's.
@@ -83,7 +84,7 @@ def test_an_example_that_is_started_again_goes_on_exactly(tmp_path: Path, name: 
 @pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["single_process", "gan", "from_torch_save", "ddp_cnn"])
+@pytest.mark.parametrize("name", ["single_process", "ppo", "gan", "from_torch_save", "ddp_cnn"])
 def test_an_example_that_was_killed_ends_as_if_it_were_not(tmp_path: Path, name: str) -> None:
     whole = output_of(tmp_path, name, "whole")
     killed = output_of(tmp_path, name, "run", kill_after="step 30:")

@@ -74,6 +74,7 @@ def child(
         "stats": caught(checkpointer.stats),
         "keep": caught(lambda: checkpointer.keep(1)),
         "loop": caught(lambda: next(steps)),
+        "detach": caught(checkpointer.detach),
         "close": caught(checkpointer.close),
     }
     # What the parent stages is in memory that both share: no hook may write there.

@@ -346,6 +346,9 @@ def test_accumulating_over_commits_is_warned_about(
     loop.attach()
     loop.model(torch.randn(8, 20)).square().mean().backward()
     loop.checkpointer.commit()
+    loop.model(torch.randn(8, 20)).square().mean().backward()
+    loop.optimizer.step()  # with what the body before it left
+    loop.checkpointer.commit()
     assert "run all backward passes of an optimizer step between two commits" in caplog.text
     loop.die()
 

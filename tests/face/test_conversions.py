@@ -37,7 +37,7 @@ def step(loop: Loop, number: int) -> None:
     loop.optimizer.step()
 
 
-@pytest.mark.parametrize("convert", [nn.Module.double, bfloat16, channels_last])
+@pytest.mark.parametrize("convert", [nn.Module.double, bfloat16])
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_model_that_is_converted_after_attach_is_refused_before_it_steps(
     tmp_path: Path, convert: Callable[[nn.Module], object], before: int

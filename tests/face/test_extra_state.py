@@ -148,9 +148,14 @@ def test_the_average_of_such_a_model_is_resumed(tmp_path: Path) -> None:
 def test_a_model_without_extra_state_has_no_item_for_it(tmp_path: Path) -> None:
     Loop(tmp_path, model=Plain()).run(2)
     state = recovered(tmp_path)
-    assert state.fence.stateful == {}
+    assert list(state.fence.stateful) == ["checkpointer.state"]
     known = {*state.items[0], *state.fence.names.values()}
-    assert {name.partition("/")[0] for name in known - set(state.parameters)} == {"buffer", "rng"}
+    assert {name.partition("/")[0] for name in known - set(state.parameters)} == {
+        "buffer",
+        "rng",
+        "stateful",
+    }
+    assert state.stateful == {}
 
 
 class Compiled(nn.Module):

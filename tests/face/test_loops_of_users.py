@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowdiff
+from lowdiff.compressors import TopK
 from lowdiff.errors import UsageError
 from tests.face.loops import Loop
 
@@ -342,3 +343,71 @@ def test_an_error_of_the_training_comes_out_when_the_disk_takes_nothing(
     again = UserLoop(tmp_path, "called")
     assert again.attach() == 3
     again.checkpointer.close()
+
+
+@pytest.mark.parametrize("commits", ["steps", "commit"])
+@pytest.mark.parametrize(
+    ("clears", "warns"),
+    [
+        ("before forward", False),
+        ("before backward", False),
+        ("in place", False),
+        ("never", True),
+        ("never, and steps without a backward pass", True),
+    ],
+)
+def test_gradients_of_a_skipped_step_matter_only_if_the_next_body_uses_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, commits: str, clears: str, warns: bool
+) -> None:
+    """A loop leaves out the step of a bad batch, and clears its gradients at the top of a body."""
+    loop = Loop(tmp_path)
+    loop.attach()
+
+    def body(number: int) -> None:
+        if clears == "before forward":
+            loop.optimizer.zero_grad()
+        if number == 3 and "without a backward" in clears:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            return
+        for part in range(2):  # gradients are accumulated within a body
+            inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
+            loss = loop.model(inputs).square().mean()
+            if part == 0 and clears in ("before backward", "in place"):
+                loop.optimizer.zero_grad(set_to_none=clears == "before backward")
+            loss.backward()
+        if number != 2:
+            loop.optimizer.step()
+            if "never" in clears:
+                loop.optimizer.zero_grad()
+
+    if commits == "steps":
+        for number in loop.checkpointer.steps(5):
+            body(number)
+    else:
+        for number in range(5):
+            body(number)
+            loop.checkpointer.commit()
+    assert caplog.text.count("step 3 ended without optimizer.step()") == warns
+    loop.checkpointer.close()
+    assert not any(p._backward_hooks for p in loop.model.parameters()), "no hook is left behind"
+
+
+def test_gradients_of_another_optimizer_are_not_in_the_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both turns of a body were left out; each turn of the next clears its own gradients first."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    with lowdiff.Checkpointer(
+        tmp_path / "run", compressor=TopK(0.5), staging=tmp_path / "staging"
+    ) as checkpointer:
+        checkpointer.attach(model, optimizers)
+        for number in checkpointer.steps(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                own = [p for group in optimizer.param_groups for p in group["params"]]
+                model(torch.ones(2, 4)).sum().backward(inputs=own)
+                if number != 1:
+                    optimizer.step()
+    assert "ended without optimizer.step()" not in caplog.text

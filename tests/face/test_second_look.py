@@ -1,8 +1,9 @@
-"""Writes that are easy to overlook: they are exact at their step, or refused by name at the next."""
+"""Writes that are easy to overlook: they are exact at their step."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.errors import UsageError
+from lowdiff.recovery.verify import verify
 
 
 class Table(nn.Module):
@@ -64,24 +65,52 @@ def test_one_element_of_a_small_frozen_table_is_exact_at_its_step(tmp_path: Path
         assert torch.equal(state.model_state_dict()["table"], expected[number]), number
 
 
-def test_a_parameter_that_is_transposed_in_place_is_exact_then_and_refused_after(
+def transposed(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data.t()  # the same memory, in another order
+
+
+def orthogonal(layer: nn.Linear) -> None:
+    layer.weight.data, _ = torch.linalg.qr(layer.weight.data)  # LAPACK's order: by columns
+
+
+def a_column_of_two(layer: nn.Linear) -> None:
+    layer.weight.data = torch.stack([layer.weight.data, layer.weight.data + 1], dim=-1)[..., 1]
+
+
+@pytest.mark.parametrize("place", ["before forward", "before step", "after step", "after commit"])
+@pytest.mark.parametrize("write", [transposed, orthogonal, a_column_of_two])
+def test_values_in_another_memory_order_are_exact_and_training_goes_on(
     tmp_path: Path,
+    write: Callable[[nn.Linear], None],
+    place: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    torch.manual_seed(0)
     layer = nn.Linear(12, 12)
     checkpointer, optimizer = begun(tmp_path, layer)
-    for _ in range(4):
-        step(layer, optimizer, 12)
+    expected = {}
+    for number in range(1, 9):
+        writes = {place} if number in (3, 4, 7) else set()
+        if "before forward" in writes:
+            write(layer)
+        optimizer.zero_grad()
+        layer(torch.randn(4, 12)).square().mean().backward()
+        if "before step" in writes:
+            write(layer)
+        optimizer.step()
+        if "after step" in writes:
+            write(layer)
         checkpointer.commit()
-    step(layer, optimizer, 12)
-    layer.weight.data = layer.weight.data.t()  # the same memory, in another order
-    checkpointer.commit()
-    expected = layer.weight.detach().clone()
-    with pytest.raises(UsageError, match=r"'weight' was .*copy_"):
-        step(layer, optimizer, 12)
+        expected[number] = layer.weight.detach().clone()
+        if "after commit" in writes:
+            write(layer)
     checkpointer.close()
-    state = lowdiff.recover(tmp_path / "run", 5, staging=tmp_path / "staging")
-    assert torch.equal(state.model_state_dict()["weight"], expected)
+    for number, weight in expected.items():
+        state = lowdiff.recover(tmp_path / "run", number, staging=tmp_path / "staging")
+        assert torch.equal(state.model_state_dict()["weight"], weight), number
+    assert caplog.text.count("another memory order") == 1
+    report = verify(tmp_path / "run", tmp_path / "staging")
+    assert report.ok, report.failures
+    assert report.snapshots == (0, 8)
 
 
 def test_an_expanded_gradient_is_compressed_like_any_other(tmp_path: Path) -> None:

@@ -247,8 +247,8 @@ def test_stats_after_a_close_that_failed_are_those_of_its_life(
         loop.step(number)
         loop.checkpointer.commit()
 
-    def failing(opened: Opened, *, failed: bool) -> None:
-        finish(opened, failed=failed)
+    def failing(opened: Opened, *, failed: bool, **options: bool) -> None:
+        finish(opened, failed=failed, **options)
         if broken:
             monkeypatch.setattr(Stager, "figures", lambda _: 1 / 0)
         raise WriterFailed("it took too long")

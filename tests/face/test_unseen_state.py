@@ -248,7 +248,7 @@ def test_a_post_hook_of_the_users_is_no_work_of_the_optimizers(
 class Counting(torch.optim.Optimizer):
     """Counts its steps beside the parameters' state, in a number or in a dict."""
 
-    def __init__(self, params: Any, *, entry: Callable[[int], Any]) -> None:
+    def __init__(self, params: Any, *, entry: Callable[[int], Any] = int) -> None:
         super().__init__(params, {"lr": 0.1})
         self.entry, self.count = entry, 0
 

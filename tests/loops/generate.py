@@ -210,7 +210,7 @@ def generate(seed: int) -> Loop:
 
 
 def _write(chance: random.Random, steps: int, is_steps: bool) -> Write:
-    on_parameters = ["clamp", "normalised", "vector", "new tensor", "copy_"]
+    on_parameters = ["clamp", "normalised", "vector", "new tensor", "new order", "copy_"]
     kind = chance.choice([*on_parameters, *sorted(GRADIENT_WRITES), *sorted(SLOW_WRITES)])
     extents = ["all", "all", "percent", "row", "element"]
     places = ["top", "before step", "after step", *([] if is_steps else ["after commit"])]

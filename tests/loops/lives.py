@@ -175,7 +175,7 @@ def _recovered_digests(loop: Loop, state: lowdiff.RecoveredState, rank: int) -> 
         {
             n.removeprefix(prefix): state.item(n, rank)
             for n in state.items[rank]
-            if n.startswith(prefix)
+            if n.startswith(prefix) and n != prefix + "checkpointer.state"
         },
         state.item("rng/torch", rank),
     )

@@ -247,9 +247,11 @@ class Training:
                 mixed = slow.lerp(kept, 0.5) if kind == "lookahead" else slow.clone()
                 parameter.data.copy_(mixed)
                 slow.copy_(mixed if kind == "lookahead" else kept)
-            elif kind == "new tensor":
+            elif kind in ("new tensor", "new order"):
                 made = parameter.data.clone()
                 _select(made, extent).mul_(0.99)
+                if kind == "new order":
+                    made = made.transpose(0, -1).contiguous().transpose(0, -1)
                 parameter.data = made
             elif kind == "copy_":
                 _select(parameter, extent).copy_(part * 0.99)

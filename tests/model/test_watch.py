@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from lowdiff.attached import Attached, describe
-from lowdiff.digests import checksum, join
+from lowdiff.digests import join
 from lowdiff.layout import bits, flat, shard_owners
 from lowdiff.model.watch import Seen, Watch
 from lowdiff.types import AverageStep, Bits
+from tests.checksums import checksum
 
 Write = Callable[[nn.Parameter], None]
 

@@ -34,8 +34,17 @@ from lowdiff.persistence.records import StoredRecord
 from lowdiff.persistence.sections import sections_bytes, write_sections
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.staging import StagingLog, staged_records
-from lowdiff.persistence.values import decode, encode
-from lowdiff.types import AverageStep, Bits, Differential, OptimizerStep, Payload, Section, Written
+from lowdiff.persistence.values import decode, encode, same
+from lowdiff.types import (
+    AverageStep,
+    Bits,
+    Differential,
+    EarlierStep,
+    OptimizerStep,
+    Payload,
+    Section,
+    Written,
+)
 
 CODEC = Codec()
 RUN_ID = "00112233445566778899aabbccddeeff"
@@ -219,7 +228,7 @@ def test_a_section_of_what_was_written_that_names_no_parameter_is_damage(tmp_pat
             read(record)
 
 
-# What is to come
+# Several optimizer steps in one body
 
 
 def with_steps(num_steps: int, *sections: Section) -> RecordRef:
@@ -239,14 +248,47 @@ def with_steps(num_steps: int, *sections: Section) -> RecordRef:
     return in_segment(header.framed(bytes(body)))
 
 
-def test_a_body_of_several_optimizer_steps_is_refused_by_name() -> None:
+def test_all_optimizer_steps_of_a_body_come_back(tmp_path: Path) -> None:
+    def values(first: int) -> Bits:
+        return np.arange(first, first + 5, dtype=np.uint32)
+
+    earlier = tuple(
+        EarlierStep(
+            optimizers=(OptimizerStep(True, ({"lr": 0.1 * n},)), OptimizerStep(False, ())),
+            absent=(n,),
+            payload=Payload((Section(str(n), "planes", values(n)),)),
+            averages={"ema": AverageStep(True, "get_ema_avg_fn", 0.9, n)} if n else {},
+            written=Written({3: values(20 + n)}, {4: values(30)}, {"ema": {4: values(40)}}),
+        )
+        for n in range(3)
+    )
+    written = replace(differential(), earlier=earlier)
+    record = staged(tmp_path, written)
+    for found in (read(record), read(in_segment(coded_record(record, CODEC)))):
+        assert [s.name for s in found.payload.sections] == ["values/float32"]
+        assert len(found.earlier) == 3
+        for left, right in zip(found.steps, written.steps, strict=True):
+            assert left.optimizers == right.optimizers
+            assert left.absent == right.absent
+            assert left.averages == right.averages
+            assert [(s.name, s.data.tolist()) for s in left.payload.sections] == [
+                (s.name, s.data.tolist()) for s in right.payload.sections
+            ]
+            assert same(
+                [left.written.before, left.written.after, left.written.averages],
+                [right.written.before, right.written.after, right.written.averages],
+            )
+
+
+def test_a_section_of_an_optimizer_step_that_is_not_there_is_damage() -> None:
     assert read(with_steps(1)).step == 3
-    for record in (with_steps(2), with_steps(0)):
-        with pytest.raises(DamagedFile, match=r"optimizer steps in one loop body.*replays one"):
-            read(record)
-    later = Section("step/1/values/float32", "planes", np.arange(5, dtype=np.uint32))
-    with pytest.raises(DamagedFile, match=r"optimizer steps in one loop body.*replays one"):
-        read(with_steps(1, later))
+    assert len(read(with_steps(2)).earlier) == 1
+    for name in ("step/1/values/float32", "step/-1/x", "step/a/x", "step/99999999999/x"):
+        section = Section(name, "planes", np.arange(5, dtype=np.uint32))
+        with pytest.raises(DamagedFile, match="step 3 is no differential"):
+            read(with_steps(1, section))
+    with pytest.raises(DamagedFile, match="no optimizer step"):
+        read(with_steps(0))
 
 
 # The frames themselves

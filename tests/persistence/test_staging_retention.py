@@ -70,8 +70,8 @@ def made_durable(run: RunFolder, stage: StagingFolder) -> None:
     WriterProcess(settings).finish(PATIENCE_SECONDS)
 
 
-def cleared(stage: StagingFolder, **options: bool) -> StagingVerdict:
-    (verdict,) = clear_staging(stage.root.parent.parent, **options)
+def cleared(stage: StagingFolder, *, force: bool = False, dry_run: bool = False) -> StagingVerdict:
+    (verdict,) = clear_staging(stage.root.parent.parent, force=force, dry_run=dry_run)
     assert verdict.path == stage.root
     return verdict
 

@@ -163,7 +163,7 @@ def test_others_may_add_to_a_mounted_tmpfs_and_what_they_add_is_not_used(
 def test_gc_of_a_folder_of_somebody_else_is_an_error(shared: Path) -> None:
     root = shared / "lowdiff-0"
     as_stranger('mkdir "$1"', root)
-    command = [sys.executable, "-m", "lowdiff", "gc", "--staging", str(root)]
+    command = [sys.executable, "-m", "lowdiff", "gc", "--staging", "--staging-folder", str(root)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "belongs to user 61234" in result.stderr

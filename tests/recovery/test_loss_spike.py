@@ -56,6 +56,18 @@ def test_a_spike_is_seen_in_the_timeline_and_healed_by_a_new_run(tmp_path: Path)
     assert max(healed) < 2 * before
 
 
+def test_the_timeline_says_when_no_step_stands_out(tmp_path: Path) -> None:
+    def told(until: int) -> str:
+        place = [str(tmp_path / "calm"), "--staging", str(tmp_path / "staging")]
+        loss_spike.main([*place, "--spike-step", "1000", "--until", str(until)])
+        return command("timeline", tmp_path / "calm", "--staging", tmp_path / "staging")
+
+    assert "too few steps to tell whether one is far out of line: it takes 11" in told(10)
+    calm = told(40)
+    assert "no step is far out of line: no norm is over 50 times the median" in calm
+    assert "the first far out of line" not in calm
+
+
 @pytest.mark.parametrize(
     ("norms", "expected"),
     [

@@ -79,7 +79,7 @@ def as_step(number: int, hyper: tuple[dict[str, Any], ...], gradients: list[torc
 
     done = OptimizerStep(stepped=True, consumed=hyper)
     shard = Differential(number, 0, 0, 1, (done,), (), (), Payload(()))
-    return Step.of((shard,), decode)
+    return Step.of((shard,), lambda _: decode)
 
 
 def assert_units_replay(

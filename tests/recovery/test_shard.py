@@ -16,7 +16,6 @@ from torch import nn
 from lowdiff.attached import describe, hyper_parameters
 from lowdiff.compressors import Dense
 from lowdiff.compressors.dense import DenseReducer
-from lowdiff.digests import checksum
 from lowdiff.environment import environment_of
 from lowdiff.errors import DamagedFile, ReplayMismatch
 from lowdiff.layout import byte_view, flat
@@ -27,6 +26,7 @@ from lowdiff.recovery.shard import Shard, contents_of
 from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned
 from lowdiff.recovery.unit import Step
 from lowdiff.types import Differential, Fence, OptimizerStep, Payload, Section
+from tests.checksums import checksum
 
 STEPS = 4
 
@@ -122,8 +122,9 @@ class Live:
         differential = Differential(
             number, 0, 0, 1, (done,), (), (), payload, items, digests=digests
         )
-        decode = Dense().decoder([payload], self.fence.layout)
-        return Step.of((differential,), decode)
+        return Step.of(
+            (differential,), lambda payloads: Dense().decoder(payloads, self.fence.layout)
+        )
 
     def state(self, step: int) -> RecoveredState:
         state = empty_state(step, self.fence)

@@ -118,7 +118,7 @@ def train(
         inside: Called in each body with the number of completed steps.
         settings: For the Checkpointer.
     """
-    trained = Trained(folder / "run", folder / "staging")
+    trained = Trained(folder / "run", settings.pop("staging", folder / "staging"))
     torch.manual_seed(1)
     model = Model()
     optimizer = build(model)

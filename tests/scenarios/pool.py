@@ -95,4 +95,5 @@ def _run(job: Job, rank: int, world_size: int, store: str, arguments: Sequence[A
     try:
         return job(rank, world_size, *arguments)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a job may have ended it
+            dist.destroy_process_group()

@@ -386,3 +386,22 @@ def test_the_ends_of_what_units_allow_are_reported_on_or_refused(
 def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         replace(JOB, **wrong)
+
+
+def test_another_strategy_that_wastes_less_is_named() -> None:
+    def told(**changes: Any) -> tuple[list[str], Any]:
+        asked = question("laptop")
+        report = make_report(replace(asked, costs=replace(asked.costs, **changes)))
+        return [text for text in report.warnings if "would waste less" in text], report
+
+    # To stage a step takes as long as to train it.
+    costs, _ = JOBS["laptop"]
+    (text,), report = told(differential_seconds=costs.step_seconds)
+    own, best = report.simulated[:2]
+    assert best.effective_share > own.effective_share
+    assert text.startswith(f"{best.strategy.name} (")
+    assert f"{best.effective_share:.2%} of the time would be training" in text
+    assert f"{own.effective_share:.2%} with lowdiff" in text
+    found, report = told(differential_seconds=1e-6, snapshot_seconds=1e-6)
+    assert report.simulated[0].effective_share >= report.simulated[1].effective_share
+    assert found == []
