@@ -43,16 +43,27 @@ class ProcessSettings:
         return json.dumps(asdict(self))
 
 
+class DetachedProcess(subprocess.Popen[bytes]):
+    """A process that is meant to outlive us: to drop its handle while it runs is no mistake."""
+
+    def __del__(self) -> None:
+        # Popen would warn of it, which is an error under `python -W error`. No process id: it
+        # could not be started.
+        if self.returncode is None and self.pid and self.poll() is None:
+            self.returncode = 0
+        super().__del__()
+
+
 def start_detached(
     module: str, settings: ProcessSettings, log: Path, **environment: str
-) -> subprocess.Popen[bytes]:
+) -> DetachedProcess:
     """Start a module with its settings, a pipe to its stdin, and its output appended to ``log``.
 
     Its environment is ours and ``environment``.
     """
     # In its own session, so that a launcher's kill of our process group does not reach it.
     with log.open("ab") as output:
-        return subprocess.Popen(
+        return DetachedProcess(
             [sys.executable, "-m", module, settings.to_json()],
             stdin=subprocess.PIPE,
             bufsize=0,  # what it is told goes out at once

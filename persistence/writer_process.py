@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lowdiff.errors import WriterFailed
 from lowdiff.events import log_event, printable
-from lowdiff.persistence.detached import start_detached
+from lowdiff.persistence.detached import DetachedProcess, start_detached
 from lowdiff.persistence.status import StatusReader, WriterStatus
 from lowdiff.persistence.writer_settings import (
     END,
@@ -88,8 +88,8 @@ class Deaths:
         log_event(self._logger, logging.WARNING, f"{kind}_restarted", text, **facts)
 
     def successor(
-        self, start: Callable[[], subprocess.Popen[bytes]], done: Sequence[int]
-    ) -> subprocess.Popen[bytes] | None:
+        self, start: Callable[[], DetachedProcess], done: Sequence[int]
+    ) -> DetachedProcess | None:
         """Another one; None if it cannot be started now."""
         try:
             process = start()
@@ -277,7 +277,7 @@ class WriterProcess:
             except BrokenPipeError:
                 _logger.warning("the writer of rank %d had ended before", self._settings.rank)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> DetachedProcess:
         log, module = self._settings.staging.writer_log, "lowdiff.persistence.writer"
         # It multiplies no matrices, for which NumPy would start a thread for each core.
         return start_detached(module, self._settings, log, OPENBLAS_NUM_THREADS="1")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import time
 from collections.abc import Sequence
 
-from lowdiff.persistence.detached import start_detached
+from lowdiff.persistence.detached import DetachedProcess, start_detached
 from lowdiff.persistence.replica_status import (
     ReplicaPage,
     ReplicaReader,
@@ -78,7 +77,7 @@ class ReplicaProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> DetachedProcess:
         log = self._settings.staging.replica_log
         return start_detached("lowdiff.recovery.replica", self._settings, log)
 
