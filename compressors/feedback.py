@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -134,6 +135,13 @@ class RotatingResidual:
             step: The step whose residual it is.
             copies: Bring it to the host.
             is_first: Whether nothing was copied in this life.
+        """
+
+    def move(self, path: Path) -> None:
+        """Between two steps: keep in another file what is kept where it survives the process.
+
+        Raises:
+            StorageError: If there is no memory for it.
         """
 
     def mark(self) -> ResidualMark | None:

@@ -39,6 +39,15 @@ class StagedResidual(RotatingResidual):
         super().load(residuals)
         self._complete(self.slot)
 
+    def move(self, path: Path) -> None:
+        """See ``RotatingResidual.move``."""
+        file = ResidualSlots(path, self.layout, NUM_SLOTS)
+        slots = [_tensors(views, self.layout) for views in file.views]
+        for target, values in zip(slots[self.slot], self._slots[self.slot], strict=True):
+            target.copy_(values)
+        self._file, self._slots = file, slots
+        self._complete(self.slot)
+
     def mark(self) -> ResidualMark:
         """Names the current residual in a record."""
         return self._mark
@@ -81,6 +90,12 @@ class CopiedResidual(RotatingResidual):
             self._mark = self._file.complete(self._target)
 
         copies.then(write)
+
+    def move(self, path: Path) -> None:
+        """See ``RotatingResidual.move``; there is no copy in the new file yet."""
+        self._file = ResidualSlots(path, self.layout, NUM_COPIED_SLOTS)
+        self._targets = [_tensors(views, self.layout) for views in self._file.views]
+        self._mark = None
 
     def mark(self) -> ResidualMark | None:
         """Names the copy in the record of its step; None in all others."""

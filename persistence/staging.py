@@ -71,6 +71,11 @@ class StagingLog:
         """Last step that was dropped before it was durable, -1 for none."""
         return self._chunks.dropped_step
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody removed it: what is written into memory still mapped, nobody finds."""
+        return not (self._chunks.newest.file.path.exists() and self.folder.status.exists())
+
     def append(
         self,
         kind: RecordKind,
