@@ -239,7 +239,7 @@ def after_a_crash(bench: Bench, where: Places) -> tuple[float, float]:
     assert opened is not None
     bench.stager.stop()
     bench.stager.writer.stop()
-    opened.staging_lock.release()  # as if the trainer had died as well
+    opened.staging.release()  # as if the trainer had died as well
     seconds = restart(bench.checked, where)
     for twin, checked in zip(
         bench.twin.model.parameters(), bench.checked.model.parameters(), strict=True

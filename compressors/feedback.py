@@ -138,7 +138,7 @@ class RotatingResidual:
         """
 
     def move(self, path: Path) -> None:
-        """Between two steps: keep in another file what is kept where it survives the process.
+        """Keep in another file what is kept where it survives the process.
 
         Raises:
             StorageError: If there is no memory for it.

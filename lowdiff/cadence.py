@@ -88,6 +88,10 @@ class Cadence:
             self._take_effect()
         self._note_setting()
 
+    def reopen(self) -> None:
+        """Go on in a staging folder that was made anew."""
+        self._written.reopen()
+
     def is_due(self, step: int) -> bool:
         """Whether a full snapshot is due at a step."""
         if not self._settings.tunes_interval:

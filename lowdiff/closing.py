@@ -38,6 +38,7 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
         if not session.is_taken_over:
             session.finish_copies()
         if not failed:
+            session.keep_staging()
             _hear_last(opened)
     except BaseException as error:
         _abandon(opened)
@@ -80,11 +81,11 @@ def _remove_staging(opened: Opened, durable_snapshot: int) -> None:
         session.committed_step = session.step
         shares = opened.ranks.gather(durable_snapshot >= session.step)
         if all(shares):
-            opened.staging.remove()
+            opened.staging.folder.remove()
             return
         why = f"the last snapshot was damaged in memory on rank {shares.index(False)}"
     _logger.warning(
-        "%s, so %s is kept; the next attach resumes with its help", why, opened.staging.root
+        "%s, so %s is kept; the next attach resumes with its help", why, opened.staging.folder.root
     )
 
 
@@ -103,7 +104,7 @@ def release(opened: Opened) -> None:
     """Let go of optimizer, process group and locks."""
     opened.session.detach()
     opened.ranks.close()
-    opened.staging_lock.release()
+    opened.staging.release()
     opened.lock.release()
 
 
@@ -130,7 +131,7 @@ def _take_last_snapshot(opened: Opened, *, at_leisure: bool) -> bool:
             _logger.warning(
                 "no last snapshot is taken: %s; the next attach resumes with the help of %s",
                 failures[0],
-                opened.staging.root,
+                opened.staging.folder.root,
             )
         return not failures
     _warn_of_no_snapshot(reasons[0], opened)
@@ -142,7 +143,7 @@ def _warn_of_no_snapshot(why: str, opened: Opened) -> None:
         "%s, so no last snapshot is taken; the next attach resumes from the last commit, with the "
         "help of %s",
         why,
-        opened.staging.root,
+        opened.staging.folder.root,
     )
 
 

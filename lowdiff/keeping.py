@@ -44,7 +44,7 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
             plan_recovery(scan(folder), step)
         fences = {**begun_fences(folder, run_id)}
         # With a run folder on each node, the others' fences of this life are not here yet.
-        own = read_fence(folder.fence(opened.staging.incarnation, opened.ranks.rank))
+        own = read_fence(folder.fence(opened.staging.folder.incarnation, opened.ranks.rank))
         owner = owner_of(lineage({**fences, own.incarnation: own}), step)
         if owner is None:
             raise _not_found(settings, step, "it is not part of the run's history")

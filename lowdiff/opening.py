@@ -21,9 +21,10 @@ from lowdiff.attached import Attached, ddp_of, hyper_parameters
 from lowdiff.averages import Averages, followed_names
 from lowdiff.capture import Stateful, name_large_items
 from lowdiff.commit.proofs import Proofs
+from lowdiff.commit.staging_area import StagingArea
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.environment import environment_of
-from lowdiff.errors import ConfigError, RunInUse, StorageError
+from lowdiff.errors import ConfigError, StorageError
 from lowdiff.extra_state import with_extra_states
 from lowdiff.given import Given, watch
 from lowdiff.history import Story, story_of
@@ -33,15 +34,13 @@ from lowdiff.meter import RecoveryClock
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.fences import new_life, write_fence
-from lowdiff.persistence.locks import FileLock
-from lowdiff.persistence.ownership import claim
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.retention import retention_locked
 from lowdiff.persistence.retention_notes import note_policy
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.strange_entries import refuse_strange_entries
-from lowdiff.persistence.trust import check_root, make_folder
+from lowdiff.persistence.trust import check_root
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.recovery.optimizers import (
@@ -78,9 +77,8 @@ class Opened:
 
     session: Session
     lock: RunLock
-    staging_lock: FileLock
+    staging: StagingArea
     ranks: Ranks
-    staging: StagingFolder
     random_states: Mapping[str, bytes]
 
 
@@ -298,11 +296,11 @@ def _begin(
         # Of a life that may never have begun, on whichever machine: only a snapshot after it makes
         # its memory void.
         start = replace(start, needs_snapshot=True)
-    staging = StagingFolder.of(memory.root, fence.run_id, fence.incarnation, ranks.rank)
+    folder = StagingFolder.of(memory.root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo:
         with ranks.together():
-            staging_lock = _new_staging(settings, staging, fence.life)
-            undo.callback(staging_lock.release)
+            staging = StagingArea(folder, settings.folder, fence.life)
+            undo.callback(staging.release)
             session = _session(
                 settings, given, ranks, fence, start, memory, staging, lock, undo, story
             )
@@ -322,7 +320,7 @@ def _begin(
         session.start()
         if ranks.rank == 0:
             name_large_items(given.tracker)
-        opened = Opened(session, lock, staging_lock, ranks, staging, start.items)
+        opened = Opened(session, lock, staging, ranks, start.items)
         undo.pop_all()
     return opened
 
@@ -334,7 +332,7 @@ def _session(
     fence: Fence,
     start: Start,
     memory: Memory,
-    staging: StagingFolder,
+    staging: StagingArea,
     lock: RunLock,
     undo: ExitStack,
     story: Story,
@@ -348,13 +346,13 @@ def _session(
     if not kept.parameters or settings.residual == "snapshot":
         residual = RotatingResidual.zeros(kept, device, scaling.loss_scale)
     elif device.type == "cpu":
-        residual = StagedResidual(staging.residual, kept, scaling.loss_scale)
+        residual = StagedResidual(staging.folder.residual, kept, scaling.loss_scale)
     else:
-        residual = CopiedResidual(staging.residual, kept, device, scaling.loss_scale)
+        residual = CopiedResidual(staging.folder.residual, kept, device, scaling.loss_scale)
     if start.residual:
         residual.load(start.residual)
     log = StagingLog(
-        staging,
+        staging.folder,
         run_id=fence.run_id,
         world_size=ranks.world_size,
         chunk_bytes=memory.chunk_bytes,
@@ -397,11 +395,12 @@ def _session(
             copies=HostCopies(attached.device),
         ),
         settings=settings,
-        incarnation=staging.incarnation,
+        incarnation=fence.incarnation,
         step=start.step,
         reducer=settings.compressor.bind(attached.layout, residual, ranks.training_group),
         items=start.items,
         stager=stager,
+        staging=staging,
         lock=lock,
         scaling=scaling,
         ranks=ranks,
@@ -410,22 +409,6 @@ def _session(
     )
     undo.callback(session.detach)
     return session
-
-
-def _new_staging(settings: Settings, staging: StagingFolder, life: str) -> FileLock:
-    """Make this rank's staging folder, and hold its lock."""
-    lock = FileLock(staging.trainer_lock)
-    try:
-        make_folder(staging.root.parents[1], staging.run_id, staging.root.name)
-    except FileExistsError as error:  # a copy of the run folder attaches at this very moment
-        raise RunInUse(staging.root, "a trainer of a copy of the run folder", 0.0) from error
-    lock.acquire(f"process {os.getpid()}")
-    try:
-        claim(staging, settings.folder, life)
-    except BaseException:
-        lock.release()
-        raise
-    return lock
 
 
 def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:

@@ -55,6 +55,21 @@ class ReplicatedStager(Stager):
         self._replica_makes_images = replica.image_every > 0
         self.replica = ReplicaProcess(replica)
 
+    def end_processes(self) -> None:
+        """See ``Stager.end_processes``: without its images a writer has nothing to make durable."""
+        self.replica.stop()
+        self.writer.stop()
+
+    def begin_anew(self, step: int) -> None:
+        """See ``Stager.begin_anew``: the replica waits for the snapshot that is owed."""
+        super().begin_anew(step)
+        self._marks = MarkPage(self._log.folder.snapshot_mark)
+        self._step = self._given_up = self._snapshot_step = -1
+        self._holds_image = False
+        self._is_dropping = self._needs_image = True
+        self._pending = ()
+        self.replica.begin_anew()
+
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """Queue gradients before their step's record, straight from where the optimizer has them."""
         self._pending = [*self._pending, *sections_of_step(reducer.payload(), number)]

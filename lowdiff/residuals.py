@@ -42,10 +42,11 @@ class StagedResidual(RotatingResidual):
     def move(self, path: Path) -> None:
         """See ``RotatingResidual.move``."""
         file = ResidualSlots(path, self.layout, NUM_SLOTS)
-        slots = [_tensors(views, self.layout) for views in file.views]
-        for target, values in zip(slots[self.slot], self._slots[self.slot], strict=True):
-            target.copy_(values)
-        self._file, self._slots = file, slots
+        # All slots: the residual of the step under way lies in the next one already.
+        for new, old in zip(file.views, self._file.views, strict=True):
+            for target, values in zip(new, old, strict=True):
+                target[:] = values
+        self._file, self._slots = file, [_tensors(views, self.layout) for views in file.views]
         self._complete(self.slot)
 
     def mark(self) -> ResidualMark:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,8 @@ from lowdiff.capture import restore_random_states
 from lowdiff.commit.health import Health
 from lowdiff.commit.news import News, RankNews
 from lowdiff.commit.proofs import Proofs
-from lowdiff.errors import UsageError
+from lowdiff.commit.staging_area import StagingArea
+from lowdiff.errors import StorageError, UsageError
 from lowdiff.hook import hook_of, without_autocast
 from lowdiff.model.watch import Seen, Watch
 from lowdiff.persistence.differentials import encode_scalars, sections_of
@@ -52,6 +54,7 @@ class Session:
         reducer: Reducer,
         items: Mapping[str, bytes],
         stager: Stager,
+        staging: StagingArea,
         lock: RunLock,
         scaling: Scaling,
         ranks: Ranks,
@@ -61,6 +64,7 @@ class Session:
         self.step = step
         self.committed_step = step
         self.stager = stager
+        self._staging = staging
         self._lock = lock
         self.reducer = reducer
         self._live, self._copies = live, live.copies
@@ -144,7 +148,8 @@ class Session:
     def _stage_ahead(self) -> None:
         """An optimizer's gradients were read, and are still what it will use."""
         if not self._copies.lag:  # else the record of the step before comes first
-            self.stager.stage_ahead(self.step + 1, self.reducer, len(self._capture.earlier))
+            with self._unless_gone():
+                self.stager.stage_ahead(self.step + 1, self.reducer, len(self._capture.earlier))
 
     def _hear(self, timeout_seconds: float | None = None) -> tuple[RankNews, ...]:
         """What all ranks said after the last commit; waits for it once, before the next step.
@@ -197,6 +202,7 @@ class Session:
             UnsupportedOptimizer: If the step of a registered optimizer does not replay.
         """
         self.finish_copies()
+        self.keep_staging()
         with self.stager.timed("differential_seconds"):
             heard = self._hear()
             self._objects.check()
@@ -229,6 +235,38 @@ class Session:
             self.snapshot()
         self.stager.step_done(self.step, self.committed_step, preempted=self.is_preempted)
 
+    def keep_staging(self) -> None:
+        """Make staging anew where somebody removed it; a full snapshot follows.
+
+        Raises:
+            StorageError: If it cannot be made.
+        """
+        for is_last_try in (False, True):  # whoever removes files may not have finished
+            if self.stager.is_gone:
+                try:
+                    self._renew_staging()
+                except (OSError, StorageError):
+                    if is_last_try:
+                        raise
+
+    def _renew_staging(self) -> None:
+        self.stager.end_processes()
+        self._staging.make_anew()
+        self._residual.move(self._staging.folder.residual)
+        self.stager.begin_anew(self.step)
+        self.stager.show(self.step, self.committed_step, preempted=self.is_preempted)
+        # Several ranks take it once all have heard of it.
+        self._wants_snapshot |= self._world_size == 1
+
+    @contextmanager
+    def _unless_gone(self) -> Iterator[None]:
+        """Bear that staging was removed meanwhile: the next commit makes it anew."""
+        try:
+            yield
+        except StorageError:
+            if not self.stager.is_gone:
+                raise
+
     def finish_copies(self) -> None:
         """Stage what an accelerator had still to hand over of the last commit, once it is there."""
         if self._copies.lag:
@@ -242,13 +280,14 @@ class Session:
         assert differential is not None
         with self.stager.timed("differential_seconds"):
             self._warn_about_large_items()
-            self.stager.stage(
-                RecordKind.DIFFERENTIAL,
-                differential.step,
-                encode_scalars(differential),
-                sections_of(differential),
-                rebases=rebases,
-            )
+            with self._unless_gone():
+                self.stager.stage(
+                    RecordKind.DIFFERENTIAL,
+                    differential.step,
+                    encode_scalars(differential),
+                    sections_of(differential),
+                    rebases=rebases,
+                )
         self._unstaged = None
 
     @property
@@ -293,7 +332,8 @@ class Session:
             self._warn_once(why)
         self.snapshot(at_once=True)
         if self._settings.backpressure == "block":
-            self.stager.wait_for_snapshot()
+            with self._unless_gone():
+                self.stager.wait_for_snapshot()
 
     def _warn_about_kept_gradients(self) -> None:
         """A body that only makes gradients for a later step is not resumed; said once one uses them."""
@@ -477,7 +517,7 @@ class Session:
         if self.stager.snapshot_step != self.step:
             tensors = self._live.shard(self._committed_held, self._capture.committed_groups)
             is_late = self._copies.lag and not (required or at_once)
-            stage = self._stage_late_snapshot if is_late else self.stager.stage_snapshot
+            stage = self._stage_late_snapshot if is_late else self._stage_snapshot
             self._copies.then(partial(stage, self.step, tensors, required=required))
         if required or at_once:
             self._copies.finish()
@@ -496,7 +536,16 @@ class Session:
             )
             if capture.changed_outside:
                 return
-        self.stager.stage_snapshot(step, tensors, required=required)
+        self._stage_snapshot(step, tensors, required=required)
+
+    def _stage_snapshot(
+        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
+    ) -> None:
+        if required:
+            self.stager.stage_snapshot(step, tensors, required=True)
+            return
+        with self._unless_gone():
+            self.stager.stage_snapshot(step, tensors, required=False)
 
     def is_as_committed(self) -> bool:
         """Whether the live state is still that of the last commit."""

@@ -13,7 +13,7 @@ import torch
 
 from lowdiff.cadence import Cadence
 from lowdiff.counters import Counters
-from lowdiff.errors import StorageError
+from lowdiff.errors import StorageError, WriterFailed
 from lowdiff.events import log_event
 from lowdiff.history import Story
 from lowdiff.meter import Meter
@@ -32,6 +32,8 @@ _logger = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 0.001
 _NOTICE_SECONDS = 30.0
+#: For what a writer still maps of a log that is gone.
+_DRAIN_SECONDS = 10.0
 
 
 class Stager:
@@ -60,6 +62,8 @@ class Stager:
         self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
         self._shown_step, self._shown_at = -1, 0.0
+        #: Last step before staging was made anew: it is durable, or a snapshot takes its place.
+        self._renewed_step = -1
         self.trouble = Trouble(log.folder, rank, settings, lambda: self._most_at_risk)
 
     def begin(self, step: int, story: Story, layout: Layout) -> None:
@@ -67,6 +71,48 @@ class Stager:
         elements = sum(spec.numel for spec in layout.parameters)
         self.cadence.begin(step, story)
         self.meter.note({**story.facts, "elements": float(elements)})
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody removed the staging folder, or files of it."""
+        return self._log.is_gone
+
+    def end_processes(self) -> None:
+        """End what reads a log that is gone; first the writer makes durable what it still maps."""
+        try:
+            self.writer.finish(_DRAIN_SECONDS)
+        except WriterFailed as error:
+            _logger.debug("steps of a log that is gone are lost: %s", error)
+        self.writer.stop()
+
+    def begin_anew(self, step: int) -> None:
+        """Go on after ``step`` in a folder that was made anew; its processes were ended.
+
+        A full snapshot is owed: it takes the place of the steps that were lost.
+
+        Raises:
+            StorageError: If there is no memory for it.
+        """
+        log = self._log = self._log.anew()
+        self._page = TrainerPage(log.folder.trainer_status)
+        self.meter.recorder.reopen()
+        self.cadence.reopen()
+        self.writer.begin_anew()
+        status = self.writer.read_status()
+        self._snapshot_step = min(self._snapshot_step, status.durable_snapshot)
+        self._renewed_step = step
+        self._owes_snapshot = True
+        log_event(
+            _logger,
+            logging.WARNING,
+            "staging_removed",
+            f"rank {self._rank}: somebody removed {log.folder.root}, or files in it, while training "
+            f"uses it: {_lost(status.durable_step, step)}; it is made anew, and a full snapshot "
+            "follows",
+            rank=self._rank,
+            step=step,
+            durable_step=status.durable_step,
+        )
 
     @property
     def snapshot_step(self) -> int:
@@ -193,7 +239,7 @@ class Stager:
         """Wait until ``limit`` is durable, or count a step that goes on without."""
         if self._degrades:
             self.counters.unprotected_steps += self._status().durable_step < limit
-        else:
+        elif limit > self._renewed_step:
             self._wait_for_step(limit)
 
     def _wait_for_step(self, limit: int) -> None:
@@ -304,6 +350,10 @@ class Stager:
             return
         started = noticed = time.perf_counter()
         while not condition(status := self._status()):
+            if self._log.is_gone:
+                raise StorageError(
+                    f"{self._log.folder.root} was removed while training waited for {what}"
+                )
             if status.error and self._raises:
                 raise self.trouble.failure([self._rank])
             time.sleep(_WAIT_SECONDS)
@@ -363,5 +413,13 @@ class Stager:
 
     def _status(self) -> WriterStatus:
         status = self._reported()
-        self.trouble.notice(status)
+        if not (status.error and self._log.is_gone):  # the next commit names the cause and cures it
+            self.trouble.notice(status)
         return status
+
+
+def _lost(durable_step: int, step: int) -> str:
+    if durable_step >= step:
+        return f"every step up to {step} is durable"
+    steps = f"step {step}" if durable_step + 1 == step else f"steps {durable_step + 1} to {step}"
+    return f"{steps} cannot be recovered"

@@ -34,6 +34,7 @@ class Recorder:
     """One process's recent measurements. One thread records."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._page = Page(path)
         self._samples: dict[str, deque[float]] = {}
         self._facts: dict[str, float | str] = {}
@@ -55,6 +56,11 @@ class Recorder:
         """Single values by name."""
         return dict(self._facts)
 
+    def reopen(self) -> None:
+        """Make the page anew: somebody removed it."""
+        self._page = Page(self._path)
+        self.publish()
+
     def publish(self) -> None:
         """Replace what readers of the page find."""
         self._page.publish({"samples": self.samples(), "facts": self._facts})
@@ -66,6 +72,10 @@ class RecordReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._page: PageReader | None = None
+
+    def reopen(self) -> None:
+        """Look for the page anew: somebody removed it."""
+        self._page = None
 
     def read(self) -> tuple[dict[str, list[float]], dict[str, float | str]]:
         """Samples and facts; empty while nobody published any."""

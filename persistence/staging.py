@@ -9,6 +9,7 @@ and therefore do not count.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -52,6 +53,11 @@ class StagingLog:
         self.folder = folder
         self._run_id = run_id
         self._world_size = world_size
+        self._sizes = chunk_bytes, cap_bytes
+        # The processes that read the log need these as well.
+        self._files = [folder.owner, folder.trainer_lock, folder.status]
+        if folder.residual.exists():
+            self._files.append(folder.residual)
         self._chunks = Chunks(folder, chunk_bytes=chunk_bytes, cap_bytes=cap_bytes)
         self._offset = 0
         #: Step and body of the newest snapshot's mark.
@@ -73,8 +79,19 @@ class StagingLog:
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody removed it: what is written into memory still mapped, nobody finds."""
-        return not (self._chunks.newest.file.path.exists() and self.folder.status.exists())
+        """Whether somebody removed files of the folder: nobody finds what is written there now."""
+        return not all(map(os.path.exists, (*self._files, self._chunks.newest.file.path)))
+
+    def anew(self) -> StagingLog:
+        """An empty log like this one, in a folder that was made anew."""
+        chunk_bytes, cap_bytes = self._sizes
+        return StagingLog(
+            self.folder,
+            run_id=self._run_id,
+            world_size=self._world_size,
+            chunk_bytes=chunk_bytes,
+            cap_bytes=cap_bytes,
+        )
 
     def append(
         self,

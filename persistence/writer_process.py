@@ -248,8 +248,25 @@ class WriterProcess:
             _logger.warning("rank %d: the writer is still busy", self._settings.rank)
         return status
 
+    def begin_anew(self) -> None:
+        """Start a writer in a folder that was made anew; the one before was stopped.
+
+        Raises:
+            WriterFailed: If it does not start.
+        """
+        with self._pipe:
+            self._deaths = Deaths(
+                "the writer", self._settings.staging.writer_log, self._settings.rank, _logger
+            )
+            self._process = self._start()
+            self._finishing = False
+            self._checked = time.monotonic()
+            if self._write_through:
+                self._tell(WRITE_THROUGH)
+        self._status = self._wait_for_status()
+
     def stop(self) -> None:
-        """End the writer at once, as its trainer's death would not; for an attach that failed."""
+        """End the writer at once, as its trainer's death would not."""
         self._finishing = True
         self._process.kill()
         with self._process:  # closes its pipe and waits

@@ -26,6 +26,11 @@ class ReplicaProcess:
     def __init__(self, settings: ReplicaSettings) -> None:
         self._settings = settings
         self.restarts = 0
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Start a replica that knows nothing; one before, if there was any, was stopped."""
+        settings = self._settings
         self._deaths = Deaths("the replica", settings.staging.replica_log, settings.rank, _logger)
         ReplicaPage(settings.staging.replica_status).update()
         self._status = ReplicaReader(settings.staging.replica_status)

@@ -29,7 +29,6 @@ class RankNews:
         is_preempted: Whether a signal told it to stop soon.
         has_lost_run: Whether another trainer has taken over the run.
         is_in_trouble: Whether its durable writing is.
-        has_lost_staging: Whether somebody removed its staging memory.
         owes_snapshot: Whether a snapshot could not be taken and should be.
         can_snapshot: Whether one would not stop its training.
         has_rebased: Whether it could log the step only as a snapshot.
@@ -48,7 +47,6 @@ class RankNews:
     is_preempted: bool = False
     has_lost_run: bool = False
     is_in_trouble: bool = False
-    has_lost_staging: bool = False
     owes_snapshot: bool = False
     can_snapshot: bool = False
     has_rebased: bool = False

@@ -125,7 +125,7 @@ def attach_beside(rank: int, world_size: int, folder: str, memory: str) -> str:
         patch.setattr("lowdiff.persistence.paths.shared_staging_root", lambda: Path(memory))
         checkpointer.attach(model, torch.optim.SGD(model.parameters(), 0.1))
     assert checkpointer._opened is not None
-    place = checkpointer._opened.staging.root
+    place = checkpointer._opened.staging.folder.root
     abandon(checkpointer, Kill(0))
     if rank == 1:
         shutil.rmtree(place)

@@ -214,7 +214,7 @@ def train_tuned(rank: int, world_size: int, folder: str, until: int) -> tuple[in
         optimizer.step()
     opened = checkpointer._opened
     assert opened is not None
-    decisions = read_decisions(opened.staging.decisions)
+    decisions = read_decisions(opened.staging.folder.decisions)
     checkpointer.close()
     return resumed, decisions
 

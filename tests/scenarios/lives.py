@@ -116,7 +116,7 @@ def abandon(checkpointer: lowdiff.Checkpointer, kill: Kill) -> None:
             process.wait()
     opened.session.detach()
     opened.lock.release()
-    opened.staging_lock.release()
+    opened.staging.release()
     checkpointer.hook_state.close(opened.session.reducer)
     if checkpointer._signals is not None:
         checkpointer._signals.close()
