@@ -242,7 +242,7 @@ class Session:
             StorageError: If it cannot be made.
         """
         for is_last_try in (False, True):  # whoever removes files may not have finished
-            if self.stager.is_gone:
+            if self.stager.is_gone and not self.is_taken_over:
                 try:
                     self._renew_staging()
                 except (OSError, StorageError):

@@ -62,7 +62,7 @@ class Stager:
         self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
         self._shown_step, self._shown_at = -1, 0.0
-        #: Last step before staging was made anew: it is durable, or a snapshot takes its place.
+        #: Last step before staging was made anew, until the snapshot after it is durable; else -1.
         self._renewed_step = -1
         self.trouble = Trouble(log.folder, rank, settings, lambda: self._most_at_risk)
 
@@ -102,6 +102,7 @@ class Stager:
         self._snapshot_step = min(self._snapshot_step, status.durable_snapshot)
         self._renewed_step = step
         self._owes_snapshot = True
+        self.trouble.note_lost(step)
         log_event(
             _logger,
             logging.WARNING,
@@ -239,10 +240,15 @@ class Stager:
         """Wait until ``limit`` is durable, or count a step that goes on without."""
         if self._degrades:
             self.counters.unprotected_steps += self._status().durable_step < limit
-        elif limit > self._renewed_step:
+        else:
             self._wait_for_step(limit)
 
     def _wait_for_step(self, limit: int) -> None:
+        if self._renewed_step >= 0 and self._snapshot_step > self._renewed_step:
+            self.wait_for_snapshot()  # until it is durable no step after the lost ones is of use
+            self._renewed_step = -1
+        if limit <= self._renewed_step:
+            return  # it is durable, or lost
         if self._raises and self._world_size > 1:
             # The last step that may be at risk is kept for telling the other ranks of trouble.
             self._wait_until(

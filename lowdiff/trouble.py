@@ -85,6 +85,10 @@ class Trouble:
             )
         self.of_store = status.remote_error
 
+    def note_lost(self, step: int) -> None:
+        """Say nothing of lost steps up to here: the caller has named them."""
+        self._lost_step = max(self._lost_step, step)
+
     def _effect(self) -> str:
         """What trouble with the disk means for training now."""
         if self._raises:

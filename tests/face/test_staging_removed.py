@@ -90,6 +90,22 @@ def test_a_training_that_waits_goes_on(
     again.checkpointer.close()
 
 
+def test_lost_steps_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = begun(tmp_path, batch_size=64)
+    opened = loop.checkpointer._opened
+    assert opened is not None
+    os.kill(opened.session.stager.writer.pid, signal.SIGKILL)
+    shutil.rmtree(own_folder(loop))
+    for number in range(3, 9):
+        loop.step(number)
+        loop.checkpointer.commit()
+    wait_until(lambda: loop.checkpointer.stats()["durable_step"] > 5)
+    loop.checkpointer.close()
+    assert "steps 1 to 3 cannot be recovered" in caplog.text
+    assert events(caplog).count("staging_removed") == 1
+    assert "step_lost" not in events(caplog)
+
+
 def test_staging_that_cannot_be_made_again_is_an_error_that_says_so(tmp_path: Path) -> None:
     loop = begun(tmp_path)
     staging = tmp_path / "staging"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.scenarios.lives import Kill, assert_identical, history
+from tests.scenarios.lives import History, Kill, assert_identical, history
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS, Training
 
 UNTIL, REMOVED_AT = 16, 6
+Undisturbed = Callable[[str, int], History]
 STRATEGIES: dict[str, dict[str, Any]] = {"log": {}, "replica": {"compressor": None}}
 
 
@@ -26,6 +29,12 @@ def remove_all(own: Path) -> None:
 
 def remove_own(own: Path) -> None:
     """The folder of one rank."""
+    shutil.rmtree(own)
+
+
+def remove_and_kill(own: Path) -> None:
+    """The folder, with a writer that has made nothing durable yet: the steps in it are lost."""
+    os.kill(int((own / "writer.lock").read_text().split()[-1]), signal.SIGKILL)
     shutil.rmtree(own)
 
 
@@ -70,6 +79,24 @@ def build_of(folder: Path, lost_by: set[int], remove: Any, between: bool = False
     )
 
 
+@pytest.fixture(scope="module")
+def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The same training, whose staging nobody removes."""
+
+    @cache
+    def of(strategy: str, world_size: int) -> History:
+        return history(
+            pool,
+            TRAININGS["gpt_adamw"],
+            tmp_path_factory.mktemp("whole"),
+            world_size=world_size,
+            until=UNTIL,
+            settings=STRATEGIES[strategy],
+        )
+
+    return of
+
+
 @pytest.mark.parametrize(
     ("world_size", "lost_by", "remove", "between"),
     [
@@ -77,6 +104,8 @@ def build_of(folder: Path, lost_by: set[int], remove: Any, between: bool = False
         (1, {0}, remove_own, True),
         (1, {0}, remove_all, False),
         (1, {0}, remove_residual, False),
+        (1, {0}, remove_and_kill, False),
+        (2, {1}, remove_and_kill, True),
         (2, {1}, remove_own, False),
         (2, {0}, remove_all, True),
     ],
@@ -85,6 +114,7 @@ def build_of(folder: Path, lost_by: set[int], remove: Any, between: bool = False
 def test_a_run_that_lost_its_staging_is_soon_as_safe_as_before(
     pool: Pool,
     tmp_path: Path,
+    undisturbed: Undisturbed,
     strategy: str,
     world_size: int,
     lost_by: set[int],
@@ -92,14 +122,6 @@ def test_a_run_that_lost_its_staging_is_soon_as_safe_as_before(
     between: bool,
 ) -> None:
     settings = STRATEGIES[strategy]
-    whole = history(
-        pool,
-        TRAININGS["gpt_adamw"],
-        tmp_path / "whole",
-        world_size=world_size,
-        until=UNTIL,
-        settings=settings,
-    )
     everyone = frozenset(range(world_size))
     killed = history(
         pool,
@@ -111,27 +133,36 @@ def test_a_run_that_lost_its_staging_is_soon_as_safe_as_before(
         settings=settings,
     )
     assert killed.resumed == [REMOVED_AT + 5]
-    assert_identical(killed, whole)
+    assert_identical(killed, undisturbed(strategy, world_size))
 
 
-@pytest.mark.parametrize("dies_after", [0, 1, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "remove", "dies_after"),
+    [
+        (1, remove_and_kill, 0),
+        (2, remove_own, 0),
+        (2, remove_and_kill, 1),
+        pytest.param(1, remove_own, 1, marks=pytest.mark.slow),
+        pytest.param(1, remove_and_kill, 2, marks=pytest.mark.slow),
+        pytest.param(2, remove_and_kill, 0, marks=pytest.mark.slow),
+        pytest.param(2, remove_and_kill, 2, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_killed_right_after_it_goes_on_from_an_exact_step(
-    pool: Pool, tmp_path: Path, strategy: str, world_size: int, dies_after: int
+    pool: Pool,
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    strategy: str,
+    world_size: int,
+    remove: Any,
+    dies_after: int,
 ) -> None:
-    settings = STRATEGIES[strategy]
-    whole = history(
-        pool,
-        TRAININGS["gpt_adamw"],
-        tmp_path / "whole",
-        world_size=world_size,
-        until=UNTIL,
-        settings=settings,
-    )
+    settings = {**STRATEGIES[strategy], "batch_size": 64}
+    whole = undisturbed(strategy, world_size)
     killed = history(
         pool,
-        build_of(tmp_path / "killed", {world_size - 1}, remove_own),
+        build_of(tmp_path / "killed", {world_size - 1}, remove),
         tmp_path / "killed",
         world_size=world_size,
         until=UNTIL,
