@@ -351,8 +351,8 @@ def outlined(name: str, state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def _is_worth_it(tensor: torch.Tensor) -> bool:
     return (
-        tensor.nbytes >= _APART_BYTES
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided  # asked first: a sparse tensor has no nbytes
+        and tensor.nbytes >= _APART_BYTES
         and dtype_name(tensor.dtype) in _APART_DTYPES
     )
 

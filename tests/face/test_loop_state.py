@@ -124,6 +124,34 @@ def shuffle_lists() -> object:
 
 
 @pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(3).to_sparse(),
+        torch.empty(3, device="meta"),
+        nn.Parameter(torch.ones(2)),
+        nn.Linear(2, 2),
+        print,
+    ],
+    ids=["sparse", "meta", "parameter", "module", "function"],
+)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_what_cannot_be_stored_is_refused_by_name(
+    tmp_path: Path, value: Any, is_nested: bool
+) -> None:
+    loop = Prefetching(tmp_path)
+    loop.checkpointer.attach(loop.model, loop.optimizer)
+    loop.checkpointer.state["bad"] = {"inner": [value]} if is_nested else value
+    loop.model(torch.ones(1, 4))[0].sum().backward()
+    loop.optimizer.step()
+    where = r"checkpointer\.state\['bad'\]" + (r"\['inner'\]\[0\]" if is_nested else "")
+    with pytest.raises(ConfigError, match=where):
+        loop.checkpointer.commit()
+    del loop.checkpointer.state["bad"]
+    loop.checkpointer.commit()
+    loop.checkpointer.close()
+
+
+@pytest.mark.parametrize(
     ("draw", "generator"),
     [(draw_batch, "torch"), (augment, "numpy"), (shuffle_lists, "python"), (make_iterator, "")],
 )
