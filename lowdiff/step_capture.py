@@ -263,6 +263,14 @@ class StepCapture:
         """
         is_again = index in self._stepped
         if self._most_calls == 1:
+            if is_again and index not in self._finished:
+                name = type(self._attached.optimizers[index]).__name__
+                raise UsageError(
+                    f"optimizer.step() of {name} began again in step {self._step} before it had "
+                    "ended: it raised an error, or it calls the step() of a class of which there are "
+                    "optimizers as well, so that PyTorch runs the hooks of both; after an error end the "
+                    "training and attach again, and share the update in a method of another name"
+                )
             if is_again:
                 raise UsageError(
                     f"the optimizer stepped twice between commits of step {self._step}; add one line, "

@@ -18,7 +18,7 @@ from torch import nn
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.errors import ConfigError, LowDiffError, UnsupportedOptimizer
+from lowdiff.errors import ConfigError, LowDiffError, UnsupportedOptimizer, UsageError
 from lowdiff.recovery import optimizers
 from lowdiff.recovery.inspection import inspect
 from lowdiff.recovery.proof import Held
@@ -171,6 +171,40 @@ def test_a_proof_draws_no_random_number_of_the_training(tmp_path: Path) -> None:
         torch.rand(3)
         expected.append(float(torch.rand(())))
     assert drawn("Wasting") == expected
+
+
+class Parent(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class Child(Parent):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+def test_a_step_that_calls_its_parents_step_is_told_from_two_steps(tmp_path: Path) -> None:
+    lowdiff.register_optimizer(Parent)
+    lowdiff.register_optimizer(Child)
+    network = nn.Linear(3, 2)
+    Parent(network.parameters())  # from now on PyTorch runs the hooks around Parent.step as well
+    optimizer = Child(network.parameters())
+    checkpointer = lowdiff.Checkpointer(
+        tmp_path / "run", staging=tmp_path / "staging", compressor=TopK(0.2)
+    )
+    checkpointer.attach(network, optimizer)
+    network(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(
+        UsageError, match="step\\(\\) of Child began again in step 1 before it had ended"
+    ):
+        optimizer.step()
+    checkpointer.close()
 
 
 def test_steps_that_change_nothing_prove_nothing(tmp_path: Path) -> None:
