@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,10 @@ settings.register_profile(
     "whatever the machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("whatever the machine")
+
+# `nohup make test &` starts with both ignored, which every process that a test starts would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
