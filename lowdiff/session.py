@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -241,13 +241,12 @@ class Session:
         Raises:
             StorageError: If it cannot be made.
         """
-        for is_last_try in (False, True):  # whoever removes files may not have finished
-            if self.stager.is_gone and not self.is_taken_over:
-                try:
-                    self._renew_staging()
-                except (OSError, StorageError):
-                    if is_last_try:
-                        raise
+        if not self.stager.is_gone or self.is_taken_over:
+            return
+        try:
+            self._renew_staging()
+        except (OSError, StorageError):  # whoever removes files may not have finished
+            self._renew_staging()
 
     def _renew_staging(self) -> None:
         self.stager.end_processes()
@@ -541,11 +540,8 @@ class Session:
     def _stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
     ) -> None:
-        if required:
-            self.stager.stage_snapshot(step, tensors, required=True)
-            return
-        with self._unless_gone():
-            self.stager.stage_snapshot(step, tensors, required=False)
+        with nullcontext() if required else self._unless_gone():
+            self.stager.stage_snapshot(step, tensors, required=required)
 
     def is_as_committed(self) -> bool:
         """Whether the live state is still that of the last commit."""

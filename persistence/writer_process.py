@@ -142,12 +142,23 @@ class WriterProcess:
         self._pipe = threading.Lock()  # of whoever starts, tells or ends the process
         self._write_through = False
         self.restarts = 0
-        self._deaths = Deaths(
-            "the writer", self._settings.staging.writer_log, settings.rank, _logger
-        )
-        self._process = self._start()
-        self._finishing = False
-        self._checked = time.monotonic()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Start a writer that nobody has seen die; one before, if there was any, was stopped.
+
+        Raises:
+            WriterFailed: If it does not start.
+        """
+        with self._pipe:
+            self._deaths = Deaths(
+                "the writer", self._settings.staging.writer_log, self._settings.rank, _logger
+            )
+            self._process = self._start()
+            self._finishing = False
+            self._checked = time.monotonic()
+            if self._write_through:
+                self._tell(WRITE_THROUGH)
         self._status = self._wait_for_status()
 
     @property
@@ -247,23 +258,6 @@ class WriterProcess:
         elif is_running:
             _logger.warning("rank %d: the writer is still busy", self._settings.rank)
         return status
-
-    def begin_anew(self) -> None:
-        """Start a writer in a folder that was made anew; the one before was stopped.
-
-        Raises:
-            WriterFailed: If it does not start.
-        """
-        with self._pipe:
-            self._deaths = Deaths(
-                "the writer", self._settings.staging.writer_log, self._settings.rank, _logger
-            )
-            self._process = self._start()
-            self._finishing = False
-            self._checked = time.monotonic()
-            if self._write_through:
-                self._tell(WRITE_THROUGH)
-        self._status = self._wait_for_status()
 
     def stop(self) -> None:
         """End the writer at once, as its trainer's death would not."""

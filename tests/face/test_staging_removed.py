@@ -35,8 +35,7 @@ def own_folder(loop: Loop) -> Path:
 
 
 def events(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [getattr(record, "event", "") for record in caplog.records]
-    return [e for e, r in zip(found, caplog.records, strict=True) if r.levelno >= logging.WARNING]
+    return [getattr(r, "event", "") for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])

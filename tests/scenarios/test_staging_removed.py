@@ -38,8 +38,8 @@ def remove_and_kill(own: Path) -> None:
     shutil.rmtree(own)
 
 
-def remove_residual(own: Path) -> None:
-    """One file, as a cleaner of old files would."""
+def remove_files(own: Path) -> None:
+    """Single files, as a cleaner of old files would."""
     (own / "residual").unlink(missing_ok=True)
     (own / "owner.json").unlink(missing_ok=True)
 
@@ -103,7 +103,7 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Undistu
         (1, {0}, remove_own, False),
         (1, {0}, remove_own, True),
         (1, {0}, remove_all, False),
-        (1, {0}, remove_residual, False),
+        (1, {0}, remove_files, False),
         (1, {0}, remove_and_kill, False),
         (2, {1}, remove_and_kill, True),
         (2, {1}, remove_own, False),
