@@ -1,4 +1,4 @@
-"""How recovery grows: its time with differentials, parameters, workers and ranks, and its memory.
+"""How recovery grows: its time with differentials, parameters and workers, and its memory.
 
     python -m benches.bench_recovery_growth --out DIR [--smoke]
 
@@ -6,10 +6,8 @@ Networks of square layers are stepped by AdamW under a ``Checkpointer``; then st
 disk, each time in a new process, and every recovered state must equal the live one bit for bit. Against
 each axis stands the straight line that the model says: load + r * differentials * elements / workers
 is linear in each of them, and in 1 / workers, as long as every worker has a core. It is fitted on
-every other point, and its error is reported on the others. With several ranks, Gloo processes share the
-replay, each on one thread; all of them read and decode every differential, which is part of the constant.
-Peak memory is that of all processes of a recovery, above what they held before it: the bound is state
-+ 25 % + 256 MiB, for each rank, since every rank ends with the whole state.
+every other point, and its error is reported on the others. Peak memory is what the process takes above
+what it held before the recovery: the bound is state + 25 % + 256 MiB.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
-from benches.growth_turn import Growth, Turn, added_up, alone, as_rank
+from benches.growth_turn import Growth, Turn, alone
 from benches.harness import BLUE, INK, MUTED, PALE, RED, Result, arguments, machine, write
-from benches.hooked import in_ranks
 from benches.replay_arms import digest
 from benches.runs import Places, in_new_process, logged_steps, places
 from lowdiff.recovery.sizing import needed_bytes
@@ -38,7 +35,6 @@ _AXES = {
     "differentials": "differentials replayed",
     "parameters": "million parameters",
     "workers": "worker threads",
-    "ranks": "ranks",
 }
 
 
@@ -73,15 +69,12 @@ def make_run(where: Places, layers: int, args: argparse.Namespace, counts: Seque
     return Made(where, sum(p.numel() for p in model.parameters()), found)
 
 
-def turn(made: Made, steps: int, *, workers: int = 1, ranks: int = 1) -> Turn:
+def turn(made: Made, steps: int, *, workers: int = 1) -> Turn:
     """Recover a step once, and compare its bits."""
     task = Growth(made.where, steps, workers, sorted(os.sched_getaffinity(0)))
-    if ranks > 1:
-        found = added_up(in_ranks(ranks, as_rank, task))
-    else:
-        found = in_new_process(alone, task)
-    assert set(found.digests) == {made.digests[steps]}, f"step {steps} differs: {task}"
-    print(f"{steps:>5} steps, {made.elements / 1e6:6.2f} M, {workers} workers, {ranks} ranks: "
+    found = in_new_process(alone, task)
+    assert found.digest == made.digests[steps], f"step {steps} differs: {task}"
+    print(f"{steps:>5} steps, {made.elements / 1e6:6.2f} M, {workers} workers: "
           f"{found.seconds:.2f} s, {found.peak_bytes / 2**20:.0f} MiB")  # fmt: skip
     return found
 
@@ -104,7 +97,6 @@ def points(args: argparse.Namespace, out: Path) -> dict[str, dict[int, list[Turn
                     take("differentials", count, turn(made, count))
                 for number in args.parallel if is_middle else ():
                     take("workers", number, turn(made, most, workers=number))
-                    take("ranks", number, turn(made, most, ranks=number))
     return found
 
 
@@ -114,7 +106,7 @@ class Line:
 
     Attributes:
         constant: Seconds, whatever the axis.
-        slope: Seconds per differential or element; of workers and ranks, what one of them would take.
+        slope: Seconds per differential or element; of workers, what one of them would take.
         fitted: Points that it was fitted on.
         seconds: At every point.
         worst_residual: Of the points not fitted, the largest difference, relative to what was measured;
@@ -132,7 +124,7 @@ def model_line(axis: str, xs: Sequence[int], measured: Sequence[float]) -> Line:
     """The model's line through every other point; with fewer than three, through all."""
     cores = len(os.sched_getaffinity(0))
     # More workers than cores gain nothing.
-    terms = [1 / min(x, cores) if axis in ("workers", "ranks") else float(x) for x in xs]
+    terms = [1 / min(x, cores) if axis == "workers" else float(x) for x in xs]
     fitted = list(range(0, len(xs), 2))
     if len({terms[i] for i in fitted}) < 2:
         fitted = list(range(min(2, len(xs))))
@@ -162,7 +154,7 @@ def measure(args: argparse.Namespace) -> Result:
 
     def over_bound(axis: str) -> float:
         return max(
-            turn.peak_bytes / (turn.ranks * needed_bytes(_BYTES_PER_ELEMENT * turn.elements))
+            turn.peak_bytes / needed_bytes(_BYTES_PER_ELEMENT * turn.elements)
             for turns in found[axis].values()
             for turn in turns
         )

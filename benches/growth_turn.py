@@ -1,4 +1,4 @@
-"""One recovery of ``bench_recovery_growth``, by one process or by a group of them."""
+"""One recovery of ``bench_recovery_growth``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
-import torch.distributed as dist
 
 import lowdiff
 from benches.harness import pin
@@ -24,8 +23,8 @@ class Growth:
 
     Attributes:
         steps: Differentials after the snapshot of step 0.
-        workers: Threads of a process.
-        cores: Of all processes together.
+        workers: Threads of the process.
+        cores: Of the machine.
     """
 
     where: Places
@@ -39,49 +38,25 @@ class Turn:
     """What one recovery took.
 
     Attributes:
-        seconds: By the wall clock, from when all its processes were there; of the last to end.
-        cpu_seconds: Processor time, of all of them.
-        peak_bytes: Peak memory above what they held before, added up.
+        seconds: By the wall clock.
+        cpu_seconds: Processor time.
+        peak_bytes: Peak memory above what the process held before.
         elements: Of the model.
-        digests: SHA-256 of the state that each made.
+        digest: SHA-256 of the state.
     """
 
     seconds: float
     cpu_seconds: float
     peak_bytes: int
     elements: int
-    ranks: int
-    digests: tuple[str, ...]
+    digest: str
 
 
 def alone(task: Growth, connection: Connection) -> None:
     """Recover once in this process, and send a ``Turn``."""
     pin(task.cores[: task.workers])
     torch.set_num_threads(1)
-    connection.send(_recovered(task, None))
-
-
-def as_rank(rank: int, world_size: int, task: Growth) -> Turn:
-    """One rank's part of a recovery that several share."""
-    pin(task.cores)
-    dist.barrier()
-    return _recovered(task, dist.group.WORLD)
-
-
-def added_up(turns: Sequence[Turn]) -> Turn:
-    """What all ranks of a recovery took."""
-    return Turn(
-        seconds=max(turn.seconds for turn in turns),
-        cpu_seconds=sum(turn.cpu_seconds for turn in turns),
-        peak_bytes=sum(turn.peak_bytes for turn in turns),
-        elements=turns[0].elements,
-        ranks=len(turns),
-        digests=tuple(digest for turn in turns for digest in turn.digests),
-    )
-
-
-def _recovered(task: Growth, group: dist.ProcessGroup | None) -> Turn:
-    options = ReplayOptions(num_workers=task.workers, group=group)
+    options = ReplayOptions(num_workers=task.workers)
     peak = Peak()
     began, cpu = time.perf_counter(), time.process_time()
     state = lowdiff.recover(task.where.run, task.steps, staging=task.where.staging, options=options)
@@ -91,4 +66,4 @@ def _recovered(task: Growth, group: dist.ProcessGroup | None) -> Turn:
     entries = state.optimizers[0].state
     found = digest((n, p, entries[n]) for n, p in state.parameters.items())
     elements = state.fence.layout.elements
-    return Turn(seconds, cpu_seconds, peak_bytes, elements, 1, (found,))
+    connection.send(Turn(seconds, cpu_seconds, peak_bytes, elements, found))

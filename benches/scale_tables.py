@@ -12,7 +12,7 @@ _OF_CATALOG = re.compile(r"(\w+)_(\d+)_seconds")
 def of_growth(found: Summary) -> str:
     """Table of ``bench_recovery_growth``."""
     rows = []
-    for axis in ("differentials", "parameters", "workers", "ranks"):
+    for axis in ("differentials", "parameters", "workers"):
         residual, peak = found[f"{axis}_worst_residual"], found[f"{axis}_peak_over_bound"]
         off = "no other point" if residual is None else f"{percent(residual)} off"
         rows.append([axis, off, verdict(peak, 1.0, f"{peak:.2f}")])

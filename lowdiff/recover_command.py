@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,8 +26,6 @@ from lowdiff.terminal import (
 )
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from lowdiff.recovery.forecast import Forecast
 
 Out = Annotated[
@@ -89,8 +83,7 @@ def recover(
     """Rebuild the state after any committed step, without the training code.
 
     Loads the nearest snapshot before the step and replays the differentials on it. If the step is
-    not there, says which are. `lowdiff timeline` helps to choose one. Under torchrun the processes
-    share the replay: `torchrun --nproc-per-node 4 -m lowdiff recover runs/gpt --out newest.pt`.
+    not there, says which are. `lowdiff timeline` helps to choose one.
     """
     from lowdiff.recovery.replay import ReplayOptions
 
@@ -119,38 +112,15 @@ def recover(
     if as_run is not None and as_run.exists():
         raise ConfigError(f"{as_run} exists; give the name of a new folder")
     started = time.perf_counter()
-    with _ranks() as group, progress("Replaying") as show:
-        wanted = out or as_run
-        if wanted is not None and (group is None or group.rank() == 0):  # who writes it
-            check_writable(wanted)
-        state = rebuild(
-            run, step, staging=staging, options=replace(options, group=group), progress=show
-        )
-        if group is not None and group.rank() != 0:
-            return
+    with progress("Replaying") as show:
+        check_writable(out or as_run or Path())
+        state = rebuild(run, step, staging=staging, options=options, progress=show)
     target = start_run(state, as_run) if as_run else export(state, out or "", overwrite=force)
     written = sum(f.stat().st_size for f in [target, *target.rglob("*")] if f.is_file())
     say(
         f"{out or as_run}: step {state.step} of {run}, {size(written)}, rebuilt from step "
         f"{state.base_step} in {time.perf_counter() - started:.1f} s"
     )
-
-
-@contextmanager
-def _ranks() -> Iterator[dist.ProcessGroup | None]:
-    """All processes, when torchrun has started several."""
-    # Batch systems export WORLD_SIZE, too, but start this command once.
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
-    if not is_launched or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield None
-        return
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 def _print_plan(run: str, found: Forecast) -> None:

@@ -48,7 +48,7 @@ def in_blocks_or_whole(
     parameters replayed whole.
 
     Args:
-        attempt: Does it, from the beginning. Of a group, it fails for this on all ranks or on none.
+        attempt: Does it, from the beginning.
         options: How.
 
     Raises:

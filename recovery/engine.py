@@ -25,8 +25,7 @@ from lowdiff.recovery.in_memory import MemoryPlan, carry_out_in_memory, plan_in_
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
 from lowdiff.recovery.replay import ReplayOptions, replay
-from lowdiff.recovery.sharing import gather, made_by_all
-from lowdiff.recovery.sizing import check_memory, local_ranks
+from lowdiff.recovery.sizing import check_memory
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
 from lowdiff.types import Fence
 
@@ -347,19 +346,10 @@ def _carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> 
         return catalog.incarnations[incarnation].fence
 
     _same_layout(fence_of(plan.base.incarnation), plan, fence_of(plan.incarnation))
-
-    group = options.group
-    if group is not None:
-        options = replace(options, here=local_ranks(partial(gather, group=group)))
-
-    def load() -> RecoveredState:
+    with unfit_is_damaged(catalog.root, f"what is stored up to step {plan.step}"):
         check_memory(plan.base.bytes, options.here)
         state = load_snapshot(plan.base, fence_of(plan.base.incarnation), options.readers)
         state.move(options.device)
-        return state
-
-    with unfit_is_damaged(catalog.root, f"what is stored up to step {plan.step}"):
-        state = made_by_all(load, group)
         state = replay(state, plan.steps, fence_of, options)
         state.move(torch.device("cpu"))
         return state

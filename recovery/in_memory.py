@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunInUse
+from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.catalog import Catalog
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
@@ -30,12 +30,11 @@ from lowdiff.persistence.replica_status import has_replica, read_mark, read_repl
 from lowdiff.recovery.attempts import in_blocks_or_whole, unfit_is_damaged
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.load import empty_state, load_constants, load_shard
-from lowdiff.recovery.optimizers import is_registered, settle_kernels
+from lowdiff.recovery.optimizers import is_registered, settle_kernels, without_default_group
 from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
 from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.replica_file import PASSING, ReplicaFile, is_of_this_kernel
 from lowdiff.recovery.shard import Shard, contents_of, share_step
-from lowdiff.recovery.sharing import gather, made_by_all, without_default_group
 from lowdiff.recovery.sizing import threads_put_back
 from lowdiff.recovery.state import OptimizerState, RecoveredState
 from lowdiff.types import Fence
@@ -160,43 +159,13 @@ def carry_out_in_memory(
 
 
 def _carried_out(catalog: Catalog, plan: MemoryPlan, options: ReplayOptions) -> RecoveredState:
-    state, is_whole = _shares_of(catalog, plan, options)
-    with _unfit_is_damaged(catalog, plan):
+    with unfit_is_damaged(catalog.root, f"what is in memory up to step {plan.step}"):
+        state, is_whole = _shares_joined(catalog, plan, options)
         state.move(options.device if plan.steps else _HOST)
         options = replace(options, whole=is_whole)
         state = replay(state, plan.steps, lambda n: catalog.incarnations[n].fence, options)
         state.move(_HOST)
     return state
-
-
-def _unfit_is_damaged(catalog: Catalog, plan: MemoryPlan) -> AbstractContextManager[None]:
-    return unfit_is_damaged(catalog.root, f"what is in memory up to step {plan.step}")
-
-
-def _shares_of(
-    catalog: Catalog, plan: MemoryPlan, options: ReplayOptions
-) -> tuple[RecoveredState, bool]:
-    """See `_shares_joined`; where one rank of a group cannot have them, the others raise as it does."""
-
-    def make() -> tuple[RecoveredState, bool] | LowDiffError:
-        try:
-            with _unfit_is_damaged(catalog, plan):
-                return _shares_joined(catalog, plan, options)
-        except (DamagedFile, ReplayMismatch) as error:
-            return error
-
-    found = made_by_all(make, options.group)
-    failure = type(found) if isinstance(found, LowDiffError) else None
-    failures = [failure] if options.group is None else gather(failure, options.group)
-    # Of the same kind on all: whoever tries again in whole tensors does so on every rank, or none.
-    told = ReplayMismatch if ReplayMismatch in failures else DamagedFile
-    if isinstance(found, told):
-        raise found
-    if any(failures):
-        what = f"rank {failures.index(told)} cannot use what replicas left in memory"
-        raise ReplayMismatch(what) if told is ReplayMismatch else DamagedFile(catalog.root, what)
-    assert not isinstance(found, LowDiffError)
-    return found
 
 
 def _shares_joined(

@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import Any, Literal, cast, get_args
 
 import torch
+import torch.distributed as dist
 
 from lowdiff.errors import ConfigError, UnsupportedOptimizer
 from lowdiff.types import OptimizerSpec
@@ -247,6 +248,27 @@ def settle_kernels() -> None:
     """
     for dtype in (torch.float32, torch.float64):
         torch.ones(64, dtype=dtype, device="cpu").sqrt()  # too short to be shared out over threads
+
+
+@contextmanager
+def without_default_group(*, when: bool = True) -> Iterator[None]:
+    """Within it ``torch.distributed`` is not initialized, as in a process that recovers by itself.
+
+    An optimizer of a third party that exchanges with other ranks in its step fails there, instead of
+    waiting for ranks that replay something else. Groups that are given by themselves go on to work.
+
+    Args:
+        when: Whether to do anything.
+    """
+    world = dist.GroupMember.WORLD if when and dist.is_available() else None
+    if world is None:
+        yield
+        return
+    dist.GroupMember.WORLD = None
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = world
 
 
 def granularity(spec: OptimizerSpec) -> Granularity:

@@ -25,9 +25,9 @@ from lowdiff.recovery.optimizers import (
     needs_live_threads,
     settle_kernels,
     usable_on,
+    without_default_group,
 )
 from lowdiff.recovery.replay import ReplayOptions, plan_units
-from lowdiff.recovery.sharing import without_default_group
 from lowdiff.recovery.sizing import BLOCK_ELEMENTS, threads_put_back
 from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned
 from lowdiff.recovery.unit import Scratch, Step, UnitState, is_out_of_means

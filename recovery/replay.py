@@ -6,7 +6,6 @@ is read and decoded meanwhile, so memory is bounded whatever the number of diffe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from typing_extensions import Self
 
 from lowdiff.arithmetic import arithmetic_of
@@ -31,16 +29,9 @@ from lowdiff.recovery.optimizers import (
     is_registered,
     needs_live_threads,
     settle_kernels,
-)
-from lowdiff.recovery.plan import PlannedStep
-from lowdiff.recovery.sharing import (
-    agree,
-    gather_made,
-    owners_of,
-    share_results,
-    together,
     without_default_group,
 )
+from lowdiff.recovery.plan import PlannedStep
 from lowdiff.recovery.sizing import (
     BLOCK_ELEMENTS,
     LocalRanks,
@@ -85,13 +76,10 @@ class ReplayOptions:
         whole: Replay every parameter whole on one thread team of the live run's size.
         progress: Called with the number of steps replayed so far.
         movements: If given, filled with how far every step went; costs about half as much again.
-            Of a group, each rank finds what its own units did.
-        group: Ranks that replay together, each some units of its own, and end with the whole state
-            each. All must ask for the same step of the same files.
         device: Where the optimizer runs; the result is on the CPU. A run comes back bit for bit
             where it was trained, elsewhere last places may differ.
         here: The processes of this machine that recover at once and share its cores and its memory;
-            None if this one is alone. Those of a group ask each other.
+            None if this one is alone.
     """
 
     num_workers: int | None = None
@@ -99,7 +87,6 @@ class ReplayOptions:
     whole: bool = False
     progress: Callable[[int], None] | None = None
     movements: dict[int, Movement] | None = None
-    group: dist.ProcessGroup | None = None
     device: torch.device = _CPU
     here: LocalRanks | None = None
 
@@ -121,11 +108,7 @@ class ReplayOptions:
         """Number of threads that read a snapshot: this process's share of the cores."""
         if self.num_workers is not None:
             return self.num_workers
-        if self.here is not None:
-            sharing = self.here.count
-        else:
-            sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.group is not None else 1
-        return max(1, usable_cores() // sharing)
+        return max(1, usable_cores() // (1 if self.here is None else self.here.count))
 
 
 def replay(
@@ -147,14 +130,11 @@ def replay(
         DamagedFile: If a record does not decode.
     """
     settle_kernels()
-    ranks = options.group
     if steps:
         newest = fences(steps[-1].incarnation)
         needed = needs_live_threads(newest.optimizers, newest.environment.num_threads)
         options = replace(options, whole=options.whole or needed)
-    if ranks is not None:
-        agree((state.step, steps[-1].step if steps else state.step), ranks)
-    elif options.device.type != "cpu":
+    if options.device.type != "cpu":
         options = replace(options, block_elements=options.block_elements or _DEVICE_BLOCK_ELEMENTS)
     elif options.block_elements is None and not options.whole and steps:
         best = measured_block_elements(state, fences(steps[-1].incarnation), len(steps))
@@ -167,7 +147,7 @@ def replay(
         state.averages = _continued_averages(state, fence)
         own = list(life)
         with Replayer(state, fence, options) as running, closing(windows(own, fence)) as read:
-            for window in read if ranks is None else together(read, ranks):
+            for window in read:
                 running.run(window)
                 done += len(window)
                 if options.progress:
@@ -244,14 +224,8 @@ class Replayer:
         self._environment = fence.environment
         self._threads = fence.environment.num_threads if options.whole else 1
         chooser = StepChooser()
-        self._planned = plan_units(state, fence, options)
-        self._owners = owners_of(self._planned, options.group.size() if options.group else 1)
-        rank = dist.get_rank(options.group) if options.group else 0
-        self._units = [
-            UnitState(unit, state, fence, chooser)
-            for unit, owner in zip(self._planned, self._owners, strict=True)
-            if owner == rank
-        ]
+        planned = plan_units(state, fence, options)
+        self._units = [UnitState(unit, state, fence, chooser) for unit in planned]
         self._pool = ThreadPoolExecutor(options.workers, thread_name_prefix="lowdiff-replay")
         self._scratch = Scratch(max((u.unit.scratch_elements for u in self._units), default=0))
 
@@ -263,19 +237,11 @@ class Replayer:
         if exception[0] is None:
             for unit in self._units:
                 unit.collect(self._state)
-            if self._options.group is not None:
-                share_results(self._planned, self._owners, self._state, self._options.group)
 
     def run(self, window: Sequence[Step]) -> None:
         """Step every unit through a window, then check the checksums of the window's steps."""
-        group = self._options.group
-        if group is None:
-            found = self._step_units(window)
-        else:
-            ranks = gather_made(lambda: self._step_units(window), group)
-            found = [of_worker for of_rank in ranks for of_worker in of_rank]
         checksums: Checksums = {}
-        for of_worker in found:
+        for of_worker in self._step_units(window):
             for key, value in of_worker.items():
                 checksums[key] = checksums.get(key, 0) ^ value
         for step in window:
@@ -284,7 +250,7 @@ class Replayer:
             self._take_scalars(step.shards)
 
     def _step_units(self, window: Sequence[Step]) -> list[Checksums]:
-        """Step this rank's units; parts of the checksums, one of each thread."""
+        """Step the units; parts of the checksums, one of each thread."""
         queue = iter(self._units)  # next() on a list iterator is atomic
         moved = self._options.movements
         has_registered = any(map(is_registered, self._state.fence.optimizers))

@@ -38,7 +38,7 @@ FIGURES = {
         "decode_bytes_per_second",
     },
     "catalog": {"worst_inspect_seconds", "attach_256_seconds", "plan_middle_256_peak_bytes"},
-    "recovery_growth": {"peak_over_bound", "differentials_slope_seconds", "ranks_worst_residual"},
+    "recovery_growth": {"peak_over_bound", "differentials_slope_seconds", "workers_worst_residual"},
     "scaling": {"topk_2_ranks_thread_seconds", "powersgd_2_ranks_disk_bytes"},
     "tuner": {"waste_over_best_fixed"},
     "failures": {"largest_error", "effective_share_simulated", "effective_share_real"},

@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from lowdiff.errors import DamagedFile, ReplayMismatch, RunInUse, StorageError
-from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.errors import ReplayMismatch, RunInUse, StorageError
+from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.replica_status import read_replica_status
 from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.recovery import in_memory, recover, replica_file
-from lowdiff.recovery.in_memory import MemoryPlan, plan_in_memory
-from lowdiff.recovery.replay import ReplayOptions, replay
+from lowdiff.recovery.in_memory import plan_in_memory
+from lowdiff.recovery.replay import replay
 from lowdiff.recovery.replica_file import Contents, ReplicaFile
 from lowdiff.recovery.shard import Shard, contents_of
 from lowdiff.recovery.state import RecoveredState
@@ -192,37 +191,6 @@ def test_content_that_fits_nothing_is_a_reason_to_go_back(
     assert "going back to what is on disk" in caplog.text
 
 
-def recovered_by(
-    rank: int, _: int, folder: Path, failing: int, in_blocks: bool = False
-) -> tuple[int, str]:
-    """One rank of those that recover together; runs in a pool's process."""
-    joined = in_memory._shares_joined
-
-    def fails(catalog: Catalog, plan: MemoryPlan, options: ReplayOptions) -> Any:
-        if not in_blocks:
-            raise DamagedFile(folder, "it is torn")
-        if not options.whole:
-            raise ReplayMismatch("the parameters differ")
-        return joined(catalog, plan, options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == failing:
-            patch.setattr(in_memory, "_shares_joined", fails)
-        options = ReplayOptions(num_workers=2, group=dist.group.WORLD)
-        state = recover(folder / "run", staging=folder / "staging", options=options)
-    return state.step, digest_of(state)
-
-
-def test_ranks_that_recover_together_use_the_memory_all_of_them_or_none(
-    dead: Life, pool: Pool
-) -> None:
-    newest = (STEPS, dead.training.digest())
-    assert pool.run(recovered_by, 2, dead.folder, -1) == [newest, newest]
-    first, second = pool.run(recovered_by, 2, dead.folder, 1)
-    assert first == second
-    assert first[0] == 0
-
-
 # Blocks that do not reproduce the live run's bits, as with an unusual kernel
 
 
@@ -311,14 +279,6 @@ def test_a_share_that_begins_with_the_trainers_image_is_stepped_as_the_others_ar
     state = recover(tmp_path / "run", staging=tmp_path / "staging", options=ONE_WORKER)
     assert (state.step, digest_of(state)) == (STEPS, digest)
     assert made == [True]
-
-
-@pytest.mark.slow
-def test_where_one_rank_needs_whole_tensors_all_that_recover_together_take_them(
-    dead: Life, pool: Pool
-) -> None:
-    newest = (STEPS, dead.training.digest())
-    assert pool.run(recovered_by, 2, dead.folder, 1, True) == [newest, newest]
 
 
 def tear(stage: StagingFolder) -> None:

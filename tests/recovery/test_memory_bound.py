@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 
 import lowdiff
+from lowdiff.agreement import Ranks
 from lowdiff.compressors import TopK
 from lowdiff.errors import NotEnoughMemory
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.recovery import sizing
-from lowdiff.recovery.against import compare_with
 from lowdiff.recovery.compare import differences, distance
-from lowdiff.recovery.export import export
 from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.sizing import needed_bytes
+from lowdiff.recovery.sizing import local_ranks, needed_bytes
 from lowdiff.recovery.verify import verify
 from tests.recovery.training import Trained, train
 from tests.scenarios.pool import Pool
@@ -41,10 +40,6 @@ def bytes_of(trained: Trained) -> int:
     return max(path.stat().st_size for path in trained.run.rglob("*.safetensors"))
 
 
-def never(*_: object) -> None:
-    raise AssertionError("it was to be refused before it began")
-
-
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(sizing, "free_memory", lambda: {"machine": num_bytes})
 
@@ -62,21 +57,6 @@ def test_verify_counts_what_it_compares_with(
     assert needed_bytes(one + one // 2) < refused.value.needed_bytes <= needed_bytes(2 * one)
     free(monkeypatch, needed_bytes(2 * one))
     assert verify(trained.run, trained.staging).ok
-
-
-def test_a_comparison_counts_the_file(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = lowdiff.recover(trained.run, 6, staging=trained.staging)
-    file = export(state, tmp_path / "x.pt")
-    one, other = bytes_of(trained), file.stat().st_size
-    free(monkeypatch, needed_bytes(one + other) - 1)
-    with monkeypatch.context() as during:
-        during.setattr(torch, "load", never)
-        with pytest.raises(NotEnoughMemory):
-            compare_with(trained.run, file, staging=trained.staging)
-    free(monkeypatch, needed_bytes(one + other))
-    assert compare_with(trained.run, file, staging=trained.staging).ok
 
 
 def recovered_by(
@@ -106,7 +86,8 @@ def recovered_by(
 
         patch.setattr(sizing, "free_memory", look)
         patch.setattr(sizing, "this_machine", lambda: machines[rank])
-        options = ReplayOptions(num_workers=1, group=dist.group.WORLD)
+        here = local_ranks(Ranks(dist.group.WORLD).gather)
+        options = ReplayOptions(num_workers=1, here=here)
         try:
             return lowdiff.recover(trained.run, 7, staging=trained.staging, options=options).step
         except NotEnoughMemory as error:
