@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -34,8 +36,10 @@ from lowdiff.timeline_command import timeline
 from lowdiff.tune_command import plan, tune
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lowdiff.persistence.progress import RunProgress
     from lowdiff.recovery.inspection import Inspection
-    from lowdiff.recovery.replay import ReplayOptions
     from lowdiff.recovery.verify import VerifyReport
 
 _FAILED, _BAD_USAGE = 1, 2
@@ -138,7 +142,7 @@ def inspect(
         bool,
         typer.Option(
             "--watch",
-            help="Show how far each rank is, until Ctrl-C; with --json a line per refresh.",
+            help="Show how far each rank is, until Ctrl-C.",
         ),
     ] = False,
     every: Annotated[
@@ -155,11 +159,14 @@ def inspect(
     """
     if watch:
         from lowdiff.persistence.object_store import is_url
-        from lowdiff.watch import watch as show
 
         if is_url(run):
             raise ConfigError("--watch follows a run folder, where its trainers are; give that")
-        show(Path(run), staging, as_json=as_json, every_seconds=every)
+        if as_json:
+            raise ConfigError(
+                "--watch prints a table; for JSON call inspect --json again and again"
+            )
+        _watch(Path(run), staging, every)
         return
     from lowdiff.recovery.inspection import inspect as look
 
@@ -173,26 +180,13 @@ def inspect(
 @app.command(
     epilog="Examples:\n\n"
     "lowdiff verify runs/gpt\n\n"
-    "lowdiff verify runs/gpt --json | jq -r '.failures[].message'\n\n"
-    "lowdiff verify runs/gpt --against backup.pt --step 4217"
+    "lowdiff verify runs/gpt --json | jq -r '.failures[].message'"
 )
 def verify(
     run: RunArgument,
     as_json: AsJson = False,
     staging: Staging = None,
     workers: Workers = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Compare one step with this .pt or .safetensors file instead."
-        ),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            min=0, metavar="N", help="With --against: which step; default: the one FILE names."
-        ),
-    ] = None,
     device: Device = "cpu",
     imports: Imports = [],  # noqa: B006  (typer copies it)
 ) -> None:
@@ -206,10 +200,6 @@ def verify(
     from lowdiff.recovery.verify import verify as check
 
     options = ReplayOptions(num_workers=workers, device=device_named(device))
-    if against is not None:
-        _compare(run, against, step, staging, options, as_json=as_json)
-    if step is not None:
-        raise ConfigError("--step belongs to --against; without it every step is checked")
     with progress("Replaying") as show:
         report = check(run, staging, options=options, progress=show)
     if as_json:
@@ -253,29 +243,6 @@ app.command(
     epilog="Example:\n\n"
     "lowdiff plan --params 1.3e9 --optimizer adamw --density 0.01 --gpus 16 --mtbf 8h --disk 1GB/s"
 )(plan)
-
-
-def _compare(
-    run: str,
-    file: Path,
-    step: int | None,
-    staging: Path | None,
-    options: ReplayOptions,
-    *,
-    as_json: bool,
-) -> NoReturn:
-    from lowdiff.recovery.against import compare_with
-
-    with progress("Replaying") as show:
-        found = compare_with(run, file, step=step, staging=staging, options=options, progress=show)
-    if as_json:
-        print_json(found.document())
-    else:
-        for difference in found.differences:
-            say(f"DIFFERENT: {difference.name}: {difference.what}", color="red")
-        verdict = "every bit agrees" if found.ok else count(len(found.differences), "difference")
-        say(f"{count(found.compared, 'tensor')} of step {found.step} compared: {verdict}")
-    raise typer.Exit(0 if found.ok else _FAILED)
 
 
 def _print_inspection(run: str, found: Inspection) -> None:
@@ -322,6 +289,52 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
     if found.damaged:
         names = "names it" if found.damaged == 1 else "names them"
         yield "damaged", f"{count(found.damaged, 'file')}; `lowdiff verify` {names}"
+
+
+def _watch(run: Path, staging: Path | None, every_seconds: float) -> None:
+    """Show how far a run is until Ctrl-C, which is the way to end it and no error."""
+    from rich.live import Live
+
+    from lowdiff.persistence.paths import RunFolder, staging_to_read
+    from lowdiff.persistence.progress import RunWatch
+
+    looks = RunWatch(RunFolder(run), staging_to_read(run, staging))
+    shown = Live(console=plain_console(), auto_refresh=False)
+    with contextlib.suppress(KeyboardInterrupt), shown:
+        while True:
+            shown.update(progress_table(run, looks.look(time.time())), refresh=True)
+            time.sleep(every_seconds)
+
+
+def progress_table(run: Path, found: RunProgress) -> Table:
+    """How far each rank of a run is."""
+    from rich import box
+    from rich.table import Table
+
+    life = "no incarnation yet" if found.incarnation is None else f"incarnation {found.incarnation}"
+    steps = {"committed": found.committed_step, "durable": found.durable_step}
+    told = ", ".join(f"{name} {_step(step)}" for name, step in steps.items())
+    table = Table(title=f"{run}: {life}", caption=f"{told}; Ctrl-C ends", box=box.SIMPLE)
+    for name in ("rank", "trainer", "staged", "durable", "snapshot", "on disk", "writer"):
+        table.add_column(name, overflow="fold")
+    for rank in found.ranks:
+        said = ", preempted" if rank.preempted else ""
+        if rank.commit_age_seconds is not None:
+            said += f", {rank.commit_age_seconds:.0f} s ago"
+        table.add_row(
+            str(rank.rank),
+            rank.trainer + said,
+            _step(rank.staged_step),
+            _step(rank.durable_step),
+            "none" if rank.durable_snapshot < 0 else str(rank.durable_snapshot),
+            size(rank.disk_bytes),
+            rank.error or "ok",
+        )
+    return table
+
+
+def _step(step: int | None) -> str:
+    return "?" if step is None else str(step)
 
 
 def _print_report(report: VerifyReport) -> None:

@@ -26,7 +26,7 @@ from lowdiff.terminal import (
 )
 
 if TYPE_CHECKING:
-    from lowdiff.recovery.forecast import Forecast
+    from lowdiff.recovery.inspection import Forecast
 
 Out = Annotated[
     Path | None,
@@ -51,9 +51,7 @@ AsRun = Annotated[
 ]
 Plan = Annotated[
     bool,
-    typer.Option(
-        "--plan", help="Only say what would be read and how long it would take; write nothing."
-    ),
+    typer.Option("--plan", help="Only say what would be read and replayed; write nothing."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
 BlockElements = Annotated[
@@ -91,9 +89,9 @@ def recover(
         num_workers=workers, block_elements=block_elements, device=device_named(device)
     )
     if plan:
-        from lowdiff.recovery.forecast import forecast
+        from lowdiff.recovery.inspection import forecast
 
-        found = forecast(run, step, staging=staging, options=options)
+        found = forecast(run, step, staging)
         if as_json:
             print_json(found.document())
         else:
@@ -130,18 +128,9 @@ def _print_plan(run: str, found: Forecast) -> None:
         base = f"step {found.base} in the replicas' memory, which a reboot ends"
     say(f"  base         {base}, {size(found.snapshot_bytes)}")
     if found.differentials:
-        tiers = ", ".join(f"{count(n, 'shard')} in {tier}" for tier, n in found.shards.items())
         steps = count(found.differentials, "differential")
-        say(f"  replay       {steps}, {size(found.differential_bytes)} ({tiers})")
-        lives = ", ".join(map(str, found.incarnations))
-        say(f"  ranks        {', '.join(map(str, found.ranks))}; incarnations {lives}")
+        say(f"  replay       {steps}, {size(found.differential_bytes)}")
     else:
         held = "memory" if found.in_memory else "the snapshot"
         say(f"  replay       nothing: {held} is of that step")
     say(f"  memory       up to {size(found.memory_bytes)}, {size(found.free_bytes)} are free")
-    say(
-        f"  time         about {found.predicted_seconds:.1f} s with "
-        f"{count(found.workers, 'worker')}, on an idle machine"
-    )
-    for finding in found.findings:
-        say(f"  not on the way, but damaged: {finding}")

@@ -24,7 +24,7 @@ from lowdiff.persistence.downloading import AT_ONCE, download, mend, mend_docume
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.lineage import Span, lineage
-from lowdiff.persistence.object_store import ObjectStore
+from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import CONSTANTS_NAME, NOTES_NAME, RUN_FILE, RunFile, RunFolder
 from lowdiff.persistence.records import RankRecords
 from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file
@@ -191,13 +191,7 @@ def fetch_history(
     )
 
 
-def fetch_all(store: ObjectStore, folder: RunFolder, *, shards: bool) -> None:
-    """Bring the whole run, with or without the tensors of its snapshots.
-
-    Raises:
-        NotARun: If the store holds no run.
-        StoreError: If the store does not answer.
-    """
+def _fetch_all(store: ObjectStore, folder: RunFolder, *, shards: bool) -> None:
     kinds = ("segment", "shard", "manifest") if shards else ("segment", "manifest")
 
     def bring(listing: Listing) -> None:
@@ -228,6 +222,26 @@ def temporary_folder() -> Iterator[RunFolder]:
     """A run folder to fetch into, gone afterwards."""
     with TemporaryDirectory(prefix="lowdiff-") as cache:
         yield RunFolder(Path(cache) / "run")
+
+
+@contextmanager
+def opened(run: str | Path, *, shards: bool = True) -> Iterator[RunFolder]:
+    """The folder of a run; of the URL of a store, a temporary one that the whole run is brought into.
+
+    Args:
+        run: The run folder, or the URL of its store.
+        shards: Whether to bring the tensors of the snapshots too.
+
+    Raises:
+        NotARun: If the store holds no run.
+        StoreError: If the store does not answer.
+    """
+    if not is_url(run):
+        yield RunFolder(Path(run))
+        return
+    with temporary_folder() as folder:
+        _fetch_all(ObjectStore(str(run)), folder, shards=shards)
+        yield folder
 
 
 def _fetch_history(

@@ -10,14 +10,14 @@ from typing import Any
 
 from lowdiff.errors import RunInUse
 from lowdiff.persistence.catalog import Catalog, scan
-from lowdiff.persistence.fetching import fetch_all, temporary_folder
+from lowdiff.persistence.fetching import fetch_history, opened, temporary_folder
 from lowdiff.persistence.lineage import Span
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.records import RankRecords
 from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.retention_plan import is_valid
-from lowdiff.recovery.plan import recoverable, spans_of, usable_snapshots
+from lowdiff.recovery.plan import plan_recovery, recoverable, spans_of, usable_snapshots
 
 _logger = logging.getLogger(__name__)
 
@@ -122,10 +122,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         StoreError: If the store does not answer.
     """
     root = staging_to_read(run, staging)
-    if not is_url(run):
-        return _inspect(RunFolder(Path(run)), root)
-    with temporary_folder() as folder:
-        fetch_all(ObjectStore(str(run)), folder, shards=False)
+    with opened(run, shards=False) as folder:
         return _inspect(folder, root)
 
 
@@ -200,3 +197,81 @@ def _common(shards: Sequence[RankRecords], span: Span) -> list[tuple[int, int]]:
             (max(a, c), min(b, d)) for a, b in found for c, d in records.ranges if a <= d and c <= b
         ]
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a recovery would read.
+
+    Attributes:
+        step: Where it leads.
+        base: Step of the snapshot it starts from, or of what replicas left in memory.
+        base_path: Folder of that snapshot, or of the first rank's replica.
+        in_memory: Whether it starts from memory, which a reboot ends.
+        snapshot_bytes: Bytes of what it starts from.
+        differentials: Number of steps to replay.
+        differential_bytes: Stored bytes of them, over all ranks' shards.
+        memory_bytes: Most memory it takes.
+        free_bytes: Memory that is free now.
+    """
+
+    step: int
+    base: int
+    base_path: str
+    in_memory: bool
+    snapshot_bytes: int
+    differentials: int
+    differential_bytes: int
+    memory_bytes: int
+    free_bytes: int
+
+    def document(self) -> dict[str, Any]:
+        """As JSON content."""
+        return asdict(self)
+
+
+def forecast(
+    run: str | Path, step: int | None = None, staging: str | Path | None = None
+) -> Forecast:
+    """Plan a recovery; reads no tensor, and compares no checksum of the snapshot.
+
+    Args:
+        run: The run folder, or the URL of its store, of which the needed part is fetched.
+        step: Which step; None for the newest.
+        staging: Where the run's staging memory lives, if it was set by hand.
+
+    Raises:
+        NotARun: If there is no run.
+        StepNotFound: If the step cannot be rebuilt.
+    """
+    root = staging_to_read(run, staging)
+    if not is_url(run):
+        return _forecast(scan(RunFolder(Path(run)), [root]), step)
+    with temporary_folder() as folder:
+        fetch_history(ObjectStore(str(run)), folder, step, [root])
+        return _forecast(scan(folder, [root]), step)
+
+
+def _forecast(catalog: Catalog, step: int | None) -> Forecast:
+    # With torch, which nothing else here needs.
+    from lowdiff.recovery.engine import plan_best
+    from lowdiff.recovery.sizing import free_bytes, needed_bytes
+
+    memory = plan_best(catalog, step)
+    if memory is None:
+        plan = plan_recovery(catalog, step)
+        base, path, size, steps = plan.base.step, plan.base.folder, plan.base.bytes, plan.steps
+    else:
+        base, path, steps = memory.common, memory.paths[0].parent, memory.steps
+        size = sum(path.stat().st_size for path in memory.paths)
+    return Forecast(
+        step=base + len(steps),
+        base=base,
+        base_path=str(path),
+        in_memory=memory is not None,
+        snapshot_bytes=size,
+        differentials=len(steps),
+        differential_bytes=sum(planned.bytes for planned in steps),
+        memory_bytes=needed_bytes(size),
+        free_bytes=free_bytes(),
+    )

@@ -13,9 +13,8 @@ from lowdiff.errors import ConfigError, StepNotFound
 from lowdiff.persistence.catalog import Catalog, SnapshotSet, scan
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
-from lowdiff.persistence.fetching import fetch_all, temporary_folder
-from lowdiff.persistence.object_store import ObjectStore, is_url
-from lowdiff.persistence.paths import RunFolder, staging_to_read
+from lowdiff.persistence.fetching import opened
+from lowdiff.persistence.paths import staging_to_read
 from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
 from lowdiff.recovery.plan import (
     PlannedStep,
@@ -142,9 +141,7 @@ def timeline(
     if first is not None and last is not None and first > last:
         raise ConfigError(f"no step lies between first={first} and last={last}; swap them?")
     root = staging_to_read(run, staging)
-
-    def look(folder: RunFolder) -> Timeline:
-        catalog = scan(folder, [root])
+    with opened(run) as folder:
         end = last
 
         def act(seen: Catalog) -> Timeline:
@@ -159,13 +156,7 @@ def timeline(
                 begins, end = _unbroken(seen, None)
             return _measured(seen, str(run), first, (begins, end), options, progress)
 
-        return look_again(folder, root, catalog, act)
-
-    if not is_url(run):
-        return look(RunFolder(Path(run)))
-    with temporary_folder() as folder:
-        fetch_all(ObjectStore(str(run)), folder, shards=True)
-        return look(folder)
+        return look_again(folder, root, scan(folder, [root]), act)
 
 
 def _measured(

@@ -11,8 +11,8 @@ import torch
 
 from lowdiff.errors import DamagedFile, ReplayMismatch, RunInUse, RunMismatch, StepNotFound
 from lowdiff.persistence.catalog import Catalog, scan
-from lowdiff.persistence.fetching import fetch_all, temporary_folder
-from lowdiff.persistence.object_store import ObjectStore, is_url
+from lowdiff.persistence.fetching import opened
+from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.recovery.damage import Finding, judge, lost_after
 from lowdiff.recovery.engine import Progress, look_again, reporting
@@ -120,11 +120,10 @@ def verify(
         NotEnoughMemory: If two states do not fit: what is replayed, and what it is compared with.
     """
     root = staging_to_read(run, staging)
-    if not is_url(run):
-        return _verify(RunFolder(Path(run)), root, str(run), options, progress)
-    with temporary_folder() as folder:
-        fetch_all(ObjectStore(str(run)), folder, shards=True)
+    with opened(run) as folder:
         report = _verify(folder, root, str(run), options, progress)
+        if not is_url(run):
+            return report
 
         def named(findings: Sequence[Finding]) -> tuple[Finding, ...]:
             """With the names that the store knows."""

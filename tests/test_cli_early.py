@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from lowdiff import timeline_command
 from lowdiff.recovery import engine
@@ -24,69 +22,6 @@ def no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("nothing was to be replayed")
 
     monkeypatch.setattr(engine, "replay", replay)
-
-
-# Where the command runs
-
-
-@pytest.mark.parametrize("others", [{}, {"RANK": "3", "MASTER_ADDR": "nowhere"}], ids=str)
-def test_what_a_batch_system_exports_is_no_group_of_processes(
-    command: Command,
-    trained: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    others: dict[str, str],
-) -> None:
-    for name, value in {"WORLD_SIZE": "8", **others}.items():
-        monkeypatch.setenv(name, value)
-    out = tmp_path / "x.pt"
-    result = command("recover", trained.run, "--out", out, "--staging", trained.staging)
-    assert (result.code, result.err) == (0, "")
-    assert torch.load(out, weights_only=True)["step"] == 12
-
-
-# Files of others
-
-
-@pytest.mark.parametrize(
-    ("content", "code", "message"),
-    [
-        (b"hello\n", 1, "cannot be read"),
-        (b"\x80\x02}q", 1, "cannot be read"),
-        (b"", 1, "cannot be read"),
-        ({1: torch.zeros(2)}, 2, "holds a dict with 1 for a tensor's name"),
-        ({"model": {("a", 2): torch.zeros(2)}}, 2, "holds a dict with ('a', 2) for"),
-        ({"model": {}, "optimizer": {"state": [1]}}, 2, "optimizer's state_dict() under"),
-        ({"model": {}, "optimizer": {"state": {0: 5}}}, 2, "optimizer's state_dict() under"),
-        ({"model": {}, "optimizer": [{"param_groups": [3]}]}, 2, "optimizer's state_dict() under"),
-        ({"model": {}, "optimizer": {"param_groups": 3}}, 2, "optimizer's state_dict() under"),
-    ],
-    ids=["text", "pickle", "empty", "number", "tuple", "list", "entry", "group", "groups"],
-)
-def test_a_file_that_holds_something_else_is_named(
-    command: Command, trained: Trained, tmp_path: Path, content: Any, code: int, message: str
-) -> None:
-    file = tmp_path / "x.pt"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        torch.save(content, file)
-    result = command("verify", trained.run, "--against", file, "--staging", trained.staging)
-    assert (result.code, result.out) == (code, "")
-    assert result.error.startswith(f"lowdiff: {file} ")
-    assert message in result.error
-
-
-@pytest.mark.parametrize("strange", [torch.zeros(()).to_sparse(), torch.empty((), device="meta")])
-def test_a_tensor_in_another_form_is_a_difference(
-    command: Command, trained: Trained, tmp_path: Path, strange: torch.Tensor
-) -> None:
-    torch.save({"scale": strange}, tmp_path / "x.pt")
-    result = command(
-        "verify", trained.run, "--against", tmp_path / "x.pt", "--staging", trained.staging
-    )
-    assert result.code == 1
-    assert "DIFFERENT: scale: torch.float32 () against torch.float32 () " in result.out
 
 
 # Names

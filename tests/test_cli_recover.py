@@ -130,13 +130,7 @@ def test_progress_is_for_terminals(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
-def test_comparing_with_a_file_replays_where_it_is_told_to(
-    command: Command, trained: Trained, tmp_path: Path
-) -> None:
-    out = tmp_path / "x.pt"
-    command("recover", trained.run, "--out", out, "--staging", trained.staging)
-    asked = ["verify", trained.run, "--against", out, "--staging", trained.staging]
-    assert command(*asked).code == 0
-    refused = command(*asked, "--device", "cuda")
+def test_a_device_that_is_not_there_is_bad_usage(command: Command, trained: Trained) -> None:
+    refused = command("verify", trained.run, "--staging", trained.staging, "--device", "cuda")
     assert refused.code == 2
     assert "cuda" in refused.error

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff.cli import progress_table
 from lowdiff.compressors import TopK
 from lowdiff.events import printable
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.progress import RankProgress, RunProgress
 from lowdiff.terminal import plain_console
-from lowdiff.watch import _table
 from tests.commands import Command, command  # noqa: F401
 
 EVIL = "\x1b[31mred\x1b]0;title\x07\r\nlowdiff: all is well\x9b2J\u202e[bold]x[/bold]\u2028"
@@ -95,7 +95,6 @@ def harmless(text: str) -> bool:
     [
         "inspect RUN",
         "verify RUN",
-        "verify RUN --against OTHER --step 10",
         "recover RUN --plan",
         "recover RUN --out OUT.safetensors",
         "recover RUN --out OUT.safetensors --step 77",
@@ -117,13 +116,10 @@ def test_every_command_prints_it_as_text(
     command: Command,  # noqa: F811
     words: str,
 ) -> None:
-    other = tmp_path / "other.pt"
-    state = lowdiff.recover(made / "run").model_state_dict()
-    torch.save({"model": {name: value + 1 for name, value in state.items()}}, other)
-    places = {"RUN": made / "run", "STAGING": made / "staging", "OTHER": other}
+    places = {"RUN": made / "run", "STAGING": made / "staging"}
     out = str(tmp_path / EVIL.replace("/", ""))
     line = [
-        re.sub("^(RUN|STAGING|OTHER)", lambda m: str(places[m[0]]), word).replace("OUT", out)
+        re.sub("^(RUN|STAGING)", lambda m: str(places[m[0]]), word).replace("OUT", out)
         for word in words.split()
     ]
     result = command(*line)
@@ -164,7 +160,9 @@ def test_watch_shows_a_writers_error_as_text(capsys: pytest.CaptureFixture[str])
     values: dict[str, Any] = dict.fromkeys(RankProgress.__dataclass_fields__, 0)
     rank = RankProgress(**{**values, "trainer": f"alive{EVIL}", "error": f"[red]{EVIL}"})
     values = dict.fromkeys(RunProgress.__dataclass_fields__, 0)
-    plain_console().print(_table(Path(f"runs/{EVIL}"), RunProgress(**{**values, "ranks": (rank,)})))
+    plain_console().print(
+        progress_table(Path(f"runs/{EVIL}"), RunProgress(**{**values, "ranks": (rank,)}))
+    )
     printed = capsys.readouterr().out
     assert "[red]" in printed.replace("\n", "").replace(" ", "")
     assert harmless(printed)

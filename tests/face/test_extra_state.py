@@ -21,7 +21,6 @@ import lowdiff
 from lowdiff.errors import ConfigError, DamagedFile
 from lowdiff.extra_state import ExtraStates
 from lowdiff.persistence.values import encode, same
-from lowdiff.recovery.against import compare_with
 from lowdiff.recovery.export import export
 from lowdiff.recovery.verify import verify
 from tests.face.loops import Loop, small_model
@@ -304,10 +303,6 @@ def test_exported_models_load_strictly_and_what_only_tensors_hold_is_said(
     assert warnings(caplog) == ""
     weights = load_file(export(state, tmp_path / "x.safetensors"))
     assert "lacks these extra states: 0._extra_state; give a name ending in .pt" in warnings(caplog)
-    for name in ("x.pt", "x.safetensors"):
-        assert not compare_with(
-            tmp_path / "run", tmp_path / name, staging=tmp_path / "staging"
-        ).differences
     found = both().load_state_dict(weights, strict=False)
     assert (found.missing_keys, found.unexpected_keys) == (["0._extra_state"], [])
     assert same(weights["1._extra_state"], expected["1._extra_state"])

@@ -14,7 +14,6 @@ from lowdiff.attached import describe
 from lowdiff.errors import UnsupportedModel
 from lowdiff.layout import canonical_name, own_name
 from lowdiff.persistence.values import same
-from lowdiff.recovery.against import compare_with
 from tests.face.loops import Loop, small_model
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import wrapped
@@ -77,16 +76,6 @@ def test_averages_of_a_model_with_a_part_called_module_are_replayed(tmp_path: Pa
     loop.checkpointer.close()
     found = lowdiff.recover(tmp_path / "run", 2).stateful["average"]
     assert found.keys() == average.state_dict().keys()
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
-def test_a_file_of_such_a_model_is_compared_under_its_names(tmp_path: Path, prefix: str) -> None:
-    loop = Loop(tmp_path, model=Outer())
-    loop.run(2)
-    path = tmp_path / "weights.pt"
-    torch.save({prefix + name: value for name, value in loop.weights().items()}, path)
-    found = compare_with(tmp_path / "run", path)
-    assert found.ok, found.differences
 
 
 def attach_in_ddp(rank: int, world_size: int, folder: str) -> tuple[int, list[str]]:

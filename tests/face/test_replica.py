@@ -26,7 +26,6 @@ from lowdiff.persistence.replica_status import read_replica_status
 from lowdiff.persistence.snapshots import PARAMETER
 from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.recovery import recover
-from lowdiff.recovery.forecast import forecast
 from lowdiff.recovery.replica_file import ReplicaFile
 from lowdiff.recovery.shard import Shard, share_step
 from lowdiff.recovery.unit import Scratch
@@ -273,10 +272,9 @@ def test_a_step_between_images_is_said_to_have_none_not_to_be_lost(tmp_path: Pat
     life = Life(tmp_path, snapshot_every=4)
     life.run(6)
     life.checkpointer.close()
-    with pytest.raises(StepNotFound, match="step 1 was made without a compressor"):
+    made = r"step 1 was made without a compressor.*keeps no differentials.* comes? back"
+    with pytest.raises(StepNotFound, match=made) as refused:
         recover(tmp_path / "run", 3, staging=tmp_path / "staging")
-    with pytest.raises(StepNotFound, match=r"keeps no differentials.* comes? back") as refused:
-        forecast(tmp_path / "run", 3, staging=tmp_path / "staging")
     assert "is lost" not in str(refused.value)
     assert verify(tmp_path / "run", tmp_path / "staging").ok
 

@@ -16,13 +16,11 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lowdiff.compressors import TopK
-from lowdiff.errors import StepNotFound
 from lowdiff.persistence.durable import write_json
 from lowdiff.persistence.snapshots import Manifest
 from lowdiff.persistence.values import encode
 from lowdiff.recovery import recover
 from lowdiff.recovery.compare import differences, keep_inherited
-from lowdiff.recovery.forecast import forecast
 from lowdiff.recovery.legs import Replayed
 from lowdiff.recovery.timeline import Timeline, timeline
 from lowdiff.recovery.verify import VerifyReport, verify
@@ -245,14 +243,3 @@ def test_steps_whose_average_began_with_a_lost_snapshot_are_left_out(tmp_path: P
     found = measure(tmp_path)
     assert found.left_out == (8, 9, 10)
     assert [step.step for step in found.steps] == [*range(1, 8), 11, 12]
-
-
-def test_a_plan_that_fails_names_the_damaged_snapshot(tmp_path: Path) -> None:
-    live(tmp_path, 18, inside=damp_after(15))
-    damaged = tmp_path / "run/snapshots/i000000-s0000000015/rank-0000.safetensors"
-    flip(damaged, 700)
-    with pytest.raises(StepNotFound) as refused:
-        forecast(tmp_path / "run", 17, staging=tmp_path / "staging")
-    assert f"{damaged} is damaged" in str(refused.value)
-    assert "an older snapshot serves" not in str(refused.value)
-    assert str(refused.value).endswith("recoverable steps: 0 to 14, 18")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,14 @@ from lowdiff.errors import ConfigError, NotEnoughMemory, StepNotFound
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Compressor
 from lowdiff.recovery import sizing
-from lowdiff.recovery.against import compare_with
 from lowdiff.recovery.branch import start_run
 from lowdiff.recovery.compare import distance
 from lowdiff.recovery.export import export
-from lowdiff.recovery.forecast import forecast
+from lowdiff.recovery.inspection import forecast
 from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.sizing import SECONDS_PER_UNIT
 from lowdiff.recovery.timeline import timeline
 from lowdiff.recovery.verify import verify
-from tests.recovery.training import Model, Trained, adamw, flip, train, two_optimizers
+from tests.recovery.training import Model, Trained, adamw, train
 
 STEPS = 12
 
@@ -149,12 +146,9 @@ def test_a_timeline_tells_the_gradient_and_not_what_the_optimizer_made_of_it(
 
 
 def test_a_plan_says_what_would_be_read(trained: Trained) -> None:
-    found = forecast(trained.run, 9, staging=trained.staging)
+    found = forecast(trained.run, 9, trained.staging)
     assert (found.step, found.base, found.differentials) == (9, 5, 4)
-    assert sum(found.shards.values()) == 4
-    assert found.memory_bytes > found.snapshot_bytes > 0
-    assert 4 * SECONDS_PER_UNIT < found.predicted_seconds < 60
-    assert not found.findings
+    assert found.memory_bytes > found.snapshot_bytes > found.differential_bytes > 0
     printed = command(
         "recover", trained.run, "--step", 9, "--plan", "--json", "--staging", trained.staging
     )
@@ -163,42 +157,11 @@ def test_a_plan_says_what_would_be_read(trained: Trained) -> None:
     assert "4 differentials" in told.output
 
 
-def adafactor(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters())
-
-
-@pytest.mark.parametrize("build", [adamw, adafactor])
-def test_a_plan_counts_every_step_of_every_parameter(
-    build: Callable[[torch.nn.Module], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained = train(tmp_path, 3, build=build)
-    monkeypatch.setattr("lowdiff.recovery.forecast.step_seconds", lambda *_: 1.0)
-    how = ReplayOptions(num_workers=1)
-    found = forecast(trained.run, 2, staging=trained.staging, options=how)
-    parameters = len(list(Model().parameters()))
-    assert found.predicted_seconds == pytest.approx(2 * parameters, rel=0.2)
-
-
-def test_a_plan_names_what_is_damaged(trained: Trained, tmp_path: Path) -> None:
-    copy = trained.copied(tmp_path)
-    flip(copy.shard(5), 3000)
-    found = forecast(copy.run, 9)
-    assert (found.base, found.differentials) == (0, 9)
-    assert any("rank-0000.safetensors is damaged" in text for text in found.findings)
-    flip(copy.segment(1), copy.segment(1).stat().st_size // 3)
-    with pytest.raises(
-        StepNotFound, match=r"is missing for rank 0 \(.*s0000000001\.seg is damaged"
-    ):
-        forecast(copy.run, 9)
-    said = command("recover", copy.run, "--step", 9, "--plan")
-    assert isinstance(said.exception, StepNotFound)
-
-
-def test_a_lost_segment_is_named_at_plan_time(trained: Trained, tmp_path: Path) -> None:
+def test_a_lost_segment_is_named(trained: Trained, tmp_path: Path) -> None:
     copy = trained.copied(tmp_path)
     for path in copy.run.rglob("*.seg"):
         path.unlink()
-    with pytest.raises(StepNotFound, match=r"step 6 of rank 0 is lost: .*\.seg is missing"):
+    with pytest.raises(StepNotFound, match="the differential of step 6 is missing for rank 0"):
         forecast(copy.run, 8)
     copy.shard(0).unlink()
     with pytest.raises(StepNotFound, match="recoverable steps"):
@@ -225,51 +188,6 @@ def test_too_little_memory_is_refused_with_the_figure(
     with pytest.raises(NotEnoughMemory, match=r"needs up to 256 MiB .* 100 MiB are free") as caught:
         lowdiff.recover(trained.run, 9, staging=trained.staging)
     assert caught.value.free_bytes == 100 << 20
-
-
-@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
-def test_verify_against_a_file(trained: Trained, tmp_path: Path, ending: str) -> None:
-    file = export(lowdiff.recover(trained.run, 6, staging=trained.staging), tmp_path / f"x{ending}")
-    found = compare_with(trained.run, file, staging=trained.staging)
-    assert (found.ok, found.step) == (True, 6)
-    assert found.compared >= len(trained.models[6])
-    other = compare_with(trained.run, file, step=7, staging=trained.staging)
-    assert not other.ok
-    assert any(d.name == "last.weight" and d.largest_ulps for d in other.differences)
-    said = command("verify", trained.run, "--against", file, "--staging", trained.staging)
-    assert said.exit_code == 0, said.output
-    assert "every bit agrees" in said.output
-
-
-def test_verify_against_a_file_compares_every_optimizer(tmp_path: Path) -> None:
-    trained = train(tmp_path, 3, build=two_optimizers)
-    file = export(lowdiff.recover(trained.run, 2, staging=trained.staging), tmp_path / "x.pt")
-    assert compare_with(trained.run, file, staging=trained.staging).ok
-    content = torch.load(file, weights_only=True)
-    content["optimizer"][1]["state"][1]["exp_avg"][0] += 1
-    torch.save(content, file)
-    (found,) = compare_with(trained.run, file, staging=trained.staging).differences
-    assert (found.name, found.elements) == ("optimizer 1 state 1 exp_avg", 1)
-
-
-def test_verify_against_a_file_compares_hyper_parameters(trained: Trained, tmp_path: Path) -> None:
-    file = export(lowdiff.recover(trained.run, 6, staging=trained.staging), tmp_path / "x.pt")
-    content = torch.load(file, weights_only=True)
-    (group,) = content["optimizer"]["param_groups"]
-    group |= {"lr": group["lr"] * 2, "fused": True, "of a later version": 1}
-    torch.save(content, file)
-    (found,) = compare_with(trained.run, file, staging=trained.staging).differences
-    assert found.name == "optimizer group 0 lr"
-
-
-def test_a_plain_state_dict_of_another_model_is_different(trained: Trained, tmp_path: Path) -> None:
-    torch.save({"module.other.weight": torch.ones(3)}, tmp_path / "x.pt")
-    found = compare_with(trained.run, tmp_path / "x.pt", staging=trained.staging)
-    assert not found.ok
-    assert {d.what for d in found.differences} == {"only in the run", "only in the file"}
-    (tmp_path / "x.pt").write_bytes(b"nothing")
-    with pytest.raises(lowdiff.errors.DamagedFile, match="cannot be read"):
-        compare_with(trained.run, tmp_path / "x.pt", staging=trained.staging)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -16,7 +16,7 @@ from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
 from lowdiff.recovery.damage import judge
-from lowdiff.recovery.forecast import forecast
+from lowdiff.recovery.inspection import forecast
 from lowdiff.recovery.verify import verify
 from tests.recovery.training import Trained, train
 
@@ -66,9 +66,8 @@ def test_a_segment_that_cannot_be_read_costs_only_its_own_steps(
         dict(lowdiff.recover(copy.run, 11, staging=copy.staging).model_state_dict()),
         dict(closed.models[11]),
     )
-    plan = forecast(copy.run, 11, staging=copy.staging)
+    plan = forecast(copy.run, 11, copy.staging)
     assert (plan.base, plan.differentials) == (10, 1)
-    assert [str(segment) in finding for finding in plan.findings] == [True]
     report = verify(copy.run, copy.staging)
     assert report.failures[0].path == str(segment)
     assert "cannot be read" in report.failures[0].message
