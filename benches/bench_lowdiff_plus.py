@@ -53,10 +53,8 @@ from benches.peers.dcp import completion, reused_memory
 from benches.runs import Places, places
 from lowdiff.demo.data import batch_for_step, load_corpus
 from lowdiff.demo.model import GPTConfig
-from lowdiff.persistence.catalog import scan
-from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
-from lowdiff.recovery.engine import recover_from
+from lowdiff.recovery.engine import recover
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.replicating import ReplicatedStager
@@ -183,9 +181,8 @@ def restart(trainee: Trainee, where: Places) -> tuple[float, float]:
     """Seconds to read the newest step from the replica's memory, and to copy as much as it is."""
 
     def recovered() -> tuple[RecoveredState, list[torch.Tensor]]:
-        state = recover_from(
-            scan(RunFolder(where.run), [where.staging]), None, ReplayOptions(num_workers=1)
-        )
+        options = ReplayOptions(num_workers=1)
+        state = recover(where.run, staging=where.staging, options=options)
         return state, copied(state)
 
     reading, copying = [], []

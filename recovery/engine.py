@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,15 +18,13 @@ from lowdiff.persistence.fetching import fetch_history, temporary_folder
 from lowdiff.persistence.object_store import ObjectStore, is_url
 from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.snapshots import was_removed
-from lowdiff.recovery.attempts import in_blocks_or_whole, unfit_is_damaged
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.in_memory import MemoryPlan, carry_out_in_memory, plan_in_memory
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
-from lowdiff.recovery.replay import ReplayOptions, replay
+from lowdiff.recovery.replay import ReplayOptions, in_blocks_or_whole, replay
 from lowdiff.recovery.sizing import check_memory
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
-from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
 
@@ -96,51 +93,45 @@ def _recover(
     for finding in judge(folder, catalog)[0]:
         _logger.warning("%s", printable(finding.message))
 
-    aim = _Aim(step)
+    own, aim = options or ReplayOptions(), step
 
     def act(seen: Catalog) -> RecoveredState:
-        goes_back = aim.asked is None
-        state = recover_from_memory(seen, aim.step, options or ReplayOptions(), goes_back=goes_back)
-        return _reach(seen, aim, options, progress) if state is None else state
+        # The newest step of a live run moves on, faster perhaps than a replay follows. So the one that
+        # was planned first stays the aim: by the next look it is in a segment.
+        nonlocal aim
+        state = recover_from_memory(seen, aim, own, goes_back=step is None)
+        while state is None:
+            try:
+                plan = plan_recovery(seen, aim)
+            except StepNotFound as error:
+                if aim == step:
+                    raise
+                plan = plan_recovery(seen, step)
+                _logger.warning("%s; going back to step %d", printable(str(error)), plan.step)
+            aim = plan.step
+            found = try_from_disk(seen, plan, reporting(own, progress, 0, len(plan.steps)))
+            if isinstance(found, RecoveredState):
+                return found
+            if step is not None:
+                raise found.error
+            # Where nothing leads to the newest step, the newest that can still be reached serves.
+            if found.last is not None:
+                told = printable(str(found.error))
+                _logger.warning("%s; going back to step %d", told, found.last)
+                aim = found.last
+            seen = without(seen, found.snapshots)
+        return state
 
     return look_again(folder, root, catalog, act)
 
 
-class _Aim:
-    """Where a recovery leads.
-
-    The newest step of a live run moves on, faster perhaps than a replay follows. So the one that was
-    planned first stays: by the next look it is in a segment.
-    """
-
-    def __init__(self, asked: int | None) -> None:
-        self.asked = self.step = asked
-
-    def plan(self, catalog: Catalog) -> RecoveryPlan:
-        """Plan the way there; or to the newest step there is, if that is what is asked for.
-
-        Raises:
-            StepNotFound: If nothing leads there.
-        """
-        try:
-            plan = plan_recovery(catalog, self.step)
-        except StepNotFound as error:
-            if self.step == self.asked:
-                raise
-            plan = plan_recovery(catalog, self.asked)
-            _logger.warning("%s; going back to step %d", printable(str(error)), plan.step)
-        self.step = plan.step
-        return plan
-
-
 def reporting(
-    options: ReplayOptions | None, progress: Progress | None, done: int, total: int
+    options: ReplayOptions, progress: Progress | None, done: int, total: int
 ) -> ReplayOptions:
     """Options of one replay of several, the first of whose steps is number ``done`` of all."""
-    own = options or ReplayOptions()
     if progress is None:
-        return own
-    return replace(own, progress=lambda steps: progress(done + steps, total))
+        return options
+    return replace(options, progress=lambda steps: progress(done + steps, total))
 
 
 def look_again(
@@ -198,22 +189,13 @@ def _leads_beyond(catalog: Catalog, step: int) -> bool:
 
 
 def newest_step(catalog: Catalog, step: int | None) -> int:
-    """The step that `recover_from` leads to.
+    """The step that a recovery leads to.
 
     Raises:
         StepNotFound: If there is none, or ``step`` is given and cannot be reached.
     """
     memory = plan_best(catalog, step)
     return plan_recovery(catalog, step).step if memory is None else memory.step
-
-
-def recover_from(catalog: Catalog, step: int | None, options: ReplayOptions) -> RecoveredState:
-    """`recover` with a catalog at hand.
-
-    What replicas left in memory comes first.
-    """
-    state = recover_from_memory(catalog, step, options, goes_back=step is None)
-    return recover_from_disk(catalog, step, options) if state is None else state
 
 
 def recover_from_memory(
@@ -241,31 +223,6 @@ def recover_from_memory(
             return None
         _logger.warning("%s; steps %d to %d are lost", what, failed, memory.step)
     return recover_from_memory(catalog, failed - 1, options, goes_back=True)
-
-
-def recover_from_disk(catalog: Catalog, step: int | None, options: ReplayOptions) -> RecoveredState:
-    """What segments and snapshots lead to; a damaged snapshot is passed over for an older one.
-
-    Where it was the only way to the newest step, and that was asked for, the newest that can still
-    be reached serves.
-    """
-    return _reach(catalog, _Aim(step), options, None)
-
-
-def _reach(
-    catalog: Catalog, aim: _Aim, options: ReplayOptions | None, progress: Progress | None
-) -> RecoveredState:
-    while True:
-        plan = aim.plan(catalog)
-        found = try_from_disk(catalog, plan, reporting(options, progress, 0, len(plan.steps)))
-        if isinstance(found, RecoveredState):
-            return found
-        if aim.asked is not None:
-            raise found.error
-        if found.last is not None:
-            _logger.warning("%s; going back to step %d", printable(str(found.error)), found.last)
-            aim.step = found.last
-        catalog = without(catalog, found.snapshots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -338,26 +295,21 @@ def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> R
 
     In whole tensors where blocks do not reproduce the live run's bits.
     """
-    return in_blocks_or_whole(partial(_carry_out, catalog, plan), options)
-
-
-def _carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
-    def fence_of(incarnation: int) -> Fence:
-        return catalog.incarnations[incarnation].fence
-
-    _same_layout(fence_of(plan.base.incarnation), plan, fence_of(plan.incarnation))
-    with unfit_is_damaged(catalog.root, f"what is stored up to step {plan.step}"):
-        check_memory(plan.base.bytes, options.here)
-        state = load_snapshot(plan.base, fence_of(plan.base.incarnation), options.readers)
-        state.move(options.device)
-        state = replay(state, plan.steps, fence_of, options)
-        state.move(torch.device("cpu"))
-        return state
-
-
-def _same_layout(base: Fence, plan: RecoveryPlan, target: Fence) -> None:
-    if base.layout != target.layout:
+    fences = {number: life.fence for number, life in catalog.incarnations.items()}
+    base = fences[plan.base.incarnation]
+    if base.layout != fences[plan.incarnation].layout:
         raise RunMismatch(
             f"the model of snapshot {plan.base.step} differs from that of step {plan.step}; "
             "recover a step before the change"
         )
+
+    def attempt(options: ReplayOptions) -> RecoveredState:
+        check_memory(plan.base.bytes, options.here)
+        state = load_snapshot(plan.base, base, options.readers)
+        state.move(options.device)
+        state = replay(state, plan.steps, fences.__getitem__, options)
+        state.move(torch.device("cpu"))
+        return state
+
+    what = f"what is stored up to step {plan.step}"
+    return in_blocks_or_whole(attempt, options, catalog.root, what)

@@ -27,12 +27,11 @@ from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.records import StoredRecord, joined
 from lowdiff.persistence.replica_status import has_replica, read_mark, read_replica_status
-from lowdiff.recovery.attempts import in_blocks_or_whole, unfit_is_damaged
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.load import empty_state, load_constants, load_shard
 from lowdiff.recovery.optimizers import is_registered, settle_kernels, without_default_group
 from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
-from lowdiff.recovery.replay import ReplayOptions, replay
+from lowdiff.recovery.replay import ReplayOptions, in_blocks_or_whole, replay
 from lowdiff.recovery.replica_file import PASSING, ReplicaFile, is_of_this_kernel
 from lowdiff.recovery.shard import Shard, contents_of, share_step
 from lowdiff.recovery.sizing import threads_put_back
@@ -155,17 +154,17 @@ def carry_out_in_memory(
         ReplayMismatch: If a step in flight does not replay.
     """
     settle_kernels()
-    return in_blocks_or_whole(partial(_carried_out, catalog, plan), options)
 
-
-def _carried_out(catalog: Catalog, plan: MemoryPlan, options: ReplayOptions) -> RecoveredState:
-    with unfit_is_damaged(catalog.root, f"what is in memory up to step {plan.step}"):
+    def attempt(options: ReplayOptions) -> RecoveredState:
         state, is_whole = _shares_joined(catalog, plan, options)
         state.move(options.device if plan.steps else _HOST)
         options = replace(options, whole=is_whole)
         state = replay(state, plan.steps, lambda n: catalog.incarnations[n].fence, options)
         state.move(_HOST)
-    return state
+        return state
+
+    what = f"what is in memory up to step {plan.step}"
+    return in_blocks_or_whole(attempt, options, catalog.root, what)
 
 
 def _shares_joined(

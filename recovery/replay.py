@@ -6,18 +6,20 @@ is read and decoded meanwhile, so memory is bounded whatever the number of diffe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 
 import torch
 from typing_extensions import Self
 
 from lowdiff.arithmetic import arithmetic_of
 from lowdiff.compressors import from_settings
-from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
+from lowdiff.errors import ConfigError, DamagedFile, LowDiffError, ReplayMismatch, RunMismatch
 from lowdiff.layout import shares_of
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.differentials import read_differential
@@ -41,6 +43,7 @@ from lowdiff.recovery.sizing import (
 )
 from lowdiff.recovery.state import RecoveredState, begin_life
 from lowdiff.recovery.unit import (
+    UNREPLAYABLE,
     Checksums,
     Movement,
     Replaying,
@@ -48,8 +51,11 @@ from lowdiff.recovery.unit import (
     Step,
     UnitState,
     check_digests,
+    is_out_of_means,
 )
 from lowdiff.types import Differential, Fence
+
+_logger = logging.getLogger(__name__)
 
 #: Decoded bytes of a window; two are in memory, one in use and one being read. The first is small,
 #: so that replay starts at once.
@@ -153,6 +159,47 @@ def replay(
                 if options.progress:
                     options.progress(done)
     return state
+
+
+def in_blocks_or_whole(
+    attempt: Callable[[ReplayOptions], RecoveredState],
+    options: ReplayOptions,
+    root: Path,
+    what: str,
+) -> RecoveredState:
+    """Recover, checked against the digests that the live run recorded.
+
+    Where blocks do not reproduce them (an unusual kernel or thread count), all is done once more with
+    parameters replayed whole. Checksums hold for whatever a stranger has written, so what fits no
+    optimizer is damaged; that a machine has nothing left says nothing about it.
+
+    Args:
+        attempt: Does it, from the beginning.
+        options: How.
+        root: The run's folder.
+        what: What is replayed.
+
+    Raises:
+        ReplayMismatch: If whole parameters do not reproduce them, either.
+        DamagedFile: Instead of what the optimizer says of values that do not fit.
+    """
+    try:
+        return attempt(options)
+    except ReplayMismatch as error:
+        if options.whole:
+            raise
+        why = str(error)
+    except LowDiffError:
+        raise
+    except UNREPLAYABLE as error:
+        if is_out_of_means(error):
+            raise
+        raise DamagedFile(root, f"{what} cannot be replayed ({error!r:.200})") from error
+    # Not in the clause above, and not with the error itself, which holds on to the first state.
+    _logger.warning("%s; replaying whole tensors instead of blocks", why)
+    if options.movements is not None:
+        options.movements.clear()
+    return in_blocks_or_whole(attempt, replace(options, whole=True), root, what)
 
 
 def _continued_averages(state: RecoveredState, fence: Fence) -> dict[str, dict[str, torch.Tensor]]:

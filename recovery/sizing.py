@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +18,14 @@ from lowdiff.persistence.lease import this_machine
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import build, granularity, usable_on
 from lowdiff.recovery.state import RecoveredState
-from lowdiff.types import Fence, OptimizerSpec
+from lowdiff.types import Fence
 
 #: Where nothing is measured.
 BLOCK_ELEMENTS = 1 << 18
 _CANDIDATES = tuple(1 << power for power in range(15, 21))
 #: What a unit costs at each step besides its kernels: Python, and the decoder's search. Measured
 #: from replays with one block of 2^16 to 2^18 elements each: 50 to 120 microseconds.
-SECONDS_PER_UNIT = 90e-6
+_SECONDS_PER_UNIT = 90e-6
 _TRIALS = 3
 #: Element updates below which measuring takes longer than it can save.
 _WORTH_MEASURING = 1 << 28
@@ -139,54 +139,27 @@ def measured_block_elements(state: RecoveredState, fence: Fence, num_steps: int)
     members = trained[index, group]
     if not members or granularity(fence.optimizers[index]) != "element":
         return BLOCK_ELEMENTS
+    spec, hyper = fence.optimizers[index], dict(state.optimizers[index].groups[group])
     dtype = torch_dtype(members[0].dtype)
-    hyper = state.optimizers[index].groups[group]
 
-    def cost(size: int) -> float:
-        return seconds_per_element(fence.optimizers[index], hyper, dtype, size)
-
-    return min(_CANDIDATES, key=cost)
-
-
-def seconds_per_element(
-    spec: OptimizerSpec, hyper: Mapping[str, Any], dtype: torch.dtype, size: int
-) -> float:
-    """Processor time of one element in one step, by blocks of ``size``, on one thread.
-
-    Args:
-        spec: The optimizer's class.
-        hyper: Hyper-parameters of a group.
-        dtype: Of its parameters.
-        size: Elements.
-    """
-    return (step_seconds(spec, hyper, dtype, (size,)) + SECONDS_PER_UNIT) / size
-
-
-def step_seconds(
-    spec: OptimizerSpec, hyper: Mapping[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
-) -> float:
-    """Processor time of one step of a made-up parameter, on one thread.
-
-    Args:
-        spec: The optimizer's class.
-        hyper: Hyper-parameters of a group.
-        dtype: Of its parameters.
-        shape: Of this one.
-    """
-    with torch.device("cpu"):  # workers have no other default
-        parameter = torch.nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=False)
-        parameter.grad = torch.full(shape, 1e-3, dtype=dtype)
-        optimizer = build(spec, [(usable_on(parameter.device, dict(hyper)), [parameter])])
-        step = StepChooser().choose(optimizer)
-    times = []
-    with threads_put_back(), torch.no_grad():
-        torch.set_num_threads(1)
+    def seconds_per_element(size: int) -> float:
+        """Processor time of one element in one step, by blocks of this size, on one thread."""
+        with torch.device("cpu"):  # workers have no other default
+            parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
+            parameter.grad = torch.full((size,), 1e-3, dtype=dtype)
+            optimizer = build(spec, [(usable_on(parameter.device, hyper), [parameter])])
+            step = StepChooser().choose(optimizer)
         step(optimizer)
+        times = []
         for _ in range(_TRIALS):
             started = time.thread_time()
             step(optimizer)
             times.append(time.thread_time() - started)
-    return min(times)
+        return (min(times) + _SECONDS_PER_UNIT) / size
+
+    with threads_put_back(), torch.no_grad():
+        torch.set_num_threads(1)
+        return min(_CANDIDATES, key=seconds_per_element)
 
 
 @contextmanager

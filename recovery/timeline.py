@@ -154,7 +154,8 @@ def timeline(
                 if last is not None or end is None:
                     raise
                 begins, end = _unbroken(seen, None)
-            return _measured(seen, str(run), first, (begins, end), options, progress)
+            own = options or ReplayOptions()
+            return _measured(seen, str(run), first, (begins, end), own, progress)
 
         return look_again(folder, root, scan(folder, [root]), act)
 
@@ -164,7 +165,7 @@ def _measured(
     run: str,
     first: int | None,
     unbroken: tuple[int, int],
-    options: ReplayOptions | None,
+    options: ReplayOptions,
     progress: Progress | None,
 ) -> Timeline:
     begins, end = unbroken

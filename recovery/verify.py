@@ -4,30 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowdiff.errors import DamagedFile, ReplayMismatch, RunInUse, RunMismatch, StepNotFound
-from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.errors import (
+    DamagedFile,
+    LowDiffError,
+    NotEnoughMemory,
+    ReplayMismatch,
+    RunInUse,
+    RunMismatch,
+    StepNotFound,
+)
+from lowdiff.persistence.catalog import Catalog, SnapshotSet, complete_snapshots, scan
 from lowdiff.persistence.fetching import opened
 from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.paths import RunFolder, staging_to_read
-from lowdiff.recovery.damage import Finding, judge, lost_after
-from lowdiff.recovery.engine import Progress, look_again, reporting
+from lowdiff.persistence.snapshots import Manifest, manifest_file
+from lowdiff.recovery.compare import differences, keep_inherited
+from lowdiff.recovery.damage import Finding, first_gap, judge, last_kept, lost_after
+from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
 from lowdiff.recovery.in_memory import (
     MemoryPlan,
     carry_out_in_memory,
     plan_in_memory,
     with_steps_in_memory,
 )
-from lowdiff.recovery.legs import Outcome, Replayed, gaps, legs_of, newest_recoverable, prove
+from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.sizing import check_memory
 
 _LOOKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One replay.
+
+    Attributes:
+        first: Step of the snapshot it started from.
+        last: Step it led to.
+        compared: Whether a snapshot of ``last`` was there to compare with, bit for bit. Otherwise
+            only the digests that the live run recorded were compared.
+    """
+
+    first: int
+    last: int
+    compared: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +148,7 @@ def verify(
     """
     root = staging_to_read(run, staging)
     with opened(run) as folder:
-        report = _verify(folder, root, str(run), options, progress)
+        report = _verify(folder, root, str(run), options or ReplayOptions(), progress)
         if not is_url(run):
             return report
 
@@ -144,39 +171,37 @@ def _verify(
     folder: RunFolder,
     root: Path,
     run: str,
-    options: ReplayOptions | None,
+    options: ReplayOptions,
     progress: Progress | None,
 ) -> VerifyReport:
     catalog = _look(folder, root)
     failures, notes = judge(folder, catalog, check_all=True)
-    legs = legs_of(catalog)
+    legs = _legs_of(catalog)
     check_memory(max((leg.loaded_bytes for leg in legs), default=0))
-    replays: list[Replayed] = []
     total = sum(leg.last - leg.base.step for leg in legs)
     done = 0
+    outcomes = []
     for leg in legs:
         own = reporting(options, progress, done, total)
-        outcome = prove(folder, root, catalog, leg, own)
-        replays += [outcome.replayed] if outcome.replayed else []
-        failures += [outcome.failure] if outcome.failure else []
-        notes += [outcome.note] if outcome.note else []
+        outcomes.append(_prove(folder, root, catalog, leg, own))
         done += leg.last - leg.base.step
-    memory, left_out = _in_memory(folder, root, catalog, options or ReplayOptions())
-    failures += [left_out.failure] if left_out.failure else []
-    notes += [left_out.note] if left_out.note else []
+    memory, left_out = _in_memory(folder, root, catalog, options)
+    outcomes.append(left_out)
+    failures += [o.failure for o in outcomes if o.failure is not None]
+    notes += [o.note for o in outcomes if o.note is not None]
     failures += (
-        lost_after(catalog, newest_recoverable(catalog)) if legs else _nothing_recoverable(catalog)
+        lost_after(catalog, _newest_recoverable(catalog)) if legs else _nothing_recoverable(catalog)
     )
     return VerifyReport(
         run=run,
         run_id=catalog.run_id,
         checked=_checked(folder, catalog),
         snapshots=tuple(sorted({s.step for s in usable_snapshots(catalog)})),
-        replays=tuple(replays),
+        replays=tuple(o.replayed for o in outcomes if o.replayed is not None),
         recoverable=tuple(with_steps_in_memory(recoverable(catalog), memory)),
         in_memory=memory,
         failures=tuple(failures),
-        notes=(*notes, *_elsewhere(catalog, options or ReplayOptions())),
+        notes=(*notes, *_elsewhere(catalog, options)),
     )
 
 
@@ -189,7 +214,8 @@ def _look(folder: RunFolder, root: Path) -> Catalog:
     """
     catalog = scan(folder, [root], check_all=True)
     for _ in range(_LOOKS):
-        if legs_of(catalog) and not gaps(catalog):
+        legs = _legs_of(catalog)
+        if legs and not any(first_gap(catalog, leg.base.step, leg.last) for leg in legs):
             break
         known = {s.folder for s in catalog.snapshots} | {e.path.parent for e in catalog.damage}
         now = scan(folder, [root], check_all=True)
@@ -207,7 +233,7 @@ def _newest_snapshot(catalog: Catalog) -> int:
 
 def _in_memory(
     folder: RunFolder, root: Path, catalog: Catalog, options: ReplayOptions
-) -> tuple[tuple[int, int] | None, Outcome]:
+) -> tuple[tuple[int, int] | None, _Outcome]:
     """The steps that replicas left in memory, rebuilt; and why, if they cannot be."""
 
     def act(seen: Catalog) -> MemoryPlan | None:
@@ -220,10 +246,10 @@ def _in_memory(
         plan = look_again(folder, root, catalog, act, check_all=True)
     except (DamagedFile, ReplayMismatch, RunMismatch) as error:
         what = f"what replicas left in memory cannot be used: {error}"
-        return None, Outcome(Finding(what))
+        return None, _Outcome(Finding(what))
     except RunInUse as error:
-        return None, Outcome(note=Finding(f"what replicas left in memory was not read: {error}"))
-    return (None if plan is None else plan.range), Outcome()
+        return None, _Outcome(note=Finding(f"what replicas left in memory was not read: {error}"))
+    return (None if plan is None else plan.range), _Outcome()
 
 
 def _checked(folder: RunFolder, catalog: Catalog) -> Checked:
@@ -235,6 +261,134 @@ def _checked(folder: RunFolder, catalog: Catalog) -> Checked:
         chunks=sum(len(stage.chunks()) for stage in catalog.staging),
         records=sum(records.num_differentials for records in catalog.records.values()),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leg:
+    """One replay to do: from a snapshot to the next one, or to the newest step (None)."""
+
+    base: SnapshotSet
+    target: SnapshotSet | None
+    last: int
+
+    @property
+    def loaded_bytes(self) -> int:
+        """What its snapshots take in memory: that which is compared with is a second state."""
+        return sum(s.bytes for s in (self.base, self.target) if s is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of a leg, or of what is in memory.
+
+    Attributes:
+        failure: What is wrong; None if nothing is.
+        note: What differs because another kind of device trained it, or why nothing is known.
+        replayed: What was replayed, if it led where it should.
+    """
+
+    failure: Finding | None = None
+    note: Finding | None = None
+    replayed: Replayed | None = None
+
+
+def _legs_of(catalog: Catalog) -> list[_Leg]:
+    """All replays to do, in order of steps."""
+    snapshots = usable_snapshots(catalog)
+    legs = []
+    for base, target in pairwise(snapshots):
+        last = last_kept(catalog, base.step, target.step)
+        if last == target.step:
+            legs.append(_Leg(base, target, last))
+        elif last > base.step:
+            legs.append(_Leg(base, None, last))
+    newest = _newest_recoverable(catalog)
+    if snapshots and (newest > snapshots[-1].step or not legs):
+        legs.append(_Leg(snapshots[-1], None, newest))
+    return legs
+
+
+def _newest_recoverable(catalog: Catalog) -> int:
+    """The newest step that can be rebuilt, -1 if none can."""
+    return max((last for _, last in recoverable(catalog)), default=-1)
+
+
+def _prove(
+    folder: RunFolder, root: Path, catalog: Catalog, leg: _Leg, options: ReplayOptions
+) -> _Outcome:
+    """Replay one leg, and compare."""
+
+    def act(seen: Catalog) -> _Outcome:
+        return _compare(seen, leg, options)
+
+    try:
+        gap = first_gap(catalog, leg.base.step, leg.last)
+        outcome = _Outcome(gap) if gap else look_again(folder, root, catalog, act, check_all=True)
+    except DamagedFile as error:
+        outcome = _Outcome(Finding.of(error))
+    except StepNotFound as error:
+        outcome = _Outcome(Finding(str(error)))
+    except NotEnoughMemory:
+        raise  # it says nothing about the run
+    except LowDiffError as error:
+        return _Outcome(Finding(str(error)))  # no part of it was missing
+    return (outcome.failure and _overtaken(catalog, leg)) or outcome
+
+
+def _overtaken(catalog: Catalog, leg: _Leg) -> _Outcome | None:
+    """What became of a leg that is not as it was seen: a live run removes and replaces files."""
+    changed = [s for s in (leg.base, leg.target) if s is not None and not _is_as_seen(s)]
+    if not changed and last_kept(catalog, leg.base.step, leg.last) == leg.last:
+        return None
+    there = complete_snapshots(RunFolder(catalog.root), catalog.run_id)
+    if max((s.step for s in there), default=-1) < max((s.step for s in changed), default=-1):
+        # Retention keeps the newest.
+        gone = changed[-1].folder
+        return _Outcome(Finding(f"{gone} was removed, and no later snapshot is there", str(gone)))
+    what = "a part of them was removed meanwhile"
+    return _Outcome(note=Finding(f"steps {leg.base.step} to {leg.last} were not verified: {what}"))
+
+
+def _is_as_seen(snapshot: SnapshotSet) -> bool:
+    """Whether nobody removed it."""
+    try:
+        return all(
+            Manifest.read(manifest_file(snapshot.folder, seen.rank)) == seen
+            for seen in snapshot.manifests
+        )
+    except FileNotFoundError:
+        return False
+    except DamagedFile:
+        return True  # nobody meant to
+
+
+def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> _Outcome:
+    overtaken = _overtaken(catalog, leg)
+    if overtaken is not None:
+        return overtaken
+    alone = replace(catalog, snapshots=(leg.base,))
+    state = carry_out(alone, plan_recovery(alone, leg.last), options)
+    replayed = Replayed(leg.base.step, leg.last, compared=leg.target is not None)
+    if leg.target is None:
+        return _Outcome(replayed=replayed)
+    fence = catalog.incarnations[leg.target.incarnation].fence
+    expected = load_snapshot(leg.target, fence, options.readers)
+    if leg.base.incarnation != leg.target.incarnation:
+        keep_inherited(state, expected)
+    found = list(differences(state, expected))
+    if not found:
+        return _Outcome(replayed=replayed)
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    different = Finding(
+        f"{leg.target.folder}: snapshot {leg.target.step} differs from the replay of snapshot "
+        f"{leg.base.step}: {found[0]}{more}",
+        str(leg.target.folder),
+    )
+    trained_on = catalog.incarnations[leg.base.incarnation].fence.environment.device
+    if (trained_on == "cpu") != (options.device.type == "cpu"):
+        # Another kind of processor rounds differently.
+        return _Outcome(note=different, replayed=replace(replayed, compared=False))
+    return _Outcome(different)
 
 
 def _nothing_recoverable(catalog: Catalog) -> list[Finding]:

@@ -21,9 +21,8 @@ from lowdiff.persistence.snapshots import Manifest
 from lowdiff.persistence.values import encode
 from lowdiff.recovery import recover
 from lowdiff.recovery.compare import differences, keep_inherited
-from lowdiff.recovery.legs import Replayed
 from lowdiff.recovery.timeline import Timeline, timeline
-from lowdiff.recovery.verify import VerifyReport, verify
+from lowdiff.recovery.verify import Replayed, VerifyReport, verify
 from tests.commands import Command, command
 from tests.face.loops import Loop
 from tests.recovery.training import flip

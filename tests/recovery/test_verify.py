@@ -19,9 +19,8 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.segment_scan import add_segments
 from lowdiff.persistence.snapshots import Manifest
 from lowdiff.recovery import recover
-from lowdiff.recovery.legs import Replayed
 from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.verify import VerifyReport, verify
+from lowdiff.recovery.verify import Replayed, VerifyReport, verify
 from tests.face.loops import PATIENCE_SECONDS, wait_until
 from tests.recovery.training import Trained, flip, train
 from tests.recovery.verified import check, only_failure

@@ -14,7 +14,7 @@ from lowdiff.persistence.differentials import read_differential
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.engine import look_again
-from lowdiff.recovery.legs import Replayed
+from lowdiff.recovery.verify import Replayed
 from tests.recovery.training import Trained, flip, train
 from tests.recovery.verified import check, only_failure, records_of
 
