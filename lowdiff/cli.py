@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -25,10 +26,10 @@ from lowdiff.terminal import (
     count,
     device_named,
     plain_console,
-    print_json,
     print_warnings,
     progress,
     say,
+    show,
     size,
     span,
 )
@@ -170,11 +171,7 @@ def inspect(
         return
     from lowdiff.recovery.inspection import inspect as look
 
-    found = look(run, staging)
-    if as_json:
-        print_json(found.document())
-    else:
-        _print_inspection(run, found)
+    show(look(run, staging), partial(_print_inspection, run), as_json=as_json)
 
 
 @app.command(
@@ -200,12 +197,9 @@ def verify(
     from lowdiff.recovery.verify import verify as check
 
     options = ReplayOptions(num_workers=workers, device=device_named(device))
-    with progress("Replaying") as show:
-        report = check(run, staging, options=options, progress=show)
-    if as_json:
-        print_json(report.document())
-    else:
-        _print_report(report)
+    with progress("Replaying") as told:
+        report = check(run, staging, options=options, progress=told)
+    show(report, _print_report, as_json=as_json)
     raise typer.Exit(0 if report.ok else _FAILED)
 
 
@@ -361,6 +355,6 @@ def _print_report(report: VerifyReport) -> None:
     say(f"{verdict}; recoverable steps: {ranges or 'none'}")
 
 
-def _list(steps: Sequence[int]) -> str:
+def _list(steps: tuple[int, ...]) -> str:
     shown = [str(step) for step in steps[-_STEPS_SHOWN:]]
     return ", ".join(["...", *shown] if len(steps) > _STEPS_SHOWN else shown) or "none"

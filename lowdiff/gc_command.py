@@ -5,79 +5,56 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from lowdiff.errors import ConfigError
 from lowdiff.terminal import AsJson
 
-Folder = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="RUN",
-        help="Run folder; with --staging also one that was deleted.",
-    ),
-]
-KeepSnapshots = Annotated[
-    int | None,
-    typer.Option(
-        "--keep-snapshots", min=1, metavar="N", help="Keep the newest N, and all after them."
-    ),
-]
-EverySteps = Annotated[
-    int | None,
-    typer.Option("--every-steps", min=1, metavar="K", help="Keep each K-th step for ever."),
-]
-AgeHours = Annotated[
-    float | None,
-    typer.Option("--age-hours", metavar="H", help="Keep also snapshots younger than this."),
-]
-TotalBytes = Annotated[
-    str | None,
-    typer.Option(
-        "--total-bytes",
-        metavar="SIZE",
-        help="Keep fewer snapshots until all fits, e.g. 80GB or 80000000000.",
-    ),
-]
-Unpin = Annotated[
-    list[str] | None,
-    typer.Option("--unpin", metavar="LABEL", help="Remove this pin first; may be repeated."),
-]
-
 
 def gc(
-    run: Folder = None,
-    keep_snapshots: KeepSnapshots = None,
-    every_steps: EverySteps = None,
-    age_hours: AgeHours = None,
-    total_bytes: TotalBytes = None,
-    unpin: Unpin = None,
+    run: Annotated[
+        str | None,
+        Argument(metavar="RUN", help="Run folder; with --staging also one that was deleted."),
+    ] = None,
+    keep_snapshots: Annotated[
+        int | None, Option(min=1, metavar="N", help="Keep the newest N, and all after them.")
+    ] = None,
+    every_steps: Annotated[
+        int | None, Option(min=1, metavar="K", help="Keep each K-th step for ever.")
+    ] = None,
+    age_hours: Annotated[
+        float | None, Option(metavar="H", help="Keep also snapshots younger than this.")
+    ] = None,
+    total_bytes: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE", help="Keep fewer snapshots until all fits, e.g. 80GB or 80000000000."
+        ),
+    ] = None,
+    unpin: Annotated[
+        list[str] | None,
+        Option(metavar="LABEL", help="Remove this pin first; may be repeated."),
+    ] = None,
     staging: Annotated[
-        bool,
-        typer.Option("--staging", help="List what dead runs left in memory (tmpfs) instead."),
+        bool, Option("--staging", help="List what dead runs left in memory (tmpfs) instead.")
     ] = False,
     staging_folder: Annotated[
         Path | None,
-        typer.Option(
-            "--staging-folder",
+        Option(
             metavar="DIR",
             help="With --staging: folder given to Checkpointer(staging=...), if one was.",
         ),
     ] = None,
     all_runs: Annotated[
-        bool, typer.Option("--all-runs", help="With --staging and --yes: of every run.")
+        bool, Option("--all-runs", help="With --staging and --yes: of every run.")
     ] = False,
     yes: Annotated[
-        bool,
-        typer.Option("--yes", help="With --staging, and RUN or --all-runs: remove what may go."),
+        bool, Option("--yes", help="With --staging, and RUN or --all-runs: remove what may go.")
     ] = False,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="With --staging: also steps that are nowhere else."),
+        bool, Option("--force", help="With --staging: also steps that are nowhere else.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove old steps of a run, or what dead runs left in memory.
@@ -124,14 +101,11 @@ def gc(
         )
         return
     of_staging = {
-        "--force": force,
-        "--yes": yes,
-        "--all-runs": all_runs,
+        "--force": force, "--yes": yes, "--all-runs": all_runs,
         "--staging-folder": staging_folder is not None,
-    }
-    for name, is_given in of_staging.items():
-        if is_given:
-            raise ConfigError(f"{name} goes with --staging only")
+    }  # fmt: skip
+    for name in (name for name, is_given in of_staging.items() if is_given):
+        raise ConfigError(f"{name} goes with --staging only")
     if run is None:
         raise ConfigError("say which run: lowdiff gc RUN, or lowdiff gc --staging")
     collect_run(Path(run), changes, unpin or [], dry_run, as_json)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from lowdiff.errors import ConfigError
 from lowdiff.terminal import (
@@ -19,62 +20,53 @@ from lowdiff.terminal import (
     check_writable,
     count,
     device_named,
-    print_json,
     progress,
     say,
+    show,
     size,
 )
 
 if TYPE_CHECKING:
     from lowdiff.recovery.inspection import Forecast
 
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE|DIR",
-        help="FILE.pt: a dict of model, optimizer, stateful and step, for "
-        "torch.load(FILE, weights_only=True). FILE.safetensors: the model's weights only. "
-        "A name without an ending: a folder for torch.distributed.checkpoint.load.",
-    ),
-]
-Step = Annotated[
-    int | None, typer.Option(min=0, metavar="N", help="Which step; default: the newest.")
-]
-AsRun = Annotated[
-    Path | None,
-    typer.Option(
-        "--as-run",
-        metavar="NEW",
-        help="Start a new run in folder NEW from that step: one snapshot, nothing shared. "
-        "Give NEW to lowdiff.Checkpointer to go on from there.",
-    ),
-]
-Plan = Annotated[
-    bool,
-    typer.Option("--plan", help="Only say what would be read and replayed; write nothing."),
-]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
-BlockElements = Annotated[
-    int | None,
-    typer.Option(
-        min=64,
-        metavar="N",
-        help="Elements replayed at a time, a multiple of 64; default: measured.",
-    ),
-]
-
 
 def recover(
     run: RunArgument,
-    out: Out = None,
-    step: Step = None,
-    as_run: AsRun = None,
-    plan: Plan = False,
+    out: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE|DIR",
+            help="FILE.pt: a dict of model, optimizer, stateful and step, for "
+            "torch.load(FILE, weights_only=True). FILE.safetensors: the model's weights only. "
+            "A name without an ending: a folder for torch.distributed.checkpoint.load.",
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, Option(min=0, metavar="N", help="Which step; default: the newest.")
+    ] = None,
+    as_run: Annotated[
+        Path | None,
+        Option(
+            metavar="NEW",
+            help="Start a new run in folder NEW from that step: one snapshot, nothing shared. "
+            "Give NEW to lowdiff.Checkpointer to go on from there.",
+        ),
+    ] = None,
+    plan: Annotated[
+        bool, Option("--plan", help="Only say what would be read and replayed; write nothing.")
+    ] = False,
     as_json: AsJson = False,
-    force: Force = False,
+    force: Annotated[bool, Option("--force", help="Overwrite FILE.")] = False,
     staging: Staging = None,
     workers: Workers = None,
-    block_elements: BlockElements = None,
+    block_elements: Annotated[
+        int | None,
+        Option(
+            min=64,
+            metavar="N",
+            help="Elements replayed at a time, a multiple of 64; default: measured.",
+        ),
+    ] = None,
     device: Device = "cpu",
     imports: Imports = [],  # noqa: B006  (typer copies it)
 ) -> None:
@@ -83,19 +75,10 @@ def recover(
     Loads the nearest snapshot before the step and replays the differentials on it. If the step is
     not there, says which are. `lowdiff timeline` helps to choose one.
     """
-    from lowdiff.recovery.replay import ReplayOptions
-
-    options = ReplayOptions(
-        num_workers=workers, block_elements=block_elements, device=device_named(device)
-    )
     if plan:
         from lowdiff.recovery.inspection import forecast
 
-        found = forecast(run, step, staging)
-        if as_json:
-            print_json(found.document())
-        else:
-            _print_plan(run, found)
+        show(forecast(run, step, staging), partial(_print_plan, run), as_json=as_json)
         return
     if as_json:
         raise ConfigError("--json belongs to --plan; without it the output is a file")
@@ -104,15 +87,19 @@ def recover(
     from lowdiff.recovery import recover as rebuild
     from lowdiff.recovery.branch import start_run
     from lowdiff.recovery.export import check_output, export
+    from lowdiff.recovery.replay import ReplayOptions
 
+    options = ReplayOptions(
+        num_workers=workers, block_elements=block_elements, device=device_named(device)
+    )
     if out is not None:
         check_output(out, overwrite=force)
     if as_run is not None and as_run.exists():
         raise ConfigError(f"{as_run} exists; give the name of a new folder")
     started = time.perf_counter()
-    with progress("Replaying") as show:
+    with progress("Replaying") as told:
         check_writable(out or as_run or Path())
-        state = rebuild(run, step, staging=staging, options=options, progress=show)
+        state = rebuild(run, step, staging=staging, options=options, progress=told)
     target = start_run(state, as_run) if as_run else export(state, out or "", overwrite=force)
     written = sum(f.stat().st_size for f in [target, *target.rglob("*")] if f.is_file())
     say(

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import typer
 
@@ -107,9 +107,24 @@ Device = Annotated[
 ]
 
 
-def print_json(document: dict[str, Any], *, indent: int | None = 2) -> None:
+class _Documented(Protocol):
+    def document(self) -> dict[str, Any]: ...
+
+
+_Found = TypeVar("_Found", bound=_Documented)
+
+
+def show(found: _Found, as_text: Callable[[_Found], None], *, as_json: bool) -> None:
+    """Print what a command found, as JSON or as text."""
+    if as_json:
+        print_json(found.document())
+    else:
+        as_text(found)
+
+
+def print_json(document: dict[str, Any]) -> None:
     """One document on stdout, in ASCII: all text is as it is, and what is not printable escaped."""
-    typer.echo(json.dumps(document, indent=indent, ensure_ascii=True))
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=True))
 
 
 def count(number: int, noun: str) -> str:
@@ -176,8 +191,10 @@ def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     if not console.is_terminal:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    more = (TextColumn("steps"), TimeRemainingColumn())
-    with Progress(*columns, *more, console=console, transient=True) as bars:
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TextColumn("steps"), TimeRemainingColumn()),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=max(done, total))

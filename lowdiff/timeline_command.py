@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from lowdiff.errors import ConfigError
 from lowdiff.events import printable
@@ -18,9 +18,9 @@ from lowdiff.terminal import (
     Workers,
     check_writable,
     count,
-    print_json,
     progress,
     say,
+    show,
     span,
 )
 
@@ -34,13 +34,13 @@ def timeline(
     run: RunArgument,
     as_json: AsJson = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw a picture; needs matplotlib.")
+        Path | None, Option(metavar="FILE.png", help="Draw a picture; needs matplotlib.")
     ] = None,
     first: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="First step; default: the earliest.")
+        int | None, Option(min=1, metavar="N", help="First step; default: the earliest.")
     ] = None,
     last: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Last step; default: the newest.")
+        int | None, Option(min=1, metavar="N", help="Last step; default: the newest.")
     ] = None,
     staging: Staging = None,
     workers: Workers = None,
@@ -57,14 +57,11 @@ def timeline(
     if out is not None:
         _check_picture(out)
     options = ReplayOptions(num_workers=workers)
-    with progress("Replaying") as show:
+    with progress("Replaying") as told:
         found = measure(
-            run, first=first, last=last, staging=staging, options=options, progress=show
+            run, first=first, last=last, staging=staging, options=options, progress=told
         )
-    if as_json:
-        print_json(found.document())
-    else:
-        _print(found)
+    show(found, _print, as_json=as_json)
     if out is not None:  # last, so that a disk that is full by now costs no numbers
         _draw(found, out)
         if not as_json:

@@ -6,138 +6,76 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from lowdiff.terminal import AsJson
 
 #: Beyond any machine, and still a number that a model can calculate with.
 _MOST_RANKS = 10_000_000
 
+# What both commands take.
 Html = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="Write the report with charts as one HTML file."),
+    Path | None, Option(metavar="FILE", help="Write the report with charts as one HTML file.")
 ]
 NodeShare = Annotated[
     float,
-    typer.Option(
-        "--node-share",
-        min=0,
-        max=1,
-        metavar="P",
-        help="Share of failures that lose a node's memory, 0 to 1.",
-    ),
+    Option(min=0, max=1, metavar="P", help="Share of failures that lose a node's memory, 0 to 1."),
 ]
-Shape = Annotated[
+FailureShape = Annotated[
     float,
-    typer.Option(
-        "--failure-shape",
-        min=0.1,
-        metavar="K",
-        help="Weibull shape of the simulated failures; below 1 they cluster.",
+    Option(
+        min=0.1, metavar="K", help="Weibull shape of the simulated failures; below 1 they cluster."
     ),
 ]
-LossSteps = Annotated[
-    int | None,
-    typer.Option(
-        "--max-loss", min=2, metavar="STEPS", help="Most steps the loss of a node may take."
-    ),
+MaxLoss = Annotated[
+    int | None, Option(min=2, metavar="STEPS", help="Most steps the loss of a node may take.")
 ]
-StagingMemory = Annotated[
+Memory = Annotated[
     str | None,
-    typer.Option(
-        "--memory",
+    Option(
         metavar="SIZE",
         help="Staging memory of a rank for a snapshot and two batches, e.g. 16GB; the copies of "
         "its error-feedback residual come on top.",
     ),
 ]
 PerHour = Annotated[
-    str | None,
-    typer.Option("--per-hour", metavar="SIZE", help="Most bytes all ranks write in an hour."),
+    str | None, Option(metavar="SIZE", help="Most bytes all ranks write in an hour.")
 ]
 Total = Annotated[
-    str | None,
-    typer.Option("--total", metavar="SIZE", help="Most bytes the run may hold, of all ranks."),
+    str | None, Option(metavar="SIZE", help="Most bytes the run may hold, of all ranks.")
 ]
-BlendedMtbf = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TIME",
-        help="Expected time between failures of the whole job, e.g. 4h; blended with those the "
-        "run has had. Needed until it has had one.",
-    ),
-]
-WorldSize = Annotated[
-    int | None,
-    typer.Option(
-        "--world-size",
-        min=1,
-        max=_MOST_RANKS,
-        metavar="N",
-        help="Ranks of the job in question, if not the run's; failures it has had count so "
-        "many times as often.",
-    ),
-]
-StagingFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Folder given to Checkpointer(staging=...), if one was."),
-]
-Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 7e9.")]
-Gpus = Annotated[int, typer.Option(min=1, max=_MOST_RANKS, metavar="N", help="GPUs, each a rank.")]
-PlannedMtbf = Annotated[
-    str, typer.Option(metavar="TIME", help="Time between failures of the whole job, e.g. 6h.")
-]
-Disk = Annotated[
-    str, typer.Option(metavar="RATE", help="Durable bandwidth of one node, e.g. 2GB/s.")
-]
-Store = Annotated[
-    str | None,
-    typer.Option(metavar="RATE", help="What one node uploads to an object store, if there is one."),
-]
-OptimizerName = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="sgd, momentum, adagrad, rmsprop, lion, adam, adamw."),
-]
-Density = Annotated[
-    float,
-    typer.Option(
-        metavar="P",
-        help="Share of each gradient that TopK keeps; the residual that it needs is counted.",
-    ),
-]
-StepTime = Annotated[
-    str | None, typer.Option("--step-time", metavar="TIME", help="One training step, e.g. 5s.")
-]
-GpusPerNode = Annotated[
-    int,
-    typer.Option(
-        "--gpus-per-node",
-        min=1,
-        max=_MOST_RANKS,
-        metavar="N",
-        help="Ranks that share a node's disk.",
-    ),
-]
-CopyRate = Annotated[str, typer.Option(metavar="RATE", help="From a GPU to the node's memory.")]
-Network = Annotated[
-    str,
-    typer.Option(
-        metavar="RATE", help="Of one node, to the other nodes, for comparison with Gemini."
-    ),
-]
-Restart = Annotated[str, typer.Option(metavar="TIME", help="From a failure until loading begins.")]
 
 
 def tune(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
-    mtbf: BlendedMtbf = None,
-    world_size: WorldSize = None,
-    staging: StagingFolder = None,
+    mtbf: Annotated[
+        str | None,
+        Option(
+            metavar="TIME",
+            help="Expected time between failures of the whole job, e.g. 4h; blended with those the "
+            "run has had. Needed until it has had one.",
+        ),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=_MOST_RANKS,
+            metavar="N",
+            help="Ranks of the job in question, if not the run's; failures it has had count so "
+            "many times as often.",
+        ),
+    ] = None,
+    staging: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Folder given to Checkpointer(staging=...), if one was."),
+    ] = None,
     node_share: NodeShare = 0.5,
-    max_loss: LossSteps = None,
-    memory: StagingMemory = None,
+    max_loss: MaxLoss = None,
+    memory: Memory = None,
     per_hour: PerHour = None,
     total: Total = None,
-    failure_shape: Shape = 1.0,
+    failure_shape: FailureShape = 1.0,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
@@ -147,7 +85,7 @@ def tune(
     works while the run is training, and after a crash.
     """
     from lowdiff.tuner import units
-    from lowdiff.tuning_report import limits_of, question_of_run, show
+    from lowdiff.tuning_report import limits_of, print_report, question_of_run
 
     question = question_of_run(
         run,
@@ -158,29 +96,53 @@ def tune(
         limits=limits_of(max_loss, memory, per_hour, total),
         failure_shape=failure_shape,
     )
-    show(question, html, as_json=as_json)
+    print_report(question, html, as_json=as_json)
 
 
 def plan(
     context: typer.Context,
-    params: Params,
-    gpus: Gpus,
-    mtbf: PlannedMtbf,
-    disk: Disk,
-    store: Store = None,
-    optimizer: OptimizerName = "adamw",
-    density: Density = 0.01,
-    step_time: StepTime = None,
-    gpus_per_node: GpusPerNode = 8,
-    copy: CopyRate = "10GB/s",
-    network: Network = "10GB/s",
-    restart: Restart = "2min",
+    params: Annotated[str, Option(metavar="N", help="Parameters of the model, e.g. 7e9.")],
+    gpus: Annotated[int, Option(min=1, max=_MOST_RANKS, metavar="N", help="GPUs, each a rank.")],
+    mtbf: Annotated[
+        str, Option(metavar="TIME", help="Time between failures of the whole job, e.g. 6h.")
+    ],
+    disk: Annotated[str, Option(metavar="RATE", help="Durable bandwidth of one node, e.g. 2GB/s.")],
+    store: Annotated[
+        str | None,
+        Option(metavar="RATE", help="What one node uploads to an object store, if there is one."),
+    ] = None,
+    optimizer: Annotated[
+        str, Option(metavar="NAME", help="sgd, momentum, adagrad, rmsprop, lion, adam, adamw.")
+    ] = "adamw",
+    density: Annotated[
+        float,
+        Option(
+            metavar="P",
+            help="Share of each gradient that TopK keeps; the residual that it needs is counted.",
+        ),
+    ] = 0.01,
+    step_time: Annotated[
+        str | None, Option(metavar="TIME", help="One training step, e.g. 5s.")
+    ] = None,
+    gpus_per_node: Annotated[
+        int, Option(min=1, max=_MOST_RANKS, metavar="N", help="Ranks that share a node's disk.")
+    ] = 8,
+    copy: Annotated[
+        str, Option(metavar="RATE", help="From a GPU to the node's memory.")
+    ] = "10GB/s",
+    network: Annotated[
+        str,
+        Option(metavar="RATE", help="Of one node, to the other nodes, for comparison with Gemini."),
+    ] = "10GB/s",
+    restart: Annotated[
+        str, Option(metavar="TIME", help="From a failure until loading begins.")
+    ] = "2min",
     node_share: NodeShare = 0.5,
-    max_loss: LossSteps = None,
-    memory: StagingMemory = None,
+    max_loss: MaxLoss = None,
+    memory: Memory = None,
     per_hour: PerHour = None,
     total: Total = None,
-    failure_shape: Shape = 1.0,
+    failure_shape: FailureShape = 1.0,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
@@ -190,7 +152,7 @@ def plan(
     """
     from lowdiff.tuner import units
     from lowdiff.tuner.plan import ASSUMED_STEP_SECONDS, Job
-    from lowdiff.tuning_report import limits_of, question_of_plan, show
+    from lowdiff.tuning_report import limits_of, print_report, question_of_plan
 
     job = Job(
         params=units.count(params),
@@ -204,6 +166,8 @@ def plan(
         restart_seconds=units.seconds(restart),
         store_bytes_per_second=0.0 if store is None else units.bytes_per_second(store),
     )
+    # Options that somebody typed, which their values do not tell: a default may be typed as well.
+    sources = {name: context.get_parameter_source(name) for name in context.params}
     question = question_of_plan(
         job,
         mtbf_seconds=units.seconds(mtbf),
@@ -211,13 +175,7 @@ def plan(
         limits=limits_of(max_loss, memory, per_hour, total),
         failure_shape=failure_shape,
         network_bytes_per_second=units.bytes_per_second(network),
-        given=_given(context),
+        # By its name, because which package the enumeration is in depends on the release of typer.
+        given={name for name, source in sources.items() if source and source.name == "COMMANDLINE"},
     )
-    show(question, html, as_json=as_json)
-
-
-def _given(context: typer.Context) -> set[str]:
-    """Options that somebody typed, which their values do not tell: a default may be typed as well."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    # By its name, because which package the enumeration is in depends on the release of typer.
-    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    print_report(question, html, as_json=as_json)

@@ -21,7 +21,7 @@ from lowdiff.persistence.ownership import staging_of_run
 from lowdiff.persistence.paths import RunFolder, staging_to_read
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention_notes import read_notes
-from lowdiff.terminal import plain_console, print_json, say
+from lowdiff.terminal import plain_console, say, show
 from lowdiff.tuner import units
 from lowdiff.tuner.choice import Limits, Setting
 from lowdiff.tuner.estimates import Estimate
@@ -281,7 +281,7 @@ def question_of_plan(
     )
 
 
-def show(question: Question, html: Path | None, *, as_json: bool) -> None:
+def print_report(question: Question, html: Path | None, *, as_json: bool) -> None:
     """Answer on the terminal or as JSON, and then into a file if one is named.
 
     Raises:
@@ -291,10 +291,7 @@ def show(question: Question, html: Path | None, *, as_json: bool) -> None:
     if html is not None and html.is_dir():
         raise ConfigError(f"--html {html} is a folder; give the name of a file")
     report = make_report(question)
-    if as_json:
-        print_json(report.document())
-    else:
-        _print(report)
+    show(report, _print, as_json=as_json)
     if html is None:
         return
     try:
