@@ -14,8 +14,8 @@ from lowdiff.capture import ItemTracker
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.host_copy import HostCopies
 from lowdiff.layout import shard_owners
-from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER, RESIDUAL, ImageTensor
-from lowdiff.recovery.images import image_tensor, scalars_image
+from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
+from lowdiff.recovery.images import image_tensor, scalars_tensor
 from lowdiff.recovery.optimizers import is_scalar
 from lowdiff.recovery.state import AVERAGE_ITEM
 
@@ -106,7 +106,7 @@ class Live:
         def image() -> list[ImageTensor]:
             return [
                 *(image_tensor(name, tensor) for name, tensor in tensors),
-                scalars_image(copied, state, list(held), items),
+                image_tensor(SCALARS, scalars_tensor(copied, state, list(held), items)),
             ]
 
         return image

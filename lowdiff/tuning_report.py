@@ -117,8 +117,7 @@ def question_of_run(
         current=Setting(round(used[0]), round(used[1])) if min(used) >= 1 else None,
         failure_shape=failure_shape,
         notes=(
-            *_notes(documents, world_size),
-            *_notes_of_loading(measured, hosts),
+            *_notes(documents, measured, world_size, hosts),
             *_notes_of_network(
                 num_nodes, ASSUMED_NETWORK_BYTES_PER_SECOND, "node" if hosts else "rank"
             ),
@@ -182,7 +181,9 @@ def _num_hosts(
     return None if None in hosts else len(hosts)
 
 
-def _notes(documents: list[Measurements], world_size: int | None) -> list[str]:
+def _notes(
+    documents: list[Measurements], measured: Measured, world_size: int | None, hosts: int | None
+) -> list[str]:
     """What a reader of the figures must know."""
     newest, notes = documents[-1], []
     machines = {(d.facts.get("processor"), d.facts.get("cores")) for d in documents}
@@ -205,17 +206,12 @@ def _notes(documents: list[Measurements], world_size: int | None) -> list[str]:
             f"measured with {newest.world_size} ranks and applied to {world_size}: costs of a rank "
             "are taken as they are, failures as so many times as frequent"
         )
+    if hosts is None and measured.estimates["load_seconds"].source == "assumed":
+        notes.append(
+            "loading was never measured; on several machines it takes as many times longer as there "
+            "are machines"
+        )
     return notes
-
-
-def _notes_of_loading(measured: Measured, hosts: int | None) -> list[str]:
-    """Where it depends on what the measurements do not say."""
-    if hosts is not None or measured.estimates["load_seconds"].source != "assumed":
-        return []
-    text = (
-        "loading was never measured; on several machines it takes as many times longer as there are"
-    )
-    return [f"{text} machines"]
 
 
 def _notes_of_network(num_nodes: int, bytes_per_second: float, whose: str) -> list[str]:

@@ -22,7 +22,6 @@ from lowdiff.recovery.state import (
 
 #: Compared at once: what that takes in double precision stays small.
 _PIECE_ELEMENTS = 1 << 18
-_INTEGERS = {1: torch.int8, **INT_OF_BYTES}
 
 
 def keep_inherited(before: RecoveredState, after: RecoveredState) -> None:
@@ -93,22 +92,26 @@ def _mapping(what: str, left: dict[str, Any], right: dict[str, Any]) -> Iterator
     for key in sorted(set(left) | set(right)):
         if key not in left or key not in right:
             yield f"{what} {key} (only on one side)"
-        elif not _is_same(left[key], right[key]):
+        elif not has_same_bits(left[key], right[key]):
             yield f"{what} {key}{_first_difference(left[key], right[key])}"
 
 
-def _is_same(left: Any, right: Any) -> bool:
-    """`same`, but that tensors as large as a model's are not copied for it."""
-    if (
-        type(left) is type(right) is torch.Tensor
-        and (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)
-        and left.is_contiguous()
-        and right.is_contiguous()
-        and left.is_floating_point()
-    ):
-        integers = _INTEGERS[left.element_size()]
-        return torch.equal(left.view(integers), right.view(integers))
-    return same(left, right)
+def has_same_bits(left: Any, right: Any) -> bool:
+    """Whether two entries are equal down to types and bits.
+
+    Tensors are compared where they are, and not copied for it if they are contiguous.
+    """
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+        return same(left, right)
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and torch.equal(_bytes(left), _bytes(right).to(left.device))
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _first_difference(left: Any, right: Any) -> str:
@@ -122,7 +125,7 @@ def _first_difference(left: Any, right: Any) -> str:
         return " (differs in the bits of NaN or of a zero's sign)"
     at = int(unequal.view(torch.uint8).argmax())  # of equal ones the first
     mine, theirs = left.reshape(-1)[at].item(), right.reshape(-1)[at].item()
-    ulps = distance(left, right)[1]
+    ulps = largest_ulps(left, right)
     far = "" if ulps is None else f"; at most {ulps} units in the last place apart"
     return f" ({count} elements; the first, {at}: {mine!r} against {theirs!r}{far})"
 
@@ -147,41 +150,32 @@ def largest_difference(left: RecoveredState, right: RecoveredState) -> float:
     return largest
 
 
-def distance(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int | None]:
-    """Number of elements with other bits, and the largest distance in units in the last place.
+def largest_ulps(left: torch.Tensor, right: torch.Tensor) -> int | None:
+    """The largest distance of two elements in units in the last place.
 
-    None for the distance where a value is not finite, or not a floating-point number at all, or one
-    of a single byte, of which formats differ.
+    None where a value is not finite, or not a floating-point number at all, or one of a single byte,
+    of which formats differ.
 
     Args:
         left: Any shape, dtype and device.
         right: The same shape and dtype.
     """
     ours, others = (side.detach().cpu().contiguous().reshape(-1) for side in (left, right))
-    if ours.is_floating_point() and ours.element_size() == 1:
-        ours, others = ours.view(torch.int8), others.view(torch.int8)
-    if not ours.is_floating_point():
-        return int((ours != others).count_nonzero()), None
-    integers = INT_OF_BYTES[ours.element_size()]
-    count, furthest, is_finite = 0, 0, True
-    for mine, theirs in zip(
-        ours.split(_PIECE_ELEMENTS), others.split(_PIECE_ELEMENTS), strict=True
-    ):
-        a, b = mine.view(integers), theirs.view(integers)
-        unequal = a != b
+    if not ours.is_floating_point() or ours.element_size() == 1:
+        return None
+    integers, furthest = INT_OF_BYTES[ours.element_size()], 0
+    pieces = (side.split(_PIECE_ELEMENTS) for side in (ours, others))
+    for mine, theirs in zip(*pieces, strict=True):
+        unequal = mine.view(integers) != theirs.view(integers)
         if bool(unequal.any()):
-            count += int(unequal.count_nonzero())
-            is_finite &= bool(mine[unequal].isfinite().all() and theirs[unequal].isfinite().all())
-            furthest = max(furthest, _furthest(a[unequal], b[unequal]))
-    return count, furthest if is_finite else None
-
-
-def _furthest(left: torch.Tensor, right: torch.Tensor) -> int:
-    """Largest distance between bit patterns, counted in the order of the numbers they stand for."""
-    a, b = _ordered(left), _ordered(right)
-    high, low = torch.maximum(a, b).numpy(), torch.minimum(a, b).numpy()
-    # Unsigned, or the distance of two of 64 bits could overflow.
-    return int((high.view(np.uint64) - low.view(np.uint64)).max())
+            a, b = mine[unequal], theirs[unequal]
+            if not bool(a.isfinite().all() and b.isfinite().all()):
+                return None
+            x, y = _ordered(a.view(integers)), _ordered(b.view(integers))
+            high, low = torch.maximum(x, y).numpy(), torch.minimum(x, y).numpy()
+            # Unsigned, or the distance of two of 64 bits could overflow.
+            furthest = max(furthest, int((high.view(np.uint64) - low.view(np.uint64)).max()))
+    return furthest
 
 
 def _ordered(patterns: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,7 +58,8 @@ def export(state: RecoveredState, path: str | Path, *, overwrite: bool = False) 
     if not target.suffix:
         _write_distributed(_document(state), target)
         return target
-    write = _write_all(state) if target.suffix == ".pt" else _write_weights(state)
+    is_all = target.suffix == ".pt"
+    write = partial(torch.save, _document(state)) if is_all else _write_weights(state)
     try:
         make_directory(target.parent)
         with replaced(target) as file:
@@ -100,11 +102,6 @@ def _write_distributed(document: dict[str, Any], target: Path) -> None:
         except CheckpointException as error:  # no Exception: nobody would take it for a full disk
             causes = "; ".join(str(cause) for cause, _ in error.failures.values())
             raise unwritable(target, causes) from error
-
-
-def _write_all(state: RecoveredState) -> Callable[[IO[bytes]], object]:
-    document = _document(state)
-    return lambda file: torch.save(document, file)
 
 
 def _document(state: RecoveredState) -> dict[str, Any]:

@@ -59,44 +59,20 @@ def holds(dtype: torch.dtype) -> bool:
     return dtype_name(dtype) in _CODES
 
 
-def image_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    shape: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-) -> ImageTensor:
-    """One tensor of an image, in logical order.
-
-    Args:
-        name: Its name there.
-        tensor: The tensor, or flat memory whose ``shape`` and ``strides`` are given.
-        shape: Logical shape.
-        strides: In elements.
-    """
-    host = tensor.detach()
-    if shape is not None and strides is not None:
-        host = host.as_strided(tuple(shape), tuple(strides))
-    host = host.cpu().contiguous()
+def image_tensor(name: str, tensor: torch.Tensor) -> ImageTensor:
+    """One tensor of an image, in logical order."""
+    host = tensor.detach().cpu().contiguous()
     data = byte_view(host) if host.numel() else memoryview(b"")
     return ImageTensor(name, _CODES[dtype_name(host.dtype)], tuple(host.shape), data)
 
 
-def scalars_image(
-    groups: list[Any],
-    state: list[dict[str, dict[str, Any]]],
-    held: list[int],
-    items: dict[str, Any],
-) -> ImageTensor:
-    """Everything of a shard that is no tensor."""
-    return image_tensor(SCALARS, _scalars(groups, state, held, items))
-
-
-def _scalars(
+def scalars_tensor(
     groups: list[Any],
     state: list[dict[str, dict[str, Any]]],
     held: list[int],
     items: dict[str, Any],
 ) -> torch.Tensor:
+    """Everything of a shard that is no tensor, encoded; its name in an image is `SCALARS`."""
     scalars = {"groups": groups, "state": state, "held": held, "items": items}
     return torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)
 
@@ -130,7 +106,7 @@ def shard_tensors(state: RecoveredState) -> dict[str, Callable[[], torch.Tensor]
         else:
             items[name] = data
     groups = [list(optimizer.groups) for optimizer in state.optimizers]
-    scalars = _scalars(groups, numbers, list(state.held), items)
+    scalars = scalars_tensor(groups, numbers, list(state.held), items)
     return {**made, SCALARS: lambda: scalars}
 
 

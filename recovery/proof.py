@@ -16,8 +16,8 @@ import torch
 
 from lowdiff.errors import UnsupportedOptimizer
 from lowdiff.layout import flat, flat_like, shaped, torch_dtype
-from lowdiff.persistence.values import same
 from lowdiff.recovery.blocks import Unit
+from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.optimizers import (
     build,
     granularity,
@@ -114,15 +114,15 @@ def refuse_unbuildable(
     """
     known = {parameter.name: parameter for parameter in layout.parameters}
     kind = granularity(spec)
-    members = [
-        (usable_on(device, dict(hyper)), [known[name] for name in names if name in known])
-        for hyper, names in zip(groups, spec.groups, strict=True)
-    ]
-    made = [
-        (hyper, [_placeholder(p, device, is_flat=kind == "element") for p in own])
-        for hyper, own in members
-        if own
-    ]
+    made = []
+    for hyper, names in zip(groups, spec.groups, strict=True):
+        own = []
+        for parameter in (known[name] for name in names if name in known):
+            values = torch.empty(parameter.numel, dtype=torch_dtype(parameter.dtype), device=device)
+            values = values if kind == "element" else shaped(values, parameter)
+            own.append(torch.nn.Parameter(values, requires_grad=False))
+        if own:
+            made.append((usable_on(device, dict(hyper)), own))
     # Of a finer one each unit holds a part of the groups, so its constructor must do with one.
     parts = [made] if kind == "whole" else [[part] for part in made]
     for part in parts:
@@ -143,11 +143,6 @@ def refuse_unbuildable(
                 "its constructor wants a default, or put it into the groups: super().__init__(params, "
                 "{...})"
             ) from error
-
-
-def _placeholder(spec: ParameterSpec, device: torch.device, *, is_flat: bool) -> torch.nn.Parameter:
-    values = torch.empty(spec.numel, dtype=torch_dtype(spec.dtype), device=device)
-    return torch.nn.Parameter(values if is_flat else shaped(values, spec), requires_grad=False)
 
 
 def refuse_unproven(
@@ -286,18 +281,3 @@ def _difference(layout: Layout, state: RecoveredState, index: int, after: Held) 
             if not has_same_bits(found, value):
                 return f"state[{key!r}] of parameter {spec.name!r} differs"
     return None
-
-
-def has_same_bits(left: Any, right: Any) -> bool:
-    """Whether two entries are equal down to types and bits; compared where the tensors are."""
-    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
-        return same(left, right)
-    return (
-        left.dtype == right.dtype
-        and left.shape == right.shape
-        and torch.equal(_bytes(left), _bytes(right).to(left.device))
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

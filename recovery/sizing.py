@@ -18,7 +18,7 @@ from lowdiff.persistence.lease import this_machine
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.optimizers import build, granularity, usable_on
 from lowdiff.recovery.state import RecoveredState
-from lowdiff.types import Fence
+from lowdiff.types import Fence, OptimizerSpec
 
 #: Where nothing is measured.
 BLOCK_ELEMENTS = 1 << 18
@@ -142,24 +142,30 @@ def measured_block_elements(state: RecoveredState, fence: Fence, num_steps: int)
     spec, hyper = fence.optimizers[index], dict(state.optimizers[index].groups[group])
     dtype = torch_dtype(members[0].dtype)
 
-    def seconds_per_element(size: int) -> float:
-        """Processor time of one element in one step, by blocks of this size, on one thread."""
-        with torch.device("cpu"):  # workers have no other default
-            parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
-            parameter.grad = torch.full((size,), 1e-3, dtype=dtype)
-            optimizer = build(spec, [(usable_on(parameter.device, hyper), [parameter])])
-            step = StepChooser().choose(optimizer)
+    def cost(size: int) -> float:
+        return seconds_per_element(spec, hyper, dtype, size)
+
+    return min(_CANDIDATES, key=cost)
+
+
+def seconds_per_element(
+    spec: OptimizerSpec, hyper: dict[str, Any], dtype: torch.dtype, size: int
+) -> float:
+    """Processor time of one element in one step, by blocks of ``size`` elements, on one thread."""
+    with torch.device("cpu"):  # workers have no other default
+        parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
+        parameter.grad = torch.full((size,), 1e-3, dtype=dtype)
+        optimizer = build(spec, [(usable_on(parameter.device, hyper), [parameter])])
+        step = StepChooser().choose(optimizer)
+    times = []
+    with threads_put_back(), torch.no_grad():
+        torch.set_num_threads(1)
         step(optimizer)
-        times = []
         for _ in range(_TRIALS):
             started = time.thread_time()
             step(optimizer)
             times.append(time.thread_time() - started)
-        return (min(times) + _SECONDS_PER_UNIT) / size
-
-    with threads_put_back(), torch.no_grad():
-        torch.set_num_threads(1)
-        return min(_CANDIDATES, key=seconds_per_element)
+    return (min(times) + _SECONDS_PER_UNIT) / size
 
 
 @contextmanager

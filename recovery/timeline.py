@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +99,13 @@ def first_outlier(steps: Sequence[TimelineStep]) -> TimelineStep | None:
     """
     for i, step in enumerate(steps):
         before = steps[max(0, i - _MOST_BEFORE) : i]
-        for norm in (_gradient_norm, _update_norm):
+        for norm in map(attrgetter, ("gradient_norm", "update_norm")):
             value = norm(step)
             if not math.isfinite(value):
                 return step
             if i >= _FEWEST_BEFORE and value > FAR_OUT * statistics.median(map(norm, before)) > 0:
                 return step
     return None
-
-
-def _gradient_norm(step: TimelineStep) -> float:
-    return step.gradient_norm
-
-
-def _update_norm(step: TimelineStep) -> float:
-    return step.update_norm
 
 
 def timeline(

@@ -36,6 +36,7 @@ from lowdiff.types import (
     Layout,
     OptimizerSpec,
     OptimizerStep,
+    ParameterSpec,
     Payload,
     Written,
 )
@@ -267,19 +268,22 @@ class UnitState:
         # Optimizers that couple a tensor's elements need its true shape; others take it flat.
         self._shaped = granularity(self._spec) != "element"
         self._mixed = _mixed_groups(fence.layout, self._spec)
-        self._parameters = [
-            torch.nn.Parameter(
-                self._piece(block, state.parameters[self._name(block)]), requires_grad=False
-            )
-            for block in unit.blocks
-        ]
+        self._pieces: list[tuple[Block, ParameterSpec, torch.nn.Parameter]] = []
+        for block in unit.blocks:
+            spec = fence.layout.parameters[block.parameter]
+            values = self._shape(spec, state.parameters[spec.name][block.start : block.stop])
+            parameter = torch.nn.Parameter(values, requires_grad=False)
+            self._pieces.append((block, spec, parameter))
         self._averages = {
-            name: self._average(state.averages[name], set(names))
-            for name, names in fence.averages.items()
+            name: BlockAverage(
+                (b, p, self._shape(spec, state.averages[name][spec.name][b.start : b.stop]))
+                for b, spec, p in self._pieces
+                if spec.name in followed
+            )
+            for name, followed in ((name, set(names)) for name, names in fence.averages.items())
         }
         # What checksums are over: parameters under no name, averages under theirs.
-        blocks = list(zip(unit.blocks, self._parameters, strict=True))
-        named: list[tuple[str, Block, torch.Tensor]] = [("", b, p) for b, p in blocks]
+        named: list[tuple[str, Block, torch.Tensor]] = [("", b, p) for b, _, p in self._pieces]
         for name, average in self._averages.items():
             named += [(name, block, tensor) for block, tensor in average.blocks]
         self._places = [(name, block) for name, block, _ in named]
@@ -287,7 +291,7 @@ class UnitState:
         self._looker = Looker(self._looked)
         self._shifts: dict[int, Shift] = {}
         self._optimizer: torch.optim.Optimizer | None = None
-        self._groups: list[int] = sorted({self._group(b.parameter) for b in unit.blocks})
+        self._groups = sorted({self._group_of[spec.name] for _, spec, _ in self._pieces})
         self._restored = state.optimizers[unit.optimizer]
 
     def step(
@@ -330,13 +334,13 @@ class UnitState:
 
     def _write(self, values: Mapping[int, Bits]) -> None:
         """Put in what something else than the optimizer wrote."""
-        if values:
-            for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
-                _put(values, block, parameter)
+        for block, _, parameter in self._pieces if values else ():
+            _put(values, block, parameter)
 
     def step_measured(self, step: Step, scratch: Scratch) -> Movement:
         """`step`, and how far it went."""
-        before = [parameter.clone() for parameter in self._parameters]
+        parameters = [parameter for _, _, parameter in self._pieces]
+        before = [parameter.clone() for parameter in parameters]
         moved = Movement()
 
         def see(done: OptimizerStep) -> None:
@@ -344,19 +348,19 @@ class UnitState:
             if done.found_inf:
                 return  # what a fused kernel skips is as if the scaler had not called the optimizer
             scale = done.grad_scale or 1.0
-            for gradient in (p.grad for p in self._parameters if p.grad is not None):
+            for gradient in (p.grad for p in parameters if p.grad is not None):
                 squared = (gradient.double() / scale).square().sum().item()
                 moved += Movement(0.0, squared, int(gradient.count_nonzero()))
 
         self.step(step, scratch, see)
-        for old, parameter in zip(before, self._parameters, strict=True):
+        for old, parameter in zip(before, parameters, strict=True):
             update = (parameter - old).double().square().sum().item()
             moved += Movement(update_squared=update)
         return moved
 
     def _give_gradients(self, call: OptimizerCall, scratch: Scratch) -> None:
         position = 0
-        for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
+        for block, spec, parameter in self._pieces:
             count = block.stop - block.start
             if block.parameter in call.absent:
                 parameter.grad = None
@@ -368,11 +372,11 @@ class UnitState:
                 host = torch.zeros(count, dtype=gradient.dtype, device="cpu")
                 call.decode(block, host)
                 gradient.copy_(host)
-            parameter.grad = self._reshaped(block, gradient)
+            parameter.grad = self._shape(spec, gradient)
             position += aligned(count)
 
     def _step_optimizer(self, done: OptimizerStep, absent: Container[int]) -> None:
-        device = self._parameters[0].device
+        device = self._pieces[0][2].device
         consumed = [usable_on(device, hyper) for hyper in done.consumed]
         for number, members in self._mixed.items():
             there = (dtype for index, dtype in members if index not in absent)
@@ -408,7 +412,9 @@ class UnitState:
         """
         for place, (average, block) in enumerate(self._places):
             own: Sequence[int] = [look[place] for _, look in looks]
-            rest = (self._numel(block.parameter) - block.stop) * self._looked[place].element_size()
+            rest = (self._layout.parameters[block.parameter].numel - block.stop) * self._looked[
+                place
+            ].element_size()
             if rest:
                 if rest not in self._shifts:
                     self._shifts[rest] = Shift(rest)
@@ -422,82 +428,46 @@ class UnitState:
         if self._optimizer is None:
             return
         target = state.optimizers[self.unit.optimizer].state
-        for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
+        for block, spec, parameter in self._pieces:
             entries = self._optimizer.state.get(parameter, {})
-            full = target.setdefault(self._name(block), {})
+            full = target.setdefault(spec.name, {})
             for key, value in entries.items():
                 if not is_aligned(key, value, parameter.numel()):
                     full[key] = value
                     continue
                 if key not in full or not isinstance(full[key], torch.Tensor):
-                    full[key] = value.new_empty(self._numel(block.parameter))
+                    full[key] = value.new_empty(spec.numel)
                 destination = full[key][block.start : block.stop]
-                elements = self._in_memory_order(block, value)
+                # Flat, as its parameter lies in memory: optimizers may lay it out otherwise.
+                is_shaped = tuple(value.shape) == spec.shape
+                elements = flat_like(value, spec) if is_shaped else flat(value)
                 if destination.data_ptr() != elements.data_ptr():
                     destination.copy_(elements)
 
     def _build(self, consumed: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         # In the live groups' order: a sum over several tensors rounds by it.
         place = {name: i for i, name in enumerate(self._group_of)}
-        pairs = zip(self.unit.blocks, self._parameters, strict=True)
-        ordered = sorted(pairs, key=lambda pair: place[self._name(pair[0])])
+        ordered = sorted(self._pieces, key=lambda piece: place[piece[1].name])
         grouped = [
-            (consumed[index], [p for block, p in ordered if self._group(block.parameter) == index])
+            (consumed[index], [p for _, spec, p in ordered if self._group_of[spec.name] == index])
             for index in self._groups
         ]
         optimizer = build(self._spec, grouped)
-        for block, parameter in zip(self.unit.blocks, self._parameters, strict=True):
-            entries = self._restored.state.get(self._name(block), {})
+        for block, spec, parameter in self._pieces:
+            entries = dict(self._restored.state.get(spec.name, {}))
+            for key, value in entries.items():
+                if is_aligned(key, value, spec.numel):
+                    entries[key] = self._shape(spec, value[block.start : block.stop])  # a view
+                elif isinstance(value, torch.Tensor):
+                    hyper = consumed[self._group_of[spec.name]]
+                    entries[key] = placed_scalar(key, value, hyper, parameter)
             if entries:
-                hyper = consumed[self._group(block.parameter)]
-                optimizer.state[parameter] = {
-                    key: self._own(block, key, value, hyper, parameter)
-                    for key, value in entries.items()
-                }
+                optimizer.state[parameter] = entries
         self._optimizer = optimizer
         return optimizer
 
-    def _own(
-        self,
-        block: Block,
-        key: str,
-        value: Any,
-        hyper: Mapping[str, Any],
-        parameter: torch.Tensor,
-    ) -> Any:
-        """A state entry for one block: a view where it has an element per element."""
-        if is_aligned(key, value, self._numel(block.parameter)):
-            return self._piece(block, value)
-        if isinstance(value, torch.Tensor):
-            return placed_scalar(key, value, hyper, parameter)
-        return value
-
-    def _piece(self, block: Block, values: torch.Tensor) -> torch.Tensor:
-        return self._reshaped(block, values[block.start : block.stop])
-
-    def _reshaped(self, block: Block, values: torch.Tensor) -> torch.Tensor:
-        return shaped(values, self._layout.parameters[block.parameter]) if self._shaped else values
-
-    def _in_memory_order(self, block: Block, value: torch.Tensor) -> torch.Tensor:
-        """A state entry flat, as its parameter lies in memory: optimizers may lay it out otherwise."""
-        spec = self._layout.parameters[block.parameter]
-        return flat_like(value, spec) if tuple(value.shape) == spec.shape else flat(value)
-
-    def _average(self, tensors: Mapping[str, torch.Tensor], followed: set[str]) -> BlockAverage:
-        return BlockAverage(
-            (block, parameter, self._piece(block, tensors[self._name(block)]))
-            for block, parameter in zip(self.unit.blocks, self._parameters, strict=True)
-            if self._name(block) in followed
-        )
-
-    def _name(self, block: Block) -> str:
-        return self._layout.parameters[block.parameter].name
-
-    def _group(self, parameter: int) -> int:
-        return self._group_of[self._layout.parameters[parameter].name]
-
-    def _numel(self, parameter: int) -> int:
-        return self._layout.parameters[parameter].numel
+    def _shape(self, spec: ParameterSpec, values: torch.Tensor) -> torch.Tensor:
+        return shaped(values, spec) if self._shaped else values
 
 
 def _put(values: Mapping[int, Bits], block: Block, tensor: torch.Tensor) -> None:

@@ -29,8 +29,9 @@ from lowdiff.capture import random_states, restore_random_states
 from lowdiff.errors import RankLost, UnsupportedOptimizer
 from lowdiff.layout import flat_like, shares_of
 from lowdiff.persistence.values import encode
+from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.optimizers import granularity, is_registered
-from lowdiff.recovery.proof import Held, has_same_bits, refuse_unproven
+from lowdiff.recovery.proof import Held, refuse_unproven
 from lowdiff.types import Fence, OptimizerStep
 
 _logger = logging.getLogger(__name__)

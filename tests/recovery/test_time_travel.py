@@ -19,7 +19,7 @@ from lowdiff.persistence.values import same
 from lowdiff.protocols import Compressor
 from lowdiff.recovery import sizing
 from lowdiff.recovery.branch import start_run
-from lowdiff.recovery.compare import distance
+from lowdiff.recovery.compare import largest_ulps
 from lowdiff.recovery.export import export
 from lowdiff.recovery.inspection import forecast
 from lowdiff.recovery.replay import ReplayOptions
@@ -194,12 +194,12 @@ def test_too_little_memory_is_refused_with_the_figure(
 def test_distances_count_representable_numbers(dtype: torch.dtype) -> None:
     left = torch.tensor([1.0, -0.0, 0.0], dtype=dtype)
     right = torch.nextafter(torch.nextafter(left, left + 1), left + 1)
-    assert distance(left, left) == (0, 0)
-    assert distance(left[:1], right[:1]) == (1, 2)
+    assert largest_ulps(left, left) == 0
+    assert largest_ulps(left[:1], right[:1]) == 2
     below = torch.nextafter(torch.zeros(1, dtype=dtype), -torch.ones(1, dtype=dtype))
     above = torch.nextafter(torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype))
-    assert distance(below, above) == (1, 2)
-    assert distance(left[:1] / 0, left[:1]) == (1, None)
+    assert largest_ulps(below, above) == 2
+    assert largest_ulps(left[:1] / 0, left[:1]) is None
 
 
 @pytest.mark.parametrize(
