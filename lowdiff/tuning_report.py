@@ -47,13 +47,15 @@ def limits_of(
     loss_steps: int | None, memory: str | None, per_hour: str | None, total: str | None
 ) -> Limits:
     """Limits from options."""
-    sizes = (None if text is None else units.num_bytes(text) for text in (memory, per_hour, total))
-    staging_bytes, bytes_per_hour, total_bytes = sizes
+
+    def size(text: str | None) -> float | None:
+        return None if text is None else units.num_bytes(text)
+
     return Limits(
-        staging_bytes=staging_bytes,
+        staging_bytes=size(memory),
         loss_steps=loss_steps,
-        bytes_per_hour=bytes_per_hour,
-        total_bytes=total_bytes,
+        bytes_per_hour=size(per_hour),
+        total_bytes=size(total),
     )
 
 
@@ -80,7 +82,8 @@ def question_of_run(
         )
     folder = RunFolder(Path(run))
     run_id = read_run_id(folder)
-    fence = _newest_fence(folder)
+    fences = {number: path for number, _, path in folder.fences()}
+    fence = read_fence(fences[max(fences)]) if fences else None  # any rank's of the newest life
     if fence is not None and fence.compressor["name"] == "dense":
         raise ConfigError(
             f"{run} was trained without a compressor (LowDiff+): its replica makes the snapshots and "
@@ -125,12 +128,6 @@ def question_of_run(
         ),
         decisions=[decision for document in documents for decision in document.decisions],
     )
-
-
-def _newest_fence(folder: RunFolder) -> Fence | None:
-    """Any rank's of the newest life; None before the first."""
-    path = max(((number, path) for number, _, path in folder.fences()), default=(0, None))[1]
-    return None if path is None else read_fence(path)
 
 
 def _with_residual(measured: Measured, fence: Fence | None) -> Measured:

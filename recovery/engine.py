@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -170,22 +171,14 @@ def look_again(
 def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | None:
     """The way from what replicas left in memory, where it leads further than the disk, or as far."""
     memory = plan_in_memory(catalog, step)
-    if memory is None:
-        return None
-    return None if step is None and _leads_beyond(catalog, memory.step) else memory
-
-
-def _leads_beyond(catalog: Catalog, step: int) -> bool:
-    """Whether the disk does; planned where it is listed, which may be a false claim.
-
-    Of a segment that grew, no index claims too little: it does not fit its length.
-    """
-    if all(last <= step for _, last in recoverable(catalog)):
-        return False
-    try:
-        return plan_recovery(catalog).step > step
-    except StepNotFound:
-        return False
+    if memory is None or step is not None:
+        return memory
+    if any(last > memory.step for _, last in recoverable(catalog)):
+        # Planned, as what is listed may be a false claim. Of a segment that grew, no index claims too
+        # little: it does not fit its length.
+        with suppress(StepNotFound):
+            return None if plan_recovery(catalog).step > memory.step else memory
+    return memory
 
 
 def newest_step(catalog: Catalog, step: int | None) -> int:

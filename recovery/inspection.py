@@ -123,39 +123,37 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
     """
     root = staging_to_read(run, staging)
     with opened(run, shards=False) as folder:
-        return _inspect(folder, root)
-
-
-def _inspect(folder: RunFolder, staging: Path) -> Inspection:
-    catalog = scan(folder, [staging])
-    newest = catalog.incarnations.get(max(catalog.incarnations, default=-1))
-    fence = None if newest is None else newest.fence
-    specs = () if fence is None else fence.layout.parameters
-    names = () if fence is None else tuple(spec.class_name for spec in fence.optimizers)
-    found, memory = _recoverable(catalog)
-    ranges = tuple(StepRange(first, last) for first, last in found)
-    differentials = _differentials(catalog)
-    return Inspection(
-        run_id=catalog.run_id,
-        world_size=0 if fence is None else fence.world_size,
-        parameters=len(specs),
-        elements=0 if fence is None else fence.layout.elements,
-        snapshots=tuple(sorted({s.step for s in usable_snapshots(catalog)})),
-        differentials=differentials,
-        recoverable=ranges[-1] if ranges else None,
-        recoverable_ranges=ranges,
-        in_memory=None if memory is None else StepRange(*memory),
-        bytes_per_step=None if differentials is None else differentials.bytes / differentials.count,
-        compressor=None if fence is None else dict(fence.compressor),
-        optimizer=None if not names else names[0] if len(names) == 1 else names,
-        incarnations=len(folder.incarnations()),
-        snapshot_bytes=sum(snapshot.bytes for snapshot in catalog.snapshots),
-        damaged=len({error.path for error in catalog.damage}),
-        pins=tuple(
-            PinnedStep(pin.label, pin.step, is_void=not is_valid(spans_of(catalog), pin))
-            for pin in catalog.pins
-        ),
-    )
+        catalog = scan(folder, [root])
+        found, memory = _recoverable(catalog)
+        differentials = _differentials(catalog)
+        newest = catalog.incarnations.get(max(catalog.incarnations, default=-1))
+        fence = None if newest is None else newest.fence
+        specs = () if fence is None else fence.layout.parameters
+        names = () if fence is None else tuple(spec.class_name for spec in fence.optimizers)
+        ranges = tuple(StepRange(first, last) for first, last in found)
+        return Inspection(
+            run_id=catalog.run_id,
+            world_size=0 if fence is None else fence.world_size,
+            parameters=len(specs),
+            elements=0 if fence is None else fence.layout.elements,
+            snapshots=tuple(sorted({s.step for s in usable_snapshots(catalog)})),
+            differentials=differentials,
+            recoverable=ranges[-1] if ranges else None,
+            recoverable_ranges=ranges,
+            in_memory=None if memory is None else StepRange(*memory),
+            bytes_per_step=None
+            if differentials is None
+            else differentials.bytes / differentials.count,
+            compressor=None if fence is None else dict(fence.compressor),
+            optimizer=None if not names else names[0] if len(names) == 1 else names,
+            incarnations=len(folder.incarnations()),
+            snapshot_bytes=sum(snapshot.bytes for snapshot in catalog.snapshots),
+            damaged=len({error.path for error in catalog.damage}),
+            pins=tuple(
+                PinnedStep(pin.label, pin.step, is_void=not is_valid(spans_of(catalog), pin))
+                for pin in catalog.pins
+            ),
+        )
 
 
 def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:

@@ -344,19 +344,14 @@ def independent(
     """
     if spec.class_name != "torch.optim.Adafactor" or hyper["eps"][0] is not None:
         return hyper
-    first = next(iter(_in_torchs_order(dtypes, device) if hyper.get("foreach") else dtypes), None)
+    ordered = list(dict.fromkeys(dtypes))
+    if hyper.get("foreach") and ordered:
+        # Only torch knows in which order kernels over lists of tensors come to each dtype.
+        each: list[torch.Tensor | None] = [torch.empty(0, dtype=d, device=device) for d in ordered]
+        grouped = torch.optim.Optimizer._group_tensors_by_device_and_dtype([each])
+        ordered = [dtype for _, dtype in grouped if dtype is not None]
+    first = next(iter(ordered), None)
     return hyper if first is None else {**hyper, "eps": (torch.finfo(first).eps, hyper["eps"][1])}
-
-
-def _in_torchs_order(dtypes: Iterable[torch.dtype], device: torch.device) -> list[torch.dtype]:
-    """The order in which kernels over lists of tensors come to each dtype; only torch knows."""
-    each: list[torch.Tensor | None] = [
-        torch.empty(0, dtype=dtype, device=device) for dtype in dict.fromkeys(dtypes)
-    ]
-    if not each:
-        return []
-    grouped = torch.optim.Optimizer._group_tensors_by_device_and_dtype([each])
-    return [dtype for _, dtype in grouped if dtype is not None]
 
 
 def usable_on(device: torch.device, hyper: dict[str, Any]) -> dict[str, Any]:

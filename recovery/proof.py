@@ -18,6 +18,7 @@ from lowdiff.errors import UnsupportedOptimizer
 from lowdiff.layout import flat, flat_like, shaped, torch_dtype
 from lowdiff.recovery.blocks import Unit
 from lowdiff.recovery.compare import has_same_bits
+from lowdiff.recovery.load import empty_state
 from lowdiff.recovery.optimizers import (
     build,
     granularity,
@@ -200,17 +201,10 @@ def _replayed(
 ) -> RecoveredState:
     layout = fence.layout
     names = {i: layout.parameters[i].name for i in before.parameters}
-    state = RecoveredState(
-        step=number - 1,
-        fence=replace(fence, averages={}),
-        parameters={names[i]: values for i, values in before.parameters.items()},
-        optimizers=[OptimizerState([{} for _ in spec.groups], {}) for spec in fence.optimizers],
-        items=[{}],
-        held=(),
-        residual_marks=[None],
-        residuals=[],
-        base_step=number - 1,
-    )
+    state = empty_state(number - 1, replace(fence, averages={}))
+    state.parameters = {names[i]: values for i, values in before.parameters.items()}
+    state.optimizers = [OptimizerState([{} for _ in o.groups], {}) for o in fence.optimizers]
+    state.items, state.residual_marks = [{}], [None]
     state.optimizers[index] = OptimizerState(
         [dict(group) for group in done.consumed],
         {names[i]: dict(entries) for i, entries in before.state.items()},

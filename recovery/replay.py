@@ -150,7 +150,13 @@ def replay(
         fence = fences(incarnation)
         if fence.world_size != len(state.items) or fence.incarnation != state.fence.incarnation:
             begin_life(state, fence)
-        state.averages = _continued_averages(state, fence)
+        lost = sorted(set(fence.averages) - set(state.averages))
+        if lost:
+            raise RunMismatch(
+                f"averages {lost} were attached after step {state.step}, and the snapshot that was "
+                "taken then is lost; recover a step before or after it"
+            )
+        state.averages = {name: state.averages[name] for name in fence.averages}
         own = list(life)
         with Replayer(state, fence, options) as running, closing(windows(own, fence)) as read:
             for window in read:
@@ -200,16 +206,6 @@ def in_blocks_or_whole(
     if options.movements is not None:
         options.movements.clear()
     return in_blocks_or_whole(attempt, replace(options, whole=True), root, what)
-
-
-def _continued_averages(state: RecoveredState, fence: Fence) -> dict[str, dict[str, torch.Tensor]]:
-    lost = sorted(set(fence.averages) - set(state.averages))
-    if lost:
-        raise RunMismatch(
-            f"averages {lost} were attached after step {state.step}, and the snapshot that was "
-            "taken then is lost; recover a step before or after it"
-        )
-    return {name: state.averages[name] for name in fence.averages}
 
 
 def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step], None, None]:
@@ -274,7 +270,7 @@ class Replayer:
         planned = plan_units(state, fence, options)
         self._units = [UnitState(unit, state, fence, chooser) for unit in planned]
         self._pool = ThreadPoolExecutor(options.workers, thread_name_prefix="lowdiff-replay")
-        self._scratch = Scratch(max((u.unit.scratch_elements for u in self._units), default=0))
+        self._scratch_elements = max((unit.scratch_elements for unit in planned), default=0)
 
     def __enter__(self) -> Self:
         return self
@@ -287,29 +283,23 @@ class Replayer:
 
     def run(self, window: Sequence[Step]) -> None:
         """Step every unit through a window, then check the checksums of the window's steps."""
-        checksums: Checksums = {}
-        for of_worker in self._step_units(window):
-            for key, value in of_worker.items():
-                checksums[key] = checksums.get(key, 0) ^ value
-        for step in window:
-            for shard in step.shards:
-                self._check(shard, checksums)
-            self._take_scalars(step.shards)
-
-    def _step_units(self, window: Sequence[Step]) -> list[Checksums]:
-        """Step the units; parts of the checksums, one of each thread."""
         queue = iter(self._units)  # next() on a list iterator is atomic
-        moved = self._options.movements
         has_registered = any(map(is_registered, self._state.fence.optimizers))
         with threads_put_back(), without_default_group(when=has_registered):
             workers = range(self._options.workers)
             jobs = [self._pool.submit(self._work, queue, window) for _ in workers]
             results = [job.result() for job in jobs]
-        for _, movements in results:
-            for number, movement in movements.items():
-                if moved is not None:
-                    moved[number] = moved.get(number, Movement()) + movement
-        return [checksums for checksums, _ in results]
+        checksums: Checksums = {}
+        moved = self._options.movements
+        for of_worker, movements in results:
+            for key, value in of_worker.items():
+                checksums[key] = checksums.get(key, 0) ^ value
+            for number, movement in movements.items() if moved is not None else ():
+                moved[number] = moved.get(number, Movement()) + movement
+        for step in window:
+            for shard in step.shards:
+                self._check(shard, checksums)
+            self._take_scalars(step.shards)
 
     def _work(
         self, queue: Iterator[UnitState], window: Sequence[Step]
@@ -317,7 +307,7 @@ class Replayer:
         checksums: Checksums = {}
         movements: dict[int, Movement] = {}
         torch.set_num_threads(self._threads)  # per thread; see threads_put_back
-        scratch = Scratch(self._scratch.elements)
+        scratch = Scratch(self._scratch_elements)
         torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
         # Units see to it as well, but a team of threads flushes denormals as the thread that made it.
         with torch.no_grad(), arithmetic_of(self._environment):

@@ -177,7 +177,9 @@ def _verify(
     catalog = _look(folder, root)
     failures, notes = judge(folder, catalog, check_all=True)
     legs = _legs_of(catalog)
-    check_memory(max((leg.loaded_bytes for leg in legs), default=0))
+    # What is compared with is a second state.
+    loaded = (sum(s.bytes for s in (leg.base, leg.target) if s is not None) for leg in legs)
+    check_memory(max(loaded, default=0))
     total = sum(leg.last - leg.base.step for leg in legs)
     done = 0
     outcomes = []
@@ -189,9 +191,13 @@ def _verify(
     outcomes.append(left_out)
     failures += [o.failure for o in outcomes if o.failure is not None]
     notes += [o.note for o in outcomes if o.note is not None]
-    failures += (
-        lost_after(catalog, _newest_recoverable(catalog)) if legs else _nothing_recoverable(catalog)
-    )
+    if legs:
+        failures += lost_after(catalog, _newest_recoverable(catalog))
+    else:
+        try:
+            plan_recovery(catalog)
+        except StepNotFound as error:
+            failures.append(Finding(str(error)))
     return VerifyReport(
         run=run,
         run_id=catalog.run_id,
@@ -270,11 +276,6 @@ class _Leg:
     base: SnapshotSet
     target: SnapshotSet | None
     last: int
-
-    @property
-    def loaded_bytes(self) -> int:
-        """What its snapshots take in memory: that which is compared with is a second state."""
-        return sum(s.bytes for s in (self.base, self.target) if s is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,14 +390,6 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> _Outcome:
         # Another kind of processor rounds differently.
         return _Outcome(note=different, replayed=replace(replayed, compared=False))
     return _Outcome(different)
-
-
-def _nothing_recoverable(catalog: Catalog) -> list[Finding]:
-    try:
-        plan_recovery(catalog)
-    except StepNotFound as error:
-        return [Finding(str(error))]
-    return []
 
 
 def _elsewhere(catalog: Catalog, options: ReplayOptions) -> list[Finding]:
