@@ -72,7 +72,7 @@ def make_run(where: Places, layers: int, args: argparse.Namespace, counts: Seque
 def turn(made: Made, steps: int, *, workers: int = 1) -> Turn:
     """Recover a step once, and compare its bits."""
     task = Growth(made.where, steps, workers, sorted(os.sched_getaffinity(0)))
-    found = in_new_process(alone, task)
+    found: Turn = in_new_process(alone, task)
     assert found.digest == made.digests[steps], f"step {steps} differs: {task}"
     print(f"{steps:>5} steps, {made.elements / 1e6:6.2f} M, {workers} workers: "
           f"{found.seconds:.2f} s, {found.peak_bytes / 2**20:.0f} MiB")  # fmt: skip

@@ -294,8 +294,9 @@ class Replayer:
         for of_worker, movements in results:
             for key, value in of_worker.items():
                 checksums[key] = checksums.get(key, 0) ^ value
-            for number, movement in movements.items() if moved is not None else ():
-                moved[number] = moved.get(number, Movement()) + movement
+            if moved is not None:
+                for number, movement in movements.items():
+                    moved[number] = moved.get(number, Movement()) + movement
         for step in window:
             for shard in step.shards:
                 self._check(shard, checksums)

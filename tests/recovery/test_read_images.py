@@ -247,14 +247,13 @@ def test_two_tensors_in_one_place_are_damage(tmp_path: Path) -> None:
 )
 def test_an_item_is_encoded_while_nothing_else_is_in_memory(tmp_path: Path, item: str) -> None:
     """Encoding takes four copies for a moment."""
-    scalars = bytearray(images.scalars_image([], [], [], {}).data)
     with (tmp_path / "image").open("wb") as file:
         write_image(
             file,
             {
                 item: partial(torch.ones, 16, _MIB),
                 "model/w": partial(torch.ones, 64, _MIB),
-                SCALARS: torch.frombuffer(scalars, dtype=torch.uint8).detach,
+                SCALARS: partial(images.scalars_tensor, [], [], [], {}),
             },
         )
     root = Path(__file__).parents[2]
