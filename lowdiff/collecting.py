@@ -69,10 +69,23 @@ def collect_run(
                 carry_out(folder, run_id, plan)
             break
     void = [pin for pin in pins if not is_valid(inventory.spans, pin)]
-    if as_json:
-        print_json(_document(folder, policy, plan, pins, void, dry_run))
-    else:
+    if not as_json:
         _print(folder, policy, plan, void, dry_run)
+        return
+    print_json(
+        {
+            "run": str(folder.root),
+            "dry_run": dry_run,
+            "policy": None if policy is None else asdict(policy),
+            "removed": [
+                {"path": str(r.path), "bytes": r.bytes, "reason": r.reason} for r in plan.removals
+            ],
+            "kept": [asdict(stretch) for stretch in plan.kept],
+            "pins": [{"label": p.label, "step": p.step, "is_void": p in void} for p in pins],
+            "bytes_removed": plan.bytes_removed,
+            "bytes_kept": plan.bytes_kept,
+        }
+    )
 
 
 def _policy(
@@ -110,28 +123,6 @@ def _locked(folder: RunFolder, dry_run: bool) -> Iterator[None]:
             if not dry_run or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
         yield
-
-
-def _document(
-    folder: RunFolder,
-    policy: Retention | None,
-    plan: CollectionPlan,
-    pins: list[Pin],
-    void: list[Pin],
-    dry_run: bool,
-) -> dict[str, Any]:
-    return {
-        "run": str(folder.root),
-        "dry_run": dry_run,
-        "policy": None if policy is None else asdict(policy),
-        "removed": [
-            {"path": str(r.path), "bytes": r.bytes, "reason": r.reason} for r in plan.removals
-        ],
-        "kept": [asdict(stretch) for stretch in plan.kept],
-        "pins": [{"label": p.label, "step": p.step, "is_void": p in void} for p in pins],
-        "bytes_removed": plan.bytes_removed,
-        "bytes_kept": plan.bytes_kept,
-    }
 
 
 def _print(

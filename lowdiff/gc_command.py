@@ -104,8 +104,9 @@ def gc(
         "--force": force, "--yes": yes, "--all-runs": all_runs,
         "--staging-folder": staging_folder is not None,
     }  # fmt: skip
-    for name in (name for name, is_given in of_staging.items() if is_given):
-        raise ConfigError(f"{name} goes with --staging only")
+    wrong = [name for name, is_given in of_staging.items() if is_given]
+    if wrong:
+        raise ConfigError(f"{wrong[0]} goes with --staging only")
     if run is None:
         raise ConfigError("say which run: lowdiff gc RUN, or lowdiff gc --staging")
     collect_run(Path(run), changes, unpin or [], dry_run, as_json)

@@ -80,17 +80,7 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence, num_threads: int) -> Reco
 
 def empty_state(step: int, fence: Fence) -> RecoveredState:
     """A state to which shards are added."""
-    return RecoveredState(
-        step=step,
-        fence=fence,
-        parameters={},
-        optimizers=[],
-        items=[],
-        held=(),
-        residual_marks=[],
-        residuals=[],
-        base_step=step,
-    )
+    return RecoveredState(step, fence, base_step=step)
 
 
 def load_shard(path: Path, step: int, fence: Fence) -> RecoveredState:

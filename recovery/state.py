@@ -52,6 +52,7 @@ class RecoveredState:
     Attributes:
         step: Number of completed optimizer steps.
         fence: Describes the model and optimizers of the incarnation it belongs to.
+        base_step: Step of the snapshot it was rebuilt from.
         parameters: Name -> flat tensor in memory order.
         optimizers: One per attached optimizer.
         items: Per rank: encoded buffers, RNG states and stateful objects by item name.
@@ -59,20 +60,19 @@ class RecoveredState:
         residual_marks: Per rank: where the residual of this step lies in staging, if it does.
         residuals: Per rank: parameter name -> flat residual, as the base snapshot holds it; only
             right for this step when the step is the snapshot's.
-        base_step: Step of the snapshot it was rebuilt from.
         averages: Name of a stateful object that averages parameters -> parameter name -> flat
             average.
     """
 
     step: int
     fence: Fence
-    parameters: dict[str, torch.Tensor]
-    optimizers: list[OptimizerState]
-    items: list[dict[str, bytes]]
-    held: tuple[int, ...]
-    residual_marks: list[ResidualMark | None]
-    residuals: list[dict[str, torch.Tensor]]
     base_step: int
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    optimizers: list[OptimizerState] = field(default_factory=list)
+    items: list[dict[str, bytes]] = field(default_factory=list)
+    held: tuple[int, ...] = ()
+    residual_marks: list[ResidualMark | None] = field(default_factory=list)
+    residuals: list[dict[str, torch.Tensor]] = field(default_factory=list)
     averages: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def move(self, device: torch.device) -> None:

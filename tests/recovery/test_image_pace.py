@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from lowdiff.persistence.replica_status import ReplicaSettings
-from lowdiff.recovery.image_pace import ImagePace
+from lowdiff.recovery.replica import ImagePace
 
 EVERY, INTERVALS = 50, 400
 
