@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from typer import Option
 
 from lowdiff import __version__
 from lowdiff.errors import ConfigError, LowDiffError
@@ -83,9 +84,7 @@ def _print_version(wanted: bool) -> None:
 def _lowdiff(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Differential checkpoints for PyTorch: every step saved, any step back.
@@ -102,12 +101,12 @@ def _lowdiff(
 )
 def demo(
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for runs, logs, table and picture.")
+        Path, Option(metavar="DIR", help="Folder for runs, logs, table and picture.")
     ] = Path("demo-output"),
-    steps: Annotated[int, typer.Option(metavar="N", help="Steps of each run.")] = 60,
-    workers: Annotated[int, typer.Option(metavar="N", help="Training processes.")] = 2,
+    steps: Annotated[int, Option(metavar="N", help="Steps of each run.")] = 60,
+    workers: Annotated[int, Option(metavar="N", help="Training processes.")] = 2,
     seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Of training and kill; default: random.")
+        int | None, Option(metavar="N", help="Of training and kill; default: random.")
     ] = None,
 ) -> None:
     """Train a small GPT, kill it, resume it, and compare every bit.
@@ -140,14 +139,10 @@ def inspect(
     as_json: AsJson = False,
     staging: Staging = None,
     watch: Annotated[
-        bool,
-        typer.Option(
-            "--watch",
-            help="Show how far each rank is, until Ctrl-C.",
-        ),
+        bool, Option("--watch", help="Show how far each rank is, until Ctrl-C.")
     ] = False,
     every: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Between refreshes of --watch.")
+        float, Option(min=0.1, metavar="SECONDS", help="Between refreshes of --watch.")
     ] = 1.0,
 ) -> None:
     """Say what a run holds and which steps can be recovered.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import typer
+from typer import Option
 
 from lowdiff.errors import ConfigError
 from lowdiff.events import printable
@@ -68,7 +69,7 @@ def _imported(names: list[str]) -> list[str]:
     return names
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON document instead of text.")]
 RunArgument = Annotated[
     str,
     typer.Argument(
@@ -78,7 +79,7 @@ RunArgument = Annotated[
 ]
 Staging = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         callback=_staging_there,
         metavar="DIR",
         help="Folder given to Checkpointer(staging=...), if one was. Steps that a crashed "
@@ -86,11 +87,11 @@ Staging = Annotated[
     ),
 ]
 Workers = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Replay threads; default: all cores.")
+    int | None, Option(min=1, metavar="N", help="Replay threads; default: all cores.")
 ]
 Imports = Annotated[
     list[str],
-    typer.Option(
+    Option(
         "--import",
         callback=_imported,
         metavar="MODULE",
@@ -100,7 +101,7 @@ Imports = Annotated[
 ]
 Device = Annotated[
     str,
-    typer.Option(
+    Option(
         metavar="DEVICE",
         help="Where to replay, e.g. cuda: a run comes back bit for bit where it was trained.",
     ),

@@ -46,12 +46,12 @@ from lowdiff.recovery.unit import (
     UNREPLAYABLE,
     Checksums,
     Movement,
-    Replaying,
     Scratch,
     Step,
     UnitState,
     check_digests,
     is_out_of_means,
+    replaying,
 )
 from lowdiff.types import Differential, Fence
 
@@ -225,7 +225,7 @@ def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step],
                 "AveragedModel on every rank in the same steps",
                 step=step.step,
             )
-        with Replaying(step.step):
+        with replaying(step.step):
             return Step.of(shards, lambda payloads: compressor.decoder(payloads, fence.layout))
 
     unread = iter(steps)
@@ -316,7 +316,7 @@ class Replayer:
                 looks: list[tuple[int, list[int]]] = []
                 for step in window:
                     number = step.shards[0].step
-                    with Replaying(number):
+                    with replaying(number):
                         if self._options.movements is None:
                             unit.step(step, scratch)
                         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -142,29 +143,27 @@ def is_out_of_means(error: BaseException) -> bool:
     return is_out or isinstance(error, torch.OutOfMemoryError)
 
 
-class Replaying:
+@contextmanager
+def replaying(step: int) -> Iterator[None]:
     """Within it, whatever keeps a step from being replayed says which step that is.
 
     Raises:
         ReplayMismatch: With the step, also in place of what an optimizer says of unfit values.
     """
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def __enter__(self) -> None:
-        """Begin to replay the step."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Name the step."""
-        if isinstance(error, ReplayMismatch):
-            if error.step is None:
-                raise ReplayMismatch(str(error), step=self._step) from error
-        elif isinstance(error, UNREPLAYABLE) and not (
-            isinstance(error, LowDiffError) or is_out_of_means(error)
-        ):
-            what = f"step {self._step} cannot be replayed ({error!r:.200})"
-            raise ReplayMismatch(what, step=self._step) from error
+    try:
+        yield
+    except ReplayMismatch as error:
+        if error.step is not None:
+            raise
+        raise ReplayMismatch(str(error), step=step) from error
+    except LowDiffError:
+        raise
+    except UNREPLAYABLE as error:
+        if is_out_of_means(error):
+            raise
+        raise ReplayMismatch(
+            f"step {step} cannot be replayed ({error!r:.200})", step=step
+        ) from error
 
 
 def check_digests(
