@@ -411,9 +411,8 @@ class UnitState:
         """
         for place, (average, block) in enumerate(self._places):
             own: Sequence[int] = [look[place] for _, look in looks]
-            rest = (self._layout.parameters[block.parameter].numel - block.stop) * self._looked[
-                place
-            ].element_size()
+            behind = self._layout.parameters[block.parameter].numel - block.stop
+            rest = behind * self._looked[place].element_size()
             if rest:
                 if rest not in self._shifts:
                     self._shifts[rest] = Shift(rest)
