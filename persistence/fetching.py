@@ -353,7 +353,7 @@ def _extents(
 def _holds(records: RankRecords, extent: _Extent, size: int) -> bool:
     """Whether the records of a segment object are here already."""
     first = extent.file.step
-    # What an index only claims might be damaged, and the store's the only copy.
+    # What a footer lists might be damaged, and the store's the only copy.
     records.confirm(first, records.newest if extent.last is None else extent.last)
     if extent.last is not None:
         return records.unbroken(first - 1) >= extent.last

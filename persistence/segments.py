@@ -30,7 +30,6 @@ from lowdiff.persistence.framing import (
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.sections import encode_sections, read_sections
 from lowdiff.persistence.segment_file import SegmentFile, pack_footer, seal_left, write_footer
-from lowdiff.persistence.segment_index import Sealed, add_to_index, is_worth_remembering
 
 _logger = logging.getLogger(__name__)
 
@@ -80,13 +79,12 @@ class SegmentWriter:
         self._first = self._last = -1
         self._offsets = array("Q")
         self._rebases: list[int] = []
-        self._sealed: list[Sealed] = []  # those that are not in the index yet
 
     async def append(self, batch: Batch) -> int:
         """Write and fsync one batch; after a failure the same batch can be given again."""
         if batch.first != self._last + 1:
             # A segment's steps ascend by one: some were dropped while storage was slow.
-            await self._end()
+            await self.seal()
         if self._path is not None and self._folder.run_file.exists() and not self._path.exists():
             self._path = None  # the run went back, and retention took this incarnation's steps
         if self._path is None:
@@ -108,7 +106,7 @@ class SegmentWriter:
         self._note(batch, self._size)
         self._size += len(batch.data)
         if self._size > _SEGMENT_BYTES:
-            await self._end()
+            await self.seal()
         return len(batch.data)
 
     def _note(self, batch: Batch, offset: int) -> None:
@@ -119,7 +117,7 @@ class SegmentWriter:
         self._last = batch.last
         self._rebases += batch.rebases
 
-    async def _end(self) -> None:
+    async def seal(self) -> None:
         """Seal the segment, which is not touched again: the next batch starts a new one."""
         if self._path is not None:
             await asyncio.to_thread(self._put_footer, self._path)
@@ -130,26 +128,8 @@ class SegmentWriter:
         footer = pack_footer(header, self._offsets, self._rebases, self._size)
         with contextlib.suppress(OSError):  # its run went back, and retention took it
             # Else a failed attempt left whole records behind these, which others may have seen.
-            if path.stat().st_size == self._size and write_footer(path, footer, self._size):
-                found = path.stat()
-                self._sealed.append(
-                    Sealed(
-                        header.incarnation,
-                        self._first,
-                        self._last,
-                        found.st_size,
-                        found.st_mtime_ns,
-                        tuple(self._rebases),
-                    )
-                )
-
-    async def seal(self) -> None:
-        """End this segment; what the filled ones hold goes into the index."""
-        await self._end()
-        if is_worth_remembering(self._sealed):
-            rank, sealed, self._sealed = self._header.rank, self._sealed, []
-            folder = self._folder.segments_of(rank)
-            await asyncio.to_thread(add_to_index, folder, self._header.run_id, rank, sealed)
+            if path.stat().st_size == self._size:
+                write_footer(path, footer, self._size)
 
 
 def _created(path: str, flags: int) -> int:

@@ -161,7 +161,7 @@ def look_again(
         staging: Root of its staging folders.
         catalog: What was seen of it.
         act: Called with the catalog, and again with a newer one if what it lists is gone.
-        check_all: Whether the newer one, too, reads everything, and believes and writes no index.
+        check_all: Whether the newer one, too, reads everything.
     """
     looks, deadline = 0, time.monotonic() + _LOOKS_SECONDS
     while True:
@@ -186,10 +186,7 @@ def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | None:
 
 
 def _leads_beyond(catalog: Catalog, step: int) -> bool:
-    """Whether the disk does; planned where it is listed, which may be a false claim.
-
-    Of a segment that grew, no index claims too little: it does not fit its length.
-    """
+    """Whether the disk does; planned where it is listed, which may not be what is there."""
     if all(last <= step for _, last in recoverable(catalog)):
         return False
     try:
