@@ -74,7 +74,7 @@ def recover(
     if not is_url(run):
         return _recover(RunFolder(Path(run)), step, root, options, progress)
     with temporary_folder() as folder:
-        snapshots = fetch_history(ObjectStore(str(run)), folder, step, [root])
+        snapshots = fetch_history(ObjectStore(str(run)), folder, step)
         try:
             return _recover(folder, step, root, options, progress)
         except StepNotFound as error:

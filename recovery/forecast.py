@@ -178,7 +178,7 @@ def forecast(
     if not is_url(run):
         return _forecast(RunFolder(Path(run)), root, step, own)
     with temporary_folder() as folder:
-        fetch_history(ObjectStore(str(run)), folder, step, [root])
+        fetch_history(ObjectStore(str(run)), folder, step)
         return _forecast(folder, root, step, own)
 
 
