@@ -158,8 +158,7 @@ def store_lag_steps(costs: Costs, f: float, b: float) -> float:
     if costs.differential_bytes:
         held = min(held, _SEGMENT_BYTES / costs.differential_bytes)
     sent = (
-        costs.store_latency_seconds
-        + held * costs.differential_bytes / costs.store_bytes_per_second
+        costs.store_latency_seconds + held * costs.differential_bytes / costs.store_bytes_per_second
     )
     return (b - 1 + held) / 2 + (batch_seconds(costs, b) + sent) / step_seconds
 
