@@ -87,7 +87,9 @@ async def _write_segments(folder: RunFolder, shape: Shape, record: RecordRef) ->
     header = record.header
     run_id = scan(folder).run_id
     writer = SegmentWriter(
-        folder, FileHeader(FileKind.SEGMENT, run_id, header.incarnation, header.rank, 1, 0)
+        folder,
+        FileHeader(FileKind.SEGMENT, run_id, header.incarnation, header.rank, 1, 0),
+        max_bytes=256 << 20,
     )
     body = bytes(record.body) + bytes(-len(record.body) % 8)
     for first in range(_FIRST_STEPS + 1, shape.steps + 1, shape.batch_size):

@@ -195,8 +195,7 @@ def _opened(
             imported = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lowdiff-")))
             catalog = shared_catalog(settings, ranks, run_id, stages, imported)
             if is_in_store:
-                roots = [settings.staging_root, imported]
-                fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
+                fetch_from_store(settings, ranks, step, fences_only=restore == "none")
                 catalog = shared_catalog(settings, ranks, run_id, stages, imported)
             name_other_lives(settings, stages)
             state = None

@@ -6,8 +6,6 @@ Only rank 0 speaks to the store; from its run folder the others get what they ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from pathlib import Path
 
 from lowdiff.agreement import Ranks
 from lowdiff.errors import StoreError
@@ -50,7 +48,6 @@ def fetch_from_store(
     settings: Settings,
     ranks: Ranks,
     step: int | None,
-    staging_roots: Sequence[Path],
     *,
     fences_only: bool,
 ) -> None:
@@ -60,7 +57,6 @@ def fetch_from_store(
         settings: With a store that holds this run.
         ranks: All of them.
         step: The step to restore; None for the newest.
-        staging_roots: Where staged records are that need not be fetched.
         fences_only: When nothing is restored, and only the number of the incarnation matters.
 
     Raises:
@@ -74,4 +70,4 @@ def fetch_from_store(
             if fences_only:
                 fetch_fences(store, settings.folder, Listing.of_store(store))
             else:
-                fetch_history(store, settings.folder, step, staging_roots)
+                fetch_history(store, settings.folder, step)

@@ -171,7 +171,7 @@ async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
                 record.header.world_size,
                 sequence=0,
             )
-            segments = SegmentWriter(settings.folder, file_header)
+            segments = SegmentWriter(settings.folder, file_header, settings.segment_bytes)
         for batch in batches_of([record], codec):
             await segments.append(batch)
     if segments is not None:

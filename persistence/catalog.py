@@ -20,7 +20,7 @@ from lowdiff.persistence.records import RankRecords, StoredRecord
 from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.retention_notes import Collected, read_notes, read_pins
 from lowdiff.persistence.retention_plan import Pin
-from lowdiff.persistence.segment_scan import add_segments
+from lowdiff.persistence.segment_scan import list_segment
 from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file
 from lowdiff.persistence.staging import staged_records
 from lowdiff.types import Fence
@@ -76,8 +76,8 @@ class Catalog:
         snapshots: Complete ones, by step, then incarnation.
         records: ``(incarnation, rank)`` -> step -> record.
         staging: Staging folders seen.
-        damage: What failed a check; none of it is listed above. More comes to light when claims are
-            confirmed.
+        damage: What failed a check; none of it is listed above. More comes to light when steps that
+            a footer lists are read.
         unreadable: Numbers of incarnations of which a fence is there and cannot be read.
         collected: What retention has removed.
         pins: What it spares, by label.
@@ -106,8 +106,8 @@ def scan(
 ) -> Catalog:
     """List a run over its tiers; staging first, because records move from there to segments.
 
-    Where an index of segments fits them, what it says of them is believed until they are needed; so
-    are the headers of what a replica was to apply.
+    What the footers of sealed segments say is believed until a step is needed; so are the headers of
+    what a replica was to apply.
 
     Args:
         folder: The run folder.
@@ -132,7 +132,7 @@ def scan(
                 own = records.setdefault(key, RankRecords(damage))
                 own.stage(StoredRecord(record, path, staged=True), is_checked=check)
     fences, numbers, unreadable = _fences(folder, run_id, damage)
-    add_segments(folder, run_id, records, damage, use_index=not check_all)
+    add_segments(folder, run_id, records, damage, check=check_all)
     # After them, as it is written before anything goes: what is missing above is in it.
     collected, pins = _retention(folder, run_id, damage)
     return Catalog(
@@ -148,6 +148,35 @@ def scan(
         collected=collected,
         pins=pins,
     )
+
+
+def add_segments(
+    folder: RunFolder,
+    run_id: str,
+    records: dict[tuple[int, int], RankRecords],
+    damage: list[DamagedFile],
+    *,
+    check: bool,
+) -> None:
+    """List what a run's segments hold.
+
+    Args:
+        folder: The run.
+        run_id: Its identity.
+        records: ``(incarnation, rank)`` -> where to add what is found.
+        damage: Gets what fails a check, now and when a step is read.
+        check: Whether to read all of the sealed ones, too.
+    """
+    for incarnation, rank, _, path in folder.segments():
+        try:
+            found, error = list_segment(path, (run_id, incarnation, rank), check=check)
+        except FileNotFoundError:
+            continue  # a live run's retention was faster
+        except DamagedFile as failure:
+            found, error = [], failure
+        damage += [] if error is None else [error]
+        for stretch in found:
+            records.setdefault((incarnation, rank), RankRecords(damage)).add(stretch)
 
 
 def _retention(
@@ -188,11 +217,6 @@ def _has_begun(folder: RunFolder, fence: Fence) -> bool:
         and all(manifest_file(path, rank).is_file() for rank in range(fence.world_size))
         for number, _, path in folder.snapshots()
     )
-
-
-def confirm_all(catalog: Catalog) -> bool:
-    """Read whatever is only claimed; whether it is true."""
-    return all(records.confirm(0, 1 << 63) for records in list(catalog.records.values()))
 
 
 def complete_snapshots(

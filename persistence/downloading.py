@@ -101,15 +101,12 @@ def download(
 
 
 def mend(store: ObjectStore, folder: RunFolder, names: Sequence[str]) -> None:
-    """Put objects in the place of the beginnings of segments of the same names.
-
-    A record is the same bytes everywhere, so what follows an object in a longer segment follows it
-    again in the mended one.
+    """Put objects in the place of segments that are damaged here, where they hold more.
 
     Args:
         store: Where they are.
         folder: Of a run that nobody writes to.
-        names: Of segments that are there, and that lack steps of theirs.
+        names: Of segments that are there.
 
     Raises:
         StoreError: If the store does not answer.
@@ -120,14 +117,13 @@ def mend(store: ObjectStore, folder: RunFolder, names: Sequence[str]) -> None:
         try:
             here = path.read_bytes()
         except OSError:
-            continue  # it may come back: nothing shorter takes its place
-        sound = _sound_bytes(here, path)
-        common = min(sound, _sound_bytes(there, path))
+            continue  # it may come back
+        sound, good = _sound_bytes(here, path), _sound_bytes(there, path)
+        common = min(sound, good)
         if here[:common] != there[:common]:
             raise different_histories(store, folder, name)
-        mended = there + here[len(there) :]
-        if _sound_bytes(mended, path) > sound:
-            write_file(path, mended)
+        if good > sound:
+            write_file(path, there)
 
 
 def mend_document(store: ObjectStore, folder: RunFolder, name: str, there: bytes) -> None:

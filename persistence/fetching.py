@@ -19,14 +19,20 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, NotARun, StoreError
-from lowdiff.persistence.catalog import complete_fences, scan
+from lowdiff.persistence.catalog import complete_fences
 from lowdiff.persistence.downloading import AT_ONCE, download, mend, mend_document
 from lowdiff.persistence.fences import read_run_id
-from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.lineage import Span, lineage
 from lowdiff.persistence.object_store import ObjectStore, is_url
-from lowdiff.persistence.paths import CONSTANTS_NAME, NOTES_NAME, RUN_FILE, RunFile, RunFolder
-from lowdiff.persistence.records import RankRecords
+from lowdiff.persistence.paths import (
+    CONSTANTS_NAME,
+    NOTES_NAME,
+    RUN_FILE,
+    RunFile,
+    RunFolder,
+    file_bytes,
+)
+from lowdiff.persistence.segment_scan import list_segment
 from lowdiff.persistence.snapshots import Manifest, check_shard, manifest_file
 from lowdiff.types import Fence
 
@@ -110,18 +116,6 @@ def _refuse_unreadable(error: OSError) -> None:
         raise error
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """A segment object: which steps it holds.
-
-    Attributes:
-        last: Its last step, inclusive; None for the newest of its rank and incarnation.
-    """
-
-    file: RunFile
-    last: int | None
-
-
 def read_store_run_id(store: ObjectStore) -> str | None:
     """Identity of the run in a store; None if there is none.
 
@@ -164,19 +158,13 @@ def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> Non
             mend_document(store, folder, name, data)
 
 
-def fetch_history(
-    store: ObjectStore,
-    folder: RunFolder,
-    step: int | None,
-    staging_roots: Sequence[Path] = (),
-) -> list[int]:
-    """Bring what the recovery of a step needs, and ``folder`` and staging memory lack.
+def fetch_history(store: ObjectStore, folder: RunFolder, step: int | None) -> list[int]:
+    """Bring what the recovery of a step needs, and ``folder`` lacks.
 
     Args:
         store: Where the run is.
         folder: Where it is brought; created if it is not there.
         step: Which step; None for the newest.
-        staging_roots: Where staging folders of the run may live.
 
     Returns:
         Steps of the snapshots that lie on the run's history, in the store or in the folder.
@@ -186,9 +174,7 @@ def fetch_history(
         RunMismatch: If folder and store hold histories that parted.
         StoreError: If the store does not answer.
     """
-    return _looking_again(
-        store, lambda listing: _fetch_history(store, folder, step, staging_roots, listing)
-    )
+    return _looking_again(store, lambda listing: _fetch_history(store, folder, step, listing))
 
 
 def _fetch_all(store: ObjectStore, folder: RunFolder, *, shards: bool) -> None:
@@ -248,7 +234,6 @@ def _fetch_history(
     store: ObjectStore,
     folder: RunFolder,
     step: int | None,
-    staging_roots: Sequence[Path],
     listing: Listing,
 ) -> list[int]:
     fetch_fences(store, folder, listing)
@@ -269,7 +254,10 @@ def _fetch_history(
             constants = listing.constants(fences[base[1]])
             missing = [name for name in constants if name not in here.sizes]
             download(store, folder, missing, listing.sizes)
-            _fetch_segments(store, folder, base, step, listing, spans, staging_roots)
+            wanted = list(_segments(listing, spans, base[0], step))
+            download(store, folder, [n for n in wanted if n not in here.sizes], listing.sizes)
+            damaged = [n for n in wanted if n in here.sizes and _lacks_some(folder, n, listing)]
+            mend(store, folder, damaged)
             break
         passed_over.add(base)
     return [found for found, _ in usable]
@@ -283,32 +271,6 @@ def _fetch_evidence(store: ObjectStore, folder: RunFolder, listing: Listing, her
     """
     names = [f.name for f in listing.files("segment") if f.name not in here.sizes]
     download(store, folder, names, listing.sizes)
-
-
-def _fetch_segments(
-    store: ObjectStore,
-    folder: RunFolder,
-    base: tuple[int, int],
-    step: int | None,
-    listing: Listing,
-    spans: Sequence[Span],
-    staging_roots: Sequence[Path],
-) -> None:
-    """Bring the differentials after a snapshot."""
-    here = Listing.of_folder(folder).sizes
-    catalog = scan(folder, staging_roots)
-    wanted = [
-        extent.file.name
-        for extent in _extents(listing, spans, base[0], step)
-        if not _holds(
-            catalog.of(extent.file.incarnation, extent.file.rank),
-            extent,
-            listing.sizes[extent.file.name],
-        )
-    ]
-    download(store, folder, [name for name in wanted if name not in here], listing.sizes)
-    # A longer segment of the same name holds more than its beginning, which the store has.
-    mend(store, folder, [name for name in wanted if name in here])
 
 
 def _spans(fences: Mapping[int, Fence], snapshots: set[tuple[int, int]]) -> tuple[Span, ...]:
@@ -345,10 +307,10 @@ def _fetch_snapshot(
     return True
 
 
-def _extents(
+def _segments(
     listing: Listing, spans: Sequence[Span], base_step: int, step: int | None
-) -> Iterator[_Extent]:
-    """Segments with a step after ``base_step``, up to ``step``, that counts."""
+) -> Iterator[str]:
+    """Names of segments with a step after ``base_step``, up to ``step``, that counts."""
     owners = {span.incarnation: span for span in spans}
     by_owner: dict[tuple[int, int], list[RunFile]] = {}
     for file in listing.files("segment"):
@@ -361,19 +323,16 @@ def _extents(
         for file, last in zip(files, [*ends, None], strict=True):
             stop = min((x for x in (step, span.last) if x is not None), default=file.step)
             if file.step <= stop and (last is None or last > max(base_step, span.base)):
-                yield _Extent(file, last)
+                yield file.name
 
 
-def _holds(records: RankRecords, extent: _Extent, size: int) -> bool:
-    """Whether the records of a segment object are here already."""
-    first = extent.file.step
-    # What an index only claims might be damaged, and the store's the only copy.
-    records.confirm(first, records.newest if extent.last is None else extent.last)
-    if extent.last is not None:
-        return records.unbroken(first - 1) >= extent.last
-    # Of the newest one only the length is known; encoded records have the same everywhere.
-    rest = size - HEADER_BYTES
-    while rest > 0 and first in records and not records[first].staged:
-        rest -= records[first].framed_bytes
-        first += 1
-    return rest <= 0
+def _lacks_some(folder: RunFolder, name: str, listing: Listing) -> bool:
+    """Whether a segment is damaged here, or shorter than in the store."""
+    path, file = folder.root / name, RunFile.parse(name)
+    assert file is not None
+    owner = read_run_id(folder), file.incarnation, file.rank
+    try:
+        damage = list_segment(path, owner, check=True)[1]
+    except (DamagedFile, FileNotFoundError):
+        return True
+    return damage is not None or file_bytes(path) < listing.sizes[name]

@@ -6,7 +6,6 @@
     RUN/incarnations/i000002/rank-0000.json              fences
     RUN/snapshots/i000002-s0000000200/rank-0000.*        .safetensors, .json (manifest)
     RUN/segments/rank-0000/i000002-s0000000201.seg       differentials 201, 202, ...
-    RUN/segments/rank-0000/index                         what these hold; a cache
     RUN/constants/0123...def.safetensors                 frozen parameters, by SHA-256
     RUN/locks/rank-0000.lock, lease, retention.lock
     RUN/pins/LABEL.json                                  steps that retention spares
@@ -37,7 +36,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 
 from lowdiff.persistence.still_open import remove_folder
@@ -99,18 +97,6 @@ def file_bytes(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
-
-
-def segment_name(incarnation: int, first: int) -> str:
-    """Of a segment in its rank's folder, by the step of its first record."""
-    return f"i{incarnation:06d}-s{first:010d}.seg"
-
-
-def segment_numbers(name: str) -> tuple[int, int]:
-    """Incarnation and first step of a segment, by its name."""
-    match = _SEGMENT_NAME.fullmatch(name)
-    assert match is not None
-    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,36 +172,15 @@ class RunFolder:
     def segments(
         self, is_wanted: Callable[[int], bool] = lambda rank: True
     ) -> Iterator[tuple[int, int, int, Path]]:
-        """``(incarnation, rank, first step, path)`` of every segment of the wanted ranks."""
-        for rank, folder in self.segment_folders():
-            if is_wanted(rank):
-                for incarnation, first, entry in self.segment_files(folder):
-                    yield incarnation, rank, first, folder / entry.name
-
-    def segment_folders(self) -> Iterator[tuple[int, Path]]:
-        """``(rank, folder)`` of every rank's segments."""
+        """``(incarnation, rank, first step, path)`` of every segment of the wanted ranks, sorted."""
         for folder, (rank,) in _matching(self.root / "segments", _RANK_NAME):
-            yield rank, folder
-
-    @staticmethod
-    def segment_files(folder: Path) -> Iterator[tuple[int, int, os.DirEntry[str]]]:
-        """``(incarnation, first step, entry)`` of every segment in one rank's folder, sorted.
-
-        None if it is no folder, or is gone.
-        """
-        try:
-            with os.scandir(folder) as entries:  # without a Path for each: there may be many
-                files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        for entry in sorted(files, key=attrgetter("name")):
-            match = _SEGMENT_NAME.fullmatch(entry.name)
-            if match is not None:
-                yield int(match[1]), int(match[2]), entry
+            if is_wanted(rank):
+                for path, (incarnation, first) in _matching(folder, _SEGMENT_NAME):
+                    yield incarnation, rank, first, path
 
     def segment(self, incarnation: int, rank: int, first: int) -> Path:
         """One segment, by the step of its first record."""
-        return self.segments_of(rank) / segment_name(incarnation, first)
+        return self.segments_of(rank) / f"i{incarnation:06d}-s{first:010d}.seg"
 
     def constants(self, content_hash: str) -> Path:
         """Frozen parameters that snapshots share."""

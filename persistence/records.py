@@ -1,9 +1,9 @@
 """One rank's differentials of one incarnation: which steps there are, and each when it is wanted.
 
 Of segments only the stretches of steps are kept, so that what is in memory does not grow with the
-number of differentials. A stretch that an index claims is read, and its checksums compared, before
-anything is made of it; if a claim is wrong, all segments of that rank are read in its place. So it is
-with a step that a replica was to apply, of which only the header was read: torn, it is listed no more.
+number of differentials. What a footer lists is read, and its checksums compared, before anything is
+made of it; where it cannot be read, what the segment does hold is listed in its place. So it is with a
+step that a replica was to apply, of which only the header was read: torn, it is listed no more.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lowdiff.errors import DamagedFile
 from lowdiff.events import printable
 from lowdiff.persistence.framing import HEADER_BYTES, RecordKind, RecordRef, padded
 from lowdiff.persistence.segment_file import SegmentFile
-from lowdiff.persistence.segment_index import Sealed
+from lowdiff.persistence.segment_scan import Stretch, list_segment
 
 _logger = logging.getLogger(__name__)
 
@@ -38,53 +37,6 @@ class StoredRecord:
         return HEADER_BYTES + padded(self.record.header.body_bytes)
 
 
-class SegmentHome(Protocol):
-    """Where one rank's segments lie."""
-
-    @property
-    def path(self) -> Path:
-        """The folder."""
-
-    def open(self, name: str) -> SegmentFile:
-        """One of them; raises `DamagedFile` if it is not this rank's, or its header is damaged."""
-
-    def read_all(self) -> None:
-        """Forget what the index says, and list again what all of them hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Consecutive steps in one segment.
-
-    Attributes:
-        first: First step.
-        last: Last step, inclusive.
-        bytes: Of these records, framing included; None if nobody has counted.
-        rebases: Those that cannot be replayed, ascending.
-        claim: The entry of the index that says so, if nobody has read it.
-    """
-
-    first: int
-    last: int
-    home: SegmentHome
-    name: str
-    bytes: int | None
-    rebases: tuple[int, ...]
-    claim: Sealed | None = None
-
-    @property
-    def path(self) -> Path:
-        """The segment."""
-        return self.home.path / self.name
-
-    def part(self, first: int, last: int) -> Stretch:
-        """Some of its steps."""
-        if (first, last) == (self.first, self.last):
-            return self
-        inside = tuple(step for step in self.rebases if first <= step <= last)
-        return replace(self, first=first, last=last, bytes=None, rebases=inside)
-
-
 class RankRecords(Mapping[int, StoredRecord]):
     """Step -> record, in ascending order; reading one may raise `DamagedFile`. One thread at a time.
 
@@ -95,16 +47,17 @@ class RankRecords(Mapping[int, StoredRecord]):
         """Begin with none.
 
         Args:
-            damage: Gets the records in staging that turn out to be torn.
+            damage: Gets what turns out to be damaged when it is read.
         """
         self._damage = [] if damage is None else damage
         self._staged: dict[int, StoredRecord] = {}
         self._intact: set[int] = set()  # those in staging that were compared with their checksum
-        self._stretches: list[Stretch] = []
+        self._listed: list[Stretch] = []
+        self._stretches: list[Stretch] = []  # the same, without what others have as well
         self._ranges: list[tuple[int, int]] | None = None
         self._rebases: list[int] | None = None
         self._open: SegmentFile | None = None
-        self._confirmed: dict[tuple[str, int], int] = {}
+        self._confirmed: dict[tuple[Path, int], int] = {}
 
     def stage(self, found: StoredRecord, *, is_checked: bool) -> None:
         """Add a record from staging, which comes before segments, unless its step is there.
@@ -122,22 +75,8 @@ class RankRecords(Mapping[int, StoredRecord]):
 
     def add(self, stretch: Stretch) -> None:
         """Add those steps of a segment's that no other segment has."""
-        if not self._stretches or self._stretches[-1].last < stretch.first:
-            self._stretches.append(stretch)
-            self._ranges = self._rebases = None
-            return
-        start = stretch.first
-        for other in list(self._overlapping(stretch.first, stretch.last)):
-            if start < other.first:
-                self._insert(stretch.part(start, other.first - 1))
-            start = max(start, other.last + 1)
-        if start <= stretch.last:
-            self._insert(stretch.part(start, stretch.last))
-        self._ranges = self._rebases = None
-
-    def forget_segments(self) -> None:
-        """Leave only what is in staging."""
-        self._stretches, self._confirmed, self._open = [], {}, None
+        self._listed.append(stretch)
+        self._insert(stretch)
         self._ranges = self._rebases = None
 
     def __contains__(self, step: object) -> bool:
@@ -227,25 +166,49 @@ class RankRecords(Mapping[int, StoredRecord]):
         return total
 
     def confirm(self, first: int, last: int) -> bool:
-        """Read what is only claimed of the steps from ``first`` to ``last``.
+        """Read the steps from ``first`` to ``last`` that only footers and headers list.
 
         Returns:
-            Whether it was all true. What was not is listed no more: of staging the record, of
-            segments whatever the index says, in whose place all were read.
+            Whether all are there. What is not is listed no more.
         """
         staged = [step for step in self._staged if first <= step <= last]
         torn = [step for step in staged if not self._is_intact(step)]
         for stretch in list(self._overlapping(first, last)):
-            stop = min(last, stretch.last)
-            if (
-                stretch.claim is not None
-                and self._confirmed.get((stretch.name, stretch.first), -1) < stop
-            ):
-                if not self._is_true(stretch, stretch.claim, stop):
-                    stretch.home.read_all()
+            stop, key = min(last, stretch.last), (stretch.path, stretch.first)
+            # A segment that a live run's retention removed is missed where a step of it is read.
+            is_new = stretch.by_footer and self._confirmed.get(key, -1) < stop
+            if is_new and stretch.path.exists():
+                if not self._holds(stretch, stop):
+                    self._read_again(stretch)
                     return False
-                self._confirmed[stretch.name, stretch.first] = stop
+                self._confirmed[key] = stop
         return not torn
+
+    def _holds(self, stretch: Stretch, last: int) -> bool:
+        """Whether a segment holds the steps of a stretch up to one."""
+        rebases = set(stretch.rebases)
+        for step in range(stretch.first, last + 1):
+            record = self._record(stretch, step)
+            if record is None or record.header.rebases != (step in rebases):
+                return False
+        return True
+
+    def _read_again(self, wrong: Stretch) -> None:
+        """List what can be read of a segment, whose footer says more."""
+        try:
+            found, damage = list_segment(wrong.path, wrong.owner, check=True)
+        except FileNotFoundError:
+            return
+        except DamagedFile as error:
+            found, damage = [], error
+        if damage is not None:
+            self._damage.append(damage)
+            _logger.warning("%s", printable(str(damage)))
+        at = next(i for i, stretch in enumerate(self._listed) if stretch.path == wrong.path)
+        self._listed[at : at + 1] = found
+        self._stretches, self._ranges, self._rebases, self._open = [], None, None, None
+        for stretch in self._listed:
+            self._insert(stretch)
 
     def _is_intact(self, step: int) -> bool:
         """Whether a record in staging has its checksum; else it is forgotten."""
@@ -262,24 +225,11 @@ class RankRecords(Mapping[int, StoredRecord]):
             self._intact.add(step)
         return True
 
-    def _is_true(self, stretch: Stretch, claim: Sealed, last: int) -> bool:
-        """Whether a segment holds what is claimed up to a step, and nothing else."""
-        rebases = set(stretch.rebases)
-        for step in range(stretch.first, last + 1):
-            record = self._record(stretch, step)
-            if record is None or record.header.rebases != (step in rebases):
-                return False
-            if step == claim.first and record.offset != HEADER_BYTES:
-                return False
-            if step == claim.last and record.end + claim.footer_bytes != claim.bytes:
-                return False
-        return True
-
     def _record(self, stretch: Stretch, step: int) -> RecordRef | None:
         """A step of a stretch as its segment has it now; None if it has not, or is gone."""
         try:
             if self._open is None or self._open.path != stretch.path:
-                self._open = stretch.home.open(stretch.name)
+                self._open = SegmentFile(stretch.path)
             found = self._open.record(step)
         except (DamagedFile, FileNotFoundError):
             return None
@@ -292,7 +242,18 @@ class RankRecords(Mapping[int, StoredRecord]):
             index += 1
 
     def _insert(self, stretch: Stretch) -> None:
-        insort(self._stretches, stretch, key=lambda other: other.first)
+        """Put in those steps of a stretch that no other has."""
+        start = stretch.first
+        for other in list(self._overlapping(stretch.first, stretch.last)):
+            if start < other.first:
+                insort(self._stretches, stretch.part(start, other.first - 1), key=_first)
+            start = max(start, other.last + 1)
+        if start <= stretch.last:
+            insort(self._stretches, stretch.part(start, stretch.last), key=_first)
+
+
+def _first(stretch: Stretch) -> int:
+    return stretch.first
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -86,26 +86,30 @@ class Trailer:
         last: Step of the last.
         num_rebases: How many of its steps cannot be replayed.
         start: Where the footer starts, and the records end.
+        checksum: Of the footer before it.
     """
 
     first: int
     last: int
     num_rebases: int
     start: int
+    checksum: int
 
     @classmethod
     def unpack(cls, data: bytes | memoryview, header: FileHeader, size: int) -> Trailer | None:
         """Parse and check; None if these bytes do not end a segment with this header and length."""
         if len(data) < TRAILER_BYTES:
             return None
-        first, last, num_rebases, start, length, of_header, _, magic, crc = _TRAILER.unpack(data)
+        first, last, num_rebases, start, length, of_header, of_body, magic, crc = _TRAILER.unpack(
+            data
+        )
         is_whole = magic == _TRAILER_MAGIC and crc == crc32c(bytes(data[:-4]))
         if not is_whole or of_header != _checksum_of(header):
             return None
         fits = first == header.sequence and first <= last and num_rebases <= last - first + 1
         if not fits or length != footer_bytes(last - first + 1, num_rebases):
             return None
-        return cls(first, last, num_rebases, start) if start + length == size else None
+        return cls(first, last, num_rebases, start, of_body) if start + length == size else None
 
     def place_of(self, step: int) -> int:
         """Where the footer says at which byte the record of one of its steps starts."""
@@ -130,9 +134,8 @@ class SegmentFile:
         self.path = path
         self._piece, self._at = memoryview(b""), 0
         with _reading(path) as file:
-            found = os.fstat(file.fileno())
-            self.size, self.mtime_ns = found.st_size, found.st_mtime_ns
-            self._piece = memoryview(file.read(min(_PIECE_BYTES, self.size)))
+            self.size = os.fstat(file.fileno()).st_size
+            self._piece = memoryview(file.read(HEADER_BYTES))
         self.header = FileHeader.unpack(self._piece, path)
         self._steps, self._offsets = array("q"), array("q")
         self._rebases = array("q")
@@ -218,6 +221,17 @@ class SegmentFile:
             data = self._apart(self.size - TRAILER_BYTES, TRAILER_BYTES)
             self._trailer = Trailer.unpack(data, self.header, self.size)
         return self._trailer
+
+    def sealed_rebases(self) -> tuple[int, ...] | None:
+        """Steps that cannot be replayed, as the footer lists them; None if that is damaged."""
+        trailer = self.trailer
+        if trailer is None:
+            return None
+        footer = self._apart(trailer.start, self.size - TRAILER_BYTES - trailer.start)
+        if crc32c(footer) != trailer.checksum:
+            return None
+        marked = footer[len(footer) - 8 * trailer.num_rebases :]
+        return tuple(np.frombuffer(marked, "<u8").tolist())
 
     def _apart(self, offset: int, size: int) -> bytes:
         """A part of the file, without forgetting the piece in memory."""

@@ -1,4 +1,4 @@
-"""Appending to a run's segments, finding where a dead writer stopped, and cutting them for a store."""
+"""Appending to a run's segments, and finding where a dead writer stopped."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,32 +16,26 @@ import aiofiles
 from aiofiles.threadpool.binary import AsyncBufferedReader
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, StorageError
+from lowdiff.errors import StorageError
 from lowdiff.persistence.catalog import last_segment
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.durable import fsync_directory, make_directory, make_durable
 from lowdiff.persistence.framing import (
     HEADER_BYTES,
     FileHeader,
-    RecordHeader,
     RecordRef,
     padded,
-    read_records,
 )
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.sections import encode_sections, read_sections
 from lowdiff.persistence.segment_file import SegmentFile, pack_footer, seal_left, write_footer
-from lowdiff.persistence.segment_index import Sealed, add_to_index, is_worth_remembering
 
 _logger = logging.getLogger(__name__)
-
-_SEGMENT_BYTES = 256 << 20
-_OBJECT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Encoded records that are written and fsynced together, or uploaded.
+    """Encoded records that are written and fsynced together.
 
     Attributes:
         sizes: Bytes of the record of each of its steps.
@@ -54,39 +49,31 @@ class Batch:
     rebases: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Uploaded:
-    """Which part of a segment is in the store.
+class SegmentWriter:
+    """Appends batches to segments of one rank; never to a file another process has written.
 
-    Attributes:
-        start: Offset of the newest object's first record; None if it is not in this segment.
-        end: Offset of the first record that is not in the store.
-        last: Step before it; -1 for none.
+    Args:
+        folder: The run.
+        header: Of its segments, but for the step each begins with.
+        max_bytes: One that is longer is sealed.
     """
 
-    start: int | None
-    end: int
-    last: int
-
-
-class SegmentWriter:
-    """Appends batches to segments of one rank; never to a file another process has written."""
-
-    def __init__(self, folder: RunFolder, header: FileHeader) -> None:
+    def __init__(self, folder: RunFolder, header: FileHeader, max_bytes: int) -> None:
         self._folder = folder
         self._header = header
+        self._max_bytes = max_bytes
+        self._began = 0.0
         self._path: Path | None = None
         self._size = 0
         self._first = self._last = -1
         self._offsets = array("Q")
         self._rebases: list[int] = []
-        self._sealed: list[Sealed] = []  # those that are not in the index yet
 
     async def append(self, batch: Batch) -> int:
         """Write and fsync one batch; after a failure the same batch can be given again."""
         if batch.first != self._last + 1:
             # A segment's steps ascend by one: some were dropped while storage was slow.
-            await self._end()
+            await self.seal()
         if self._path is not None and self._folder.run_file.exists() and not self._path.exists():
             self._path = None  # the run went back, and retention took this incarnation's steps
         if self._path is None:
@@ -100,6 +87,7 @@ class SegmentWriter:
             await asyncio.to_thread(fsync_directory, path.parent)
             self._path, self._size = path, len(data)
             self._first, self._offsets, self._rebases = batch.first, array("Q"), []
+            self._began = time.monotonic()
             self._note(batch, HEADER_BYTES)
             return self._size
         async with aiofiles.open(self._path, "r+b") as file:
@@ -107,9 +95,14 @@ class SegmentWriter:
             await asyncio.to_thread(os.fdatasync, file.fileno())
         self._note(batch, self._size)
         self._size += len(batch.data)
-        if self._size > _SEGMENT_BYTES:
-            await self._end()
+        if self._size > self._max_bytes:
+            await self.seal()
         return len(batch.data)
+
+    @property
+    def age_seconds(self) -> float | None:
+        """Since when there is something that is not sealed; None if there is nothing."""
+        return None if self._path is None else time.monotonic() - self._began
 
     def _note(self, batch: Batch, offset: int) -> None:
         """Remember what the footer will say of a batch that is durable."""
@@ -119,7 +112,7 @@ class SegmentWriter:
         self._last = batch.last
         self._rebases += batch.rebases
 
-    async def _end(self) -> None:
+    async def seal(self) -> None:
         """Seal the segment, which is not touched again: the next batch starts a new one."""
         if self._path is not None:
             await asyncio.to_thread(self._put_footer, self._path)
@@ -130,26 +123,8 @@ class SegmentWriter:
         footer = pack_footer(header, self._offsets, self._rebases, self._size)
         with contextlib.suppress(OSError):  # its run went back, and retention took it
             # Else a failed attempt left whole records behind these, which others may have seen.
-            if path.stat().st_size == self._size and write_footer(path, footer, self._size):
-                found = path.stat()
-                self._sealed.append(
-                    Sealed(
-                        header.incarnation,
-                        self._first,
-                        self._last,
-                        found.st_size,
-                        found.st_mtime_ns,
-                        tuple(self._rebases),
-                    )
-                )
-
-    async def seal(self) -> None:
-        """End this segment; what the filled ones hold goes into the index."""
-        await self._end()
-        if is_worth_remembering(self._sealed):
-            rank, sealed, self._sealed = self._header.rank, self._sealed, []
-            folder = self._folder.segments_of(rank)
-            await asyncio.to_thread(add_to_index, folder, self._header.run_id, rank, sealed)
+            if path.stat().st_size == self._size:
+                write_footer(path, footer, self._size)
 
 
 def _created(path: str, flags: int) -> int:
@@ -266,53 +241,5 @@ def make_run_directory(run: RunFolder, path: Path) -> None:
     make_directory(path)
 
 
-def read_batch(path: Path, start: int) -> Batch | None:
-    """Whole records of a segment from ``start`` on, as a segment file of their own.
-
-    Read, not mapped: the file may be cut back to its last whole record at any moment. At most
-    16 MiB, unless a single record is longer. None if no whole record starts there.
-    """
-    with path.open("rb") as file:
-        header = _file_header(file.read(HEADER_BYTES), path)
-        file.seek(start)
-        record = RecordHeader.unpack(file.read(HEADER_BYTES))
-        if header is None or record is None:
-            return None
-        file.seek(start)
-        size = max(_OBJECT_BYTES, HEADER_BYTES + padded(record.body_bytes))
-        data = replace(header, sequence=record.step).pack() + file.read(size)
-    records = list(read_records(memoryview(data), header))
-    if not records:
-        return None
-    last = records[-1]
-    sizes = tuple(record.end - record.offset for record in records)
-    return Batch(data[: last.end], record.step, last.header.step, sizes, _rebases(records))
-
-
 def _rebases(records: Sequence[RecordRef]) -> tuple[int, ...]:
     return tuple(record.header.step for record in records if record.header.rebases)
-
-
-def uploaded_records(path: Path, first: int, size: int) -> Uploaded:
-    """What of a segment the store has, if its newest object is ``size`` bytes from ``first`` on."""
-    start, offset, last = None, HEADER_BYTES, -1
-    with path.open("rb") as file:
-        if _file_header(file.read(HEADER_BYTES), path) is None:
-            return Uploaded(start, offset, last)
-        while (record := RecordHeader.unpack(file.read(HEADER_BYTES))) is not None:
-            if record.step == first:
-                start = offset
-            end = HEADER_BYTES if start is None else start + size - HEADER_BYTES
-            after = offset + HEADER_BYTES + padded(record.body_bytes)
-            if record.step >= first and after > end:
-                break
-            offset, last = after, record.step
-            file.seek(offset)
-    return Uploaded(start, offset, last)
-
-
-def _file_header(data: bytes, path: Path) -> FileHeader | None:
-    try:
-        return FileHeader.unpack(data, path)
-    except DamagedFile:
-        return None  # a dead writer's first, torn record

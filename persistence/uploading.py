@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -19,11 +18,11 @@ from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.fetching import Listing
 from lowdiff.persistence.measurements import Recorder
 from lowdiff.persistence.paths import RunFile, RunFolder
+from lowdiff.persistence.patience import StoreClient, check_read, unreadable
 from lowdiff.persistence.remote_retention import spent
 from lowdiff.persistence.segment_uploads import SegmentUploads
 from lowdiff.persistence.snapshots import manifest_file, shard_file
 from lowdiff.persistence.status import StatusPage
-from lowdiff.persistence.stored_run import StoredRun, check_read, unreadable
 from lowdiff.persistence.writer_settings import WriterSettings
 
 _logger = logging.getLogger(__name__)
@@ -42,10 +41,9 @@ class Uploader:
     def __init__(self, settings: WriterSettings, page: StatusPage, recorder: Recorder) -> None:
         self._settings = settings
         self._page = page
-        self._stored = StoredRun(settings, page, recorder)
-        self._store, self._patience = self._stored.store, self._stored.patience
-        self._threads = self._stored.threads
-        self._segments = SegmentUploads(settings, page, self._stored)
+        self._client = StoreClient(settings, page, recorder)
+        self._store, self._threads = self._client.store, self._client.threads
+        self._segments = SegmentUploads(settings, page, self._client)
         self._listing = Listing({})
         self._old: frozenset[Path] = frozenset()
         self._notes: dict[str, bytes] = {}
@@ -67,7 +65,7 @@ class Uploader:
 
     def end(self) -> None:
         """Nothing more comes: stop when all is uploaded, or when the store stays away."""
-        self._patience.end()
+        self._client.end()
         self.wake(batch=True, snapshot=True)
 
     async def run(self) -> None:
@@ -76,13 +74,13 @@ class Uploader:
             await self._upload()
         except RunMismatch as error:
             _logger.error("rank %d: %s", self._settings.rank, error)
-            self._patience.report("history", str(error))
+            self._client.report("history", str(error))
         except StoreError as error:
             _logger.error("rank %d: given up: %s", self._settings.rank, error)
         except Exception as error:
             # A bug must cost the copy in the store only, and be seen.
             _logger.exception("rank %d: uploads ended", self._settings.rank)
-            self._patience.report("uploads", f"ended by {error!r}; see the writer's log")
+            self._client.report("uploads", f"ended by {error!r}; see the writer's log")
         finally:
             self._threads.close()
 
@@ -110,7 +108,7 @@ class Uploader:
         self, what: str, new: asyncio.Event, one_pass: Callable[[], Awaitable[None]]
     ) -> None:
         while True:
-            is_last = self._patience.is_ending
+            is_last = self._client.is_ending
             new.clear()
             # Trouble with files of one kind holds up nothing of the other.
             if not await self._try(what, one_pass) or is_last:
@@ -134,14 +132,14 @@ class Uploader:
                 if text != said:
                     said = text
                     _logger.warning("rank %d: %s", self._settings.rank, text)
-                self._patience.report(what, text)
+                self._client.report(what, text)
                 # Once is no reason to give up: retention and users remove files meanwhile.
-                last_attempts -= self._patience.is_ending
+                last_attempts -= self._client.is_ending
                 if not last_attempts:
                     return False
-                await self._patience.sleep(_ATTEMPT_SECONDS)
+                await self._client.sleep(_ATTEMPT_SECONDS)
             else:
-                self._patience.report(what, "")
+                self._client.report(what, "")
                 return True
 
     # What has to be there before any batch
@@ -153,27 +151,23 @@ class Uploader:
             await self._upload_constants()
         fences = [path for _, rank, path in folder.fences() if self._settings.serves(rank)]
         for path in [folder.run_file, *fences]:
-            await self._stored.create(
+            await self._client.create(
                 "fences", folder.name(path), await self._threads.run(path.read_bytes)
             )
-        self._listing = await self._patience.ask("fences", self._my_listing)
+        self._listing = await self._client.ask("fences", self._my_listing)
+        self._segments.there |= self._listing.sizes.keys()
         self._old = await self._spent_here()
-        newest = {(f.incarnation, f.rank): f for f in self._listing.files("segment")}
-        await self._segments.resume(newest, self._listing.sizes)
-        own = newest.get((self._settings.incarnation, self._settings.rank))
-        if own is not None and own.step > self._page.status.durable_step:
-            raise self._stored.mismatch(own.name)
 
     async def _upload_constants(self) -> None:
         """Frozen parameters that fences name, before those fences."""
         folder = self._settings.folder
-        there = await self._patience.ask("fences", lambda: self._store.sizes("constants"))
+        there = await self._client.ask("fences", lambda: self._store.sizes("constants"))
         here = await self._threads.run(Listing.of_folder, folder)
         for name in here.constants():
             if there.get(name) != here.sizes[name]:
                 upload = partial(self._store.upload, name, folder.root / name)
-                await self._patience.ask("fences", upload)
-                self._stored.count(here.sizes[name])
+                await self._client.ask("fences", upload)
+                self._client.count(here.sizes[name])
 
     def _other_life(self) -> str | None:
         """Fence of a later incarnation that this run folder does not know: it is elsewhere."""
@@ -243,14 +237,10 @@ class Uploader:
         folder, shard = self._settings.folder, shard_file(path, rank)
         manifest = manifest_file(path, rank)
         content = await self._threads.run(manifest.read_bytes)
-        # What is wrong with the file, before the store says so.
-        size = await self._threads.run(_readable_bytes, shard)
-        upload = partial(self._store.upload, folder.name(shard), shard)
-        await self._patience.ask("snapshots", upload, sent=size)
-        await self._stored.create("snapshots", folder.name(manifest), content)
+        size = await self._client.upload("snapshots", folder.name(shard), shard)
+        await self._client.create("snapshots", folder.name(manifest), content)
         sizes = {folder.name(shard): size, folder.name(manifest): len(content)}
         self._listing = replace(self._listing, sizes={**self._listing.sizes, **sizes})
-        self._stored.count(size)
 
     # Retention
 
@@ -262,20 +252,20 @@ class Uploader:
             content = await self._threads.run((folder.root / name).read_bytes)
             if self._notes.get(name) != content:
                 upload = partial(self._store.upload, name, folder.root / name)
-                await self._patience.ask("retention", upload)
+                await self._client.ask("retention", upload)
                 self._notes[name] = content
-        there = await self._patience.ask("retention", lambda: self._store.sizes("pins"))
+        there = await self._client.ask("retention", lambda: self._store.sizes("pins"))
         unpinned = [name for name in Listing(there).notes() if name not in here]
-        await self._patience.ask("retention", lambda: self._store.delete(unpinned))
+        await self._client.ask("retention", lambda: self._store.delete(unpinned))
 
     async def _collect(self) -> None:
         """Remove from the store what retention no longer needs there, of this rank's."""
-        name = await self._patience.ask("retention", self._other_life)
+        name = await self._client.ask("retention", self._other_life)
         if name is not None:  # what it needs is not for this life to judge
-            raise self._stored.mismatch(name)
+            raise self._client.mismatch(name)
         if self._settings.serves(0):
             await self._upload_notes()
-        self._listing = await self._patience.ask("retention", self._my_listing)
+        self._listing = await self._client.ask("retention", self._my_listing)
         gone = await self._threads.run(self._spent, self._listing)
         folder = self._settings.folder
         names = [
@@ -284,9 +274,10 @@ class Uploader:
             for file in self._listing.files(kind)
             if self._settings.serves(file.rank) and not gone.isdisjoint(_places(folder, file))
         ]
-        await self._patience.ask("retention", lambda: self._store.delete(names))
+        await self._client.ask("retention", lambda: self._store.delete(names))
         left = {n: size for n, size in self._listing.sizes.items() if n not in set(names)}
         self._listing = replace(self._listing, sizes=left)
+        self._segments.there -= set(names)
         self._old = await self._spent_here()
 
     async def _spent_here(self) -> frozenset[Path]:
@@ -307,10 +298,3 @@ def _places(folder: RunFolder, file: RunFile) -> set[Path]:
     """The path of a file, and the folder of the snapshot it belongs to."""
     path = folder.root / file.name
     return {path} if file.kind == "segment" else {path.parent}
-
-
-def _readable_bytes(path: Path) -> int:
-    """Length of a file; `OSError` if it is not there, or nobody may read it."""
-    with path.open("rb") as file:
-        file.read(1)
-        return os.fstat(file.fileno()).st_size

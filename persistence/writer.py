@@ -83,7 +83,9 @@ class Writer:
         self._recorder = Recorder(settings.staging.measured_by_writer)
         self._is_durable = asyncio.Event()
         self._deleted_since: float | None = None
-        self._segments = SegmentWriter(settings.folder, settings.segment_header)
+        self._segments = SegmentWriter(
+            settings.folder, settings.segment_header, settings.segment_bytes
+        )
         self._uploader = (
             None if settings.store is None else Uploader(settings, self._status, self._recorder)
         )
@@ -239,7 +241,7 @@ class Writer:
     async def _persist(self) -> None:
         """Write batches in order; a snapshot is copied beside them."""
         copying: asyncio.Task[None] | None = None
-        while (work := await self._queue.get()) is not None:
+        while (work := await self._next()) is not None:
             if isinstance(work, StagedImage):
                 if copying is not None:
                     await copying
@@ -251,6 +253,20 @@ class Writer:
         if copying is not None:
             await copying
         await self._segments.seal()
+
+    async def _next(self) -> Batch | StagedImage | None:
+        """What is to be made durable next; meanwhile a segment that is old enough goes to the store."""
+        while True:
+            age, left = self._segments.age_seconds, None
+            if self._uploader is not None and age is not None:
+                limit = 0.0 if self._orders.write_through else self._settings.segment_seconds
+                left = max(0.0, limit - age)
+            try:
+                return await asyncio.wait_for(self._queue.get(), left)
+            except asyncio.TimeoutError:
+                await self._segments.seal()
+                if self._uploader is not None:
+                    self._uploader.wake(batch=True)
 
     async def _retrying(self, action: Callable[[_Work], Awaitable[None]], work: _Work) -> None:
         """Storage trouble is reported and waited out; training decides what it costs."""

@@ -17,6 +17,9 @@ END = b"."
 #: From now on each step is to be durable as soon as it is staged, also in a batch that is not full.
 WRITE_THROUGH = b"!"
 
+#: How long a segment grows: with a store, which gets whole segments only, and without.
+_OBJECT_BYTES, _SEGMENT_BYTES = 16 << 20, 256 << 20
+
 #: A batch has one differential, two, four, ...: each a word of one byte, so none arrives in parts.
 _BATCH_SIZES = b"abcdefghijklm"
 #: The largest batch that a writer can be told.
@@ -48,6 +51,7 @@ class WriterSettings(ProcessSettings):
         store: URL of the run in an object store, if it is to be there as well.
         store_patience_seconds: How long a store may stay away once the trainer is gone.
         folder_patience_seconds: How long the run folder may.
+        segment_seconds: How long a segment grows before it is sealed and goes to the store.
         has_replica: Whether a replica applies the differentials (LowDiff+), so that only images
             are made durable.
         continues: Whether this life goes on from the one before it; otherwise that one is the
@@ -61,6 +65,7 @@ class WriterSettings(ProcessSettings):
     store: str | None = None
     store_patience_seconds: float = 60.0
     folder_patience_seconds: float = 600.0
+    segment_seconds: float = 10.0
     has_replica: bool = False
     continues: bool = True
 
@@ -69,6 +74,11 @@ class WriterSettings(ProcessSettings):
         return rank == self.rank or (
             rank >= self.world_size and rank % self.world_size == self.rank
         )
+
+    @property
+    def segment_bytes(self) -> int:
+        """A segment that is longer is sealed."""
+        return _SEGMENT_BYTES if self.store is None else _OBJECT_BYTES
 
     @property
     def segment_header(self) -> FileHeader:

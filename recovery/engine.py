@@ -71,7 +71,7 @@ def recover(
     if not is_url(run):
         return _recover(RunFolder(Path(run)), step, root, options, progress)
     with temporary_folder() as folder:
-        snapshots = fetch_history(ObjectStore(str(run)), folder, step, [root])
+        snapshots = fetch_history(ObjectStore(str(run)), folder, step)
         try:
             return _recover(folder, step, root, options, progress)
         except StepNotFound as error:
@@ -152,7 +152,7 @@ def look_again(
         staging: Root of its staging folders.
         catalog: What was seen of it.
         act: Called with the catalog, and again with a newer one if what it lists is gone.
-        check_all: Whether the newer one, too, reads everything, and believes and writes no index.
+        check_all: Whether the newer one, too, reads everything.
     """
     looks, deadline = 0, time.monotonic() + _LOOKS_SECONDS
     while True:
@@ -174,8 +174,7 @@ def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | None:
     if memory is None or step is not None:
         return memory
     if any(last > memory.step for _, last in recoverable(catalog)):
-        # Planned, as what is listed may be a false claim. Of a segment that grew, no index claims too
-        # little: it does not fit its length.
+        # Planned, as what is listed may not be what is there.
         with suppress(StepNotFound):
             return None if plan_recovery(catalog).step > memory.step else memory
     return memory

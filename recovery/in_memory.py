@@ -110,8 +110,8 @@ def with_steps_in_memory(
 def plan_in_memory(catalog: Catalog, step: int | None) -> MemoryPlan | None:
     """Plan the way to ``step``, or to the newest step, from what replicas left; None if none leads.
 
-    What is only claimed of the differentials on the way is read first; where it is wrong, the plan is
-    made again with what is there.
+    The differentials on the way are read first; where one is not what is listed, the plan is made
+    again with what is there.
 
     Raises:
         RunInUse: If the trainer is gone, and somebody else keeps the memory for long.

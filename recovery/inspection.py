@@ -82,7 +82,7 @@ class Inspection:
         incarnations: How often the run began or resumed; also those that died in attach.
         snapshot_bytes: Bytes of all complete snapshots.
         damaged: Number of files with bytes that fail a check; `verify` names them. Tensors of
-            snapshots are not read here, nor segments that an index describes, so that damage in
+            snapshots are not read here, nor the records of sealed segments, so that damage in
             them is not counted.
         pins: Steps that retention spares, by label.
     """
@@ -246,7 +246,7 @@ def forecast(
     if not is_url(run):
         return _forecast(scan(RunFolder(Path(run)), [root]), step)
     with temporary_folder() as folder:
-        fetch_history(ObjectStore(str(run)), folder, step, [root])
+        fetch_history(ObjectStore(str(run)), folder, step)
         return _forecast(scan(folder, [root]), step)
 
 

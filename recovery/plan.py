@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowdiff.errors import StepNotFound
-from lowdiff.persistence.catalog import Catalog, SnapshotSet, confirm_all
+from lowdiff.persistence.catalog import Catalog, SnapshotSet
 from lowdiff.persistence.lineage import Span, lineage
 from lowdiff.persistence.records import RankRecords, StoredRecord, reach
 
@@ -82,24 +82,18 @@ def recoverable(catalog: Catalog) -> list[tuple[int, int]]:
 def plan_recovery(catalog: Catalog, step: int | None = None) -> RecoveryPlan:
     """Plan the way to ``step``, or to the newest step there is.
 
-    What an index claims of the differentials on the way is read first; where it is wrong, the plan
-    is made again with what is there.
+    The differentials on the way are read first; where one is not what a footer lists, the plan is
+    made again with what is there.
 
     Raises:
         StepNotFound: If no snapshot and unbroken sequence of differentials leads there.
     """
     spans = spans_of(catalog)
-    while True:
-        try:
-            target, base = _way(catalog, spans, step)
-        except StepNotFound:
-            if confirm_all(catalog):
-                raise
-        else:
-            # What ends the way to the newest step counts too: that no step follows, or one that
-            # cannot be replayed.
-            if confirm_steps(catalog, base.step + 1, target + (step is None)):
-                break
+    target, base = _way(catalog, spans, step)
+    # What ends the way to the newest step counts too: that no step follows, or one that cannot be
+    # replayed.
+    while not confirm_steps(catalog, base.step + 1, target + (step is None)):
+        target, base = _way(catalog, spans, step)
     planned = steps_after(catalog, base.step, target)
     assert len(planned) == target - base.step
     incarnation = planned[-1].incarnation if planned else base.incarnation
@@ -119,7 +113,7 @@ def _way(catalog: Catalog, spans: Sequence[Span], step: int | None) -> tuple[int
 
 
 def confirm_steps(catalog: Catalog, first: int, last: int) -> bool:
-    """Read what is only claimed of the history's steps from one to another; whether it is true."""
+    """Read the history's steps from one to another that are only listed; whether all are there."""
     return all(
         catalog.of(span.incarnation, rank).confirm(
             max(first, span.base + 1), _least(last, span.last)

@@ -13,6 +13,9 @@ from dataclasses import dataclass, fields, replace
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.failures import FailureRates
 
+#: When the writer ends a segment, which goes to the store as a whole.
+_SEGMENT_SECONDS, _SEGMENT_BYTES = 10.0, 16 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -139,7 +142,7 @@ def store_share(costs: Costs, f: float, b: float) -> float:
     """What a rank uploads over what its store takes: ``(s + S/f) / (W_s T')``; 0 without a store.
 
     Above 1 the store falls ever further behind; training never waits for it. Latency does not count:
-    batches that pile up are uploaded as one.
+    a segment is uploaded as one.
     """
     if not costs.store_bytes_per_second:
         return 0.0
@@ -148,9 +151,15 @@ def store_share(costs: Costs, f: float, b: float) -> float:
 
 
 def store_lag_steps(costs: Costs, f: float, b: float) -> float:
-    """Mean steps that a store which keeps up is behind the training: a batch filled, written, sent."""
-    sent = costs.store_latency_seconds + b * costs.differential_bytes / costs.store_bytes_per_second
-    return (b - 1) / 2 + (batch_seconds(costs, b) + sent) / loop_seconds(costs, f, b)
+    """Mean steps that a store which keeps up is behind: a batch and a segment filled, written, sent."""
+    step_seconds = loop_seconds(costs, f, b)
+    held = _SEGMENT_SECONDS / step_seconds
+    if costs.differential_bytes:
+        held = min(held, _SEGMENT_BYTES / costs.differential_bytes)
+    sent = (
+        costs.store_latency_seconds + held * costs.differential_bytes / costs.store_bytes_per_second
+    )
+    return (b - 1 + held) / 2 + (batch_seconds(costs, b) + sent) / step_seconds
 
 
 def batch_seconds(costs: Costs, b: float) -> float:

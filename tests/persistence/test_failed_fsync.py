@@ -45,7 +45,7 @@ def dead(tmp_path: Path, kernel: ForgetfulKernel) -> WriterSettings:
         append(log, step)
     records = list(staged_differentials(settings.staging))
     header = FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, sequence=0)
-    segments = SegmentWriter(settings.folder, header)
+    segments = SegmentWriter(settings.folder, header, settings.segment_bytes)
     for first, last in ((0, DURABLE), (DURABLE, STEPS)):
         (batch,) = batches_of(records[first:last], Codec())
         if first:

@@ -61,7 +61,7 @@ def test_an_upload_that_is_not_over_at_the_end_is_said(
     tmp_path: Path, server: S3Server, slow: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or a container would end, and the node's disk go, with steps that are nowhere else."""
-    settings = settings_in(tmp_path, store=server.url("steps"), batch_size=1)
+    settings = settings_in(tmp_path, store=server.url("steps"), batch_size=1, segment_seconds=0.0)
     log = log_of(settings)
     writer = first_step(settings, log)
     append(log, 2)
@@ -81,7 +81,9 @@ def test_an_upload_that_is_not_over_at_the_end_is_said(
 def test_a_last_snapshot_that_is_not_in_the_store_is_said(
     tmp_path: Path, server: S3Server, slow: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = settings_in(tmp_path, store=server.url("snapshot"), batch_size=1)
+    settings = settings_in(
+        tmp_path, store=server.url("snapshot"), batch_size=1, segment_seconds=0.0
+    )
     log = log_of(settings)
     writer = first_step(settings, log)
     stage_snapshot(log, 2, 1000)
@@ -98,7 +100,9 @@ def test_a_last_snapshot_that_is_not_in_the_store_is_said(
 def test_nothing_is_said_of_a_store_that_has_all_nor_without_one(
     tmp_path: Path, server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = settings_in(tmp_path / "with", store=server.url("all"), batch_size=1)
+    settings = settings_in(
+        tmp_path / "with", store=server.url("all"), batch_size=1, segment_seconds=0.0
+    )
     assert first_step(settings, log_of(settings)).finish(PATIENCE_SECONDS).remote_step == 1
     settings = settings_in(tmp_path / "without")
     writer = WriterProcess(settings)
@@ -134,7 +138,7 @@ def test_a_short_life_counts_its_steps_as_well(
     tmp_path: Path, server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is over before the first pass of snapshots, which says what its steps build on."""
-    settings = settings_in(tmp_path, store=server.url("short"), batch_size=1)
+    settings = settings_in(tmp_path, store=server.url("short"), batch_size=1, segment_seconds=0.0)
     server.requested = lambda method, name: time.sleep(0.2)
     writer = WriterProcess(settings)
     append(log_of(settings), 1)

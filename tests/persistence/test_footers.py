@@ -261,7 +261,7 @@ def test_nobody_seals_anothers_segment(path: Path) -> None:
 def test_a_footer_that_cannot_be_written_leaves_the_segment_as_it_was(
     tmp_path: Path, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = SegmentWriter(folder, FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 0))
+    writer = SegmentWriter(folder, FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 0), 256 << 20)
     data = np.arange(104, dtype=np.uint8).tobytes()
     asyncio.run(writer.append(Batch(data, 1, 1, (len(data),))))
     path = folder.segment(0, 0, 1)

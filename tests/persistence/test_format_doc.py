@@ -27,7 +27,6 @@ from lowdiff.persistence.framing import FileHeader, FileKind, RecordKind, read_r
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.residual import ResidualSlots, checksum_slots
 from lowdiff.persistence.segment_file import pack_footer
-from lowdiff.persistence.segment_index import Sealed, write_index
 from lowdiff.persistence.segments import coded_record
 from lowdiff.persistence.staging import StagingLog, staged_records
 from lowdiff.persistence.values import decode, encode, same
@@ -418,22 +417,3 @@ def test_residual_slots_lie_as_the_page_says(tmp_path: Path) -> None:
     assert data[96:128] == hashlib.blake2b(boot.encode(), digest_size=32).digest()
     assert contents[2][:12] == b"twelve bytes"
     assert contents[2][64:104] == bytes(range(40))
-
-
-# The index of segments
-
-
-def test_an_index_reads_as_the_page_says(tmp_path: Path) -> None:
-    entries = [Sealed(2, 201, 203, 700, 10**18, (202, 203)), Sealed(3, 204, 204, 300, 7, (204,))]
-    write_index(tmp_path, RUN_ID, 5, entries)
-    data = (tmp_path / "index").read_bytes()
-    magic, version, zero, rank, count, marked, run_id, body_crc, crc = struct.unpack_from(
-        "<8sHHIQQ16sI8xI", data
-    )
-    assert (magic, version, zero, rank, run_id.hex()) == (b"LOWDIFX\n", 2, 0, 5, RUN_ID)
-    assert (body_crc, crc) == (crc32c(data[64:]), crc32c(data[:60]))
-    assert len(data) == 64 + 40 * count + 8 * marked
-    steps = struct.unpack_from(f"<{marked}Q", data, 64 + 40 * count)
-    assert steps == (202, 203, 204)
-    found = list(struct.iter_unpack("<IIQQQQ", data[64 : 64 + 40 * count]))
-    assert found == [(2, 2, 201, 203, 700, 10**18), (3, 1, 204, 204, 300, 7)]

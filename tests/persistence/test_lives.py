@@ -93,7 +93,7 @@ def test_a_fetch_does_not_mix_two_lives(tmp_path: Path) -> None:
     with writing(here):
         pass
     with pytest.raises(RunMismatch, match=r"different histories: their .*rank-0000\.json differs"):
-        fetch_history(store, here.folder, None, [Path(here.staging_root)])
+        fetch_history(store, here.folder, None)
     assert stored(here.folder, 1) == list(range(11, 16))
 
 
@@ -102,7 +102,7 @@ def test_memory_of_another_life_counts_for_nothing_and_stays(tmp_path: Path) -> 
     here = living(tmp_path / "a", A, range(11, 26))
     elsewhere = moved_away(here)
     roots = [Path(here.staging_root)]
-    fetch_history(store, here.folder, None, roots)
+    fetch_history(store, here.folder, None)
     assert scan(here.folder, roots).of(1, 0).ranges == [(11, 20)]
     assert staging_of_run(roots[0], here.folder, RUN_ID) == []
     assert stored(here.folder, 1) == list(range(11, 21))

@@ -14,7 +14,6 @@ import aiofiles
 import pytest
 
 from lowdiff.errors import StorageError
-from lowdiff.persistence import segments as segments_module
 from lowdiff.persistence.fences import create_run
 from lowdiff.persistence.framing import FileHeader, FileKind
 from lowdiff.persistence.paths import RunFolder
@@ -27,7 +26,7 @@ HEADER = FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 0)
 def segments_in(path: Path) -> tuple[RunFolder, SegmentWriter]:
     folder = RunFolder(path)
     create_run(folder, RUN_ID)
-    return folder, SegmentWriter(folder, HEADER)
+    return folder, SegmentWriter(folder, HEADER, 256 << 20)
 
 
 def batch(first: int, last: int) -> Batch:
@@ -106,22 +105,20 @@ def test_nothing_of_a_dead_writers_torn_record_stays(tmp_path: Path) -> None:
     torn = folder.segment(0, 0, 1)
     torn.parent.mkdir(parents=True)
     torn.write_bytes(replace(HEADER, sequence=1).pack() + batch(1, 9).data)
-    asyncio.run(SegmentWriter(folder, HEADER).append(batch(1, 2)))
+    asyncio.run(SegmentWriter(folder, HEADER, 256 << 20).append(batch(1, 2)))
     assert torn.read_bytes() == replace(HEADER, sequence=1).pack() + batch(1, 2).data
 
 
-def test_a_long_segment_is_followed_by_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segments_module, "_SEGMENT_BYTES", 300)
-    folder, segments = segments_in(tmp_path)
+def test_a_long_segment_is_followed_by_another(tmp_path: Path) -> None:
+    folder, _ = segments_in(tmp_path)
+    segments = SegmentWriter(folder, HEADER, 300)
     for step in range(1, 7):
         asyncio.run(segments.append(batch(step, step)))
     assert [first for _, _, first, _ in folder.segments()] == [1, 4]
 
 
 def test_segments_are_written_nowhere_but_in_the_run(tmp_path: Path) -> None:
-    segments = SegmentWriter(RunFolder(tmp_path / "unmounted"), HEADER)
+    segments = SegmentWriter(RunFolder(tmp_path / "unmounted"), HEADER, 256 << 20)
     with pytest.raises(StorageError, match="bring the run folder back, or mount it"):
         asyncio.run(segments.append(batch(1, 1)))
     assert not (tmp_path / "unmounted").exists()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, read_records
+from lowdiff.persistence.framing import FileHeader, read_records
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.measurements import gather_measurements
 from lowdiff.persistence.object_store import ObjectStore
-from lowdiff.persistence.segments import read_batch, uploaded_records
 from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
@@ -36,7 +34,7 @@ def server() -> Iterator[S3Server]:
 
 def settings_with_store(root: Path) -> WriterSettings:
     """A store in a folder, which needs no server."""
-    return settings_in(root, store=f"file://{root}/store", batch_size=1)
+    return settings_in(root, store=f"file://{root}/store", batch_size=1, segment_seconds=0.0)
 
 
 def has_uploaded(step: int) -> Callable[[WriterStatus], bool]:
@@ -44,21 +42,16 @@ def has_uploaded(step: int) -> Callable[[WriterStatus], bool]:
 
 
 def steps_in(store: ObjectStore, name: str) -> list[int]:
-    """Steps of a segment object, which must be a segment file with nothing behind its records."""
+    """Steps of a segment object."""
     data = memoryview(store.read(name))
-    header = FileHeader.unpack(data, Path(name))
-    records = list(read_records(data, header))
-    assert records[-1].end == len(data)
-    assert (header.kind, header.sequence) == (FileKind.SEGMENT, records[0].header.step)
-    assert name.endswith(f"-s{header.sequence:010d}.seg")
-    return [record.header.step for record in records]
+    return [r.header.step for r in read_records(data, FileHeader.unpack(data, Path(name)))]
 
 
 def steps_uploaded(store: ObjectStore) -> list[int]:
     return [s for name in sorted(store.sizes("segments")) for s in steps_in(store, name)]
 
 
-def test_each_object_is_a_segment_of_its_own(tmp_path: Path) -> None:
+def test_each_object_is_a_file_of_the_run_folder(tmp_path: Path) -> None:
     settings = settings_with_store(tmp_path)
     log = log_of(settings)
     with writing(settings) as writer:
@@ -71,9 +64,8 @@ def test_each_object_is_a_segment_of_its_own(tmp_path: Path) -> None:
     store = ObjectStore(f"file://{tmp_path}/store")
     assert steps_uploaded(store) == [1, 2, 3, 4]
     assert len(store.sizes("segments")) == 4
-    for name, size in store.sizes("snapshots").items():
+    for name in store.sizes():
         assert store.read(name) == (tmp_path / "run" / name).read_bytes()
-        assert size
     measured = gather_measurements(settings.staging, settings.run_id, 1, ended="").samples
     assert measured["segments_upload_bytes"] == list(store.sizes("segments").values())
     (snapshot,) = measured["snapshots_upload_bytes"]
@@ -135,7 +127,7 @@ def test_a_dead_store_delays_a_writers_end_only_so_long(
     assert "error sending request" in status.remote_error
     assert "lacks the steps after -1" in caplog.text
     # What stayed behind is uploaded by whoever comes next.
-    again = replace(settings, incarnation=1, base_step=1)
+    again = replace(settings, incarnation=1, base_step=1, segment_seconds=0.0)
     again.staging.root.mkdir(parents=True)
     append(log_of(again), 2)
     with writing(again) as writer:
@@ -175,7 +167,7 @@ def test_another_run_at_the_url_is_left_alone(tmp_path: Path) -> None:
 def test_a_request_whose_answer_is_lost_is_no_other_history(
     tmp_path: Path, server: S3Server
 ) -> None:
-    settings = settings_in(tmp_path, store=server.url("lost"), batch_size=1)
+    settings = settings_in(tmp_path, store=server.url("lost"), batch_size=1, segment_seconds=0.0)
     seen: set[str] = set()
 
     def first_time(method: str, name: str) -> bool:
@@ -198,20 +190,21 @@ def test_steps_that_only_a_snapshot_leads_to_count_when_it_is_there(
     tmp_path: Path, server: S3Server
 ) -> None:
     """A gap: retention collected here what the store, which was away, never got."""
-    settings = settings_in(tmp_path, store=server.url("gap"), batch_size=1)
+    settings = settings_in(tmp_path, store=server.url("gap"), batch_size=1, segment_seconds=0.0)
     log, store = log_of(settings), ObjectStore(settings.store or "")
     with writing(settings) as writer:
         append(log, 1)
         wait_until(writer, has_uploaded(1))
         with server.away():
             append(log, 2)
-            wait_until(writer, lambda status: status.remote_error)  # it has read step 2
+            wait_until(writer, lambda status: status.remote_error)  # it has tried to send step 2
+            wait_until(writer, lambda status: status.durable_step == 2)
             append(log, 3)
             stage_snapshot(log, 3, 10)
             wait_until(writer, lambda status: status.durable_snapshot == 3)
             append(log, 4)
             wait_until(writer, lambda status: status.durable_step == 4)
-            (tmp_path / "run/segments/rank-0000/i000000-s0000000001.seg").unlink()
+            (tmp_path / "run/segments/rank-0000/i000000-s0000000003.seg").unlink()
             server.throttled = lambda method, name: "snapshots" in name
         wait_until(writer, lambda status: steps_uploaded(store) == [1, 2, 4])
         assert writer.status().remote_step == 2
@@ -219,33 +212,38 @@ def test_steps_that_only_a_snapshot_leads_to_count_when_it_is_there(
         wait_until(writer, has_uploaded(4))
 
 
-def test_batches_are_cut_at_whole_records(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path, batch_size=1)
-    log = log_of(settings)
+def test_a_segment_goes_to_the_store_when_it_is_old_or_long_enough(tmp_path: Path) -> None:
+    settings = settings_in(
+        tmp_path, store=f"file://{tmp_path}/store", batch_size=1, segment_seconds=3.0
+    )
+    log, store = log_of(settings), ObjectStore(f"file://{tmp_path}/store", make=True)
     with writing(settings) as writer:
         for step in (1, 2, 3):
             append(log, step)
-        wait_until(writer, lambda status: status.durable_step == 3)
+            wait_until(writer, lambda status, step=step: status.durable_step == step)
+        assert not store.sizes("segments"), "it still grows"
+        wait_until(writer, has_uploaded(3))
+        assert list(store.sizes("segments")) == ["segments/rank-0000/i000000-s0000000001.seg"]
+    assert settings.segment_bytes == 16 << 20
+    assert replace(settings, store=None).segment_bytes == 256 << 20
+
+
+def test_a_segment_whose_writer_was_killed_is_uploaded_as_it_is(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, store=f"file://{tmp_path}/store", batch_size=1)
+    log, store = log_of(settings), ObjectStore(f"file://{tmp_path}/store", make=True)
+    writer = WriterProcess(settings)
+    for step in (1, 2):
+        append(log, step)
+    wait_until(writer, lambda status: status.durable_step == 2)
+    writer.stop()
     (path,) = (tmp_path / "run").rglob("*.seg")
-    data = path.read_bytes()
-    ends = [record.end for record in read_records(memoryview(data), FileHeader.unpack(data, path))]
-    for cut in range(len(data)):
-        path.write_bytes(data[:cut])
-        whole = sum(end <= cut for end in ends)
-        batch = read_batch(path, HEADER_BYTES)
-        assert (batch.last if batch else 0) == whole
-        for first in (1, 2, 3):
-            size = HEADER_BYTES + ends[2] - (HEADER_BYTES, *ends)[first - 1]
-            found = uploaded_records(path, first, size)
-            assert found.end in (HEADER_BYTES, *ends)
-    path.write_bytes(data)
-    os.truncate(path, ends[2] - 1)
-    rest = read_batch(path, ends[0])
-    assert rest is not None
-    assert (rest.first, rest.last) == (2, 2)
-    assert rest.data[HEADER_BYTES:] == data[ends[0] : ends[1]]
-    assert uploaded_records(path, 1, ends[1]).end == ends[1]
-    assert uploaded_records(path, 2, HEADER_BYTES + ends[1] - ends[0]).last == 2
+    with path.open("ab") as file:
+        file.write(b"torn")
+    with writing(settings) as another:
+        append(log, 3)
+        wait_until(another, has_uploaded(2))
+    assert steps_uploaded(store) == [1, 2, 3]
+    assert store.read(settings.folder.name(path)) == path.read_bytes()
 
 
 def test_a_rank_uploads_what_it_makes_durable_for_one_that_is_elsewhere_now(

@@ -117,7 +117,7 @@ def test_a_segment_that_cannot_be_read_holds_up_no_other_life(settings: WriterSe
         status = uploaded(settings, 8)
     assert FIRST in status.remote_error
     assert "Input/output error" in status.remote_error
-    assert segments_in(store) == ["i000001-s0000000007.seg"]
+    assert segments_in(store) == [SECOND, "i000001-s0000000007.seg"]
     assert status.remote_step == -1, "what leads to them is not there"
     again = uploaded(settings, 8)
     assert segments_in(store) == [FIRST, SECOND, "i000001-s0000000007.seg"]
@@ -152,19 +152,6 @@ def test_a_segment_that_cannot_be_read_any_more_is_no_trouble_once_it_is_there(
     with unreadable(FIRST):
         status = uploaded(settings, 8)
     assert (status.remote_step, status.remote_error) == (8, "")
-
-
-def test_a_newest_segment_that_cannot_be_read_holds_up_no_other_life(
-    settings: WriterSettings,
-) -> None:
-    """A life of which the store has some looks there for where to go on."""
-    store = ObjectStore(settings.store or "", make=True)
-    assert uploaded(settings, 8).remote_step == 8
-    store.delete([name for name in store.sizes() if "/i000001" in name])
-    with unreadable(SECOND):
-        status = uploaded(settings, 8)
-    assert SECOND in status.remote_error
-    assert "i000001-s0000000007.seg" in segments_in(store)
 
 
 def test_a_snapshot_that_cannot_be_read_holds_up_no_other(
@@ -240,30 +227,12 @@ def test_trouble_with_segments_holds_up_no_snapshot(
 def test_uploads_take_no_thread_from_durable_writes(
     settings: WriterSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create, names = ObjectStore.create, set()
+    upload, names = ObjectStore.upload, set()
 
-    def noted(store: ObjectStore, name: str, data: bytes) -> bool:
+    def noted(store: ObjectStore, name: str, path: Path) -> None:
         names.add(threading.current_thread().name)
-        return create(store, name, data)
+        upload(store, name, path)
 
-    monkeypatch.setattr(ObjectStore, "create", noted)
+    monkeypatch.setattr(ObjectStore, "upload", noted)
     assert uploaded(settings, 8).remote_step == 8
     assert {name.partition("_")[0] for name in names} == {"upload"}
-
-
-def test_segments_that_retention_removed_are_forgotten(settings: WriterSettings) -> None:
-    page = StatusPage(settings.staging.status, WriterStatus(8))
-    uploader = Uploader(settings, page, Recorder(settings.staging.measured_by_writer))
-    uploader.adopted()
-    known = uploader._segments
-
-    async def passes() -> None:
-        await uploader._begin()
-        await uploader._upload_segments()
-        assert (len(known._done), len(known._cursors)) == (2, 3)
-        for name in (FIRST, SECOND):
-            next(Path(settings.run).rglob(name)).unlink()
-        await uploader._upload_segments()
-        assert (len(known._done), len(known._cursors)) == (0, 1)
-
-    asyncio.run(passes())

@@ -16,7 +16,7 @@ from crc32c import crc32c
 
 import lowdiff
 from lowdiff.errors import StepNotFound
-from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.persistence.catalog import Catalog, add_segments, scan
 from lowdiff.persistence.durable import write_json
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.paths import RunFolder
@@ -24,7 +24,6 @@ from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.retention import collect
 from lowdiff.persistence.retention_notes import write_pin
 from lowdiff.persistence.retention_plan import Pin
-from lowdiff.persistence.segment_scan import add_segments
 from lowdiff.persistence.snapshots import Manifest
 from lowdiff.persistence.values import same
 from lowdiff.recovery import verify as verify_module

@@ -104,7 +104,7 @@ def test_a_gap_splits_what_can_be_recovered(trained: Trained, tmp_path: Path) ->
 
 def test_damaged_files_are_counted(trained: Trained, tmp_path: Path) -> None:
     copy = trained.copied(tmp_path)
-    flip(copy.segment(6), 100)
+    flip(copy.segment(6), 30)  # its header; what a footer is behind is not read
     flip(copy.shard(5).with_suffix(".json"), 30)
     assert inspect(copy.run, copy.staging).damaged == 2
 

@@ -12,11 +12,10 @@ from crc32c import crc32c
 from torch import nn
 
 from lowdiff.errors import NotARun
-from lowdiff.persistence.catalog import complete_snapshots
+from lowdiff.persistence.catalog import add_segments, complete_snapshots
 from lowdiff.persistence.durable import write_json
 from lowdiff.persistence.fences import read_fence, read_run_id, write_fence
 from lowdiff.persistence.paths import RunFolder
-from lowdiff.persistence.segment_scan import add_segments
 from lowdiff.persistence.snapshots import Manifest
 from lowdiff.recovery import recover
 from lowdiff.recovery.replay import ReplayOptions

@@ -98,7 +98,7 @@ def test_the_document_is_json_for_every_job() -> None:
 
 @pytest.mark.parametrize(
     ("rate", "fact", "warning"),
-    [(1e12, "0.", ""), (3.0, "later; busy for", "fill"), (0.5, "ever later", "falls")],
+    [(1e12, "busy for 0%", ""), (3.0, "later; busy for", "fill"), (0.5, "ever later", "falls")],
 )
 def test_a_store_is_reported_on(rate: float, fact: str, warning: str) -> None:
     needed = LAPTOP.differential_bytes / LAPTOP.step_seconds
