@@ -15,7 +15,7 @@ import torch
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
 from lowdiff.compressors.feedback import NUM_COPIED_SLOTS, NUM_SLOTS
-from lowdiff.errors import ConfigError, StorageError
+from lowdiff.errors import ConfigError
 from lowdiff.given import Given
 from lowdiff.layout import shares_of
 from lowdiff.persistence.budget import (
@@ -26,9 +26,6 @@ from lowdiff.persistence.budget import (
     log_cap,
     room_at,
 )
-from lowdiff.persistence.durable import make_directory
-from lowdiff.persistence.paths import staging_in
-from lowdiff.persistence.trust import make_root, shared_staging_root
 from lowdiff.settings import Settings
 from lowdiff.types import Layout
 
@@ -70,9 +67,6 @@ class Memory:
 def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_staged: bool) -> Memory:
     """Measure what there is and what is needed; say so.
 
-    Where the default folder has no room, the run folder serves instead, with a notice; and where a
-    killed life left steps there, once more.
-
     Args:
         settings: Say which folder.
         given: What will be staged.
@@ -80,8 +74,7 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
         has_staged: Whether this machine holds staged records of the run, which must be found.
 
     Raises:
-        StorageError: If it cannot fit.
-        ConfigError: If the folder is a file.
+        ConfigError: If it cannot fit, or the folder is a file.
     """
     num_steps = 1
     if settings.has_several_steps:
@@ -95,36 +88,15 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
         staged = kept.parameters if settings.residual == "exact" else ()
         residual_bytes = num_slots * sum(spec.nbytes for spec in staged)
         need, chunk_bytes = _need(given, ranks.world_size, residual_bytes)
-    root, instead = settings.staging_root, staging_in(settings.run)
-    if settings.staging is None and root == instead:
+    root = settings.staging_root
+    cap, is_tight = _cap(root, need, ranks)
+    if not has_staged and is_tight:
         _logger.warning(
-            "staging in %s, where the life before this one left steps, which may be slower than %s; "
-            "that is tried again after a life that was closed",
+            "staging in %s has no room for a second life: after a crash the next one must fit "
+            "beside what this one leaves there, until it has begun. Enlarge it (docker: "
+            "--shm-size), or be ready to move what is left with `lowdiff recover --as-run`",
             root,
-            shared_staging_root(),
         )
-    cap, is_tight, error = _cap(root, need, ranks)
-    errors = [text for text in ranks.gather(error) if text]
-    if errors and settings.staging is None:
-        # Where steps are staged they are looked for, so there it has to fit; and all ranks of a life
-        # stage in one place, or the next would look for some of them in the other.
-        if not any(ranks.gather(has_staged and root != instead)):
-            root = instead
-            _logger.warning("%s; staging in %s instead, which may be slower", errors[0], root)
-        with ranks.together():
-            make_directory(root.parent)
-            make_root(root)
-        cap, is_tight, error = _cap(root, need, ranks)
-    with ranks.together():
-        if error:
-            raise StorageError(error)
-        if not has_staged and is_tight:
-            _logger.warning(
-                "staging in %s has no room for a second life: after a crash the next one must fit "
-                "beside what this one leaves there, until it has begun. Enlarge it (docker: "
-                "--shm-size), or be ready to move what is left with `lowdiff recover --as-run`",
-                root,
-            )
     if settings.has_several_steps:
         _logger.info(
             "rank %d: %d optimizer steps of one loop body are logged; a body with more costs a full "
@@ -135,8 +107,8 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
     return Memory(root, chunk_bytes, cap, num_steps)
 
 
-def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool, str]:
-    """How long this rank's log may become, whether a second life has no room, or why neither."""
+def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
+    """Return how long this rank's log may become, and whether a second life has no room."""
     with ranks.together():
         room = _room(root)
         device = os.stat(existing_part(root)).st_dev
@@ -146,10 +118,8 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool, str]:
         for host, place, *numbers in told
         if [host, place] == told[ranks.rank][:2]
     ]
-    try:
+    with ranks.together():
         cap = log_cap(here, need, room)
-    except StorageError as error:
-        return 0, True, str(error)
     _logger.info(
         "rank %d: staging at %s takes up to %.1f MiB (residual %.1f, snapshot about %.1f, replica "
         "%.1f, log %.1f), shared with %d other rank(s); %.1f MiB are free",
@@ -168,7 +138,7 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool, str]:
         len(here) - 1,
         room.free_bytes / 2**20,
     )
-    return cap, not fits_twice(here, room), ""
+    return cap, not fits_twice(here, room)
 
 
 def _room(root: Path) -> Room:

@@ -16,8 +16,9 @@ from lowdiff.persistence.constants import sweep_constants
 from lowdiff.persistence.fences import create_run, known_run_id, life_of, new_run_id
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.ownership import is_known, staging_of_run
-from lowdiff.persistence.paths import StagingFolder, default_staging_root
+from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.replica_status import has_replica
+from lowdiff.persistence.trust import shared_staging_root
 from lowdiff.recovery.replica_file import note_kernel, sound_files
 from lowdiff.remote import run_in_store
 from lowdiff.settings import Settings
@@ -58,7 +59,7 @@ def agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolde
 
 def _refuse_to_lose_staged(settings: Settings, run_id: str) -> None:
     """Steps that lie in the default folder would be void if this life began with another one."""
-    usual = default_staging_root(settings.run)
+    usual = shared_staging_root()
     if settings.staging_root != usual and staging_of_run(usual, settings.folder, run_id):
         raise ConfigError(
             f"steps of {settings.run} are staged in {usual} and staging={settings.staging} would "

@@ -21,7 +21,7 @@ def watch(run: Path, staging: Path | None, *, as_json: bool, every_seconds: floa
     Raises:
         NotARun: If the folder holds no run.
     """
-    looks = RunWatch(RunFolder(run), staging_to_read(run, staging))
+    looks = RunWatch(RunFolder(run), staging_to_read(staging))
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
             while True:

@@ -68,30 +68,16 @@ _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
-def default_staging_root(run: Path) -> Path:
-    """``/dev/shm/lowdiff-UID``: memory that survives every process; or where a run has steps instead."""
-    instead = staging_in(run)
-    # There was no room in memory, and what is in it has to be found. Once it is empty, memory may do.
-    if next(StagingFolder.all(instead), None) is not None:
-        return instead
-    return shared_staging_root()
+def staging_to_read(staging: str | Path | None) -> Path:
+    """Return the folder in which a command that changes nothing looks for staged steps.
 
-
-def staging_to_read(run: str | Path, staging: str | Path | None) -> Path:
-    """Where a command that changes nothing finds what is staged of a run.
-
-    Where others could have written it, that is said, and what is returned holds nothing.
+    A folder that others could have written is named in a warning, and one that holds nothing is
+    returned in its place.
 
     Args:
-        run: The run folder.
-        staging: The staging root, if it was given by hand.
+        staging: The staging root, if it was given by hand; None for the default one.
     """
-    return readable_root(default_staging_root(Path(run)) if staging is None else Path(staging))
-
-
-def staging_in(run: Path) -> Path:
-    """Where staging of a run lies if there is no room for it in memory."""
-    return run / "staging"
+    return readable_root(shared_staging_root() if staging is None else Path(staging))
 
 
 def file_bytes(path: Path) -> int:

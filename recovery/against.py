@@ -109,7 +109,7 @@ def compare_with(
     path = Path(file)
     _check_name(path)
     if not is_url(run):  # of a store the snapshot is not here yet
-        root = staging_to_read(run, staging)
+        root = staging_to_read(staging)
         check_memory(_largest_snapshot(RunFolder(Path(run)), root) + path.stat().st_size)
     weights, optimizers, named_step = _read(path)
     state = recover(

@@ -173,7 +173,7 @@ def forecast(
         NotARun: If there is no run.
         StepNotFound: If the step cannot be rebuilt; names the file or the rank that lacks it.
     """
-    root = staging_to_read(run, staging)
+    root = staging_to_read(staging)
     own = options or ReplayOptions()
     if not is_url(run):
         return _forecast(RunFolder(Path(run)), root, step, own)

@@ -121,7 +121,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         NotARun: If the folder or store holds no run.
         StoreError: If the store does not answer.
     """
-    root = staging_to_read(run, staging)
+    root = staging_to_read(staging)
     if not is_url(run):
         return _inspect(RunFolder(Path(run)), root)
     with temporary_folder() as folder:

@@ -119,7 +119,7 @@ def verify(
         NewerFormat, OlderFormat: If a lowdiff of another format version wrote a file.
         NotEnoughMemory: If two states do not fit: what is replayed, and what it is compared with.
     """
-    root = staging_to_read(run, staging)
+    root = staging_to_read(staging)
     if not is_url(run):
         return _verify(RunFolder(Path(run)), root, str(run), options, progress)
     with temporary_folder() as folder:

@@ -46,6 +46,21 @@ def tmpfs_or_skip(folder: Path, mebibytes: int) -> Iterator[Path]:
         yield place
 
 
+def with_small_shm(mebibytes: int) -> list[str]:
+    """What precedes a command that is to see a /dev/shm of its own, of so many MiB.
+
+    The calling test is skipped where nothing can be mounted.
+    """
+    mount = f'mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm && exec "$@"'
+    launcher = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare command")
+    result = subprocess.run([*launcher, "true"], capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {result.stderr.strip()}")
+    return launcher
+
+
 def fill(folder: Path, spare_bytes: int = 0) -> Path:
     """Take all but ``spare_bytes`` of a file system, as another process would; the file that has it."""
     filler = folder / "filler"
