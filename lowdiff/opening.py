@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,7 +54,7 @@ from lowdiff.replicating import begin_replicated
 from lowdiff.residuals import CopiedResidual, StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.run_lock import RunLock
-from lowdiff.run_view import agreed_run, name_other_lives, shared_catalog
+from lowdiff.run_view import agreed_run, shared_catalog, shared_out
 from lowdiff.scaling import Scaling
 from lowdiff.session import Session
 from lowdiff.settings import Settings
@@ -193,12 +193,12 @@ def _opened(
             # What is recovered must still be there when the fences say that it is the base.
             _keep_files(settings, ranks, held)
             imported = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lowdiff-")))
-            catalog = shared_catalog(settings, ranks, run_id, stages, imported)
+            catalog = shared_catalog(settings, ranks, run_id, imported)
             if is_in_store:
                 roots = [settings.staging_root, imported]
                 fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
-                catalog = shared_catalog(settings, ranks, run_id, stages, imported)
-            name_other_lives(settings, stages)
+                catalog = shared_catalog(settings, ranks, run_id, imported)
+            left = shared_out(settings, ranks, stages)
             state = None
             clock = RecoveryClock()
             if restore != "none":
@@ -210,7 +210,7 @@ def _opened(
                 lock.check()  # recovery may have taken hours
                 story.facts.update(clock.facts(state))
             fence = _fenced(settings, given, catalog, ranks, start)
-        opened = _begin(settings, given, ranks, fence, start, memory, lock, story)
+        opened = _begin(settings, given, ranks, fence, start, memory, lock, story, left)
         undo.pop_all()
     return opened
 
@@ -289,9 +289,9 @@ def _begin(
     memory: Memory,
     lock: RunLock,
     story: Story,
+    left: Sequence[StagingFolder],
 ) -> Opened:
     """Staging, writer and session."""
-    left = StagingFolder.all_of_run(memory.root, fence.run_id)
     if any(ranks.gather(any(map(has_replica, left)))) and not settings.has_replica:
         # Of a life that may never have begun, on whichever machine: only a snapshot after it makes
         # its memory void.
@@ -302,7 +302,7 @@ def _begin(
             staging = StagingArea(folder, settings.folder, fence.life)
             undo.callback(staging.release)
             session = _session(
-                settings, given, ranks, fence, start, memory, staging, lock, undo, story
+                settings, given, ranks, fence, start, memory, staging, lock, undo, story, left
             )
             # G3 holds from the return of attach: what it starts from is durable by then.
             if start.needs_snapshot or settings.has_replica:
@@ -336,6 +336,7 @@ def _session(
     lock: RunLock,
     undo: ExitStack,
     story: Story,
+    left: Sequence[StagingFolder],
 ) -> Session:
     """This rank's writer and session; ``undo`` learns how to take them back."""
     attached = given.attached
@@ -374,6 +375,7 @@ def _session(
             store=settings.store,
             has_replica=settings.has_replica,
             continues=start.continues,
+            adopts=[stage.root.name for stage in left],
         )
     )
     undo.callback(writer.stop)

@@ -68,23 +68,29 @@ def _refuse_to_lose_staged(settings: Settings, run_id: str) -> None:
         )
 
 
-def shared_catalog(
-    settings: Settings, ranks: Ranks, run_id: str, stages: list[StagingFolder], imported: Path
-) -> Catalog:
+def shared_catalog(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -> Catalog:
     """The run's files as every rank sees them, after fetching what only others can see.
 
     Durable files become part of this rank's run folder; staged ones are needed only now.
     """
     if ranks.world_size > 1:
-        _share(settings, ranks, run_id, stages, imported)
+        _share(settings, ranks, run_id, imported)
     with ranks.together():
         return scan(settings.folder, [settings.staging_root, imported])
 
 
-def name_other_lives(settings: Settings, stages: list[StagingFolder]) -> None:
-    """Say which memory counts for nothing, because the run has gone on elsewhere from an older step."""
+def shared_out(
+    settings: Settings, ranks: Ranks, stages: Sequence[StagingFolder]
+) -> list[StagingFolder]:
+    """Return what this rank's writer adopts of the folders of dead incarnations on this machine.
+
+    One of the ranks that see a folder adopts it, wherever its own rank is now: the one that made it
+    if all ranks are where they were. A folder counts for nothing, and stays, where the run has gone on
+    elsewhere from an older step; it is named in a warning.
+    """
+    known = [stage for stage in stages if is_known(stage, settings.folder)]
     for stage in stages:
-        if not is_known(stage, settings.folder):
+        if stage not in known:
             _logger.warning(
                 "what is staged in %s is of a life %d that %s knows nothing of: the run went on "
                 "without it. It stays there; remove that folder to give it up",
@@ -92,6 +98,13 @@ def name_other_lives(settings: Settings, stages: list[StagingFolder]) -> None:
                 stage.incarnation,
                 settings.run,
             )
+    seen: list[list[str]] = ranks.gather([stage.root.name for stage in known])
+    mine = []
+    for stage in known:
+        seers = [rank for rank, names in enumerate(seen) if stage.root.name in names]
+        if seers[stage.rank % len(seers)] == ranks.rank:
+            mine.append(stage)
+    return mine
 
 
 def _refuse_other_lives(settings: Settings, ranks: Ranks) -> None:
@@ -115,25 +128,20 @@ def _refuse_other_lives(settings: Settings, ranks: Ranks) -> None:
                 )
 
 
-def _share(
-    settings: Settings, ranks: Ranks, run_id: str, stages: list[StagingFolder], imported: Path
-) -> None:
+def _share(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -> None:
     _refuse_other_lives(settings, ranks)
     with ranks.together():
         fences = sorted(visible_files(settings.run, ("incarnations",)))
     # First, because they say which memory is of the run's own lives.
     ranks.share_files([(name, settings.run / name) for name in fences], settings.run)
     with ranks.together():
-        there = staging_of_run(settings.staging_root, settings.folder, run_id)
-    other = [stage.root.name for stage in stages if stage not in there]
-    for name in {name for names in ranks.gather(other) for name in names}:
-        # It came before the fences did. Of another machine's folder of that name, all comes again.
-        shutil.rmtree(imported / run_id / name, ignore_errors=True)
+        # What came before all fences did may be of other lives.
+        shutil.rmtree(imported / run_id, ignore_errors=True)
+        stages = staging_of_run(settings.staging_root, settings.folder, run_id)
     chunks = [
-        (f"{s.root.name}/{path.name}", path)
-        for s in stages
-        if s in there
-        for path in [s.owner, *(path for _, path in s.chunks()), *sound_files(s)]
+        (f"{stage.root.name}/{path.name}", path)
+        for stage in stages
+        for path in [*(path for _, path in stage.chunks()), *sound_files(stage)]
         if path.exists()
     ]
     ranks.share_files(chunks, imported / run_id)

@@ -122,7 +122,7 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
             why = f"{owner.run} is another run now; was this one moved or deleted?"
             return _verdict(stage, f"{here_only}: {why}")
     except NotARun:
-        why = "moved or deleted?" if _is_mounted(owner) else "is its file system mounted?"
+        why = "moved, deleted, or not mounted?"
         return _verdict(stage, f"{here_only}: {owner.run} is not there; {why}")
     except (LowDiffError, OSError) as error:
         return _verdict(stage, f"the run cannot be read: {error}")
@@ -261,14 +261,6 @@ def _made_durable(
 
 def _range(steps: Collection[int]) -> str:
     return f"steps {min(steps)} to {max(steps)}"
-
-
-def _is_mounted(owner: Owner) -> bool:
-    """Whether the folder that a run folder was in is there, on the same file system."""
-    try:
-        return Path(owner.run).parent.stat().st_dev == owner.run_place[0]
-    except (OSError, IndexError):
-        return False
 
 
 def _verdict(

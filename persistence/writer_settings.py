@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowdiff.persistence.detached import ProcessSettings
@@ -50,6 +51,7 @@ class WriterSettings(ProcessSettings):
         folder_patience_seconds: How long the run folder may.
         has_replica: Whether a replica applies the differentials (LowDiff+), so that only images
             are made durable.
+        adopts: Names of the staging folders of dead incarnations that this writer makes durable.
         continues: Whether this life goes on from the one before it; otherwise that one is the
             run's history until this one's first snapshot is complete.
     """
@@ -63,6 +65,7 @@ class WriterSettings(ProcessSettings):
     folder_patience_seconds: float = 600.0
     has_replica: bool = False
     continues: bool = True
+    adopts: Sequence[str] = ()
 
     def serves(self, rank: int) -> bool:
         """Whether what ``rank`` left is this writer's: its own, and its share of ranks that are no more."""
