@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from lowdiff.errors import ConfigError
 from lowdiff.given import Given
 from lowdiff.layout import shares_of
 from lowdiff.persistence.budget import (
-    Room,
     StagingNeed,
     existing_part,
     fits_twice,
@@ -31,6 +30,7 @@ from lowdiff.types import Layout
 
 _logger = logging.getLogger(__name__)
 
+_MIB = 1 << 20
 _MIN_CHUNK_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 64 << 20
 #: Chunks without which a log cannot work: one that is written, one that is read, one to spare.
@@ -78,7 +78,8 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
     """
     num_steps = 1
     if settings.has_several_steps:
-        num_steps = _steps_of_a_body(given, ranks.world_size)
+        largest = max(1, _largest_share(given.attached.layout, ranks.world_size))
+        num_steps = max(_LEAST_STEPS, min(_MOST_STEPS, _BODY_BYTES // largest))
     if settings.has_replica:
         need, chunk_bytes = replica_need(given, ranks.world_size, num_steps)
     else:
@@ -110,14 +111,14 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
 def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
     """Return how long this rank's log may become, and whether a second life has no room."""
     with ranks.together():
-        room = _room(root)
-        device = os.stat(existing_part(root)).st_dev
-    told = ranks.gather([socket.gethostname(), device, *_numbers(need)])
-    here = [
-        StagingNeed(*numbers)
-        for host, place, *numbers in told
-        if [host, place] == told[ranks.rank][:2]
-    ]
+        if root.exists() and not root.is_dir():
+            raise ConfigError(
+                f"staging={root} is no folder; give one in memory (tmpfs), or leave it out"
+            )
+        room = room_at(root)
+        place = [socket.gethostname(), os.stat(existing_part(root)).st_dev]
+    told = ranks.gather([place, *astuple(need)])
+    here = [StagingNeed(*numbers) for theirs, *numbers in told if theirs == place]
     with ranks.together():
         cap = log_cap(here, need, room)
     _logger.info(
@@ -125,38 +126,15 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
         "%.1f, log %.1f), shared with %d other rank(s); %.1f MiB are free",
         ranks.rank,
         root,
-        *(
-            x / 2**20
-            for x in (
-                need.least_bytes - need.least_log_bytes + cap,
-                need.residual_bytes,
-                need.snapshot_bytes,
-                need.replica_bytes,
-                cap,
-            )
-        ),
+        (need.least_bytes - need.least_log_bytes + cap) / _MIB,
+        need.residual_bytes / _MIB,
+        need.snapshot_bytes / _MIB,
+        need.replica_bytes / _MIB,
+        cap / _MIB,
         len(here) - 1,
-        room.free_bytes / 2**20,
+        room.free_bytes / _MIB,
     )
     return cap, not fits_twice(here, room)
-
-
-def _room(root: Path) -> Room:
-    if root.exists() and not root.is_dir():
-        raise ConfigError(
-            f"staging={root} is no folder; give one in memory (tmpfs), or leave it out"
-        )
-    return room_at(root)
-
-
-def _numbers(need: StagingNeed) -> list[int]:
-    return [
-        need.residual_bytes,
-        need.snapshot_bytes,
-        need.log_bytes,
-        need.least_log_bytes,
-        need.replica_bytes,
-    ]
 
 
 def _need(given: Given, world_size: int, residual_bytes: int) -> tuple[StagingNeed, int]:
@@ -174,12 +152,6 @@ def _need(given: Given, world_size: int, residual_bytes: int) -> tuple[StagingNe
         least_log_bytes=_LEAST_CHUNKS * chunk_bytes,
     )
     return need, chunk_bytes
-
-
-def _steps_of_a_body(given: Given, world_size: int) -> int:
-    """How many optimizer steps of one loop body the log has room for; the same on all ranks."""
-    fitting = _BODY_BYTES // max(1, _largest_share(given.attached.layout, world_size))
-    return max(_LEAST_STEPS, min(_MOST_STEPS, fitting))
 
 
 def _largest_share(layout: Layout, world_size: int) -> int:

@@ -66,8 +66,10 @@ def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Atta
     """
     fresh = FreshTensors(attached)
     differences = _load_constants(state, items, attached, fresh)
-    _load_parameters(state, attached)  # last: no buffer's bytes stay on a weight
-    live = _live(attached)
+    live, tensors = _live(attached), state.tensors()
+    with torch.no_grad():  # last: no buffer's bytes stay on a weight
+        for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
+            parameter.copy_(tensors[spec.name])
     for name in doubtful(live):
         if name in items and not same_bits(live[name], value := state.resolved(name, items)):
             fresh.give(name, live[name], value)
@@ -79,13 +81,6 @@ def _live(attached: Attached) -> dict[str, torch.Tensor]:
     names = (spec.name for spec in attached.layout.parameters)
     trained: dict[str, torch.Tensor] = dict(zip(names, attached.parameters, strict=True))
     return trained | attached.constants()
-
-
-def _load_parameters(state: RecoveredState, attached: Attached) -> None:
-    tensors = state.tensors()
-    with torch.no_grad():
-        for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
-            parameter.copy_(tensors[spec.name])
 
 
 def load_gradients(state: RecoveredState, attached: Attached) -> None:

@@ -12,7 +12,6 @@ root given by hand keeps its mode: most folders can be read by others.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import pwd
@@ -137,39 +136,30 @@ def _opened(
     """
     name = path if parent is None else path.name
     try:
-        descriptor = os.open(name, _OPEN_FOLDER, dir_fd=parent)
-    except FileNotFoundError:
+        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):  # also below a file
         yield None
         return
-    except NotADirectoryError:  # a file, a symbolic link, or below a file
+    if stat.S_ISREG(found.st_mode):
+        yield None
+        return
+    if forbidden is None:
+        forbidden = 0 if found.st_mode & stat.S_ISVTX else _OTHERS_WRITE
+    why = _distrust(found, forbidden)
+    if why is None:
         try:
-            found = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        except NotADirectoryError:
+            descriptor = os.open(name, _OPEN_FOLDER, dir_fd=parent)
+        except FileNotFoundError:  # removed meanwhile
             yield None
             return
-        if not stat.S_ISLNK(found.st_mode):
-            yield None
-            return
-        raise _untrusted(path, found, 0) from None
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.ELOOP):
-            raise
-        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        raise _untrusted(path, found, 0) from error
+        except PermissionError:
+            why = "cannot be opened by its owner"
+    if why is not None:
+        raise UntrustedStaging(path, why, _way_out(path, found))
     try:
-        found = os.fstat(descriptor)
-        if forbidden is None:
-            forbidden = 0 if found.st_mode & stat.S_ISVTX else _OTHERS_WRITE
-        if _distrust(found, forbidden) is not None:
-            raise _untrusted(path, found, forbidden)
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _untrusted(path: Path, found: os.stat_result, forbidden: int) -> UntrustedStaging:
-    why = _distrust(found, forbidden) or "cannot be opened by its owner"
-    return UntrustedStaging(path, why, _way_out(path, found))
 
 
 def _distrust(found: os.stat_result, forbidden: int) -> str | None:
