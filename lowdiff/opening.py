@@ -49,12 +49,11 @@ from lowdiff.recovery.optimizers import (
     settle_kernels,
 )
 from lowdiff.recovery.proof import refuse_unbuildable
-from lowdiff.remote import fetch_from_store
 from lowdiff.replicating import begin_replicated
 from lowdiff.residuals import CopiedResidual, StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.run_lock import RunLock
-from lowdiff.run_view import agreed_run, shared_catalog, shared_out
+from lowdiff.run_view import agreed_run, fetch_from_store, shared_catalog, shared_out
 from lowdiff.scaling import Scaling
 from lowdiff.session import Session
 from lowdiff.settings import Settings

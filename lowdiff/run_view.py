@@ -1,4 +1,7 @@
-"""What there is of a run, as all its ranks together see it: its identity, staging and files."""
+"""What there is of a run, as all its ranks together see it: its identity, staging and files.
+
+Only rank 0 speaks to the store; from its run folder the others get what they cannot see.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lowdiff.agreement import Ranks
-from lowdiff.errors import ConfigError, RunInUse, RunMismatch
+from lowdiff.errors import ConfigError, RunInUse, RunMismatch, StoreError
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import sweep_constants
 from lowdiff.persistence.fences import create_run, known_run_id, life_of, new_run_id
+from lowdiff.persistence.fetching import Listing, fetch_fences, fetch_history, read_store_run_id
 from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.ownership import is_known, staging_of_run
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.replica_status import has_replica
 from lowdiff.persistence.trust import shared_staging_root
 from lowdiff.recovery.replica_file import note_kernel, sound_files
-from lowdiff.remote import run_in_store
 from lowdiff.settings import Settings
 
 _logger = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ def agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolde
             f"the ranks' folders {settings.run} belong to different runs; bring them together, or give "
             "all ranks a new folder"
         )
-    remote_id = run_in_store(settings, ranks)
+    remote_id = _run_in_store(settings, ranks)
     if ids and remote_id not in (None, *ids):
         raise RunMismatch(
             f"{settings.store} holds another run than {settings.run}; give each run its own URL"
@@ -55,6 +59,60 @@ def agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolde
         _refuse_to_lose_staged(settings, run_id)
         stages = _wait_for_writers(settings, run_id)
     return run_id, stages, remote_id is not None
+
+
+def _run_in_store(settings: Settings, ranks: Ranks) -> str | None:
+    """Id of the run that the store holds, the same on every rank.
+
+    None if it holds none, if there is no store, or if it does not answer.
+
+    Raises:
+        StoreError: If it does not answer, and either no rank has history on its disk, so that
+            training might begin afresh by mistake, or ``on_error="raise"``.
+    """
+    has_history = any(ranks.gather(next(settings.folder.fences(), None) is not None))
+    run_id: str | None = None
+    with ranks.together():
+        if settings.store is not None and ranks.rank == 0:
+            try:
+                run_id = read_store_run_id(ObjectStore(settings.store))
+            except StoreError as error:
+                if not has_history or settings.on_error == "raise":
+                    raise
+                _logger.warning("%s; going on with the history in %s", error, settings.run)
+    found: str | None = ranks.gather(run_id)[0]
+    return found
+
+
+def fetch_from_store(
+    settings: Settings,
+    ranks: Ranks,
+    step: int | None,
+    staging_roots: Sequence[Path],
+    *,
+    fences_only: bool,
+) -> None:
+    """Bring what resuming at ``step`` needs into rank 0's run folder.
+
+    Args:
+        settings: With a store that holds this run.
+        ranks: All of them.
+        step: The step to restore; None for the newest.
+        staging_roots: Where staged records are that need not be fetched.
+        fences_only: When nothing is restored, and only the number of the incarnation matters.
+
+    Raises:
+        StoreError: If the store stopped answering.
+        RunMismatch: If its history parted from that of the run folder.
+    """
+    assert settings.store is not None
+    with ranks.together():
+        if ranks.rank == 0:
+            store = ObjectStore(settings.store)
+            if fences_only:
+                fetch_fences(store, settings.folder, Listing.of_store(store))
+            else:
+                fetch_history(store, settings.folder, step, staging_roots)
 
 
 def _refuse_to_lose_staged(settings: Settings, run_id: str) -> None:
