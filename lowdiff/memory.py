@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -80,15 +78,7 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
     if settings.has_several_steps:
         largest = max(1, _largest_share(given.attached.layout, ranks.world_size))
         num_steps = max(_LEAST_STEPS, min(_MOST_STEPS, _BODY_BYTES // largest))
-    if settings.has_replica:
-        need, chunk_bytes = replica_need(given, ranks.world_size, num_steps)
-    else:
-        kept = settings.compressor.residual_layout(given.attached.layout)
-        on_host = given.attached.device.type == "cpu"
-        num_slots = NUM_SLOTS if on_host else NUM_COPIED_SLOTS
-        staged = kept.parameters if settings.residual == "exact" else ()
-        residual_bytes = num_slots * sum(spec.nbytes for spec in staged)
-        need, chunk_bytes = _need(given, ranks.world_size, residual_bytes)
+    need, chunk_bytes = _need(settings, given, ranks.world_size, num_steps)
     root = settings.staging_root
     cap, is_tight = _cap(root, need, ranks)
     if not has_staged and is_tight:
@@ -137,16 +127,40 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
     return cap, not fits_twice(here, room)
 
 
-def _need(given: Given, world_size: int, residual_bytes: int) -> tuple[StagingNeed, int]:
-    """What one rank needs, and the length of its chunks."""
+def _need(
+    settings: Settings, given: Given, world_size: int, num_steps: int
+) -> tuple[StagingNeed, int]:
+    """Return what one rank needs, and the length of its chunks.
+
+    A replica (LowDiff+) needs of the state one copy that is stepped, one that waits for the disk,
+    and for as long as the first step takes, or a snapshot of the trainer's, a third.
+
+    Args:
+        settings: Whether there is a replica, and where the residual lies.
+        given: What is trained.
+        world_size: Number of ranks.
+        num_steps: Optimizer steps of one loop body that a replica's chunk is to hold.
+    """
     attached = given.attached
-    model_bytes = sum(p.nbytes for p in attached.layout.parameters)
-    chunk_bytes = min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+    parameters = attached.layout.parameters
+    model_bytes = sum(spec.nbytes for spec in parameters)
     state_bytes = max(_STATE_TENSORS * model_bytes, _state_bytes(attached))
     averages = len(given.averages) * model_bytes
     items = sum(tensor.nbytes for tensor in given.tracker.tensors.values())
+    if settings.has_replica:
+        largest = _largest_share(attached.layout, world_size)
+        factor = (model_bytes + state_bytes + averages) / model_bytes
+        share = int(largest * factor) + items
+        heads = _SECTION_BYTES * len(parameters) * (num_steps - 1)
+        chunk_bytes = num_steps * largest + heads + _MIN_CHUNK_BYTES
+        log_bytes = (_QUEUE_CHUNKS if num_steps == 1 else _LEAST_CHUNKS) * chunk_bytes
+        return StagingNeed(0, share, log_bytes, _LEAST_CHUNKS * chunk_bytes, 2 * share), chunk_bytes
+    num_slots = NUM_SLOTS if attached.device.type == "cpu" else NUM_COPIED_SLOTS
+    kept = settings.compressor.residual_layout(attached.layout).parameters
+    staged = kept if settings.residual == "exact" else ()
+    chunk_bytes = min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
     need = StagingNeed(
-        residual_bytes=residual_bytes,
+        residual_bytes=num_slots * sum(spec.nbytes for spec in staged),
         snapshot_bytes=(model_bytes + state_bytes + averages) // world_size + model_bytes + items,
         log_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
         least_log_bytes=_LEAST_CHUNKS * chunk_bytes,
@@ -160,40 +174,7 @@ def _largest_share(layout: Layout, world_size: int) -> int:
     return max(sum(parameters[i].nbytes for i in own) for own in shares_of(layout, world_size))
 
 
-def replica_need(given: Given, world_size: int, num_steps: int) -> tuple[StagingNeed, int]:
-    """What one rank needs with a replica (LowDiff+), and the length of its chunks.
-
-    Of the state, one copy that is stepped, one that waits for the disk, and for as long as the
-    first step takes, or a snapshot of the trainer's, a third.
-
-    Args:
-        given: What is trained.
-        world_size: Number of ranks.
-        num_steps: Optimizer steps of one loop body that a chunk is to hold.
-    """
-    layout = given.attached.layout
-    model_bytes = sum(spec.nbytes for spec in layout.parameters)
-    largest = _largest_share(layout, world_size)
-    state_bytes = max(_STATE_TENSORS * model_bytes, _state_bytes(given.attached))
-    factor = 1 + state_bytes / model_bytes + len(given.averages)
-    items = sum(tensor.nbytes for tensor in given.tracker.tensors.values())
-    share = int(largest * factor) + items
-    heads = _SECTION_BYTES * len(layout.parameters) * (num_steps - 1)
-    chunk_bytes = num_steps * largest + heads + _MIN_CHUNK_BYTES
-    num_chunks = _QUEUE_CHUNKS if num_steps == 1 else _LEAST_CHUNKS
-    need = StagingNeed(
-        residual_bytes=0,
-        snapshot_bytes=share,
-        log_bytes=num_chunks * chunk_bytes,
-        least_log_bytes=_LEAST_CHUNKS * chunk_bytes,
-        replica_bytes=2 * share,
-    )
-    return need, chunk_bytes
-
-
 def _state_bytes(attached: Attached) -> int:
-    entries: list[Mapping[str, Any]] = [
-        entry for optimizer in attached.optimizers for entry in optimizer.state.values()
-    ]
-    values = [value for entry in entries for value in entry.values()]
+    entries = (entry for optimizer in attached.optimizers for entry in optimizer.state.values())
+    values = (value for entry in entries for value in entry.values())
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

@@ -31,7 +31,7 @@ from lowdiff.history import Story, story_of
 from lowdiff.host_copy import HostCopies
 from lowdiff.memory import Memory, agree_on_memory
 from lowdiff.meter import RecoveryClock
-from lowdiff.persistence.catalog import Catalog
+from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.fences import new_life, write_fence
 from lowdiff.persistence.paths import StagingFolder
@@ -53,7 +53,7 @@ from lowdiff.replicating import begin_replicated
 from lowdiff.residuals import CopiedResidual, StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.run_lock import RunLock
-from lowdiff.run_view import agreed_run, fetch_from_store, shared_catalog, shared_out
+from lowdiff.run_view import agreed_run, fetch_from_store, share_files, shared_out
 from lowdiff.scaling import Scaling
 from lowdiff.session import Session
 from lowdiff.settings import Settings
@@ -178,11 +178,13 @@ def open_session(
             with ranks.together():
                 held.enter_context(retention_locked(folder, timeout_seconds=wait, shared=True))
             imported = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lowdiff-")))
-            catalog = shared_catalog(settings, ranks, run_id, imported)
+            roots = [settings.staging_root, imported]
+            share_files(settings, ranks, run_id, imported)
             if is_in_store:
-                roots = [settings.staging_root, imported]
                 fetch_from_store(settings, ranks, step, roots, fences_only=restore == "none")
-                catalog = shared_catalog(settings, ranks, run_id, imported)
+                share_files(settings, ranks, run_id, imported)
+            with ranks.together():
+                catalog = scan(settings.folder, roots)
             left = shared_out(settings, ranks, stages)
             state = None
             clock = RecoveryClock()

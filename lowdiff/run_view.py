@@ -14,7 +14,6 @@ from pathlib import Path
 
 from lowdiff.agreement import Ranks
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch, StoreError
-from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import sweep_constants
 from lowdiff.persistence.fences import create_run, known_run_id, life_of, new_run_id
 from lowdiff.persistence.fetching import Listing, fetch_fences, fetch_history, read_store_run_id
@@ -126,17 +125,6 @@ def _refuse_to_lose_staged(settings: Settings, run_id: str) -> None:
         )
 
 
-def shared_catalog(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -> Catalog:
-    """The run's files as every rank sees them, after fetching what only others can see.
-
-    Durable files become part of this rank's run folder; staged ones are needed only now.
-    """
-    if ranks.world_size > 1:
-        _share(settings, ranks, run_id, imported)
-    with ranks.together():
-        return scan(settings.folder, [settings.staging_root, imported])
-
-
 def shared_out(
     settings: Settings, ranks: Ranks, stages: Sequence[StagingFolder]
 ) -> list[StagingFolder]:
@@ -186,7 +174,14 @@ def _refuse_other_lives(settings: Settings, ranks: Ranks) -> None:
                 )
 
 
-def _share(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -> None:
+def share_files(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -> None:
+    """Bring here the files of the run that only other ranks can see.
+
+    Durable files become part of this rank's run folder. Staged ones are needed only now, and go to
+    the folder ``imported``.
+    """
+    if ranks.world_size == 1:
+        return
     _refuse_other_lives(settings, ranks)
     with ranks.together():
         fences = sorted(visible_files(settings.run, ("incarnations",)))
