@@ -1,7 +1,8 @@
 """Whose a staging folder is: a copied run folder shares its run id, but not its memory.
 
 Every staging folder names the run folder it was made for. Another folder with the same run id may
-use it only if that one is gone, because then it was moved. A staging folder names its life as well:
+use it only if that one is gone, because then it was moved. A copy of the staging folder itself belongs
+to whoever holds it. A staging folder names its life as well:
 where the run went on without it, from a store, the run folder may know another life under the same
 number.
 """
@@ -20,14 +21,16 @@ from lowdiff.persistence.paths import RunFolder, StagingFolder
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """For which run folder a staging folder was made, and in which life.
+    """Where a staging folder was made, for which run folder, and in which life.
 
     Attributes:
         run: The run folder, without symbolic links.
+        staging: The staging folder, likewise.
         life: As in the fences of its incarnation.
     """
 
     run: str
+    staging: str
     life: str
 
     @classmethod
@@ -41,7 +44,8 @@ class Owner:
 
 def claim(stage: StagingFolder, folder: RunFolder, life: str) -> None:
     """Write into a new staging folder whose it is."""
-    write_json(stage.owner, asdict(Owner(os.path.realpath(folder.root), life)))
+    owner = Owner(os.path.realpath(folder.root), os.path.realpath(stage.root), life)
+    write_json(stage.owner, asdict(owner))
 
 
 def staging_of_run(staging_root: Path, folder: RunFolder, run_id: str) -> list[StagingFolder]:
@@ -72,6 +76,8 @@ def _belongs_to_another(stage: StagingFolder, folder: RunFolder, run_id: str) ->
         return False
     if life_of(folder, stage.incarnation, stage.rank) not in (None, owner.life):
         return True
+    if owner.staging != os.path.realpath(stage.root):
+        return False
     try:
         return read_run_id(RunFolder(Path(owner.run))) == run_id and not os.path.samefile(
             owner.run, folder.root
