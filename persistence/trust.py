@@ -2,9 +2,8 @@
 
 ``/dev/shm`` takes everybody's files: somebody else may make a user's staging root first, or put a
 symbolic link in its place, and fill it with folders of the right names. Therefore a staging root, and
-every folder below it that is used, is a real folder of this user which others cannot write to. They
-may add to a root with the sticky bit, as a tmpfs has when it is mounted: they can neither remove nor
-rename what is there, and what they add is theirs, so that it is not used.
+every folder below it that is used, is a real folder of this user which others cannot write to. A tmpfs
+is open to all when it is mounted: a new folder in it is not.
 
 Attaching closes the default root to others, and makes the folders below any root with mode 0700. A
 root given by hand keeps its mode: most folders can be read by others.
@@ -28,7 +27,7 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PRIVATE = 0o700
 #: A root below which nobody can make anything.
 _NOWHERE = Path("/proc/no-staging")
-_OTHERS, _OTHERS_WRITE = 0o077, 0o022
+_OTHERS_WRITE = 0o022
 
 
 def shared_staging_root() -> Path:
@@ -62,14 +61,13 @@ def trusted_folders(root: Path, run_id: str) -> Iterator[str]:
         with _opened(root) as descriptor:
             if descriptor is None:
                 return
-            forbidden_below = _bits_below(descriptor)
-            with _opened(root / run_id, descriptor, forbidden_below) as folder:
+            with _opened(root / run_id, descriptor) as folder:
                 for name in [] if folder is None else sorted(os.listdir(folder)):
                     try:
                         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
                     except FileNotFoundError:  # adopted and removed while we look
                         continue
-                    why = _distrust(found, forbidden_below)
+                    why = _distrust(found)
                     if why is None:
                         yield name
                     else:
@@ -102,11 +100,10 @@ def make_folder(root: Path, run_id: str, name: str) -> None:
     make_root(root)
     with _opened(root) as descriptor:
         assert descriptor is not None
-        forbidden_below = _bits_below(descriptor)
         while True:  # the last rank of an earlier life may remove the run's folder
             with suppress(FileExistsError):
                 os.mkdir(run_id, _PRIVATE, dir_fd=descriptor)
-            with _opened(root / run_id, descriptor, forbidden_below) as folder:
+            with _opened(root / run_id, descriptor) as folder:
                 if folder is not None:
                     try:
                         os.mkdir(name, _PRIVATE, dir_fd=folder)
@@ -115,21 +112,13 @@ def make_folder(root: Path, run_id: str, name: str) -> None:
                         continue
 
 
-def _bits_below(root: int) -> int:
-    """Permission bits that folders below an opened root must not have; none if it is closed."""
-    return _OTHERS_WRITE if os.fstat(root).st_mode & _OTHERS else 0
-
-
 @contextmanager
-def _opened(
-    path: Path, parent: int | None = None, forbidden: int | None = None
-) -> Iterator[int | None]:
+def _opened(path: Path, parent: int | None = None) -> Iterator[int | None]:
     """A descriptor of a folder that is trusted; None if there is no folder.
 
     Args:
         path: The folder.
         parent: Descriptor of the folder above; None to go by the whole path.
-        forbidden: Permission bits that it must not have; None for those of a root.
 
     Raises:
         UntrustedStaging: If it is there and cannot be trusted.
@@ -143,9 +132,7 @@ def _opened(
     if stat.S_ISREG(found.st_mode):
         yield None
         return
-    if forbidden is None:
-        forbidden = 0 if found.st_mode & stat.S_ISVTX else _OTHERS_WRITE
-    why = _distrust(found, forbidden)
+    why = _distrust(found)
     if why is None:
         try:
             descriptor = os.open(name, _OPEN_FOLDER, dir_fd=parent)
@@ -162,7 +149,7 @@ def _opened(
         os.close(descriptor)
 
 
-def _distrust(found: os.stat_result, forbidden: int) -> str | None:
+def _distrust(found: os.stat_result) -> str | None:
     """Why a folder is not trusted, as what follows its name; None if it is."""
     if stat.S_ISLNK(found.st_mode):
         return f"is a symbolic link, made by {_user(found.st_uid)}"
@@ -170,7 +157,7 @@ def _distrust(found: os.stat_result, forbidden: int) -> str | None:
         return "is no folder"
     if found.st_uid != os.geteuid():
         return f"belongs to {_user(found.st_uid)}, and this process is {_user(os.geteuid())}"
-    if found.st_mode & forbidden:
+    if found.st_mode & _OTHERS_WRITE:
         return f"has mode {stat.S_IMODE(found.st_mode):04o}, so that other users can write to it"
     return None
 

@@ -25,7 +25,7 @@ def tmpfs(folder: Path, mebibytes: int) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     if shutil.which("mount") is None:
         raise CannotMount("there is no mount command")
-    command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m,mode=700", "tmpfs", str(folder)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise CannotMount(f"no tmpfs can be mounted: {result.stderr.strip()}")
