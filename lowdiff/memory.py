@@ -1,4 +1,4 @@
-"""Where this life's staging lies and how long its log may become, agreed on by all ranks."""
+"""How long the staging log of this life may become, agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -50,13 +50,11 @@ class Memory:
     """What this rank may use.
 
     Attributes:
-        root: Folder of the staging folders of all runs.
         chunk_bytes: Length of one chunk of the log.
         log_bytes: Most that all chunks may take together.
         optimizer_steps: Most optimizer steps of one loop body that are logged; see `Settings`.
     """
 
-    root: Path
     chunk_bytes: int
     log_bytes: int
     optimizer_steps: int
@@ -95,7 +93,7 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
             ranks.rank,
             num_steps,
         )
-    return Memory(root, chunk_bytes, cap, num_steps)
+    return Memory(chunk_bytes, cap, num_steps)
 
 
 def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:

@@ -220,15 +220,16 @@ def _fenced(
     settings: Settings, given: Given, catalog: Catalog, ranks: Ranks, start: Start
 ) -> Fence:
     """The new incarnation; on return every rank's fence is durable."""
-    names = ranks.gather([sorted(given.stateful), sorted(given.averages)])
+    own_names = [sorted(given.stateful), sorted(given.averages)]
+    told = ranks.gather([own_names, catalog.num_incarnations, new_life()])
+    names = [theirs for theirs, *_ in told]
     if any(other != names[0] for other in names):
         raise ConfigError(
             "the ranks attached different objects; every rank attaches all of them, and updates an "
             f"AveragedModel in the same steps: {names}"
         )
-    told = ranks.gather([catalog.num_incarnations, new_life()])
-    incarnation = max(number for number, _ in told)
-    life: str = told[0][1]
+    incarnation = max(number for _, number, _ in told)
+    life: str = told[0][2]
     parent = max(catalog.incarnations, default=None) if start.continues else None
     compressor = settings.compressor
     with ranks.together():
@@ -276,7 +277,7 @@ def _begin(
         # Of a life that may never have begun, on whichever machine: only a snapshot after it makes
         # its memory void.
         start = replace(start, needs_snapshot=True)
-    folder = StagingFolder.of(memory.root, fence.run_id, fence.incarnation, ranks.rank)
+    folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo:
         with ranks.together():
             staging = StagingArea(folder, settings.folder, fence.life)
@@ -295,7 +296,7 @@ def _begin(
             writer = WriterProcess(
                 WriterSettings(
                     run=str(settings.run),
-                    staging_root=str(memory.root),
+                    staging_root=str(settings.staging_root),
                     run_id=fence.run_id,
                     incarnation=fence.incarnation,
                     rank=ranks.rank,
