@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from lowdiff.agreement import Ranks
-from lowdiff.attached import Attached
 from lowdiff.compressors.feedback import NUM_COPIED_SLOTS, NUM_SLOTS
 from lowdiff.errors import ConfigError
 from lowdiff.given import Given
@@ -142,7 +141,10 @@ def _need(
     attached = given.attached
     parameters = attached.layout.parameters
     model_bytes = sum(spec.nbytes for spec in parameters)
-    state_bytes = max(_STATE_TENSORS * model_bytes, _state_bytes(attached))
+    entries = (entry for optimizer in attached.optimizers for entry in optimizer.state.values())
+    values = (value for entry in entries for value in entry.values())
+    held = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    state_bytes = max(_STATE_TENSORS * model_bytes, held)
     averages = len(given.averages) * model_bytes
     items = sum(tensor.nbytes for tensor in given.tracker.tensors.values())
     if settings.has_replica:
@@ -170,9 +172,3 @@ def _largest_share(layout: Layout, world_size: int) -> int:
     """Bytes of the parameters of the rank that has most."""
     parameters = layout.parameters
     return max(sum(parameters[i].nbytes for i in own) for own in shares_of(layout, world_size))
-
-
-def _state_bytes(attached: Attached) -> int:
-    entries = (entry for optimizer in attached.optimizers for entry in optimizer.state.values())
-    values = (value for entry in entries for value in entry.values())
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
