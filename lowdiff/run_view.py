@@ -134,7 +134,8 @@ def shared_out(
     if all ranks are where they were. A folder counts for nothing, and stays, where the run has gone on
     elsewhere from an older step; it is named in a warning.
     """
-    known = [stage for stage in stages if is_known(stage, settings.folder)]
+    with ranks.together():
+        known = [stage for stage in stages if is_known(stage, settings.folder)]
     for stage in stages:
         if stage not in known:
             _logger.warning(

@@ -42,7 +42,8 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
         What kept it from adopting some of them, to be tried again; empty if nothing did.
     """
     errors = []
-    for stage in _predecessors(settings):
+    there = StagingFolder.all_of_run(Path(settings.staging_root), settings.run_id)
+    for stage in [stage for stage in there if stage.root.name in settings.adopts]:
         lock = FileLock(stage.writer_lock)
         try:
             while not lock.acquire(f"adopting writer {os.getpid()}", timeout_seconds=1.0):
@@ -73,14 +74,8 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
 
 
 def ranks_to_adopt(settings: WriterSettings) -> frozenset[int]:
-    """Return whose logs this writer makes durable, beside its own."""
-    return frozenset(stage.rank for stage in _predecessors(settings))
-
-
-def _predecessors(settings: WriterSettings) -> list[StagingFolder]:
-    """Return the folders that this writer takes over and that are still there, oldest first."""
-    there = StagingFolder.all_of_run(Path(settings.staging_root), settings.run_id)
-    return [stage for stage in there if stage.root.name in settings.adopts]
+    """Return whose logs this writer makes durable beside its own, adopted by now or not."""
+    return frozenset(int(name.rpartition("r")[2]) for name in settings.adopts)
 
 
 def _is_replaced(
