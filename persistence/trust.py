@@ -76,30 +76,20 @@ def trusted_folders(root: Path, run_id: str) -> Iterator[str]:
         _logger.warning("what is staged in %s is not read: %s", root, error)
 
 
-def make_root(root: Path) -> None:
-    """Make a staging root with mode 0700, whatever the umask; it may be there.
-
-    Raises:
-        UntrustedStaging: If it is there and cannot be trusted.
-    """
-    with suppress(FileExistsError):
-        root.mkdir(mode=_PRIVATE)
-    with _opened(root) as descriptor:
-        if descriptor is not None and root == shared_staging_root():
-            os.fchmod(descriptor, _PRIVATE)
-
-
 def make_folder(root: Path, run_id: str, name: str) -> None:
-    """Make the folder of one rank below a root, each part with mode 0700.
+    """Make the folder of one rank below a root, which may be there; each part with mode 0700.
 
     Raises:
         FileExistsError: If it is there.
         UntrustedStaging: If a folder above it cannot be trusted.
     """
     root.parent.mkdir(parents=True, exist_ok=True)
-    make_root(root)
+    with suppress(FileExistsError):
+        root.mkdir(mode=_PRIVATE)
     with _opened(root) as descriptor:
         assert descriptor is not None
+        if root == shared_staging_root():
+            os.fchmod(descriptor, _PRIVATE)
         while True:  # the last rank of an earlier life may remove the run's folder
             with suppress(FileExistsError):
                 os.mkdir(run_id, _PRIVATE, dir_fd=descriptor)

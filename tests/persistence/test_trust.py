@@ -15,7 +15,7 @@ import pytest
 import lowdiff
 from lowdiff.errors import UntrustedStaging
 from lowdiff.persistence.paths import StagingFolder
-from lowdiff.persistence.trust import make_folder, make_root
+from lowdiff.persistence.trust import make_folder
 from lowdiff.recovery.inspection import inspect
 from lowdiff.recovery.verify import verify
 from tests.face.loops import Loop
@@ -134,17 +134,17 @@ def test_the_default_root_is_closed_to_others(
     monkeypatch.setattr("lowdiff.persistence.trust.shared_staging_root", lambda: root)
     old = os.umask(0)
     try:
-        make_root(root)
+        make_folder(root, RUN, "i000000-r0000")
     finally:
         os.umask(old)
     assert root.stat().st_mode & 0o777 == 0o700
     # As an earlier version made it: others could read it, and did not write to it.
     root.chmod(0o755)
-    make_root(root)
+    make_folder(root, RUN, "i000001-r0000")
     assert root.stat().st_mode & 0o777 == 0o700
     root.chmod(0o777)
     with pytest.raises(UntrustedStaging, match="has mode 0777"):
-        make_root(root)
+        make_folder(root, RUN, "i000002-r0000")
 
 
 def test_gc_of_a_folder_of_somebody_else_is_an_error(shared: Path) -> None:
