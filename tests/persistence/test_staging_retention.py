@@ -158,7 +158,7 @@ def test_a_life_that_the_run_has_gone_on_without_stays(run: RunFolder, known: st
         write_fence(run, fence(0, life=known))
     reason = cleared(stage).reason
     assert reason.startswith("steps 1 to 3 may be here only: ")
-    assert reason.endswith("has gone on without this life 0")
+    assert "has gone on without this life 0" in reason
     shutil.rmtree(run.root / "incarnations", ignore_errors=True)
     write_fence(run, fence(0))
     assert cleared(stage).goes
@@ -186,13 +186,14 @@ def test_what_belongs_to_a_run_that_was_moved_or_deleted_stays(
 ) -> None:
     stage = staged(run, 3)
     moved = RunFolder(run.root.rename(tmp_path / "moved"))
-    why = "is not there; moved, deleted, or not mounted?"
+    why = "was it moved or deleted, or is it not mounted?"
     if is_replaced:
         create_run(run, "ff" * 16)
-        why = "is another run now; was this one moved or deleted?"
+        why = "is another run now"
     verdict = cleared(stage)
     assert not verdict.goes
-    assert verdict.reason == f"steps 1 to 3 may be here only: {run.root} {why}"
+    assert verdict.reason.startswith(f"steps 1 to 3 may be here only: {run.root} ")
+    assert verdict.reason.endswith(why)
     assert staging_of_run(tmp_path / "staging", moved, RUN_ID) == [stage]
     assert cleared(stage, force=True).goes
     assert not stage.root.exists()
