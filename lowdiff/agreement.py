@@ -175,25 +175,15 @@ def refuse_disagreement(
         ConfigError: On all ranks, naming the first that differs from rank 0.
     """
     own = [
-        f"{compressor.name}({dict(compressor.settings())})",
-        ", ".join(f"{k}={v!r}" for k, v in modes.items()),
+        f"compresses with {compressor.name}({dict(compressor.settings())})",
+        "has " + ", ".join(f"{key}={value!r}" for key, value in modes.items()),
+        *(f"trains {s.name} {s.dtype}{list(s.shape)}" for s in layout.parameters),
     ]
-    own += [f"{s.name} {s.dtype}{list(s.shape)}" for s in layout.parameters]
     first, *others = ranks.gather(own)
     for rank, theirs in enumerate(others, start=1):
-        if theirs[0] != first[0]:
-            raise ConfigError(
-                f"rank {rank} compresses with {theirs[0]}, rank 0 with {first[0]}; give every rank "
-                "the same compressor"
-            )
-        if theirs[1] != first[1]:
-            raise ConfigError(
-                f"rank {rank} has {theirs[1]}, rank 0 has {first[1]}; give every rank the same mode"
-            )
-        pairs = zip_longest(theirs[2:], first[2:], fillvalue="no further parameter")
-        different = next((pair for pair in pairs if pair[0] != pair[1]), None)
-        if different is not None:
-            raise ConfigError(
-                f"rank {rank} trains {different[0]} where rank 0 trains {different[1]}; give every "
-                "rank the same model, with the same parameters frozen"
-            )
+        for here, there in zip_longest(first, theirs, fillvalue="trains no further parameter"):
+            if here != there:
+                raise ConfigError(
+                    f"rank {rank} {there} where rank 0 {here}; give every rank the same compressor, "
+                    "modes and model, with the same parameters frozen"
+                )

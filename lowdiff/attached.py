@@ -106,11 +106,7 @@ class Attached:
 
         After an overflow that a scaler skipped, they are not finite and of no further use.
         """
-        found = {
-            i: gradient
-            for i, gradient in enumerate(p.grad for p in self.parameters)
-            if self.owner[i] == optimizer and gradient is not None
-        }
+        found = {i: p.grad for i, p in self._owned(optimizer) if p.grad is not None}
         is_of_use = any(bool(g.any()) for g in found.values()) and all(
             bool(g.isfinite().all()) for g in found.values()
         )
@@ -118,11 +114,10 @@ class Attached:
 
     def absent(self, optimizer: int) -> list[int]:
         """Parameters of an optimizer whose gradient is None."""
-        return [
-            i
-            for i, parameter in enumerate(self.parameters)
-            if self.owner[i] == optimizer and parameter.grad is None
-        ]
+        return [i for i, parameter in self._owned(optimizer) if parameter.grad is None]
+
+    def _owned(self, optimizer: int) -> Iterator[tuple[int, torch.nn.Parameter]]:
+        return ((i, p) for i, p in enumerate(self.parameters) if self.owner[i] == optimizer)
 
 
 def ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:

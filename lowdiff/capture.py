@@ -58,29 +58,33 @@ class Stateful(Protocol):
         ...
 
 
-def random_states(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Item name -> reader of each global random generator."""
-    readers: dict[str, Callable[[], Any]] = {
-        "python": random.getstate,
-        "numpy": lambda: np.random.get_state(legacy=True),
-        "torch": torch.get_rng_state,
+def _generators(
+    device: torch.device,
+) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Item name -> what reads and what sets each global random generator."""
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        RNG_ITEM + "python": (random.getstate, random.setstate),
+        RNG_ITEM + "numpy": (lambda: np.random.get_state(legacy=True), np.random.set_state),
+        RNG_ITEM + "torch": (torch.get_rng_state, torch.set_rng_state),
     }
     if device.type == "cuda":
-        readers["cuda"] = lambda: torch.cuda.get_rng_state(device)
-    return {RNG_ITEM + name: reader for name, reader in readers.items()}
+        found[RNG_ITEM + "cuda"] = (
+            lambda: torch.cuda.get_rng_state(device),
+            lambda state: torch.cuda.set_rng_state(state, device),
+        )
+    return found
+
+
+def random_states(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Item name -> reader of each global random generator."""
+    return {name: read for name, (read, _) in _generators(device).items()}
 
 
 def restore_random_states(items: Mapping[str, bytes], device: torch.device) -> None:
     """Set every global random generator that the items hold."""
-    writers: dict[str, Callable[[Any], object]] = {
-        "python": random.setstate,
-        "numpy": np.random.set_state,
-        "torch": torch.set_rng_state,
-        "cuda": lambda state: torch.cuda.set_rng_state(state, device),
-    }
-    for name, writer in writers.items():
-        if RNG_ITEM + name in items and (name != "cuda" or device.type == "cuda"):
-            writer(decode(items[RNG_ITEM + name]))
+    for name, (_, write) in _generators(device).items():
+        if name in items:
+            write(decode(items[name]))
 
 
 class ItemTracker:
@@ -92,7 +96,11 @@ class ItemTracker:
         stateful: Mapping[str, Callable[[], Any]],
         device: torch.device,
     ) -> None:
-        """Watch the tensors that ``constants`` looks up, and what ``stateful`` reads by name."""
+        """Watch the tensors that ``constants`` looks up, and what ``stateful`` reads by name.
+
+        Raises:
+            ConfigError: Naming an object whose state does not survive encoding.
+        """
         self._constants = constants
         self._random = random_states(device)
         self._stateful = dict(stateful)
@@ -110,7 +118,11 @@ class ItemTracker:
         self.large_items: dict[str, int] = {}
         for name, read in self._stateful.items():
             outline, _ = outlined(name, read())
-            check_round_trip(name, outline)
+            if not same(decode(encode(outline, name=name)), outline):
+                raise ConfigError(
+                    f"{name} does not survive encoding; return plain values and tensors from "
+                    "state_dict()"
+                )
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -355,29 +367,3 @@ def _is_worth_it(tensor: torch.Tensor) -> bool:
         and tensor.nbytes >= _APART_BYTES
         and dtype_name(tensor.dtype) in _APART_DTYPES
     )
-
-
-def check_stateful(stateful: Mapping[str, object]) -> None:
-    """See that every object can be saved and restored.
-
-    Raises:
-        ConfigError: If one has no ``state_dict`` or ``load_state_dict``.
-    """
-    for name, thing in stateful.items():
-        if not isinstance(thing, Stateful):
-            raise ConfigError(
-                f"{name}={type(thing).__name__} has no state_dict and load_state_dict; wrap "
-                "it in an object that has both, or leave it out"
-            )
-
-
-def check_round_trip(name: str, value: Any) -> None:
-    """Prove that a value survives encoding.
-
-    Raises:
-        ConfigError: Naming the part that does not.
-    """
-    if not same(decode(encode(value, name=name)), value):
-        raise ConfigError(
-            f"{name} does not survive encoding; return plain values and tensors from state_dict()"
-        )

@@ -85,10 +85,11 @@ class Checkpointer:
             after the first of them. A crash of processes loses no committed step whatever it is; the
             loss of the machine's power at most ``2 * batch_size``. Without a compressor it has no
             effect, and that bound is ``2 * snapshot_every``.
-        staging: Folder in memory (tmpfs) for logs that survive the process; by default
-            ``/dev/shm/lowdiff-UID``, which nobody else may read. A folder given here, if it is there
-            already, must be this user's, no symbolic link, and not writable by others; what lowdiff
-            makes in it nobody else can read.
+        staging: Folder for logs that survive the process; by default ``/dev/shm/lowdiff-UID``, in
+            memory (tmpfs), which nobody else may read. Where that has no room, give a folder on a
+            disk of this machine. A folder given here, if it is there already, must be this user's,
+            no symbolic link, and not writable by others; what lowdiff makes in it nobody else can
+            read.
         store: URL of an object store, e.g. ``"s3://bucket/runs/gpt"``, that gets a copy of all
             that is durable, so that the run survives its nodes. Credentials come from the
             environment. Needs ``lowdiff[object-store]``.

@@ -287,7 +287,7 @@ def _watch(run: Path, staging: Path | None, every_seconds: float) -> None:
     from lowdiff.persistence.paths import RunFolder, staging_to_read
     from lowdiff.persistence.progress import RunWatch
 
-    looks = RunWatch(RunFolder(run), staging_to_read(run, staging))
+    looks = RunWatch(RunFolder(run), staging_to_read(staging))
     shown = Live(console=plain_console(), auto_refresh=False)
     with contextlib.suppress(KeyboardInterrupt), shown:
         while True:

@@ -39,7 +39,10 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
             session.finish_copies()
         if not failed:
             session.keep_staging()
-            _hear_last(opened)
+            try:
+                session.hear_last(_MEET_SECONDS)
+            except RankLost as error:
+                _logger.warning("the last step is perhaps not committed on all ranks: %s", error)
     except BaseException as error:
         _abandon(opened)
         if is_lenient and isinstance(error, Exception):
@@ -59,14 +62,6 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
         return
     if is_last_snapshot:
         _remove_staging(opened, status.durable_snapshot)
-
-
-def _hear_last(opened: Opened) -> None:
-    """Learn whether the last step is committed; where a rank does not say so, close goes on without."""
-    try:
-        opened.session.hear_last(_MEET_SECONDS)
-    except RankLost as error:
-        _logger.warning("the last step is perhaps not committed on all ranks: %s", error)
 
 
 def _remove_staging(opened: Opened, durable_snapshot: int) -> None:
@@ -118,33 +113,21 @@ def _take_last_snapshot(opened: Opened, *, at_leisure: bool) -> bool:
     Returns:
         Whether a snapshot of the last step was staged on every rank.
     """
+
+    def any_rank(why: str) -> str:
+        return next(filter(None, opened.ranks.gather(why)), "")
+
     why = opened.ranks.meet(_MEET_SECONDS)
+    why = why or any_rank(_why_no_snapshot(opened, at_leisure=at_leisure))
+    why = why or any_rank(_failure_of_snapshot(opened))
     if why:
-        _warn_of_no_snapshot(why, opened)
-        return False
-    reasons = list(
-        filter(None, opened.ranks.gather(_why_no_snapshot(opened, at_leisure=at_leisure)))
-    )
-    if not reasons:
-        failures = list(filter(None, opened.ranks.gather(_failure_of_snapshot(opened))))
-        if failures:
-            _logger.warning(
-                "no last snapshot is taken: %s; the next attach resumes with the help of %s",
-                failures[0],
-                opened.staging.folder.root,
-            )
-        return not failures
-    _warn_of_no_snapshot(reasons[0], opened)
-    return False
-
-
-def _warn_of_no_snapshot(why: str, opened: Opened) -> None:
-    _logger.warning(
-        "%s, so no last snapshot is taken; the next attach resumes from the last commit, with the "
-        "help of %s",
-        why,
-        opened.staging.folder.root,
-    )
+        _logger.warning(
+            "no last snapshot is taken: %s; the next attach resumes from the last commit, with the "
+            "help of %s",
+            why,
+            opened.staging.folder.root,
+        )
+    return not why
 
 
 def _why_no_snapshot(opened: Opened, *, at_leisure: bool) -> str:

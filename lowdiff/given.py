@@ -8,7 +8,7 @@ from functools import partial
 
 from lowdiff.attached import Attached
 from lowdiff.averages import LiveAverage, find_averages
-from lowdiff.capture import ItemTracker, Stateful, check_stateful
+from lowdiff.capture import ItemTracker, Stateful
 from lowdiff.errors import ConfigError
 
 
@@ -35,7 +35,12 @@ def watch(attached: Attached, stateful: Mapping[str, Stateful]) -> Given:
     Raises:
         ConfigError: If an object cannot be saved and restored.
     """
-    check_stateful(stateful)
+    for name, thing in stateful.items():
+        if not isinstance(thing, Stateful):
+            raise ConfigError(
+                f"{name}={type(thing).__name__} has no state_dict and load_state_dict; wrap "
+                "it in an object that has both, or leave it out"
+            )
     averages = find_averages(stateful, attached)
     for name in averages:
         if "/" in name:  # in snapshots one ends it, and a parameter's name follows

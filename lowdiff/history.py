@@ -28,6 +28,10 @@ from lowdiff.tuner.measured import Life, number
 
 _logger = logging.getLogger(__name__)
 
+#: How a life may have ended, the worst first. A rank that is new, or whose machine has nothing of the
+#: run, knows least.
+_ENDINGS = ("node", "process", "unknown", "closed", "none")
+
 
 @dataclass(frozen=True, slots=True)
 class Story:
@@ -64,7 +68,8 @@ def story_of(
         lives = read_lives(settings.folder, run_id, ranks.rank)
         newest = max((number for number, *_ in settings.folder.fences()), default=None)
         mine = _ending(lives, newest, ranks.rank, stages)
-    restart = _agreed(ranks.gather(mine))
+    worst = min(ranks.gather(mine), key=_ENDINGS.index)
+    restart = "" if worst in ("closed", "none") else worst
     now = time.time()
     facts: dict[str, float | str] = {
         "began_unix_seconds": now,
@@ -114,12 +119,3 @@ def _ending(
     if any((stage.incarnation, stage.rank) == (newest, rank) for stage in stages):
         return "process"
     return "unknown" if told is None else "node"
-
-
-def _agreed(endings: Sequence[str]) -> str:
-    """The worst that any rank knows of; empty if nothing failed."""
-    for kind in ("node", "process", "unknown"):
-        # A rank that is new, or whose machine has nothing of the run, knows least.
-        if kind in endings:
-            return kind
-    return ""

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from lowdiff.history import Story, story_of
 from lowdiff.host_copy import HostCopies
 from lowdiff.memory import Memory, agree_on_memory
 from lowdiff.meter import RecoveryClock
-from lowdiff.persistence.catalog import Catalog
+from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.constants import write_constants
 from lowdiff.persistence.fences import new_life, write_fence
 from lowdiff.persistence.paths import StagingFolder
@@ -49,12 +49,11 @@ from lowdiff.recovery.optimizers import (
     settle_kernels,
 )
 from lowdiff.recovery.proof import refuse_unbuildable
-from lowdiff.remote import fetch_from_store
 from lowdiff.replicating import begin_replicated
 from lowdiff.residuals import CopiedResidual, StagedResidual
 from lowdiff.resuming import Start, class_of, load_start, recover_together
 from lowdiff.run_lock import RunLock
-from lowdiff.run_view import agreed_run, name_other_lives, shared_catalog
+from lowdiff.run_view import agreed_run, fetch_from_store, share_files, shared_out
 from lowdiff.scaling import Scaling
 from lowdiff.session import Session
 from lowdiff.settings import Settings
@@ -115,17 +114,17 @@ def _training_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
     return None
 
 
-def _locked(settings: Settings, ranks: Ranks) -> RunLock:
-    """Hold this rank's lock on the run; on return every rank holds its own."""
-    lock = RunLock(settings, ranks.rank)
+@contextmanager
+def _named_disk_errors(settings: Settings) -> Iterator[None]:
     try:
-        with ranks.together():
-            refuse_strange_entries(settings.folder)
-            lock.acquire()
-    except BaseException:
-        lock.release()
-        raise
-    return lock
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise  # of the user's own objects, perhaps
+        raise StorageError(
+            f"{settings.run} cannot be opened: {error}. Free space there or correct its "
+            "permissions, and attach again; what is in it stays as it is"
+        ) from error
 
 
 def open_session(
@@ -145,28 +144,8 @@ def open_session(
         StepNotFound: If ``step`` cannot be recovered.
         StorageError: If the run folder or staging memory is full, read-only or broken.
     """
-    try:
-        return _opened(settings, attached, stateful, ranks, restore=restore, step=step)
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
-            raise  # of the user's own objects, perhaps
-        raise StorageError(
-            f"{settings.run} cannot be opened: {error}. Free space there or correct its "
-            "permissions, and attach again; what is in it stays as it is"
-        ) from error
-
-
-def _opened(
-    settings: Settings,
-    attached: Attached,
-    stateful: Mapping[str, Stateful],
-    ranks: Ranks,
-    *,
-    restore: str,
-    step: int | None,
-) -> Opened:
     settle_kernels()
-    with ExitStack() as undo:
+    with _named_disk_errors(settings), ExitStack() as undo:
         with ranks.together():
             if restore == "none" and step is not None:
                 raise ConfigError(
@@ -184,20 +163,29 @@ def _opened(
                 )
         modes = {"watch": settings.watch, "optimizer_steps": settings.optimizer_steps}
         refuse_disagreement(ranks, settings.compressor, attached.layout, modes)
-        lock = _locked(settings, ranks)
+        lock = RunLock(settings, ranks.rank)
         undo.callback(lock.release)
+        with ranks.together():
+            refuse_strange_entries(settings.folder)
+            lock.acquire()
         run_id, stages, is_in_store = agreed_run(settings, ranks)
         story = story_of(settings, ranks, run_id, stages)
         memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
         with ExitStack() as held:
-            # What is recovered must still be there when the fences say that it is the base.
-            _keep_files(settings, ranks, held)
+            # Retention removes nothing meanwhile: what is recovered must still be there when the
+            # fences say that it is the base.
+            wait, folder = settings.lock_seconds, settings.folder
+            with ranks.together():
+                held.enter_context(retention_locked(folder, timeout_seconds=wait, shared=True))
             imported = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lowdiff-")))
-            catalog = shared_catalog(settings, ranks, run_id, stages, imported)
+            roots = [settings.staging_root, imported]
+            share_files(settings, ranks, run_id, imported)
             if is_in_store:
                 fetch_from_store(settings, ranks, step, fences_only=restore == "none")
-                catalog = shared_catalog(settings, ranks, run_id, stages, imported)
-            name_other_lives(settings, stages)
+                share_files(settings, ranks, run_id, imported)
+            with ranks.together():
+                catalog = scan(settings.folder, roots)
+            left = shared_out(settings, ranks, stages)
             state = None
             clock = RecoveryClock()
             if restore != "none":
@@ -209,7 +197,7 @@ def _opened(
                 lock.check()  # recovery may have taken hours
                 story.facts.update(clock.facts(state))
             fence = _fenced(settings, given, catalog, ranks, start)
-        opened = _begin(settings, given, ranks, fence, start, memory, lock, story)
+        opened = _begin(settings, given, ranks, fence, start, memory, lock, story, left)
         undo.pop_all()
     return opened
 
@@ -228,27 +216,20 @@ def _refuse_registered(settings: Settings, attached: Attached, world_size: int) 
             refuse_unbuildable(attached.layout, spec, hyper_parameters(optimizer), attached.device)
 
 
-def _keep_files(settings: Settings, ranks: Ranks, held: ExitStack) -> None:
-    """Keep retention from removing anything for as long as ``held`` lasts."""
-    with ranks.together():
-        held.enter_context(
-            retention_locked(settings.folder, timeout_seconds=settings.lock_seconds, shared=True)
-        )
-
-
 def _fenced(
     settings: Settings, given: Given, catalog: Catalog, ranks: Ranks, start: Start
 ) -> Fence:
     """The new incarnation; on return every rank's fence is durable."""
-    names = ranks.gather([sorted(given.stateful), sorted(given.averages)])
+    own_names = [sorted(given.stateful), sorted(given.averages)]
+    told = ranks.gather([own_names, catalog.num_incarnations, new_life()])
+    names = [theirs for theirs, *_ in told]
     if any(other != names[0] for other in names):
         raise ConfigError(
             "the ranks attached different objects; every rank attaches all of them, and updates an "
             f"AveragedModel in the same steps: {names}"
         )
-    told = ranks.gather([catalog.num_incarnations, new_life()])
-    incarnation = max(number for number, _ in told)
-    life: str = told[0][1]
+    incarnation = max(number for _, number, _ in told)
+    life: str = told[0][2]
     parent = max(catalog.incarnations, default=None) if start.continues else None
     compressor = settings.compressor
     with ranks.together():
@@ -288,126 +269,112 @@ def _begin(
     memory: Memory,
     lock: RunLock,
     story: Story,
+    left: Sequence[StagingFolder],
 ) -> Opened:
-    """Staging, writer and session."""
-    left = StagingFolder.all_of_run(memory.root, fence.run_id)
+    """Make staging, writer and session; on return the base is durable on every rank."""
+    attached, device = given.attached, given.attached.device
     if any(ranks.gather(any(map(has_replica, left)))) and not settings.has_replica:
         # Of a life that may never have begun, on whichever machine: only a snapshot after it makes
         # its memory void.
         start = replace(start, needs_snapshot=True)
-    folder = StagingFolder.of(memory.root, fence.run_id, fence.incarnation, ranks.rank)
+    folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo:
         with ranks.together():
             staging = StagingArea(folder, settings.folder, fence.life)
             undo.callback(staging.release)
-            session = _session(
-                settings, given, ranks, fence, start, memory, staging, lock, undo, story
+            scaling = Scaling(_hook_scaler(attached, given.stateful))
+            residual = _residual(settings, attached, folder, scaling)
+            if start.residual:
+                residual.load(start.residual)
+            log = StagingLog(
+                folder,
+                run_id=fence.run_id,
+                world_size=ranks.world_size,
+                chunk_bytes=memory.chunk_bytes,
+                cap_bytes=memory.log_bytes,
             )
+            writer = WriterProcess(
+                WriterSettings(
+                    run=str(settings.run),
+                    staging_root=str(settings.staging_root),
+                    run_id=fence.run_id,
+                    incarnation=fence.incarnation,
+                    rank=ranks.rank,
+                    world_size=ranks.world_size,
+                    base_step=start.step,
+                    trainer_pid=os.getpid(),
+                    batch_size=settings.batch_size,
+                    flush_seconds=settings.flush_seconds,
+                    retention=settings.retention,
+                    store=settings.store,
+                    has_replica=settings.has_replica,
+                    continues=start.continues,
+                    adopts=[stage.root.name for stage in left],
+                )
+            )
+            undo.callback(writer.stop)
+            begin: Callable[..., Stager] = Stager
+            if settings.has_replica:
+                on_host = device.type == "cpu"
+                begin = partial(begin_replicated, makes_images=on_host, specs=attached.specs)
+            stager = begin(log, writer, settings, ranks.rank, ranks.world_size)
+            undo.callback(stager.stop)
+            stager.begin(start.step, story, attached.layout)
+            session = Session(
+                live=Live(
+                    attached=attached,
+                    tracker=given.tracker,
+                    residual=residual,
+                    averages=Averages(given.averages, attached),
+                    shares_constants=fence.constants != "",
+                    rank=ranks.rank,
+                    world_size=ranks.world_size,
+                    copies=HostCopies(device),
+                ),
+                settings=settings,
+                incarnation=fence.incarnation,
+                step=start.step,
+                reducer=settings.compressor.bind(attached.layout, residual, ranks.training_group),
+                items=start.items,
+                stager=stager,
+                staging=staging,
+                lock=lock,
+                scaling=scaling,
+                ranks=ranks,
+                proofs=Proofs(attached, fence, ranks),
+                optimizer_steps=memory.optimizer_steps,
+            )
+            undo.callback(session.detach)
             # G3 holds from the return of attach: what it starts from is durable by then.
             if start.needs_snapshot or settings.has_replica:
                 session.snapshot(required=True)
-            # Where that is a snapshot, no life before it is waited for: a replica's memory stays, and
-            # counts as not adopted, until no rank can fail to begin.
+            # After a snapshot, adoption is not waited for: a replica's memory stays until this rank
+            # has trained, so until no rank can fail to begin.
             if start.needs_snapshot:
-                session.stager.wait_for_snapshot()
+                stager.wait_for_snapshot()
             elif start.continues and not settings.has_replica:
-                session.stager.wait_for_adoption()
+                stager.wait_for_adoption()
             if settings.store is not None and (start.needs_snapshot or not settings.has_replica):
                 is_rebased = start.needs_snapshot and fence.incarnation > 0
-                session.stager.wait_for_store(-1 if is_rebased else start.step)
-            session.stager.meter.note(story.attached())
+                stager.wait_for_store(-1 if is_rebased else start.step)
+            stager.meter.note(story.attached())
         session.start()
         if ranks.rank == 0:
             name_large_items(given.tracker)
-        opened = Opened(session, lock, staging, ranks, start.items)
         undo.pop_all()
-    return opened
+    return Opened(session, lock, staging, ranks, start.items)
 
 
-def _session(
-    settings: Settings,
-    given: Given,
-    ranks: Ranks,
-    fence: Fence,
-    start: Start,
-    memory: Memory,
-    staging: StagingArea,
-    lock: RunLock,
-    undo: ExitStack,
-    story: Story,
-) -> Session:
-    """This rank's writer and session; ``undo`` learns how to take them back."""
-    attached = given.attached
+def _residual(
+    settings: Settings, attached: Attached, folder: StagingFolder, scaling: Scaling
+) -> RotatingResidual:
+    """Return the error-feedback residual where it is to lie: in staging if it outlives a crash."""
     kept = settings.compressor.residual_layout(attached.layout)
-    scaling = Scaling(_hook_scaler(attached, given.stateful))
-    device = attached.device
-    residual: RotatingResidual
     if not kept.parameters or settings.residual == "snapshot":
-        residual = RotatingResidual.zeros(kept, device, scaling.loss_scale)
-    elif device.type == "cpu":
-        residual = StagedResidual(staging.folder.residual, kept, scaling.loss_scale)
-    else:
-        residual = CopiedResidual(staging.folder.residual, kept, device, scaling.loss_scale)
-    if start.residual:
-        residual.load(start.residual)
-    log = StagingLog(
-        staging.folder,
-        run_id=fence.run_id,
-        world_size=ranks.world_size,
-        chunk_bytes=memory.chunk_bytes,
-        cap_bytes=memory.log_bytes,
-    )
-    writer = WriterProcess(
-        WriterSettings(
-            run=str(settings.run),
-            staging_root=str(memory.root),
-            run_id=fence.run_id,
-            incarnation=fence.incarnation,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            base_step=start.step,
-            trainer_pid=os.getpid(),
-            batch_size=settings.batch_size,
-            flush_seconds=settings.flush_seconds,
-            retention=settings.retention,
-            store=settings.store,
-            has_replica=settings.has_replica,
-            continues=start.continues,
-        )
-    )
-    undo.callback(writer.stop)
-    begin: Callable[..., Stager] = Stager
-    if settings.has_replica:
-        begin = partial(begin_replicated, makes_images=device.type == "cpu", specs=attached.specs)
-    stager = begin(log, writer, settings, ranks.rank, ranks.world_size)
-    undo.callback(stager.stop)
-    stager.begin(start.step, story, attached.layout)
-    session = Session(
-        live=Live(
-            attached=attached,
-            tracker=given.tracker,
-            residual=residual,
-            averages=Averages(given.averages, attached),
-            shares_constants=fence.constants != "",
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            copies=HostCopies(attached.device),
-        ),
-        settings=settings,
-        incarnation=fence.incarnation,
-        step=start.step,
-        reducer=settings.compressor.bind(attached.layout, residual, ranks.training_group),
-        items=start.items,
-        stager=stager,
-        staging=staging,
-        lock=lock,
-        scaling=scaling,
-        ranks=ranks,
-        proofs=Proofs(attached, fence, ranks),
-        optimizer_steps=memory.optimizer_steps,
-    )
-    undo.callback(session.detach)
-    return session
+        return RotatingResidual.zeros(kept, attached.device, scaling.loss_scale)
+    if attached.device.type == "cpu":
+        return StagedResidual(folder.residual, kept, scaling.loss_scale)
+    return CopiedResidual(folder.residual, kept, attached.device, scaling.loss_scale)
 
 
 def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:

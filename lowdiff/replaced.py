@@ -6,7 +6,6 @@ optimizer for a new phase, would train unrecorded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
 from operator import is_
 from typing import Any, NoReturn
@@ -34,14 +33,12 @@ _ATTACH_ANEW = (
 class AttachedObjects:
     """The modules, parameters and optimizers of one session; `check` sees that they still train.
 
-    A frozen parameter may be replaced by another of its shape, because it is recorded by name; so may
-    modules without parameters.
+    Modules without parameters may be replaced.
     """
 
     def __init__(self, attached: Attached) -> None:
         """Remember the objects, and watch the optimizers of this process until `remove`."""
         self._attached = attached
-        self._trained = set(map(id, attached.parameters))
         self._names = _parameters_by_path(attached.module)
         self._extra = set(extra_state_keys(attached.module))
         self._look()
@@ -94,15 +91,13 @@ class AttachedObjects:
         """Something was replaced, put in or taken out: go through all parameters by name."""
         now = _parameters_by_path(self._attached.module)
         for name, was in self._names.items():
-            found = now.get(name)
-            if found is was:
+            if now.get(name) is was:
                 continue
-            if id(was) in self._trained:
-                self._refuse(
-                    f"{name!r} is not the parameter any more that was attached "
-                    f"({_how(name, was, found, self._names, now)})"
-                )
-            self._check_frozen(name, was, found)
+            moved = next((other for other, parameter in now.items() if parameter is was), None)
+            how = "assigned anew, by its module or by load_state_dict(assign=True), or taken out?"
+            if moved is not None:
+                how = f"that is found as {moved!r} now"
+            self._refuse(f"{name!r} is not the parameter any more that was attached ({how})")
         new = next((name for name in now if name not in self._names), None)
         if new is not None:
             self._refuse(f"parameter {new!r} was added to the model after attach")
@@ -112,24 +107,6 @@ class AttachedObjects:
             self._refuse(f"a {kind}, which keeps extra state, was put in or taken out after attach")
         self._names = now
         self._look()
-
-    def _check_frozen(
-        self, name: str, was: torch.nn.Parameter, found: torch.nn.Parameter | None
-    ) -> None:
-        if found is None:
-            self._refuse(f"frozen parameter {name!r} was taken out of the model after attach")
-        if found.requires_grad:
-            self._refuse(f"{name!r} was frozen at attach and is a parameter to be trained now")
-        if (found.shape, found.dtype) != (was.shape, was.dtype):
-            self._refuse(
-                f"frozen parameter {name!r} was {was.dtype} {tuple(was.shape)} at attach and is "
-                f"{found.dtype} {tuple(found.shape)} now"
-            )
-        now = _parameters_by_path(self._attached.module)
-        tied = [other for other, parameter in self._names.items() if parameter is was]
-        untied = next((other for other in tied if now.get(other) is not found), None)
-        if untied is not None:
-            self._refuse(f"{untied!r} and {name!r} were one frozen parameter at attach and are two")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -164,22 +141,3 @@ class AttachedObjects:
 def _parameters_by_path(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Every parameter under each of its names; one that is tied has several."""
     return {own_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}
-
-
-def _how(
-    name: str,
-    was: torch.nn.Parameter,
-    found: torch.nn.Parameter | None,
-    before: Mapping[str, torch.nn.Parameter],
-    now: Mapping[str, torch.nn.Parameter],
-) -> str:
-    """What probably happened to a parameter that is another one."""
-    tied = next((other for other, p in before.items() if p is was and other != name), None)
-    if found is not None and tied is not None and now.get(tied) is was:
-        return f"it was tied to {tied!r} and is one of its own now"
-    moved = next((other for other, p in now.items() if p is was), None)
-    if moved is not None:
-        return f"that is found as {moved!r} now"
-    if found is None:
-        return "the model has none of that name now"
-    return "assigned anew, by its module or by load_state_dict(assign=True)?"

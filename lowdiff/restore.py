@@ -66,8 +66,10 @@ def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Atta
     """
     fresh = FreshTensors(attached)
     differences = _load_constants(state, items, attached, fresh)
-    _load_parameters(state, attached)  # last: no buffer's bytes stay on a weight
-    live = _live(attached)
+    live, tensors = _live(attached), state.tensors()
+    with torch.no_grad():  # last: no buffer's bytes stay on a weight
+        for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
+            parameter.copy_(tensors[spec.name])
     for name in doubtful(live):
         if name in items and not same_bits(live[name], value := state.resolved(name, items)):
             fresh.give(name, live[name], value)
@@ -79,13 +81,6 @@ def _live(attached: Attached) -> dict[str, torch.Tensor]:
     names = (spec.name for spec in attached.layout.parameters)
     trained: dict[str, torch.Tensor] = dict(zip(names, attached.parameters, strict=True))
     return trained | attached.constants()
-
-
-def _load_parameters(state: RecoveredState, attached: Attached) -> None:
-    tensors = state.tensors()
-    with torch.no_grad():
-        for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
-            parameter.copy_(tensors[spec.name])
 
 
 def load_gradients(state: RecoveredState, attached: Attached) -> None:
@@ -196,8 +191,8 @@ def load_weights(
 ) -> list[str]:
     """Copy a run's weights, buffers and extra states by name into a model that may train others.
 
-    Buffers that are in no state dict are left alone where they do not fit: the model makes them
-    itself, perhaps for another length of its input.
+    Buffers that are in no state dict of the run are left alone, as by ``load_state_dict``: the model
+    makes them itself, perhaps for another length of its input.
 
     Args:
         state: What was recovered.
@@ -213,18 +208,15 @@ def load_weights(
     slots, fresh = attached.buffer_slots(), FreshTensors(attached)
     live = {name.removeprefix(FROZEN_ITEM): tensor for name, tensor in _live(attached).items()}
     made = {name for name, (part, key) in slots.items() if key in part._non_persistent_buffers_set}
-    made_there = {name for name in items if name.startswith(BUFFER_ITEM)}
-    made_there.difference_update(slots, state.fence.names.values())
     wrong, taken = [], set()
     for name, value in _weights(state, items):
         tensor = live.get(name)
-        fits = name in slots if tensor is None else tensor.shape == value.shape
-        if fits:
-            taken.add(name)
-        elif tensor is not None and name not in made:
-            wrong.append(f"{name} is {_form(value)} there and {_form(tensor)} here")
-        elif tensor is None and name not in made_there:
+        if tensor is None and name not in slots:
             wrong.append(f"{name} is not in the model")
+        elif tensor is not None and tensor.shape != value.shape:
+            wrong.append(f"{name} is {_form(value)} there and {_form(tensor)} here")
+        else:
+            taken.add(name)
     if wrong:
         raise RunMismatch(
             f"the run's weights do not fit the model: {'; '.join(wrong)}. Rename such parts, or "
@@ -260,8 +252,9 @@ def _weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters by their own names, frozen or not, and buffers by item name; one at a time."""
     yield from state.tensors().items()
+    kept = set(state.fence.names.values())
     for name in items:
-        if name.startswith((BUFFER_ITEM, FROZEN_ITEM)):
+        if name in kept and name.startswith((BUFFER_ITEM, FROZEN_ITEM)):
             yield name.removeprefix(FROZEN_ITEM), state.resolved(name, items)
 
 

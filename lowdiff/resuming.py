@@ -105,8 +105,7 @@ def load_start(
     reshaped = load_model(state, items, attached)
     differences = load_optimizers(state, attached)
     load_gradients(state, attached)
-    objects = _Objects.of(stateful, state.fence)
-    afresh = {*objects.new, *objects.replaced}
+    afresh, objects = _compare_objects(stateful, state.fence.stateful)
     restored = {name: thing for name, thing in stateful.items() if name not in afresh}
     load_stateful(state, items, restored)
     check_restored(state, items, attached)
@@ -120,9 +119,9 @@ def load_start(
         )
     averages = followed_names(given.averages, attached.layout)
     changes = _changes(settings, state.fence, ranks, averages)
-    if ranks.rank == 0 and (said := [*changes, *objects.said(), *reshaped, *differences]):
+    if ranks.rank == 0 and (said := [*changes, *objects, *reshaped, *differences]):
         _logger.log(
-            logging.WARNING if objects.said() or reshaped else logging.INFO,
+            logging.WARNING if objects or reshaped else logging.INFO,
             "resuming at step %d: %s",
             state.step,
             "; ".join(said),
@@ -130,47 +129,30 @@ def load_start(
     if afresh:
         live = {STATEFUL_ITEM + name for name in afresh}
         items |= {name: data for name, data in tracker.read().items() if name in live}
-    return Start(state.step, True, bool(changes or objects.said()), residual, items)
+    return Start(state.step, True, bool(changes or objects), residual, items)
 
 
-@dataclass(frozen=True, slots=True)
-class _Objects:
-    """How the stateful objects differ from the run's, by name.
+def _compare_objects(
+    stateful: Mapping[str, object], before: Mapping[str, str]
+) -> tuple[set[str], list[str]]:
+    """Return which stateful objects start afresh, and what the user is told of those that differ.
 
-    Attributes:
-        new: The run has none of that name.
-        replaced: Those of another class, with the run's and their own.
-        missing: Those of the run's that were not attached again.
+    Args:
+        stateful: What is attached, by name.
+        before: Name -> class of what the run had.
     """
-
-    new: tuple[str, ...]
-    replaced: Mapping[str, tuple[str, str]]
-    missing: tuple[str, ...]
-
-    @staticmethod
-    def of(stateful: Mapping[str, object], fence: Fence) -> _Objects:
-        """Compare what is attached with what the run had."""
-        before = fence.stateful
-        return _Objects(
-            new=tuple(name for name in stateful if name not in before),
-            replaced={
-                name: (before[name], class_of(thing))
-                for name, thing in stateful.items()
-                if name in before and not is_same_class(before[name], class_of(thing))
-            },
-            missing=tuple(name for name in before if name not in stateful),
-        )
-
-    def said(self) -> list[str]:
-        """What the user is told."""
-        return [
-            *(f"{name} is new and starts afresh" for name in self.new),
-            *(
-                f"{name} is {own} instead of {other} and starts afresh"
-                for name, (other, own) in self.replaced.items()
-            ),
-            *(f"{name} was not attached again, and its state is left out" for name in self.missing),
-        ]
+    afresh, said = set(), []
+    for name, thing in stateful.items():
+        if name not in before:
+            said.append(f"{name} is new and starts afresh")
+        elif not is_same_class(before[name], class_of(thing)):
+            said.append(f"{name} is {class_of(thing)} instead of {before[name]} and starts afresh")
+        else:
+            continue
+        afresh.add(name)
+    gone = [name for name in before if name not in stateful]
+    said += [f"{name} was not attached again, and its state is left out" for name in gone]
+    return afresh, said
 
 
 def class_of(thing: object) -> str:

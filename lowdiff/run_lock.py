@@ -30,21 +30,18 @@ class RunLock:
         Raises:
             RunInUse: If nobody does.
         """
-        lock, seconds = self._lock, self._settings.lock_seconds
-        make_directory(lock.path.parent)
-        if not lock.acquire(self._description):
-            _logger.warning("waiting up to %.0f s for %s", seconds, lock.holder())
+        make_directory(self._lock.path.parent)
+        self._take(self._lock)
+        if self._lease is not None:
+            seconds = f"{self._lease.seconds:.0f} s are enough"
+            self._take(self._lease, f", on another machine, which may be dead: then {seconds}")
+
+    def _take(self, lock: FileLock | Lease, hint: str = "") -> None:
+        seconds = self._settings.lock_seconds
+        if not lock.acquire(self._description, timeout_seconds=0.0):
+            _logger.warning("waiting up to %.0f s for %s%s", seconds, lock.holder(), hint)
             if not lock.acquire(self._description, timeout_seconds=seconds):
                 raise RunInUse(self._settings.run, lock.holder(), seconds)
-        if self._lease is None or self._lease.acquire(self._description, timeout_seconds=0.0):
-            return
-        _logger.warning(
-            "waiting up to %.0f s for %s, on another machine, which may be dead: then %.0f s are "
-            "enough",
-            *(seconds, self._lease.holder(), self._lease.seconds),
-        )
-        if not self._lease.acquire(self._description, timeout_seconds=seconds):
-            raise RunInUse(self._settings.run, self._lease.holder(), seconds)
 
     def check(self) -> None:
         """Look whether another machine took over while this one was suspended.

@@ -1,4 +1,7 @@
-"""What there is of a run, as all its ranks together see it: its identity, staging and files."""
+"""What there is of a run, as all its ranks together see it: its identity, staging and files.
+
+Only rank 0 speaks to the store; from its run folder the others get what they cannot see.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,17 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lowdiff.agreement import Ranks
-from lowdiff.errors import ConfigError, RunInUse, RunMismatch
-from lowdiff.persistence.catalog import Catalog, scan
+from lowdiff.errors import ConfigError, RunInUse, RunMismatch, StoreError
 from lowdiff.persistence.constants import sweep_constants
 from lowdiff.persistence.fences import create_run, known_run_id, life_of, new_run_id
+from lowdiff.persistence.fetching import Listing, fetch_fences, fetch_history, read_store_run_id
 from lowdiff.persistence.locks import FileLock
+from lowdiff.persistence.object_store import ObjectStore
 from lowdiff.persistence.ownership import is_known, staging_of_run
-from lowdiff.persistence.paths import StagingFolder, default_staging_root
+from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.replica_status import has_replica
+from lowdiff.persistence.trust import shared_staging_root
 from lowdiff.recovery.replica_file import note_kernel, sound_files
-from lowdiff.remote import run_in_store
 from lowdiff.settings import Settings
 
 _logger = logging.getLogger(__name__)
@@ -41,7 +45,7 @@ def agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolde
             f"the ranks' folders {settings.run} belong to different runs; bring them together, or give "
             "all ranks a new folder"
         )
-    remote_id = run_in_store(settings, ranks)
+    remote_id = _run_in_store(settings, ranks)
     if ids and remote_id not in (None, *ids):
         raise RunMismatch(
             f"{settings.store} holds another run than {settings.run}; give each run its own URL"
@@ -56,9 +60,61 @@ def agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolde
     return run_id, stages, remote_id is not None
 
 
+def _run_in_store(settings: Settings, ranks: Ranks) -> str | None:
+    """Id of the run that the store holds, the same on every rank.
+
+    None if it holds none, if there is no store, or if it does not answer.
+
+    Raises:
+        StoreError: If it does not answer, and either no rank has history on its disk, so that
+            training might begin afresh by mistake, or ``on_error="raise"``.
+    """
+    has_history = any(ranks.gather(next(settings.folder.fences(), None) is not None))
+    run_id: str | None = None
+    with ranks.together():
+        if settings.store is not None and ranks.rank == 0:
+            try:
+                run_id = read_store_run_id(ObjectStore(settings.store))
+            except StoreError as error:
+                if not has_history or settings.on_error == "raise":
+                    raise
+                _logger.warning("%s; going on with the history in %s", error, settings.run)
+    found: str | None = ranks.gather(run_id)[0]
+    return found
+
+
+def fetch_from_store(
+    settings: Settings,
+    ranks: Ranks,
+    step: int | None,
+    *,
+    fences_only: bool,
+) -> None:
+    """Bring what resuming at ``step`` needs into rank 0's run folder.
+
+    Args:
+        settings: With a store that holds this run.
+        ranks: All of them.
+        step: The step to restore; None for the newest.
+        fences_only: When nothing is restored, and only the number of the incarnation matters.
+
+    Raises:
+        StoreError: If the store stopped answering.
+        RunMismatch: If its history parted from that of the run folder.
+    """
+    assert settings.store is not None
+    with ranks.together():
+        if ranks.rank == 0:
+            store = ObjectStore(settings.store)
+            if fences_only:
+                fetch_fences(store, settings.folder, Listing.of_store(store))
+            else:
+                fetch_history(store, settings.folder, step)
+
+
 def _refuse_to_lose_staged(settings: Settings, run_id: str) -> None:
     """Steps that lie in the default folder would be void if this life began with another one."""
-    usual = default_staging_root(settings.run)
+    usual = shared_staging_root()
     if settings.staging_root != usual and staging_of_run(usual, settings.folder, run_id):
         raise ConfigError(
             f"steps of {settings.run} are staged in {usual} and staging={settings.staging} would "
@@ -67,23 +123,19 @@ def _refuse_to_lose_staged(settings: Settings, run_id: str) -> None:
         )
 
 
-def shared_catalog(
-    settings: Settings, ranks: Ranks, run_id: str, stages: list[StagingFolder], imported: Path
-) -> Catalog:
-    """The run's files as every rank sees them, after fetching what only others can see.
+def shared_out(
+    settings: Settings, ranks: Ranks, stages: Sequence[StagingFolder]
+) -> list[StagingFolder]:
+    """Return what this rank's writer adopts of the folders of dead incarnations on this machine.
 
-    Durable files become part of this rank's run folder; staged ones are needed only now.
+    One of the ranks that see a folder adopts it, wherever its own rank is now: the one that made it
+    if all ranks are where they were. A folder counts for nothing, and stays, where the run has gone on
+    elsewhere from an older step; it is named in a warning.
     """
-    if ranks.world_size > 1:
-        _share(settings, ranks, run_id, stages, imported)
     with ranks.together():
-        return scan(settings.folder, [settings.staging_root, imported])
-
-
-def name_other_lives(settings: Settings, stages: list[StagingFolder]) -> None:
-    """Say which memory counts for nothing, because the run has gone on elsewhere from an older step."""
+        known = [stage for stage in stages if is_known(stage, settings.folder)]
     for stage in stages:
-        if not is_known(stage, settings.folder):
+        if stage not in known:
             _logger.warning(
                 "what is staged in %s is of a life %d that %s knows nothing of: the run went on "
                 "without it. It stays there; remove that folder to give it up",
@@ -91,6 +143,13 @@ def name_other_lives(settings: Settings, stages: list[StagingFolder]) -> None:
                 stage.incarnation,
                 settings.run,
             )
+    seen: list[list[str]] = ranks.gather([stage.root.name for stage in known])
+    mine = []
+    for stage in known:
+        seers = [rank for rank, names in enumerate(seen) if stage.root.name in names]
+        if seers[stage.rank % len(seers)] == ranks.rank:
+            mine.append(stage)
+    return mine
 
 
 def _refuse_other_lives(settings: Settings, ranks: Ranks) -> None:
@@ -114,25 +173,27 @@ def _refuse_other_lives(settings: Settings, ranks: Ranks) -> None:
                 )
 
 
-def _share(
-    settings: Settings, ranks: Ranks, run_id: str, stages: list[StagingFolder], imported: Path
-) -> None:
+def share_files(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -> None:
+    """Bring here the files of the run that only other ranks can see.
+
+    Durable files become part of this rank's run folder. Staged ones are needed only now, and go to
+    the folder ``imported``.
+    """
+    if ranks.world_size == 1:
+        return
     _refuse_other_lives(settings, ranks)
     with ranks.together():
         fences = sorted(visible_files(settings.run, ("incarnations",)))
     # First, because they say which memory is of the run's own lives.
     ranks.share_files([(name, settings.run / name) for name in fences], settings.run)
     with ranks.together():
-        there = staging_of_run(settings.staging_root, settings.folder, run_id)
-    other = [stage.root.name for stage in stages if stage not in there]
-    for name in {name for names in ranks.gather(other) for name in names}:
-        # It came before the fences did. Of another machine's folder of that name, all comes again.
-        shutil.rmtree(imported / run_id / name, ignore_errors=True)
+        # What came before all fences did may be of other lives.
+        shutil.rmtree(imported / run_id, ignore_errors=True)
+        stages = staging_of_run(settings.staging_root, settings.folder, run_id)
     chunks = [
-        (f"{s.root.name}/{path.name}", path)
-        for s in stages
-        if s in there
-        for path in [s.owner, *(path for _, path in s.chunks()), *sound_files(s)]
+        (f"{stage.root.name}/{path.name}", path)
+        for stage in stages
+        for path in [*(path for _, path in stage.chunks()), *sound_files(stage)]
         if path.exists()
     ]
     ranks.share_files(chunks, imported / run_id)

@@ -9,8 +9,9 @@ from typing import Any
 
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.object_store import ObjectStore
-from lowdiff.persistence.paths import RunFolder, default_staging_root
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.policy import Retention
+from lowdiff.persistence.trust import shared_staging_root
 from lowdiff.protocols import Compressor
 from lowdiff.tuner.policy import Tuning
 
@@ -32,7 +33,7 @@ class Settings:
         compressor: How gradients are compressed.
         snapshot_every: Steps between full snapshots (``f``).
         batch_size: Differentials per durable write (``b``).
-        staging: Folder on tmpfs for the staging logs of all runs; None for the default one.
+        staging: Folder for the staging logs of all runs; None for the default one in memory (tmpfs).
         retention: Which steps stay; None keeps everything.
         store: URL of the run in an object store; None for none.
         backpressure: Whether training waits for storage, or gives up durable steps, once ``2 b``
@@ -147,7 +148,7 @@ class Settings:
     @property
     def staging_root(self) -> Path:
         """Where staging is looked for."""
-        return default_staging_root(self.run) if self.staging is None else self.staging
+        return shared_staging_root() if self.staging is None else self.staging
 
     @property
     def folder(self) -> RunFolder:

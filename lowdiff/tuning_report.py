@@ -149,7 +149,7 @@ def _with_residual(measured: Measured, fence: Fence | None) -> Measured:
 def _documents(folder: RunFolder, run_id: str, staging: Path | None) -> list[Measurements]:
     """Rank 0's measurements of all lives; of one that goes on, what its pages in memory say."""
     found = {life.incarnation: life for life in read_lives(folder, run_id, rank=0)}
-    root = staging_to_read(folder.root, staging)
+    root = staging_to_read(staging)
     for stage in staging_of_run(root, folder, run_id):
         fence = folder.fence(stage.incarnation, 0)
         known = found.get(stage.incarnation)

@@ -329,11 +329,11 @@ class Fence:
         base_step: Step it starts from.
         compressor: Name and settings of the compressor.
         names: Keys of ``model.state_dict()`` -> name of the parameter or item behind each.
+        life: Random, the same on all ranks: tells this life from one that went on elsewhere, under
+            the same number and from the same step.
         stateful: Names of the user's stateful objects -> their classes.
         averages: Those of them that average parameters, and are replayed -> names of these.
         constants: Content hash of the frozen parameters that its snapshots share; "" without.
-        life: Random, the same on all ranks: tells this life from one that went on elsewhere, under
-            the same number and from the same step. "" in runs from before there was one.
     """
 
     run_id: str
@@ -347,10 +347,10 @@ class Fence:
     optimizers: tuple[OptimizerSpec, ...]
     compressor: Mapping[str, Any]
     names: Mapping[str, str]
+    life: str
     stateful: Mapping[str, str] = field(default_factory=dict)
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: str = ""
-    life: str = ""
 
     @property
     def has_replica(self) -> bool:

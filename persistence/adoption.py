@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 from lowdiff.errors import StorageError
@@ -15,7 +14,6 @@ from lowdiff.persistence.catalog import complete_snapshots
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.framing import FileHeader, FileKind, RecordRef
 from lowdiff.persistence.locks import FileLock
-from lowdiff.persistence.ownership import is_known, staging_of_run
 from lowdiff.persistence.page import Page, PageReader
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.replica_status import has_replica
@@ -37,14 +35,15 @@ _POLL_SECONDS = 0.1
 def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) -> str:
     """Make durable, then remove, what earlier incarnations left in staging on this machine.
 
-    A folder whose own writer still works is waited for. The writers of a machine share out what
-    they find there: ranks may have moved to other machines since, or exist no longer.
+    A folder whose own writer still works is waited for. Attach has said which folders are this
+    writer's to adopt.
 
     Returns:
         What kept it from adopting some of them, to be tried again; empty if nothing did.
     """
     errors = []
-    for stage in _predecessors(settings):
+    there = StagingFolder.all_of_run(Path(settings.staging_root), settings.run_id)
+    for stage in [stage for stage in there if stage.root.name in settings.adopts]:
         lock = FileLock(stage.writer_lock)
         try:
             while not lock.acquire(f"adopting writer {os.getpid()}", timeout_seconds=1.0):
@@ -74,70 +73,28 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
     return "; ".join(errors)
 
 
-def has_replica_before(settings: WriterSettings) -> bool:
-    """Whether what this writer is to adopt has state that only a replica's memory holds."""
-    there = StagingFolder.all_of_run(Path(settings.staging_root), settings.run_id)
-    if not any(s.incarnation < settings.incarnation and has_replica(s) for s in there):
-        return False  # as nearly always, and without reading a fence
-    return any(
-        has_replica(stage) and not _is_superseded(settings, stage)
-        for stage in _predecessors(settings)
-    )
-
-
 def ranks_to_adopt(settings: WriterSettings) -> frozenset[int]:
-    """Whose logs this writer makes durable, beside its own."""
-    return frozenset(stage.rank for stage in _predecessors(settings))
-
-
-def _predecessors(settings: WriterSettings) -> list[StagingFolder]:
-    """Folders of earlier incarnations that this writer takes over, oldest first."""
-    root = Path(settings.staging_root)
-    here = {settings.rank}
-    for stage in StagingFolder.all_of_run(root, settings.run_id):
-        if stage.incarnation == settings.incarnation:
-            here.add(stage.rank)
-    return [
-        stage
-        for stage in staging_of_run(root, settings.folder, settings.run_id)
-        if stage.incarnation < settings.incarnation
-        and settings.rank == _heir(stage.rank, here, settings.world_size)
-        and is_known(stage, settings.folder)
-    ]
-
-
-def _heir(rank: int, here: Collection[int], world_size: int) -> int:
-    """Which of the ranks on this machine takes over what ``rank`` left there.
-
-    Itself if it is there; of a rank that no longer exists the one that serves it everywhere else.
-    Otherwise the nearest by exclusive or, which shares ranks out evenly. The heir among all is the
-    heir among any of them, so nothing is left over while one has yet to make its folder; two who
-    both believe that they are find the folder locked, or gone.
-    """
-    return min(here, key=lambda heir: ((rank - heir) % world_size != 0, rank ^ heir))
-
-
-def _is_superseded(settings: WriterSettings, stage: StagingFolder) -> bool:
-    """Whether a later life has a snapshot of all its ranks, so that memory may go."""
-    found = complete_snapshots(settings.folder, settings.run_id)
-    return any(snapshot.incarnation > stage.incarnation for snapshot in found)
+    """Return whose logs this writer makes durable beside its own, adopted by now or not."""
+    return frozenset(int(name.rpartition("r")[2]) for name in settings.adopts)
 
 
 def _is_replaced(
     settings: WriterSettings, stage: StagingFolder, trainer_gone: threading.Event
 ) -> bool:
-    """Whether the state in memory is no longer needed, because a life that came after it has begun.
+    """Wait until the state in memory is no longer needed, because a later life has begun.
 
-    Of a rank that this one serves the base is in its own shard, by now; but other ranks may yet fail to
-    begin, and without theirs it is of no use. Once this rank has trained, all have begun. That of
-    another, which trains on another machine now, is waited for; where run folders are not shared it
-    cannot be seen before the next attach, and the memory stays.
+    Until every rank of the later life has begun, the state in memory is the run's newest. Once this
+    rank has trained, all have begun. So they have where the later life has a snapshot of all its
+    ranks; a run folder that is not shared sees one at the next attach.
+
+    Returns:
+        Whether that is so; False if the trainer went away before.
     """
-    is_served = settings.serves(stage.rank)
-    fences = [number for number, _, _ in settings.folder.fences()]
-    is_shared = fences.count(settings.incarnation) == settings.world_size
-    while not ((is_served and _has_trained(settings)) or _is_superseded(settings, stage)):
-        if trainer_gone.is_set() or not (is_shared or is_served):
+    while not _has_trained(settings) and not any(
+        snapshot.incarnation > stage.incarnation
+        for snapshot in complete_snapshots(settings.folder, settings.run_id)
+    ):
+        if trainer_gone.is_set():
             return False
         time.sleep(_POLL_SECONDS)
     return True

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowdiff.errors import StorageError
+from lowdiff.errors import ConfigError
 
 #: What training itself may still need of a control group's memory.
 _RESERVE = 0.05
@@ -85,19 +85,21 @@ def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
     back only once the next one has begun.
 
     Raises:
-        StorageError: If not even the least fits; says how much is missing and what to do.
+        ConfigError: If not even the least fits; says how much is missing and what to do.
     """
     least = sum(need.least_bytes for need in needs)
     if least > room.free_bytes:
-        raise StorageError(
+        raise ConfigError(
             f"staging needs {_mib(least)} at {room.root} for {len(needs)} rank(s) of this machine "
             f"({_mib(sum(n.residual_bytes for n in needs))} residuals, "
             f"{_mib(sum(n.snapshot_bytes for n in needs))} snapshot images, "
             f"{_mib(sum(n.replica_bytes for n in needs))} replicas, "
             f"{_mib(sum(n.least_log_bytes for n in needs))} logs), but {_mib(room.free_bytes)} are "
             f"free{_limited(room)} (what a killed life of the run staged is given back once the "
-            "next has begun); enlarge it (docker: --shm-size), free it with "
-            "`lowdiff gc --staging --all-runs --yes`, or pass Checkpointer(..., staging=OTHER_FOLDER)"
+            "next has begun). Enlarge it (docker: --shm-size; Kubernetes: a volume emptyDir: {medium: "
+            "Memory} mounted at /dev/shm), free it with `lowdiff gc --staging --all-runs --yes`, or "
+            "pass Checkpointer(..., staging=FOLDER) with a folder on a disk of this machine: what "
+            "is staged there survives SIGKILL as well"
         )
     spare = room.free_bytes - (2 if fits_twice(needs, room) else 1) * least
     wanted = sum(need.log_bytes - need.least_log_bytes for need in needs)

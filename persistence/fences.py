@@ -109,13 +109,13 @@ def life_of(folder: RunFolder, incarnation: int, rank: int) -> str | None:
         rank: Whose fence is looked at first; another rank's says the same.
 
     Returns:
-        "" if its fences name none; None if no fence of it is there and whole.
+        None if no fence of it is there and whole.
     """
     own = folder.fence(incarnation, rank)
     for path in (own, *sorted(own.parent.glob("rank-*.json"))):
         try:
-            return str(read_json(path).get("life", ""))
-        except (FileNotFoundError, LowDiffError):
+            return str(read_json(path)["life"])
+        except (FileNotFoundError, KeyError, LowDiffError):
             continue
     return None
 
@@ -130,7 +130,6 @@ def _fence(document: dict[str, Any]) -> Fence:
     check_types(Environment, facts)
     environment = Environment(**facts)
     averages = {name: tuple(names) for name, names in document.pop("averages", {}).items()}
-    document.setdefault("life", "")
     check_types(Fence, document)
     fence = Fence(
         layout=layout,
@@ -174,7 +173,7 @@ def _check(fence: Fence) -> None:
         raise ValueError(f"incarnation {fence.incarnation} continues {fence.parent}")
     if fence.constants and not _CONTENT_HASH.fullmatch(fence.constants):
         raise ValueError(f"constants {fence.constants[:80]!r}")
-    if fence.life and not _LIFE.fullmatch(fence.life):
+    if not _LIFE.fullmatch(fence.life):
         raise ValueError(f"life {fence.life[:40]!r}")
     known_modes = (
         (environment.default_dtype, ITEM_BYTES),

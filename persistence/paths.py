@@ -66,30 +66,16 @@ _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
-def default_staging_root(run: Path) -> Path:
-    """``/dev/shm/lowdiff-UID``: memory that survives every process; or where a run has steps instead."""
-    instead = staging_in(run)
-    # There was no room in memory, and what is in it has to be found. Once it is empty, memory may do.
-    if next(StagingFolder.all(instead), None) is not None:
-        return instead
-    return shared_staging_root()
+def staging_to_read(staging: str | Path | None) -> Path:
+    """Return the folder in which a command that changes nothing looks for staged steps.
 
-
-def staging_to_read(run: str | Path, staging: str | Path | None) -> Path:
-    """Where a command that changes nothing finds what is staged of a run.
-
-    Where others could have written it, that is said, and what is returned holds nothing.
+    A folder that others could have written is named in a warning, and one that holds nothing is
+    returned in its place.
 
     Args:
-        run: The run folder.
-        staging: The staging root, if it was given by hand.
+        staging: The staging root, if it was given by hand; None for the default one.
     """
-    return readable_root(default_staging_root(Path(run)) if staging is None else Path(staging))
-
-
-def staging_in(run: Path) -> Path:
-    """Where staging of a run lies if there is no room for it in memory."""
-    return run / "staging"
+    return readable_root(shared_staging_root() if staging is None else Path(staging))
 
 
 def file_bytes(path: Path) -> int:
@@ -127,16 +113,30 @@ class RunFile:
         return None
 
 
+class _File:
+    """A file of one name in a folder; read from the folder, it is the file's path."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder | StagingFolder, owner: object = None) -> Path:
+        return folder.root / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Names inside one run folder."""
 
     root: Path
 
-    @property
-    def run_file(self) -> Path:
-        """Identity of the run."""
-        return self.root / RUN_FILE
+    #: Identity of the run.
+    run_file = _File(RUN_FILE)
+    #: Renewed by the trainer of rank 0, for those on machines that its lock does not reach.
+    lease = _File("locks/lease")
+    #: Lock held while old files are removed, and shared by whoever must not lose any.
+    retention_lock = _File("locks/retention.lock")
+    #: Policy of the run, and what retention has removed.
+    retention_file = _File("retention.json")
 
     def name(self, path: Path) -> str:
         """A path's name inside the run, as a store knows it."""
@@ -195,21 +195,6 @@ class RunFolder:
         """Lock held by the trainer of this rank."""
         return self.root / "locks" / f"rank-{rank:04d}.lock"
 
-    @property
-    def lease(self) -> Path:
-        """Renewed by the trainer of rank 0, for those on machines that its lock does not reach."""
-        return self.root / "locks" / "lease"
-
-    @property
-    def retention_lock(self) -> Path:
-        """Lock held while old files are removed, and shared by whoever must not lose any."""
-        return self.root / "locks" / "retention.lock"
-
-    @property
-    def retention_file(self) -> Path:
-        """Policy of the run, and what retention has removed."""
-        return self.root / "retention.json"
-
     def pin(self, label: str) -> Path:
         """One pin."""
         return self.root / "pins" / f"{label}.json"
@@ -235,6 +220,41 @@ class StagingFolder:
     root: Path
     incarnation: int
     rank: int
+
+    #: Residual slots.
+    residual = _File("residual")
+    #: Image of the snapshot that the writer is persisting.
+    snapshot = _File("snapshot")
+    #: The writer's status page.
+    status = _File("status")
+    #: The trainer's status page.
+    trainer_status = _File("trainer")
+    #: The trainer's page of measurements.
+    measured_by_trainer = _File("measured-by-trainer")
+    #: The writer's page of measurements.
+    measured_by_writer = _File("measured-by-writer")
+    #: What the tuner decided in this life.
+    decisions = _File("decisions")
+    #: Names the run folder that this memory is for.
+    owner = _File("owner.json")
+    #: Lock held by the trainer.
+    trainer_lock = _File("trainer.lock")
+    #: Lock held by the writer.
+    writer_lock = _File("writer.lock")
+    #: Page that says which image of the trainer's is whole, in runs with a replica.
+    snapshot_mark = _File("snapshot.mark")
+    #: The replica's status page; there from the first moment of a life that has a replica.
+    replica_status = _File("replica")
+    #: Lock held by the replica process.
+    replica_lock = _File("replica.lock")
+    #: The replica process's output.
+    replica_log = _File("replica.log")
+    #: Image of the replica's state that the writer is persisting.
+    replica_image = _File("replica.image")
+    #: Page that says which image is whole in it.
+    replica_image_mark = _File("replica.image.mark")
+    #: The writer's output.
+    writer_log = _File("writer.log")
 
     @classmethod
     def of(cls, staging_root: Path, run_id: str, incarnation: int, rank: int) -> StagingFolder:
@@ -274,56 +294,6 @@ class StagingFolder:
         """``(sequence, path)`` of every chunk, oldest first."""
         return [(sequence, path) for path, (sequence,) in _matching(self.root, _CHUNK_NAME)]
 
-    @property
-    def residual(self) -> Path:
-        """Residual slots."""
-        return self.root / "residual"
-
-    @property
-    def snapshot(self) -> Path:
-        """Image of the snapshot that the writer is persisting."""
-        return self.root / "snapshot"
-
-    @property
-    def status(self) -> Path:
-        """The writer's status page."""
-        return self.root / "status"
-
-    @property
-    def trainer_status(self) -> Path:
-        """The trainer's status page."""
-        return self.root / "trainer"
-
-    @property
-    def measured_by_trainer(self) -> Path:
-        """The trainer's page of measurements."""
-        return self.root / "measured-by-trainer"
-
-    @property
-    def measured_by_writer(self) -> Path:
-        """The writer's page of measurements."""
-        return self.root / "measured-by-writer"
-
-    @property
-    def decisions(self) -> Path:
-        """What the tuner decided in this life."""
-        return self.root / "decisions"
-
-    @property
-    def owner(self) -> Path:
-        """Names the run folder that this memory is for."""
-        return self.root / "owner.json"
-
-    @property
-    def trainer_lock(self) -> Path:
-        """Lock held by the trainer."""
-        return self.root / "trainer.lock"
-
-    @property
-    def writer_lock(self) -> Path:
-        """Lock held by the writer."""
-        return self.root / "writer.lock"
-
     def remove(self) -> None:
         """Delete the folder and all that is in it, and its parent with the last of a run."""
         remove_folder(self.root)
@@ -336,26 +306,6 @@ class StagingFolder:
         with contextlib.suppress(OSError):  # other ranks' folders are still there
             self.root.parent.rmdir()
 
-    @property
-    def snapshot_mark(self) -> Path:
-        """Page that says which image of the trainer's is whole, in runs with a replica."""
-        return self.root / "snapshot.mark"
-
-    @property
-    def replica_status(self) -> Path:
-        """The replica's status page; there from the first moment of a life that has a replica."""
-        return self.root / "replica"
-
-    @property
-    def replica_lock(self) -> Path:
-        """Lock held by the replica process."""
-        return self.root / "replica.lock"
-
-    @property
-    def replica_log(self) -> Path:
-        """The replica process's output."""
-        return self.root / "replica.log"
-
     def replica_state(self, generation: int) -> Path:
         """One file of the replica's state."""
         return self.root / f"replica-{generation:08d}"
@@ -367,21 +317,6 @@ class StagingFolder:
         names = (self.replica_status, self.snapshot_mark, self.snapshot)
         states = _named(self.root, re.compile(r"replica-\d{8}"))
         return [*(path for path in names if path.exists()), *states]
-
-    @property
-    def replica_image(self) -> Path:
-        """Image of the replica's state that the writer is persisting."""
-        return self.root / "replica.image"
-
-    @property
-    def replica_image_mark(self) -> Path:
-        """Page that says which image is whole in it."""
-        return self.root / "replica.image.mark"
-
-    @property
-    def writer_log(self) -> Path:
-        """The writer's output."""
-        return self.root / "writer.log"
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, tuple[int, ...]]]:

@@ -116,24 +116,17 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
     if owner is None:
         return _verdict(stage, f"step {max(steps)} may be here only: no run is named")
     folder = RunFolder(Path(owner.run))
-    here_only = f"{_range(steps)} may be here only"
     try:
-        if read_run_id(folder) != stage.run_id:
-            why = f"{owner.run} is another run now; was this one moved or deleted?"
-            return _verdict(stage, f"{here_only}: {why}")
-    except NotARun:
-        why = "moved or deleted?" if _is_mounted(owner) else "is its file system mounted?"
-        return _verdict(stage, f"{here_only}: {owner.run} is not there; {why}")
+        is_of_run = read_run_id(folder) == stage.run_id and is_known(stage, folder)
+        left = _left(folder, stage, steps) if is_of_run else steps
+        why = (
+            f"{owner.run} has gone on without this life {stage.incarnation}, or is another run now"
+        )
     except (LowDiffError, OSError) as error:
-        return _verdict(stage, f"the run cannot be read: {error}")
-    if not is_known(stage, folder):
-        why = f"{owner.run} has gone on without this life {stage.incarnation}"
-        return _verdict(stage, f"{here_only}: {why}")
-    try:
-        left = _left(folder, stage, steps)
-    except OSError as error:
-        why = f"what {owner.run} has of it cannot be made durable now: {error}"
-        return _verdict(stage, f"{here_only}: {why}")
+        is_of_run, left = False, steps
+        why = f"{owner.run} does not tell ({error}); was it moved or deleted, or is it not mounted?"
+    if not is_of_run:
+        return _verdict(stage, f"{_range(steps)} may be here only: {why}")
     if not left:
         return _verdict(stage, f"its steps are all in {owner.run}", goes=True)
     return _verdict(stage, f"{_range(left)} are here only; the next attach moves them")
@@ -261,14 +254,6 @@ def _made_durable(
 
 def _range(steps: Collection[int]) -> str:
     return f"steps {min(steps)} to {max(steps)}"
-
-
-def _is_mounted(owner: Owner) -> bool:
-    """Whether the folder that a run folder was in is there, on the same file system."""
-    try:
-        return Path(owner.run).parent.stat().st_dev == owner.run_place[0]
-    except (OSError, IndexError):
-        return False
 
 
 def _verdict(

@@ -2,9 +2,8 @@
 
 ``/dev/shm`` takes everybody's files: somebody else may make a user's staging root first, or put a
 symbolic link in its place, and fill it with folders of the right names. Therefore a staging root, and
-every folder below it that is used, is a real folder of this user which others cannot write to. They
-may add to a root with the sticky bit, as a tmpfs has when it is mounted: they can neither remove nor
-rename what is there, and what they add is theirs, so that it is not used.
+every folder below it that is used, is a real folder of this user which others cannot write to. A tmpfs
+is open to all when it is mounted: a new folder in it is not.
 
 Attaching closes the default root to others, and makes the folders below any root with mode 0700. A
 root given by hand keeps its mode: most folders can be read by others.
@@ -12,7 +11,6 @@ root given by hand keeps its mode: most folders can be read by others.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import pwd
@@ -29,7 +27,7 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PRIVATE = 0o700
 #: A root below which nobody can make anything.
 _NOWHERE = Path("/proc/no-staging")
-_OTHERS, _OTHERS_WRITE = 0o077, 0o022
+_OTHERS_WRITE = 0o022
 
 
 def shared_staging_root() -> Path:
@@ -63,14 +61,13 @@ def trusted_folders(root: Path, run_id: str) -> Iterator[str]:
         with _opened(root) as descriptor:
             if descriptor is None:
                 return
-            forbidden_below = _bits_below(descriptor)
-            with _opened(root / run_id, descriptor, forbidden_below) as folder:
+            with _opened(root / run_id, descriptor) as folder:
                 for name in [] if folder is None else sorted(os.listdir(folder)):
                     try:
                         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
                     except FileNotFoundError:  # adopted and removed while we look
                         continue
-                    why = _distrust(found, forbidden_below)
+                    why = _distrust(found)
                     if why is None:
                         yield name
                     else:
@@ -79,35 +76,24 @@ def trusted_folders(root: Path, run_id: str) -> Iterator[str]:
         _logger.warning("what is staged in %s is not read: %s", root, error)
 
 
-def make_root(root: Path) -> None:
-    """Make a staging root with mode 0700, whatever the umask; it may be there.
-
-    Raises:
-        UntrustedStaging: If it is there and cannot be trusted.
-    """
-    with suppress(FileExistsError):
-        root.mkdir(mode=_PRIVATE)
-    with _opened(root) as descriptor:
-        if descriptor is not None and root == shared_staging_root():
-            os.fchmod(descriptor, _PRIVATE)
-
-
 def make_folder(root: Path, run_id: str, name: str) -> None:
-    """Make the folder of one rank below a root, each part with mode 0700.
+    """Make the folder of one rank below a root, which may be there; each part with mode 0700.
 
     Raises:
         FileExistsError: If it is there.
         UntrustedStaging: If a folder above it cannot be trusted.
     """
     root.parent.mkdir(parents=True, exist_ok=True)
-    make_root(root)
+    with suppress(FileExistsError):
+        root.mkdir(mode=_PRIVATE)
     with _opened(root) as descriptor:
         assert descriptor is not None
-        forbidden_below = _bits_below(descriptor)
+        if root == shared_staging_root():
+            os.fchmod(descriptor, _PRIVATE)
         while True:  # the last rank of an earlier life may remove the run's folder
             with suppress(FileExistsError):
                 os.mkdir(run_id, _PRIVATE, dir_fd=descriptor)
-            with _opened(root / run_id, descriptor, forbidden_below) as folder:
+            with _opened(root / run_id, descriptor) as folder:
                 if folder is not None:
                     try:
                         os.mkdir(name, _PRIVATE, dir_fd=folder)
@@ -116,63 +102,44 @@ def make_folder(root: Path, run_id: str, name: str) -> None:
                         continue
 
 
-def _bits_below(root: int) -> int:
-    """Permission bits that folders below an opened root must not have; none if it is closed."""
-    return _OTHERS_WRITE if os.fstat(root).st_mode & _OTHERS else 0
-
-
 @contextmanager
-def _opened(
-    path: Path, parent: int | None = None, forbidden: int | None = None
-) -> Iterator[int | None]:
+def _opened(path: Path, parent: int | None = None) -> Iterator[int | None]:
     """A descriptor of a folder that is trusted; None if there is no folder.
 
     Args:
         path: The folder.
         parent: Descriptor of the folder above; None to go by the whole path.
-        forbidden: Permission bits that it must not have; None for those of a root.
 
     Raises:
         UntrustedStaging: If it is there and cannot be trusted.
     """
     name = path if parent is None else path.name
     try:
-        descriptor = os.open(name, _OPEN_FOLDER, dir_fd=parent)
-    except FileNotFoundError:
+        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):  # also below a file
         yield None
         return
-    except NotADirectoryError:  # a file, a symbolic link, or below a file
+    if stat.S_ISREG(found.st_mode):
+        yield None
+        return
+    why = _distrust(found)
+    if why is None:
         try:
-            found = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        except NotADirectoryError:
+            descriptor = os.open(name, _OPEN_FOLDER, dir_fd=parent)
+        except FileNotFoundError:  # removed meanwhile
             yield None
             return
-        if not stat.S_ISLNK(found.st_mode):
-            yield None
-            return
-        raise _untrusted(path, found, 0) from None
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.ELOOP):
-            raise
-        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
-        raise _untrusted(path, found, 0) from error
+        except PermissionError:
+            why = "cannot be opened by its owner"
+    if why is not None:
+        raise UntrustedStaging(path, why, _way_out(path, found))
     try:
-        found = os.fstat(descriptor)
-        if forbidden is None:
-            forbidden = 0 if found.st_mode & stat.S_ISVTX else _OTHERS_WRITE
-        if _distrust(found, forbidden) is not None:
-            raise _untrusted(path, found, forbidden)
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _untrusted(path: Path, found: os.stat_result, forbidden: int) -> UntrustedStaging:
-    why = _distrust(found, forbidden) or "cannot be opened by its owner"
-    return UntrustedStaging(path, why, _way_out(path, found))
-
-
-def _distrust(found: os.stat_result, forbidden: int) -> str | None:
+def _distrust(found: os.stat_result) -> str | None:
     """Why a folder is not trusted, as what follows its name; None if it is."""
     if stat.S_ISLNK(found.st_mode):
         return f"is a symbolic link, made by {_user(found.st_uid)}"
@@ -180,7 +147,7 @@ def _distrust(found: os.stat_result, forbidden: int) -> str | None:
         return "is no folder"
     if found.st_uid != os.geteuid():
         return f"belongs to {_user(found.st_uid)}, and this process is {_user(os.geteuid())}"
-    if found.st_mode & forbidden:
+    if found.st_mode & _OTHERS_WRITE:
         return f"has mode {stat.S_IMODE(found.st_mode):04o}, so that other users can write to it"
     return None
 

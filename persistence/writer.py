@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.events import log_event
-from lowdiff.persistence.adoption import adopt_predecessors, has_replica_before
+from lowdiff.persistence.adoption import adopt_predecessors
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.framing import RecordHeader, RecordKind, RecordRef
 from lowdiff.persistence.histogram import Histogram
@@ -170,8 +170,7 @@ class Writer:
         if self._status.status.durable_snapshot >= self._settings.base_step:
             return True
         # What a replica held is durable only as this life's first snapshot.
-        is_begun = self._has_begun and not self._settings.has_replica
-        return is_begun and not has_replica_before(self._settings)
+        return self._has_begun and not self._settings.has_replica
 
     async def _follow_images(self) -> None:
         """Persist the images that trainer and replica make; differentials are the replica's."""

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowdiff.persistence.detached import ProcessSettings
@@ -54,6 +55,7 @@ class WriterSettings(ProcessSettings):
         segment_seconds: How long a segment grows before it is sealed and goes to the store.
         has_replica: Whether a replica applies the differentials (LowDiff+), so that only images
             are made durable.
+        adopts: Names of the staging folders of dead incarnations that this writer makes durable.
         continues: Whether this life goes on from the one before it; otherwise that one is the
             run's history until this one's first snapshot is complete.
     """
@@ -68,6 +70,7 @@ class WriterSettings(ProcessSettings):
     segment_seconds: float = 10.0
     has_replica: bool = False
     continues: bool = True
+    adopts: Sequence[str] = ()
 
     def serves(self, rank: int) -> bool:
         """Whether what ``rank`` left is this writer's: its own, and its share of ranks that are no more."""

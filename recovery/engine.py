@@ -65,7 +65,7 @@ def recover(
         DamagedFile: If the bytes needed are damaged.
         ReplayMismatch: If replay does not reproduce what the live run recorded.
     """
-    root = staging_to_read(run, staging)
+    root = staging_to_read(staging)
     if device is not None:
         options = replace(options or ReplayOptions(), device=torch.device(device))
     if not is_url(run):

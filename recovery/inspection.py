@@ -121,7 +121,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         NotARun: If the folder or store holds no run.
         StoreError: If the store does not answer.
     """
-    root = staging_to_read(run, staging)
+    root = staging_to_read(staging)
     with opened(run, shards=False) as folder:
         catalog = scan(folder, [root])
         found, memory = _recoverable(catalog)
@@ -242,7 +242,7 @@ def forecast(
         NotARun: If there is no run.
         StepNotFound: If the step cannot be rebuilt.
     """
-    root = staging_to_read(run, staging)
+    root = staging_to_read(staging)
     if not is_url(run):
         return _forecast(scan(RunFolder(Path(run)), [root]), step)
     with temporary_folder() as folder:

@@ -133,7 +133,7 @@ def timeline(
     """
     if first is not None and last is not None and first > last:
         raise ConfigError(f"no step lies between first={first} and last={last}; swap them?")
-    root = staging_to_read(run, staging)
+    root = staging_to_read(staging)
     with opened(run) as folder:
         end = last
 

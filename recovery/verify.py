@@ -146,7 +146,7 @@ def verify(
         NewerFormat, OlderFormat: If a lowdiff of another format version wrote a file.
         NotEnoughMemory: If two states do not fit: what is replayed, and what it is compared with.
     """
-    root = staging_to_read(run, staging)
+    root = staging_to_read(staging)
     with opened(run) as folder:
         report = _verify(folder, root, str(run), options or ReplayOptions(), progress)
         if not is_url(run):

@@ -25,7 +25,7 @@ def tmpfs(folder: Path, mebibytes: int) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     if shutil.which("mount") is None:
         raise CannotMount("there is no mount command")
-    command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m,mode=700", "tmpfs", str(folder)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise CannotMount(f"no tmpfs can be mounted: {result.stderr.strip()}")
@@ -44,6 +44,21 @@ def tmpfs_or_skip(folder: Path, mebibytes: int) -> Iterator[Path]:
         except CannotMount as error:
             pytest.skip(str(error))
         yield place
+
+
+def with_small_shm(mebibytes: int) -> list[str]:
+    """What precedes a command that is to see a /dev/shm of its own, of so many MiB.
+
+    The calling test is skipped where nothing can be mounted.
+    """
+    mount = f'mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm && exec "$@"'
+    launcher = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare command")
+    result = subprocess.run([*launcher, "true"], capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {result.stderr.strip()}")
+    return launcher
 
 
 def fill(folder: Path, spare_bytes: int = 0) -> Path:

@@ -24,7 +24,7 @@ def gradients_of(hooked: bool, rank: int, world_size: int) -> list[bytes]:
     model = nn.Sequential(nn.Linear(30, 70), nn.Tanh(), nn.Linear(70, 50), nn.Linear(50, 3))
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
     if hooked:
-        named = [(n.removeprefix("module."), p) for n, p in ddp.named_parameters()]
+        named = list(ddp.module.named_parameters())
         reducer = Dense().bind(layout_of(named), NO_RESIDUAL, dist.group.WORLD)
         state = HookState()
         state.open(reducer, [p for _, p in named])

@@ -76,18 +76,21 @@ def test_a_copy_trains_beside_the_live_original(tmp_path: Path) -> None:
     assert lowdiff.recover(tmp_path / "copy", staging=tmp_path / "staging").step == 2
 
 
+def test_a_run_that_is_copied_with_its_staging_finds_it(tmp_path: Path) -> None:
+    expected = killed(Loop(tmp_path, settings=STAGED), 6)
+    shutil.copytree(tmp_path, elsewhere := tmp_path.with_name("elsewhere"))
+    for folder in (elsewhere, tmp_path):
+        loop = Loop(folder, settings=STAGED)
+        assert loop.attach() == 6
+        assert same(loop.weights(), expected)
+        loop.checkpointer.close()
+
+
 def test_a_moved_run_finds_its_staging_memory(tmp_path: Path) -> None:
     expected = killed(Loop(tmp_path, settings=STAGED), 6)
-    (tmp_path / "run").rename(tmp_path / "copy")
-    moved = CopiedLoop(tmp_path, settings=STAGED)
-    assert moved.attach() == 6
-    assert same(moved.weights(), expected)
-    moved.checkpointer.close()
-
-
-def test_a_run_moved_to_another_disk_finds_its_staging_memory(tmp_path: Path) -> None:
-    expected = killed(Loop(tmp_path, settings=STAGED), 6)
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # another inode, as after such a move
+    shutil.copytree(
+        tmp_path / "run", tmp_path / "copy"
+    )  # another inode, as after a move to another disk
     shutil.rmtree(tmp_path / "run")
     moved = CopiedLoop(tmp_path, settings=STAGED)
     assert moved.attach() == 6

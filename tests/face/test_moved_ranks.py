@@ -57,6 +57,19 @@ def test_all_that_was_staged_is_durable_when_attach_returns(pool: Pool, tmp_path
     assert recovered_from(str(tmp_path / "run"), lives[0][1]) == 5
 
 
+def test_what_ranks_that_are_no_more_left_on_a_machine_is_adopted_by_one_that_is(
+    pool: Pool, tmp_path: Path
+) -> None:
+    run = "{folder}/run"
+    lives = pool.run(live, 2, str(tmp_path), "AA", run, None, 5)
+    for begins in (5, 6):  # the first starts with a snapshot, so its attach does not wait for them
+        ((resumed, _),) = pool.run(live, 1, str(tmp_path), "A", run, None, begins + 1)
+        assert resumed == begins
+    assert not list(tmp_path.glob("A/staging/*/i000000-*"))
+    shutil.rmtree(tmp_path / "A")
+    assert recovered_from(str(tmp_path / "run"), lives[0][1]) == 5
+
+
 def test_all_of_it_is_in_the_store_though_each_machine_sees_only_its_own_files(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -114,5 +114,5 @@ def test_two_tensors_with_one_name_are_refused() -> None:
         describe(model, [optimizer])
 
 
-def test_a_name_keeps_a_part_that_is_called_like_a_wrapper_s() -> None:
+def test_a_name_loses_what_torch_compile_puts_into_it() -> None:
     assert own_name("module.part._orig_mod.weight") == "module.part.weight"

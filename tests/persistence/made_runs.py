@@ -32,12 +32,13 @@ from lowdiff.types import (
 from tests.recovery.training import flip
 
 RUN_ID = "00112233445566778899aabbccddeeff"
+LIFE = "ffeeddccbbaa99887766554433221100"
 ENVIRONMENT = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
 LAYOUT = Layout((ParameterSpec("w", (2, 3), (3, 1), "float32", 0),))
 
 
 def fence(
-    incarnation: int, rank: int = 0, world_size: int = 1, base: int = 0, life: str = ""
+    incarnation: int, rank: int = 0, world_size: int = 1, base: int = 0, life: str = LIFE
 ) -> Fence:
     return Fence(
         run_id=RUN_ID,

@@ -34,6 +34,7 @@ def fence(number: int, parent: int | None, base: int, world_size: int, rank: int
         optimizers=(OptimizerSpec("torch.optim.sgd.SGD", (("w",),)),),
         compressor={"name": "topk"},
         names={},
+        life="0" * 32,
     )
 
 

@@ -6,15 +6,15 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.adoption import adopt_predecessors, has_replica_before, ranks_to_adopt
+from lowdiff.persistence.adoption import adopt_predecessors
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.durable import make_directory, write_json
-from lowdiff.persistence.fences import write_fence
 from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, RecordKind, read_records
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.retention_notes import note_collected
@@ -22,7 +22,6 @@ from lowdiff.persistence.snapshots import Manifest, manifest_file
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import TrainerPage, TrainerStatus
 from lowdiff.persistence.writer_settings import WriterSettings
-from tests.persistence.made_runs import fence
 from tests.persistence.network_disk import keep_open
 from tests.persistence.writers import (
     PATIENCE_SECONDS,
@@ -79,24 +78,11 @@ def test_only_what_is_missing_is_adopted(tmp_path: Path) -> None:
     assert stored(dead.folder) == list(range(1, 12))
 
 
-def test_ranks_that_are_no_more_are_shared_out_over_those_that_are(tmp_path: Path) -> None:
-    dead = [predecessor(tmp_path, range(1, 3), rank=rank) for rank in range(4)]
-    alive = [settings_in(tmp_path, incarnation=1, rank=rank, world_size=2) for rank in range(2)]
-    for rank, settings in enumerate(alive):
-        adopt(settings)
-        gone = [not d.staging.root.exists() for d in dead]
-        assert gone == [True, rank == 1, True, rank == 1]
-    for d in dead:
-        assert stored(d.folder, 0, d.rank) == [1, 2]
-
-
-def test_neither_its_own_nor_a_later_staging_is_adopted(tmp_path: Path) -> None:
-    later = predecessor(tmp_path, range(1, 3), incarnation=2)
-    own = settings_in(tmp_path, incarnation=1)
-    adopt(own)
-    assert later.staging.root.exists()
-    assert own.staging.root.exists()
-    assert stored(later.folder, 2) == []
+def test_only_what_attach_named_is_adopted(tmp_path: Path) -> None:
+    dead = [predecessor(tmp_path, range(1, 3), rank=rank) for rank in range(2)]
+    adopt(replace(settings_in(tmp_path, incarnation=1), adopts=[dead[1].staging.root.name]))
+    assert [d.staging.root.exists() for d in dead] == [True, False]
+    assert [stored(d.folder, 0, d.rank) for d in dead] == [[], [1, 2]]
 
 
 def test_a_predecessor_whose_writer_still_works_is_waited_for(tmp_path: Path) -> None:
@@ -284,56 +270,12 @@ def test_a_chunk_that_its_trainer_had_only_begun_is_no_trouble(tmp_path: Path) -
     assert stored(dead.folder) == [1, 2, 3]
 
 
-# Ranks on other machines than before
-
-
-def test_machines_that_come_back_in_another_order_adopt_what_they_hold(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    dead = [
-        predecessor(tmp_path / machine, range(1, 8), rank=rank, run=run)
-        for rank, machine in enumerate("ABCD")
-    ]
-    for rank, machine in enumerate("BCDA"):
-        adopt(settings_in(tmp_path / machine, run, incarnation=1, rank=rank, world_size=4))
-    for rank in range(4):
-        assert stored(dead[0].folder, 0, rank) == list(range(1, 8))
-    assert not list(tmp_path.glob("*/staging/*/i000000-*"))
-
-
-def test_the_writers_of_a_machine_share_out_what_another_machines_ranks_left(
-    tmp_path: Path,
-) -> None:
-    for rank in range(4, 8):
-        predecessor(tmp_path, range(1, 3), rank=rank)
-    alive = [settings_in(tmp_path, incarnation=1, rank=rank, world_size=8) for rank in range(4)]
-    shares = [ranks_to_adopt(settings) for settings in alive]
-    assert [len(share) for share in shares] == [1, 1, 1, 1]
-    assert frozenset().union(*shares) == {4, 5, 6, 7}
-
-
-@pytest.mark.parametrize("world_size", [3, 8])
-def test_whoever_sees_fewer_neighbours_than_there_are_leaves_nothing_over(
-    tmp_path: Path, world_size: int
-) -> None:
-    """They make their folders one after the other, and each looks at once."""
-    dead = [predecessor(tmp_path, range(1, 3), rank=rank) for rank in range(10)]
-    adopted: set[int] = set()
-    for rank in range(1, world_size):
-        adopted |= ranks_to_adopt(
-            settings_in(tmp_path, incarnation=1, rank=rank, world_size=world_size)
-        )
-    assert adopted == {settings.rank for settings in dead}
+# Memory that only a later life's snapshot makes void
 
 
 def replica_of(dead: WriterSettings) -> WriterSettings:
     dead.staging.replica_status.touch()
     return dead
-
-
-def begin(settings: WriterSettings, ranks: int) -> None:
-    """The fences of a life of two ranks, as far as this machine sees them."""
-    for rank in range(ranks):
-        write_fence(settings.folder, fence(settings.incarnation, rank, 2, base=3))
 
 
 def snapshot(settings: WriterSettings, rank: int) -> None:
@@ -345,9 +287,7 @@ def snapshot(settings: WriterSettings, rank: int) -> None:
 def test_another_ranks_replica_stays_until_that_ranks_shard_is_durable(tmp_path: Path) -> None:
     dead = replica_of(predecessor(tmp_path, range(1, 4), rank=1))
     settings = settings_in(tmp_path, incarnation=1, world_size=2, base_step=3)
-    begin(settings, ranks=2)
     snapshot(settings, rank=0)
-    assert has_replica_before(settings)
     adopting = threading.Thread(target=adopt, args=[settings])
     adopting.start()
     time.sleep(0.3)
@@ -355,19 +295,16 @@ def test_another_ranks_replica_stays_until_that_ranks_shard_is_durable(tmp_path:
     snapshot(settings, rank=1)
     adopting.join()
     assert not dead.staging.root.exists()
-    assert not has_replica_before(settings)
 
 
 @pytest.mark.parametrize("has_replica", [True, False], ids=["LowDiff+", "a compressor"])
-@pytest.mark.parametrize("ranks_seen", [1, 2], ids=["own folders", "a shared folder"])
-def test_its_own_replica_stays_until_no_rank_can_fail_to_begin(
-    tmp_path: Path, ranks_seen: int, has_replica: bool
+def test_a_replicas_memory_stays_until_no_rank_can_fail_to_begin(
+    tmp_path: Path, has_replica: bool
 ) -> None:
     dead = replica_of(predecessor(tmp_path, range(1, 4), rank=0))
     settings = settings_in(
         tmp_path, incarnation=1, world_size=2, base_step=3, has_replica=has_replica
     )
-    begin(settings, ranks=ranks_seen)
     snapshot(settings, rank=0)  # its own base is durable; the other rank still starts
     make_directory(settings.staging.root)
     page = TrainerPage(settings.staging.trainer_status)
@@ -389,7 +326,6 @@ def test_what_a_life_does_not_go_on_from_stays_until_that_life_has_begun(
     dead = predecessor(tmp_path, range(1, 4))
     settings = settings_in(tmp_path, incarnation=1, world_size=2, continues=False)
     page = TrainerPage(settings.staging.trainer_status)
-    begin(settings, ranks=2)
     snapshot(settings, rank=0)
     gone = threading.Event()
     gone.set()
@@ -403,18 +339,4 @@ def test_what_a_life_does_not_go_on_from_stays_until_that_life_has_begun(
     else:
         page.publish(TrainerStatus(0, 1, 0, 0.0, False))
     adopting.join(PATIENCE_SECONDS)
-    assert not dead.staging.root.exists()
-
-
-def test_a_replica_is_not_waited_for_where_other_shards_cannot_be_seen(tmp_path: Path) -> None:
-    dead = replica_of(predecessor(tmp_path, range(1, 4), rank=1))
-    settings = settings_in(tmp_path, incarnation=1, world_size=2, base_step=3)
-    begin(settings, ranks=1)
-    snapshot(settings, rank=0)
-    assert adopt_predecessors(settings, threading.Event()) == ""
-    assert dead.staging.root.exists()
-    snapshot(settings, rank=1)  # the next attach has brought it
-    later = settings_in(tmp_path, incarnation=2, world_size=2, base_step=4)
-    assert not has_replica_before(later)
-    adopt(later)
     assert not dead.staging.root.exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.errors import StorageError
+from lowdiff.errors import ConfigError
 from lowdiff.persistence.budget import (
     Room,
     StagingNeed,
@@ -50,11 +50,11 @@ def test_a_log_leaves_room_for_the_life_after_a_crash_if_there_is_any() -> None:
 
 
 def test_what_cannot_fit_is_refused_with_numbers_and_advice() -> None:
-    with pytest.raises(StorageError) as error:
+    with pytest.raises(ConfigError) as error:
         log_cap([NEED, NEED], NEED, room(199.9))
     for part in ("200.0 MiB at /memory for 2 rank(s)", "199.9 MiB are free", "gc --staging"):
         assert part in str(error.value)
-    with pytest.raises(StorageError, match="free under the memory limit of the control group"):
+    with pytest.raises(ConfigError, match="free under the memory limit of the control group"):
         log_cap([NEED], NEED, room(1000, 99))
 
 

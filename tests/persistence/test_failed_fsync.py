@@ -13,6 +13,7 @@ from crc32c import crc32c
 
 from lowdiff.persistence.adoption import adopt_predecessors
 from lowdiff.persistence.codec import Codec
+from lowdiff.persistence.fences import write_fence
 from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, read_records
 from lowdiff.persistence.images import StagedImage
 from lowdiff.persistence.ownership import claim
@@ -24,6 +25,7 @@ from lowdiff.persistence.status import StatusPage, WriterStatus
 from lowdiff.persistence.writer import Writer
 from lowdiff.persistence.writer_settings import WriterSettings
 from tests.persistence.forgetful import ForgetfulKernel
+from tests.persistence.made_runs import LIFE, fence
 from tests.persistence.writers import RUN_ID, append, log_of, settings_in, stored
 
 STEPS = 6
@@ -109,12 +111,13 @@ def test_an_adopter_writes_again_what_its_predecessor_did_not_call_durable(
 def test_memory_is_cleared_once_what_is_doubtful_was_written_again(
     dead: WriterSettings, kernel: ForgetfulKernel
 ) -> None:
-    claim(dead.staging, dead.folder)
+    write_fence(dead.folder, fence(0))
+    claim(dead.staging, dead.folder, LIFE)
     kernel.fail_next(".seg")
     (verdict,) = clear_staging(Path(dead.staging_root))
     assert not verdict.goes
-    why = f"what {dead.run} has of it cannot be made durable now: [Errno 5] Input/output error"
-    assert verdict.reason == f"steps 1 to {STEPS} may be here only: {why}"
+    why = f"{dead.run} does not tell ([Errno 5] Input/output error)"
+    assert verdict.reason.startswith(f"steps 1 to {STEPS} may be here only: {why}")
     assert dead.staging.root.exists()
     (verdict,) = clear_staging(Path(dead.staging_root))
     assert verdict.goes

@@ -26,6 +26,7 @@ def fence(number: int, parent: int | None, base: int, world_size: int = 2) -> Fe
         optimizers=(),
         compressor={},
         names={},
+        life="0" * 32,
     )
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import shutil
-import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lowdiff.errors import DamagedFile, RunMismatch
-from lowdiff.persistence.adoption import adopt_predecessors
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.durable import read_json, write_json
 from lowdiff.persistence.fences import life_of, new_life, read_fence, write_fence
 from lowdiff.persistence.fetching import fetch_history
 from lowdiff.persistence.object_store import ObjectStore
-from lowdiff.persistence.ownership import Owner, claim, is_known, staging_of_run
+from lowdiff.persistence.ownership import claim, is_known, staging_of_run
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.writer_settings import WriterSettings
 from tests.persistence.made_runs import began, fence
@@ -75,18 +72,6 @@ def test_a_life_that_is_none_is_damage(tmp_path: Path, life: object) -> None:
         read_fence(folder.fence(0, 0))
 
 
-def test_a_run_from_before_lives_had_names_is_read(tmp_path: Path) -> None:
-    settings = living(tmp_path, "", range(11, 14))
-    for path in (settings.folder.fence(1, 0), settings.staging.owner):
-        document = read_json(path)
-        assert document.pop("life") == ""
-        write_json(path, document)
-    assert read_fence(settings.folder.fence(1, 0)) == fence(1, base=10)
-    assert Owner.read(settings.staging) is not None
-    assert is_known(settings.staging, settings.folder)
-    assert scan(settings.folder, [tmp_path / "staging"]).of(1, 0).ranges == [(11, 13)]
-
-
 def test_a_fetch_does_not_mix_two_lives(tmp_path: Path) -> None:
     store = uploaded(tmp_path / "b", B, range(11, 21))
     here = living(tmp_path / "a", A, range(11, 16))
@@ -106,26 +91,19 @@ def test_memory_of_another_life_counts_for_nothing_and_stays(tmp_path: Path) -> 
     assert scan(here.folder, roots).of(1, 0).ranges == [(11, 20)]
     assert staging_of_run(roots[0], here.folder, RUN_ID) == []
     assert stored(here.folder, 1) == list(range(11, 21))
-    write_fence(here.folder, fence(2, base=20, life=new_life()))
-    after = replace(here, incarnation=2, base_step=20)
-    assert adopt_predecessors(after, threading.Event()) == ""
-    assert stored(here.folder, 1) == list(range(11, 21))
     # Where it belongs it counts again.
     shutil.rmtree(here.run)
     elsewhere.rename(here.run)
     assert scan(here.folder, roots).of(1, 0).ranges == [(11, 25)]
 
 
-def test_memory_of_a_life_that_the_run_knows_nothing_of_is_not_adopted(tmp_path: Path) -> None:
-    """It went on from an older state: what it made of those steps would be nobody's."""
+def test_memory_of_a_life_that_the_run_knows_nothing_of_is_told_from_its_own(
+    tmp_path: Path,
+) -> None:
     here = living(tmp_path, A, range(11, 16))
     moved_away(here)
     began(here.folder)
-    after = replace(here, incarnation=2, base_step=10)
-    after.folder.run_file.write_bytes((tmp_path / "elsewhere" / "run.json").read_bytes())
-    assert not is_known(here.staging, after.folder)
-    assert adopt_predecessors(after, threading.Event()) == ""
-    assert here.staging.root.exists()
-    assert stored(after.folder, 1) == []
+    here.folder.run_file.write_bytes((tmp_path / "elsewhere" / "run.json").read_bytes())
+    assert not is_known(here.staging, here.folder)
     # Fences may still be on their way when memory is looked for.
-    assert staging_of_run(tmp_path / "staging", after.folder, RUN_ID) == [here.staging]
+    assert staging_of_run(tmp_path / "staging", here.folder, RUN_ID) == [here.staging]

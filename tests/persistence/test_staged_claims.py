@@ -16,7 +16,7 @@ from lowdiff.persistence.snapshots import shard_file
 from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.plan import plan_recovery, recoverable
-from tests.persistence.made_runs import RUN_ID, began, listed, segment, stage, tear
+from tests.persistence.made_runs import LIFE, RUN_ID, began, listed, segment, stage, tear
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_log_without_a_replica_ends_where_its_writer_lets_it_end(
 
 def test_memory_that_may_hold_a_step_is_not_cleared(folder: RunFolder, tmp_path: Path) -> None:
     log = stage(tmp_path / "staging", range(1, 6))
-    claim(log, folder)
+    claim(log, folder, LIFE)
     segment(folder, log, [1, 2, 3])
     tear(log, 3)
     (verdict,) = clear_staging(tmp_path / "staging", dry_run=True)

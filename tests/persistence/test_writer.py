@@ -133,6 +133,7 @@ def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
             (OptimizerSpec("torch.optim.sgd.SGD", (("w",),)),),
             {"name": "topk"},
             {},
+            life="0" * 32,
         ),
     )
     log = log_of(settings)

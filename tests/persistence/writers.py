@@ -16,7 +16,7 @@ from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.fences import create_run
 from lowdiff.persistence.framing import FileHeader, RecordKind, RecordRef, read_records
 from lowdiff.persistence.memory import read_view
-from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.sections import read_sections
 from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
 from lowdiff.persistence.staging import StagingLog
@@ -45,6 +45,12 @@ def settings_in(root: Path, run: Path | None = None, **changes: object) -> Write
         retention=None,
     )
     settings = replace(settings, **changes)  # type: ignore[arg-type]
+    earlier = (
+        stage.root.name
+        for stage in StagingFolder.all_of_run(root / "staging", RUN_ID)
+        if stage.incarnation < settings.incarnation
+    )
+    settings = replace(settings, adopts=list(earlier))
     create_run(settings.folder, RUN_ID)
     settings.staging.root.mkdir(parents=True)
     return settings

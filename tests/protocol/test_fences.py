@@ -48,9 +48,8 @@ def deaths() -> Iterator[Death]:
 def fence(number: int, parent: int | None, base: int, rank: int) -> Fence:
     """A fence of one rank."""
     nowhere = Environment("cpu", "", "", "", 1, False, "")
-    return Fence(
-        RUN, number, parent, base, rank, WORLD_SIZE, nowhere, Layout(()), (), {"name": "none"}, {}
-    )
+    identity = RUN, number, parent, base, rank, WORLD_SIZE
+    return Fence(*identity, nowhere, Layout(()), (), {"name": "none"}, {}, life="0" * 32)
 
 
 def record(number: int, rank: int, step: int) -> StoredRecord:

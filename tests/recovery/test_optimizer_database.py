@@ -59,6 +59,7 @@ def fence_of(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Fence:
         optimizers=(OptimizerSpec(class_name(optimizer), groups),),
         compressor={},
         names={},
+        life="0" * 32,
     )
 
 

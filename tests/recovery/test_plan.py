@@ -33,6 +33,7 @@ def life(number: int, *, base: int = 0, parent: int | None = None, ranks: int = 
             optimizers=(),
             compressor={"name": "topk", "settings": {}},
             names={},
+            life="0" * 32,
         )
     )
 

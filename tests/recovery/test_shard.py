@@ -88,6 +88,7 @@ class Live:
             optimizers=attached.specs,
             compressor={"name": "dense", "settings": {"reproducible": False}},
             names=attached.names,
+            life="0" * 32,
         )
         self._attached = attached
         self._step(0)  # so that the optimizer has state
