@@ -18,9 +18,8 @@ from lowdiff.compressors.sections import parts, pieces
 from lowdiff.compressors.shared import SharedReducer
 from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.errors import ConfigError
-from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits
-from lowdiff.protocols import Decoder, Fetch, ResidualStore
+from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 _MAX_SEED = (1 << 63) - 1
@@ -146,7 +145,7 @@ class RandomKReducer(SharedReducer):
             chosen[i] = torch.from_numpy(drawn).to(total.device)
         return chosen
 
-    def payload(self, fetch: Fetch = fetch_now) -> Payload:
+    def payload(self) -> Payload:
         """See ``Reducer.payload``: values without positions where these were drawn."""
         self.headers.confirm()
         drawn = {
@@ -155,11 +154,11 @@ class RandomKReducer(SharedReducer):
             if i in self.selected and own is self.selected[i]
         }
         others = {i: entries for i, entries in self.consumed.items() if i not in drawn}
-        sections = self.indexed("", others, fetch)
+        sections = self.indexed("", others)
         if drawn:
             step = Section("step", "raw", np.array([self.step], dtype=np.uint64))
-            sections += [step, *pieces("drawn", self.layout, drawn, fetch)]
-        return Payload((*sections, *self.foreign_sections(fetch)))
+            sections += [step, *pieces("drawn", self.layout, drawn)]
+        return Payload((*sections, *self.foreign_sections()))
 
 
 def positions(

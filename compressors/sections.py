@@ -11,9 +11,7 @@ import torch
 
 from lowdiff.compressors.changes import Factors
 from lowdiff.errors import ReplayMismatch
-from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits
-from lowdiff.protocols import Fetch
 from lowdiff.types import Bits, Layout, Payload, Section
 
 
@@ -36,9 +34,7 @@ def floats(patterns: npt.NDArray[np.integer[Any]], dtype: torch.dtype) -> torch.
     return torch.from_numpy(writable.view(f"i{writable.itemsize}")).view(dtype)
 
 
-def pieces(
-    name: str, layout: Layout, tensors: Mapping[int, torch.Tensor], fetch: Fetch = fetch_now
-) -> list[Section]:
+def pieces(name: str, layout: Layout, tensors: Mapping[int, torch.Tensor]) -> list[Section]:
     """Flat tensors of some parameters, one section per dtype of the *tensors*, in layout order.
 
     Sections: ``NAME/parameters``, ascending layout indices, and ``NAME/DTYPE`` for each dtype of the
@@ -51,7 +47,7 @@ def pieces(
     for dtype in layout.dtypes:
         own = [tensors[i] for i, _ in layout.of_dtype(dtype) if i in tensors]
         if own:
-            made.append(Section(f"{name}/{dtype}", "planes", bits(fetch(torch.cat(own)))))
+            made.append(Section(f"{name}/{dtype}", "planes", bits(torch.cat(own).cpu())))
     return made
 
 

@@ -35,8 +35,6 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
     try:
         if not is_lenient and session.has_finished_step and not session.is_taken_over:
             session.commit()
-        if not session.is_taken_over:
-            session.finish_copies()
         if not failed:
             session.keep_staging()
             _hear_last(opened)

@@ -14,7 +14,7 @@ import torch
 
 from lowdiff.agreement import Ranks
 from lowdiff.attached import Attached
-from lowdiff.compressors.feedback import NUM_COPIED_SLOTS, NUM_SLOTS
+from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.given import Given
 from lowdiff.layout import shares_of
@@ -90,10 +90,8 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
         need, chunk_bytes = replica_need(given, ranks.world_size, num_steps)
     else:
         kept = settings.compressor.residual_layout(given.attached.layout)
-        on_host = given.attached.device.type == "cpu"
-        num_slots = NUM_SLOTS if on_host else NUM_COPIED_SLOTS
         staged = kept.parameters if settings.residual == "exact" else ()
-        residual_bytes = num_slots * sum(spec.nbytes for spec in staged)
+        residual_bytes = NUM_SLOTS * sum(spec.nbytes for spec in staged)
         need, chunk_bytes = _need(given, ranks.world_size, residual_bytes)
     root, instead = settings.staging_root, staging_in(settings.run)
     if settings.staging is None and root == instead:

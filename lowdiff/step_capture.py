@@ -149,11 +149,6 @@ class StepCapture:
         return all_stepped and self._most_calls == 1 and self._proofs.refusal is None
 
     @property
-    def has_stepped(self) -> bool:
-        """Whether any optimizer stepped."""
-        return bool(self._stepped or self._earlier)
-
-    @property
     def earlier(self) -> tuple[EarlierStep, ...]:
         """Optimizer steps of this body that others followed."""
         return tuple(self._earlier)
@@ -168,7 +163,7 @@ class StepCapture:
 
         It leaves some where no optimizer stepped.
         """
-        left = range(0 if self.has_stepped else len(self._attached.optimizers))
+        left = range(0 if self._stepped or self._earlier else len(self._attached.optimizers))
         self._kept.watch(
             [i for index in left for i in self._attached.kept_gradients(index)], report
         )

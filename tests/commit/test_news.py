@@ -25,7 +25,6 @@ def news_of(rank: int, step: int) -> RankNews:
     return RankNews(
         incarnation=2,
         step=step,
-        staged=step - rank,
         is_preempted=rank == 1,
         owes_snapshot=step == 8,
         interval=rank + 1,
