@@ -25,18 +25,6 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_B
 INT_OF_BYTES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def canonical_name(name: str) -> str:
-    """A tensor's name without what DDP and ``torch.compile`` put into it.
-
-    For names out of a file, of which nothing else is known: a part of the user's own model may be
-    called ``module`` as well, and `own_name` leaves that.
-    """
-    parts = name.split(".")
-    while parts and parts[0] == "module":
-        parts.pop(0)
-    return own_name(".".join(parts))
-
-
 def own_name(name: str) -> str:
     """A tensor's name in the user's own module, some parts of which may be compiled."""
     if "_orig_mod" not in name:  # asked for every buffer in every step

@@ -12,12 +12,7 @@ from typing import Any
 from lowdiff.events import log_event
 from lowdiff.persistence.differentials import sections_of_step
 from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.replica_status import (
-    MarkPage,
-    ReplicaSettings,
-    ReplicaStatus,
-    read_mark,
-)
+from lowdiff.persistence.replica_status import ReplicaSettings, ReplicaStatus
 from lowdiff.persistence.snapshots import ImageTensor
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import WriterStatus
@@ -45,7 +40,6 @@ class ReplicatedStager(Stager):
         replica: ReplicaSettings,
     ) -> None:
         super().__init__(log, writer, settings, rank, world_size)
-        self._marks = MarkPage(log.folder.snapshot_mark)
         self._step = self._given_up = self._told_step = -1
         self._holds_image = self._is_dropping = self._needs_image = False
         #: Gradients of the step under way that found no room yet.
@@ -63,7 +57,6 @@ class ReplicatedStager(Stager):
     def begin_anew(self, step: int) -> None:
         """See ``Stager.begin_anew``: the replica waits for the snapshot that is owed."""
         super().begin_anew(step)
-        self._marks = MarkPage(self._log.folder.snapshot_mark)
         self._step = self._given_up = self._snapshot_step = -1
         self._holds_image = False
         self._is_dropping = self._needs_image = True
@@ -115,8 +108,6 @@ class ReplicatedStager(Stager):
         all that follow, until a fresh snapshot of the trainer's takes their place. So are steps after
         one that the replica cannot apply.
         """
-        if kind is RecordKind.SNAPSHOT and self.replica.is_stopped:
-            return  # nobody reads it here any more: the writer goes by the image's mark
         if kind is RecordKind.DIFFERENTIAL:
             self._forget_image()
             self._bound_risk(step - self._most_at_risk)
@@ -187,8 +178,8 @@ class ReplicatedStager(Stager):
         known = self._told_step if self._world_size > 1 else self._step
         newest = known - known % self._settings.snapshot_every
         if self._consumed_step() > newest:  # made by now, or left out for want of memory
-            mark = read_mark(self._log.folder.replica_image_mark)
-            newest = -1 if mark is None else mark.step
+            image = self.replica.status().image
+            newest = -1 if image is None else image.step
         return max(self._snapshot_step, newest)
 
     @property
@@ -258,9 +249,7 @@ class ReplicatedStager(Stager):
             self._owes_snapshot = True
             return
         self._holds_image = False  # the new one takes its place
-        mark = self._stage_image(step, tensors, required=required)
-        if mark is not None:
-            self._marks.publish(mark)
+        if self._stage_image(step, tensors, required=required):
             self._holds_image = True
             self._is_dropping = self._needs_image = False
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from lowdiff.events import log_event
 from lowdiff.history import Story
 from lowdiff.meter import Meter
 from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.replica_status import ImageMark
-from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
+from lowdiff.persistence.page import ImageMark
+from lowdiff.persistence.snapshots import ImageTensor, stage_image
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import TrainerPage, TrainerStatus, WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
@@ -61,7 +62,7 @@ class Stager:
         self._owes_snapshot = False
         self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
-        self._shown_step, self._shown_at = -1, 0.0
+        self._shown = TrainerStatus(os.getpid(), -1, -1, 0.0, preempted=False)
         #: Last step before staging was made anew, until the snapshot after it is durable; else -1.
         self._renewed_step = -1
         self.trouble = Trouble(log.folder, rank, settings, lambda: self._most_at_risk)
@@ -95,6 +96,7 @@ class Stager:
         """
         log = self._log = self._log.anew()
         self._page = TrainerPage(log.folder.trainer_status)
+        self._show(image=None)
         self.meter.recorder.reopen()
         self.cadence.reopen()
         self.writer.begin_anew()
@@ -196,8 +198,8 @@ class Stager:
 
     def _stage_image(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
-    ) -> ImageMark | None:
-        """Copy the image and stage its mark; None, and it is owed, if there is no memory for it."""
+    ) -> bool:
+        """Copy the image and tell of it; False, and it is owed, if there is no memory for it."""
         with self.timed("snapshot_seconds"):
             try:
                 size, checksum = stage_image(
@@ -208,14 +210,14 @@ class Stager:
                 if required or (self._raises and self._world_size == 1):
                     raise
                 self._owe_for(error, step)
-                return None
-            self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), ())
+                return False
+            self._show(image=ImageMark(step, size, checksum))
         self._snapshot_step = step
         self._owes_snapshot = False
         self._retry_after = 1
         self.trouble.of_snapshot = ""
         self.counters.snapshots += 1
-        return ImageMark(step, size, checksum)
+        return True
 
     @property
     def owes_snapshot(self) -> bool:
@@ -408,10 +410,18 @@ class Stager:
 
     def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
         """Tell whoever watches the run how far this rank is."""
-        if step > self._shown_step:
-            self._shown_step, self._shown_at = step, time.time()
-        status = TrainerStatus(os.getpid(), step, committed_step, self._shown_at, preempted)
-        self._page.publish(status)
+        is_new = step > self._shown.step
+        at = time.time() if is_new else self._shown.committed_at_unix_seconds
+        self._show(
+            step=step,
+            committed_step=committed_step,
+            committed_at_unix_seconds=at,
+            preempted=preempted,
+        )
+
+    def _show(self, **changes: Any) -> None:
+        self._shown = replace(self._shown, **changes)
+        self._page.publish(self._shown)
 
     def _reported(self) -> WriterStatus:
         """What the writer says."""

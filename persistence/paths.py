@@ -21,11 +21,10 @@
     STAGING/RUN_ID/i000002-r0000/measured-by-trainer     pages of recent measurements
     STAGING/RUN_ID/i000002-r0000/measured-by-writer
     STAGING/RUN_ID/i000002-r0000/decisions               of the tuner, a JSON text per line
-    STAGING/RUN_ID/i000002-r0000/snapshot.mark           which image is whole in it (LowDiff+)
     STAGING/RUN_ID/i000002-r0000/replica-00000001        state of the replica (LowDiff+)
     STAGING/RUN_ID/i000002-r0000/replica, replica.lock, replica.log    its status page
     STAGING/RUN_ID/i000002-r0000/replica.boot            kernel under which it was written
-    STAGING/RUN_ID/i000002-r0000/replica.image, replica.image.mark     its image, being persisted
+    STAGING/RUN_ID/i000002-r0000/replica.image     its image, being persisted
     STAGING/RUN_ID/i000002-r0000/owner.json              which run folder it is for
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -372,11 +371,6 @@ class StagingFolder:
             self.root.parent.rmdir()
 
     @property
-    def snapshot_mark(self) -> Path:
-        """Page that says which image of the trainer's is whole, in runs with a replica."""
-        return self.root / "snapshot.mark"
-
-    @property
     def replica_status(self) -> Path:
         """The replica's status page; there from the first moment of a life that has a replica."""
         return self.root / "replica"
@@ -399,7 +393,7 @@ class StagingFolder:
         """What recovery reads of a replica's; none in a life without one."""
         if not self.replica_status.exists():
             return []
-        names = (self.replica_status, self.snapshot_mark, self.snapshot)
+        names = (self.replica_status, self.trainer_status, self.snapshot)
         states = _named(self.root, re.compile(r"replica-\d{8}"))
         return [*(path for path in names if path.exists()), *states]
 
@@ -407,11 +401,6 @@ class StagingFolder:
     def replica_image(self) -> Path:
         """Image of the replica's state that the writer is persisting."""
         return self.root / "replica.image"
-
-    @property
-    def replica_image_mark(self) -> Path:
-        """Page that says which image is whole in it."""
-        return self.root / "replica.image.mark"
 
     @property
     def writer_log(self) -> Path:

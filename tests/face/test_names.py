@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 import lowdiff
 from lowdiff.attached import describe
 from lowdiff.errors import UnsupportedModel
-from lowdiff.layout import canonical_name, own_name
+from lowdiff.layout import own_name
 from lowdiff.persistence.values import same
 from lowdiff.recovery.against import compare_with
 from tests.face.loops import Loop, small_model
@@ -127,4 +127,3 @@ def test_two_tensors_with_one_name_are_refused() -> None:
 
 def test_only_names_out_of_a_file_lose_a_wrapper_s_part() -> None:
     assert own_name("module.part._orig_mod.weight") == "module.part.weight"
-    assert canonical_name("module.part._orig_mod.weight") == "part.weight"

@@ -214,7 +214,7 @@ def train_tuned(rank: int, world_size: int, folder: str, until: int) -> tuple[in
         optimizer.step()
     opened = checkpointer._opened
     assert opened is not None
-    decisions = read_decisions(opened.staging.folder.decisions)
+    decisions = read_decisions(opened.staging.folder.decisions)[0]
     checkpointer.close()
     return resumed, decisions
 
@@ -334,7 +334,7 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
     after = Setting(ranks[0].cadence.snapshot_every, ranks[0].cadence.batch_size)
     assert after.batch_size > before.batch_size
     assert ranks[2].keeps_up()
-    decisions = [read_decisions(rank.staging.decisions) for rank in ranks]
+    decisions = [read_decisions(rank.staging.decisions)[0] for rank in ranks]
     settings = [
         [(d["step"], d["snapshot_every"], d["batch_size"]) for d in all_] for all_ in decisions
     ]
