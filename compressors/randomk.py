@@ -14,13 +14,13 @@ import torch.distributed as dist
 from lowdiff.compressors.feedback import residuals_of
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.ranges import checked_density, checked_size, kept_of
-from lowdiff.compressors.sections import parts, pieces
+from lowdiff.compressors.sections import pieces, shared_parts
 from lowdiff.compressors.shared import SharedReducer
 from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.errors import ConfigError
 from lowdiff.layout import bits
 from lowdiff.protocols import Decoder, ResidualStore
-from lowdiff.types import Bits, Block, Layout, Payload, Section
+from lowdiff.types import Block, Layout, Payload, Section
 
 _MAX_SEED = (1 << 63) - 1
 
@@ -86,14 +86,9 @@ class RandomK:
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Draws the positions again and assigns the values that the ranks stored there."""
         indexed = IndexedDecoder(payloads, layout)
-        drawn: list[dict[int, Bits]] = []
-        for rank, payload in enumerate(payloads):
-
-            def own(i: int, rank: int = rank) -> int:
-                first, last = share(self.kept(layout.parameters[i].numel), rank, len(payloads))
-                return last - first
-
-            drawn.append(parts("drawn", payload, layout, own))
+        drawn = shared_parts(
+            "drawn", payloads, layout, lambda i: self.kept(layout.parameters[i].numel)
+        )
         steps = [s.data for payload in payloads if (s := payload.section("step"))]
 
         def decode(block: Block, out: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from lowdiff.compressors.changes import Factors
+from lowdiff.compressors.lane import share
 from lowdiff.errors import ReplayMismatch
 from lowdiff.layout import bits
 from lowdiff.types import Bits, Layout, Payload, Section
@@ -86,6 +87,25 @@ def parts(
             )
         found[i] = section.data[start:stop]
     return found
+
+
+def shared_parts(
+    name: str, payloads: Sequence[Payload], layout: Layout, size_of: Callable[[int], int]
+) -> list[dict[int, Bits]]:
+    """`parts` of every rank, which stores its share of ``size_of(index)`` elements.
+
+    Raises:
+        ReplayMismatch: If the sections do not fit together.
+    """
+
+    def of_rank(rank: int, payload: Payload) -> dict[int, Bits]:
+        def size(parameter: int) -> int:
+            first, last = share(size_of(parameter), rank, len(payloads))
+            return last - first
+
+        return parts(name, payload, layout, size)
+
+    return [of_rank(rank, payload) for rank, payload in enumerate(payloads)]
 
 
 def factor_sections(factors: Mapping[int, Factors]) -> list[Section]:

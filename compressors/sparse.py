@@ -16,7 +16,7 @@ from lowdiff.compressors.changes import Factors, find_factors, multiply
 from lowdiff.compressors.exchange import Headers
 from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.foreign import ChangeWarning, has_foreign_entries, whole_ranges
-from lowdiff.compressors.lane import share
+from lowdiff.compressors.lane import share, shares_in
 from lowdiff.compressors.sections import factor_sections, factors_of, floats, pieces
 from lowdiff.layout import INT_OF_BYTES, bits
 from lowdiff.protocols import ResidualStore
@@ -285,26 +285,14 @@ class IndexedDecoder:
         for _, indices, values in self._full[spec.dtype]:
             begin, end = indices.searchsorted((first, last))
             assign(out, indices[begin:end] - first, values[begin:end])
-        for rank, whole in enumerate(self._whole):
-            if block.parameter in whole:
-                _assign_range(
-                    out, block, whole[block.parameter], rank, spec.numel, len(self._whole)
-                )
+        for rank, there, here in shares_in(block, spec.numel, len(self._whole)):
+            stored_whole = self._whole[rank].get(block.parameter)
+            if stored_whole is not None:
+                out[here] = floats(stored_whole[there], out.dtype).to(out.device)
 
 
 def _assign(out: torch.Tensor, positions: Bits, patterns: Bits) -> None:
     bits(out)[positions] = patterns
-
-
-def _assign_range(
-    out: torch.Tensor, block: Block, patterns: Bits, rank: int, numel: int, world_size: int
-) -> None:
-    """Write what a rank stored of its range of a whole gradient."""
-    first, last = share(numel, rank, world_size)
-    start, stop = max(first, block.start), min(last, block.stop)
-    if start < stop:
-        values = floats(patterns[start - first : stop - first], out.dtype)
-        out[start - block.start : stop - block.start] = values.to(out.device)
 
 
 def _assign_there(out: torch.Tensor, positions: Bits, patterns: Bits) -> None:

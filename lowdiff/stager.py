@@ -404,8 +404,7 @@ class Stager:
 
     def step_done(self, step: int, committed_step: int, *, preempted: bool) -> None:
         """Count a commit and show it."""
-        self.counters.step_done(max(0, committed_step - self.durable_step))
-        self.meter.step_done()
+        self.meter.step_done(max(0, committed_step - self.durable_step))
         self.show(step, committed_step, preempted=preempted)
 
     def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
