@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,15 +41,11 @@ class Cast:
         ConfigError: If it is another.
     """
 
+    name: ClassVar[str] = "cast"
     dtype: torch.dtype | str = torch.bfloat16
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", half_width("dtype", self.dtype))
-
-    @property
-    def name(self) -> str:
-        """``"cast"``."""
-        return "cast"
 
     @property
     def half(self) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,12 +38,8 @@ class Dense:
         reproducible: Whether the sum's bits may not depend on the buckets.
     """
 
+    name: ClassVar[str] = "dense"
     reproducible: bool = False
-
-    @property
-    def name(self) -> str:
-        """``"dense"``."""
-        return "dense"
 
     def settings(self) -> Mapping[str, Any]:
         """The constructor's arguments."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ class PowerSGD:
         ConfigError: If a setting is out of range.
     """
 
+    name: ClassVar[str] = "powersgd"
     matrix_rank: int
     dense_below: int = 1024
     seed: int = 0
@@ -67,11 +68,6 @@ class PowerSGD:
             raise ConfigError(
                 f"matrix_rank must be in 1 .. {_MAX_RANK}, got {self.matrix_rank}; 1 to 4 is usual"
             )
-
-    @property
-    def name(self) -> str:
-        """``"powersgd"``."""
-        return "powersgd"
 
     def settings(self) -> Mapping[str, Any]:
         """The constructor's arguments."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ class RandomK:
         ConfigError: If a setting is out of range.
     """
 
+    name: ClassVar[str] = "randomk"
     density: float
     dense_below: int = 1024
     seed: int = 0
@@ -59,11 +60,6 @@ class RandomK:
             raise ConfigError(f"seed is an int, got {self.seed!r}")
         if not 0 <= self.seed <= _MAX_SEED:
             raise ConfigError(f"seed must be in 0 .. 2**63 - 1, got {self.seed}")
-
-    @property
-    def name(self) -> str:
-        """``"randomk"``."""
-        return "randomk"
 
     def settings(self) -> Mapping[str, Any]:
         """The constructor's arguments."""

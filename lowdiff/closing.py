@@ -62,7 +62,7 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
 def _hear_last(opened: Opened) -> None:
     """Learn whether the last step is committed; where a rank does not say so, close goes on without."""
     try:
-        opened.session.hear_last(_MEET_SECONDS)
+        opened.session.hear(_MEET_SECONDS)
     except RankLost as error:
         _logger.warning("the last step is perhaps not committed on all ranks: %s", error)
 

@@ -12,7 +12,6 @@ import torch
 from crc32c import crc32c
 
 from lowdiff.agreement import Ranks
-from lowdiff.capture import restore_random_states
 from lowdiff.commit.health import Health
 from lowdiff.commit.news import News, RankNews
 from lowdiff.commit.proofs import Proofs
@@ -127,7 +126,7 @@ class Session:
         self.stager.show(step, step)
         self._begin()
         self._capture.install(
-            lambda: self.stager.timed("differential_seconds"), self._before_step, self._stage_ahead
+            lambda: self.stager.timed("differential_seconds"), self.hear, self._stage_ahead
         )
         self._objects = AttachedObjects(attached)
 
@@ -140,16 +139,12 @@ class Session:
         """Whether every optimizer stepped since the last commit, and the step can be committed."""
         return self._capture.has_finished and not self._objects.has_refused
 
-    def _before_step(self) -> None:
-        """An optimizer is about to step: the step before must be committed on all ranks."""
-        self._hear()
-
     def _stage_ahead(self) -> None:
         """An optimizer's gradients were read, and are still what it will use."""
         with self._unless_gone():
             self.stager.stage_ahead(self.step + 1, self.reducer, len(self._capture.earlier))
 
-    def _hear(self, timeout_seconds: float | None = None) -> tuple[RankNews, ...]:
+    def hear(self, timeout_seconds: float | None = None) -> tuple[RankNews, ...]:
         """What all ranks said after the last commit; waits for it once, before the next step.
 
         Raises:
@@ -179,14 +174,6 @@ class Session:
         self.health.check()
         return self._heard
 
-    def hear_last(self, timeout_seconds: float) -> None:
-        """Hear what ranks said after the last commit of the run.
-
-        Raises:
-            RankLost: If not all ranks say so in time.
-        """
-        self._hear(timeout_seconds)
-
     def commit(self) -> None:
         """Stage the step that just ended; an accelerator is waited for.
 
@@ -202,7 +189,7 @@ class Session:
             torch.accelerator.synchronize(self._attached.device)
         self.keep_staging()
         with self.stager.timed("differential_seconds"):
-            heard = self._hear()
+            heard = self.hear()
             self._objects.check()
             self._proofs.settle(self.step + 1)
             self._is_taken_over |= any(news.has_lost_run for news in heard)
@@ -218,7 +205,9 @@ class Session:
             is_changed = self._capture.changed_outside
             rebases = is_changed or self._proofs.has_late_state
             why = self._why_rebased() if is_changed else ""
-            self._warn_about_large_items()
+            for name, size in self._tracker.large_items.items():
+                cost = f"{size / 1e6:.1f} MB in every step that changes it"
+                self._warn_once(f"{name} changed, which costs {cost}")
             self._stage(self._unstaged, rebases=rebases)
             self._unstaged = None
             self.step += 1
@@ -333,11 +322,6 @@ class Session:
             )
 
         self._capture.watch_kept_gradients(report)
-
-    def _warn_about_large_items(self) -> None:
-        for name, size in self._tracker.large_items.items():
-            cost = f"{size / 1e6:.1f} MB in every step that changes it"
-            self._warn_once(f"{name} changed, which costs {cost}")
 
     @property
     def large_items(self) -> dict[str, int]:
@@ -502,10 +486,6 @@ class Session:
             and self._averages.is_as_committed
             and self._tracker.is_as_committed()
         )
-
-    def restore_random_states(self, items: Mapping[str, bytes]) -> None:
-        """Set the random generators as they were at this session's first step."""
-        restore_random_states(items, self._attached.device)
 
     def leave(self) -> None:
         """Remove the optimizer hooks, and touch nothing else: the process has only a copy of it."""

@@ -58,7 +58,8 @@ class Stager:
         self._settings = settings
         self._rank, self._world_size = rank, world_size
         self._page = TrainerPage(log.folder.trainer_status)
-        self._snapshot_step = -1
+        #: Step of the last staged snapshot, -1 before the first.
+        self.snapshot_step = -1
         self._owes_snapshot = False
         self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
@@ -101,7 +102,7 @@ class Stager:
         self.cadence.reopen()
         self.writer.begin_anew()
         status = self.writer.read_status()
-        self._snapshot_step = min(self._snapshot_step, status.durable_snapshot)
+        self.snapshot_step = min(self.snapshot_step, status.durable_snapshot)
         self._renewed_step = step
         self._owes_snapshot = True
         self.trouble.note_lost(step)
@@ -116,16 +117,6 @@ class Stager:
             step=step,
             durable_step=status.durable_step,
         )
-
-    @property
-    def snapshot_step(self) -> int:
-        """Step of the last staged snapshot, -1 before the first."""
-        return self._snapshot_step
-
-    @property
-    def dropped_step(self) -> int:
-        """Last step that was given up before it was durable, -1 for none."""
-        return self._log.dropped_step
 
     def stage(
         self,
@@ -212,7 +203,7 @@ class Stager:
                 self._owe_for(error, step)
                 return False
             self._show(image=ImageMark(step, size, checksum))
-        self._snapshot_step = step
+        self.snapshot_step = step
         self._owes_snapshot = False
         self._retry_after = 1
         self.trouble.of_snapshot = ""
@@ -222,11 +213,11 @@ class Stager:
     @property
     def owes_snapshot(self) -> bool:
         """Whether a snapshot could not be taken and should be, or a step is lost and needs one."""
-        return self._owes_snapshot or self.writer.read_status().lost_step > self._snapshot_step
+        return self._owes_snapshot or self.writer.read_status().lost_step > self.snapshot_step
 
     def _is_settled(self, status: WriterStatus) -> bool:
         """Whether the last staged snapshot is durable; until then no other may take its memory."""
-        return status.durable_snapshot >= self._snapshot_step
+        return status.durable_snapshot >= self.snapshot_step
 
     def is_ready_for_snapshot(self, step: int) -> bool:
         """Whether one after ``step`` would not stop training, as far as this rank knows."""
@@ -246,7 +237,7 @@ class Stager:
             self._wait_for_step(limit)
 
     def _wait_for_step(self, limit: int) -> None:
-        if self._renewed_step >= 0 and self._snapshot_step > self._renewed_step:
+        if self._renewed_step >= 0 and self.snapshot_step > self._renewed_step:
             self.wait_for_snapshot()  # until it is durable no step after the lost ones is of use
             self._renewed_step = -1
         if limit <= self._renewed_step:
@@ -312,7 +303,7 @@ class Stager:
         """Wait until the last staged snapshot is durable."""
         self._wait_until(
             self._is_settled,
-            f"the snapshot of step {self._snapshot_step} to be durable",
+            f"the snapshot of step {self.snapshot_step} to be durable",
         )
 
     def wait_for_adoption(self) -> None:
@@ -333,11 +324,10 @@ class Stager:
             lambda status: (
                 bool(status.remote_error)
                 or (
-                    status.remote_step >= base_step
-                    and status.remote_snapshot >= self._snapshot_step
+                    status.remote_step >= base_step and status.remote_snapshot >= self.snapshot_step
                 )
             ),
-            f"step {max(base_step, self._snapshot_step)} to be in {self._settings.store}",
+            f"step {max(base_step, self.snapshot_step)} to be in {self._settings.store}",
         )
         if self.trouble.of_store and self._raises:
             raise self.trouble.failure([self._rank])
