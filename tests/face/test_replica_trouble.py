@@ -25,6 +25,7 @@ from lowdiff.recovery import optimizers
 from tests.face.test_replica import Life
 from tests.mounts import fill, tmpfs_or_skip
 from tests.persistence.made_runs import tear
+from tests.recovery.training import flip
 
 MEMORY_MIB = 40
 
@@ -180,11 +181,11 @@ def stopped_at_three(folder: Path, backpressure: str = "block") -> Life:
     return life
 
 
-def settle(life: Life, snapshots: int = 2) -> None:
+def settle(life: Life, snapshots: int = 2, told: str = "step 4: damaged in staging memory") -> None:
     """Train on after damage, until the replica follows again; all of it is recovered."""
     os.kill(life.stager.replica.pid, signal.SIGCONT)
     life.wait(lambda stats: stats["replica_lag_steps"] == 0)
-    assert "step 4: damaged in staging memory" in life.checkpointer.stats()["replica_error"]
+    assert told in life.checkpointer.stats()["replica_error"]
     catch_up(life, snapshots)
     life.run(life.step + 2)
     life.wait(lambda stats: stats["replica_step"] == life.step and not stats["replica_error"])
@@ -200,6 +201,17 @@ def test_a_step_that_was_damaged_before_the_replica_took_it_costs_a_snapshot(
     life.run(6)
     tear(life.stager._log.folder, 4)
     settle(life)
+
+
+def test_a_snapshot_that_was_damaged_before_the_replica_took_it_is_taken_again(
+    tmp_path: Path,
+) -> None:
+    life = stopped_at_three(tmp_path)
+    with torch.no_grad():
+        write_state(life)
+    life.run(6)  # the replica cannot make step 4: its snapshot is staged behind it
+    flip(life.stager._log.folder.snapshot, -1)
+    settle(life, snapshots=3, told="it is not the image of step 4 that was staged")
 
 
 def test_a_full_queue_does_not_keep_close_from_ending(
