@@ -46,7 +46,6 @@ from lowdiff.compressors import TopK
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.demo.model import GPT, GPTConfig
 from lowdiff.hook import HookState, comm_hook
-from lowdiff.host_copy import HostCopies
 from lowdiff.layout import layout_of
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.verify import verify
@@ -221,16 +220,10 @@ def host_waits(arm: Arm, steps: int) -> dict[str, float]:
 def copy_rates(device: torch.device, num_bytes: int) -> dict[str, float]:
     """Bytes per second to the host, as lowdiff copies and at best, and within the device."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    copies = HostCopies(source.device)
     pinned = torch.empty_like(source, device="cpu", pin_memory=device.type == "cuda")
 
-    def by_lowdiff() -> None:
-        host = copies.fetch(source)
-        copies.wait()
-        assert host.numel() == num_bytes  # kept until it is written
-
     over_the_link = partial(pinned.copy_, source, non_blocking=True)
-    ways: list[Callable[[], object]] = [by_lowdiff, over_the_link, source.clone]
+    ways: list[Callable[[], object]] = [source.cpu, over_the_link, source.clone]
     rates = []
     for copy in ways:
         copy()
@@ -322,10 +315,7 @@ def figures_of(found: Mapping[str, Any], rates: Mapping[str, float]) -> dict[str
             figures[f"{arm}{kind}_over_{base}"] = ratio - 1
     for kind in ("host_waits", "audited_host_waits"):
         for arm, places in found[kind].items():
-            # Those of host_copy.py wait for a stream of its own, not for training's.
-            aside = sum(n for place, n in places.items() if place.startswith("host_copy.py:"))
-            figures[f"{arm}_{kind}_per_step"] = sum(places.values()) - aside
-            figures[f"{arm}_{kind}_in_host_copy_per_step"] = aside
+            figures[f"{arm}_{kind}_per_step"] = sum(places.values())
     figures |= {f"lowdiff_plus_{key}": value for key, value in found["replica"].items()}
     (first, short), (last, long) = ((n, min(s)) for n, s in found["recover_seconds"].items())
     replay = (long - short) / (last - first)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.consumed import Corrections
-from lowdiff.compressors.lane import Lane, share
+from lowdiff.compressors.lane import Lane, share, shares_in
 from lowdiff.compressors.ranges import half_width, refuse_other_half
 from lowdiff.compressors.represented import RepresentedReducer
-from lowdiff.compressors.sections import floats, listed, numbers
+from lowdiff.compressors.sections import floats, pieces, shared_parts
 from lowdiff.errors import ReplayMismatch
-from lowdiff.layout import bits, dtype_name
+from lowdiff.layout import dtype_name
 from lowdiff.protocols import Decoder, ResidualStore
-from lowdiff.types import Bits, Block, Layout, Payload, Section
+from lowdiff.types import Block, Layout, Payload, Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,11 @@ class Cast:
         ConfigError: If it is another.
     """
 
+    name: ClassVar[str] = "cast"
     dtype: torch.dtype | str = torch.bfloat16
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", half_width("dtype", self.dtype))
-
-    @property
-    def name(self) -> str:
-        """``"cast"``."""
-        return "cast"
 
     @property
     def half(self) -> torch.dtype:
@@ -74,23 +70,19 @@ class Cast:
         self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
     ) -> RepresentedReducer:
         """Make the reducer of one run."""
-        return RepresentedReducer(_Cast(self.half), layout, group)
+        return RepresentedReducer(_Cast(self.half, layout), layout, group)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Widens each rank's range of the half-width average."""
         corrections = Corrections(payloads, layout)
-        halves = [_halves(p, layout, rank, len(payloads)) for rank, p in enumerate(payloads)]
+        halves = shared_parts("cast", payloads, layout, lambda i: layout.parameters[i].numel)
 
         def rebuild(block: Block, out: torch.Tensor) -> None:
             numel = layout.parameters[block.parameter].numel
             if not all(block.parameter in own for own in halves):
                 raise ReplayMismatch("a rank's payload lacks its part of a gradient")
-            for rank, own in enumerate(halves):
-                first, last = share(numel, rank, len(halves))
-                start, stop = max(first, block.start), min(last, block.stop)
-                if start < stop:
-                    stored = own[block.parameter][start - first : stop - first]
-                    out[start - block.start : stop - block.start] = floats(stored, self.half)
+            for rank, there, here in shares_in(block, numel, len(halves)):
+                out[here] = floats(halves[rank][block.parameter][there], self.half)
 
         return lambda block, out: corrections.apply(block, out, rebuild)
 
@@ -98,8 +90,9 @@ class Cast:
 class _Cast:
     """The method behind `Cast`; see ``Method``."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, layout: Layout) -> None:
         self._dtype = dtype
+        self._layout = layout
         self._own: dict[int, torch.Tensor] = {}
         self._wide: dict[int, torch.dtype] = {}
         self._kept: dict[int, torch.Tensor] = {}
@@ -130,26 +123,4 @@ class _Cast:
         self._kept[parameter] = self._own[parameter]
 
     def sections(self, parameters: Sequence[int]) -> list[Section]:
-        if not parameters:
-            return []
-        values = torch.cat([self._kept[i] for i in parameters]).cpu()
-        return [
-            Section("cast/parameters", "ascending", numbers(parameters)),
-            Section("cast/values", "planes", bits(values)),
-        ]
-
-
-def _halves(payload: Payload, layout: Layout, rank: int, world_size: int) -> dict[int, Bits]:
-    """Layout index -> this rank's range of the average, as bit patterns."""
-    values = payload.section("cast/values")
-    if values is None:
-        return {}
-    found: dict[int, Bits] = {}
-    start = 0
-    for i in listed("cast", payload, layout):
-        first, last = share(layout.parameters[i].numel, rank, world_size)
-        found[i] = values.data[start : start + last - first]
-        start += last - first
-    if start != values.data.size:
-        raise ReplayMismatch(f"a cast payload holds {values.data.size} values instead of {start}")
-    return found
+        return pieces("cast", self._layout, {i: self._kept[i] for i in parameters})

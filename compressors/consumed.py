@@ -22,7 +22,7 @@ from crc32c import crc32c
 from lowdiff.arithmetic import flushes_denormals
 from lowdiff.compressors.changes import Factors, equal_bits, find_factors, multiply
 from lowdiff.compressors.foreign import ChangeWarning, whole_ranges
-from lowdiff.compressors.lane import share
+from lowdiff.compressors.lane import share, shares_in
 from lowdiff.compressors.sections import factor_sections, factors_of, pieces
 from lowdiff.layout import bits, byte_view
 from lowdiff.types import Bits, Block, Layout, Payload, Section
@@ -184,15 +184,11 @@ class Corrections:
     def apply(self, block: Block, out: torch.Tensor, rebuild: Rebuild) -> None:
         """Write one block as the optimizer consumed it."""
         numel = self._layout.parameters[block.parameter].numel
-        for rank, (factors, whole) in enumerate(self._of_rank):
-            first, last = share(numel, rank, len(self._of_rank))
-            start, stop = max(first, block.start), min(last, block.stop)
-            if start >= stop:
-                continue
-            mine = out[start - block.start : stop - block.start]
-            stored = whole.get(block.parameter)
+        for rank, there, here in shares_in(block, numel, len(self._of_rank)):
+            factors, whole = self._of_rank[rank]
+            mine, stored = out[here], whole.get(block.parameter)
             if stored is not None:
-                bits(mine)[:] = stored[start - first : stop - first]
+                bits(mine)[:] = stored[there]
                 continue
-            rebuild(Block(block.parameter, start, stop), mine)
+            rebuild(Block(block.parameter, block.start + here.start, block.start + here.stop), mine)
             multiply(mine, factors.get(block.parameter, ()))

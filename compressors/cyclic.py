@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -40,17 +40,13 @@ class CyclicTopK:
         ConfigError: If a setting is out of range.
     """
 
+    name: ClassVar[str] = "cyclic_topk"
     density: float
     dense_below: int = 1024
 
     def __post_init__(self) -> None:
         checked_density(self.density)
         checked_size("dense_below", "elements", self.dense_below)
-
-    @property
-    def name(self) -> str:
-        """``"cyclic_topk"``."""
-        return "cyclic_topk"
 
     def settings(self) -> Mapping[str, Any]:
         """The constructor's arguments."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,9 +13,8 @@ import torch.distributed as dist
 from lowdiff.compressors.futures import chained, completed
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import ReplayMismatch
-from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits, shares_of
-from lowdiff.protocols import Decoder, Fetch, ResidualStore
+from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 
@@ -39,12 +38,8 @@ class Dense:
         reproducible: Whether the sum's bits may not depend on the buckets.
     """
 
+    name: ClassVar[str] = "dense"
     reproducible: bool = False
-
-    @property
-    def name(self) -> str:
-        """``"dense"``."""
-        return "dense"
 
     def settings(self) -> Mapping[str, Any]:
         """The constructor's arguments."""
@@ -89,14 +84,6 @@ def _read(payloads: Sequence[Payload], layout: Layout) -> Iterator[tuple[int, Bi
                 "no gradient of this model; a log of another version of lowdiff?"
             )
         yield indices[section.name], section.data
-
-
-def kept_until_read(gradient: torch.Tensor) -> torch.Tensor:
-    """Itself on the CPU; on an accelerator a copy there.
-
-    The host reads that one while the next step computes, whose backward pass may write the gradient.
-    """
-    return gradient.detach() if gradient.is_cpu else gradient.detach().clone()
 
 
 def mean(
@@ -159,22 +146,22 @@ class DenseReducer:
     ) -> None:
         """See ``Reducer.consume``: this rank's share, unscaled and clipped by now.
 
-        On the CPU nothing is copied: ``payload`` must be used before the optimizer's caller may
-        change the gradients.
+        Nothing is copied: ``payload`` must be used before the optimizer's caller may change the
+        gradients.
         """
         for i in self._mine:
             gradient = gradients[i]
             if gradient is not None:
-                self._consumed[i] = kept_until_read(gradient)
+                self._consumed[i] = gradient.detach()
 
-    def payload(self, fetch: Fetch = fetch_now) -> Payload:
+    def payload(self) -> Payload:
         """See ``Reducer.payload``: a section for each gradient, named by its parameter's index.
 
-        It shares the memory of what ``fetch`` returns. What was handed out is not handed out again.
+        On the CPU it shares the memory of the gradients. What was handed out is not handed out again.
         """
         consumed, self._consumed = self._consumed, {}
         return Payload(
             tuple(
-                Section(str(i), "planes", bits(fetch(gradient))) for i, gradient in consumed.items()
+                Section(str(i), "planes", bits(gradient.cpu())) for i, gradient in consumed.items()
             )
         )

@@ -14,14 +14,11 @@ from pathlib import Path
 
 import torch
 
-from lowdiff.host_copy import HostCopies
 from lowdiff.layout import shaped, torch_dtype
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Layout, ResidualMark
 
 NUM_SLOTS = 3
-#: Slots of copies whose records may be staged a step later.
-NUM_COPIED_SLOTS = 4
 
 
 def residuals_of(layout: Layout) -> Layout:
@@ -128,12 +125,11 @@ class RotatingResidual:
                 self._slots[self.slot][parameter].copy_(residual)
                 self._used.add(parameter)
 
-    def copy(self, step: int, copies: HostCopies, *, is_first: bool = False) -> None:
+    def copy(self, step: int, *, is_first: bool = False) -> None:
         """Copy the current residual to where `mark` names it, unless that is where it lies.
 
         Args:
             step: The step whose residual it is.
-            copies: Bring it to the host.
             is_first: Whether nothing was copied in this life.
         """
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lowdiff.compressors.lane import share
-from lowdiff.compressors.sections import parts
+from lowdiff.compressors.sections import shared_parts
 from lowdiff.layout import INT_OF_BYTES
 from lowdiff.types import Bits, Layout, Payload
 
@@ -45,15 +44,7 @@ def whole_ranges(payloads: Sequence[Payload], layout: Layout) -> list[dict[int, 
     Raises:
         ReplayMismatch: If the sections do not fit together.
     """
-
-    def of_rank(rank: int, payload: Payload) -> dict[int, Bits]:
-        def size(parameter: int) -> int:
-            first, last = share(layout.parameters[parameter].numel, rank, len(payloads))
-            return last - first
-
-        return parts("whole", payload, layout, size)
-
-    return [of_rank(rank, payload) for rank, payload in enumerate(payloads)]
+    return shared_parts("whole", payloads, layout, lambda i: layout.parameters[i].numel)
 
 
 class ChangeWarning:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from lowdiff.compressors.futures import chained, completed
 from lowdiff.compressors.groups import leave, own_group
 from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import LowDiffError, RankLost, UsageError
+from lowdiff.types import Block
 
 
 class Lane:
@@ -148,7 +149,28 @@ class Lane:
         """Overwrite ``buffer`` by its mean over ranks; see `reproducible_mean`."""
         reproducible_mean(buffer, self._group).wait()
 
+    def mean_of(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Overwrite several tensors of one dtype by their means over ranks."""
+        joined = torch.cat([tensor.flatten() for tensor in tensors.values()])
+        self.mean(joined)
+        sizes = [tensor.numel() for tensor in tensors.values()]
+        for tensor, own in zip(tensors.values(), joined.split(sizes), strict=True):
+            tensor.copy_(own.view(tensor.shape))
+
 
 def share(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     """The range of ``numel`` elements that a rank answers for: first, and last exclusive."""
     return numel * rank // world_size, numel * (rank + 1) // world_size
+
+
+def shares_in(block: Block, numel: int, world_size: int) -> Iterator[tuple[int, slice, slice]]:
+    """The ranges of a parameter that a block touches: rank, where in its range, where in the block."""
+    for rank in range(world_size):
+        first, last = share(numel, rank, world_size)
+        start, stop = max(first, block.start), min(last, block.stop)
+        if start < stop:
+            yield (
+                rank,
+                slice(start - first, stop - first),
+                slice(start - block.start, stop - block.start),
+            )

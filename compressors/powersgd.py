@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,11 +15,11 @@ from lowdiff.compressors.feedback import ErrorFeedback, is_used, residuals_of
 from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.ranges import checked_size
 from lowdiff.compressors.represented import RepresentedReducer
-from lowdiff.compressors.sections import floats, listed, numbers
+from lowdiff.compressors.sections import floats, pieces, shared_parts
 from lowdiff.errors import ConfigError, ReplayMismatch
-from lowdiff.layout import bits, torch_dtype
+from lowdiff.layout import torch_dtype
 from lowdiff.protocols import Decoder, ResidualStore
-from lowdiff.types import Bits, Block, Layout, ParameterSpec, Payload, Section
+from lowdiff.types import Block, Layout, ParameterSpec, Payload, Section
 
 _MAX_RANK = 256
 _WARM_START = "/warm_start"
@@ -55,6 +55,7 @@ class PowerSGD:
         ConfigError: If a setting is out of range.
     """
 
+    name: ClassVar[str] = "powersgd"
     matrix_rank: int
     dense_below: int = 1024
     seed: int = 0
@@ -67,11 +68,6 @@ class PowerSGD:
             raise ConfigError(
                 f"matrix_rank must be in 1 .. {_MAX_RANK}, got {self.matrix_rank}; 1 to 4 is usual"
             )
-
-    @property
-    def name(self) -> str:
-        """``"powersgd"``."""
-        return "powersgd"
 
     def settings(self) -> Mapping[str, Any]:
         """The constructor's arguments."""
@@ -116,28 +112,18 @@ class PowerSGD:
         return lambda block, out: corrections.apply(block, out, rebuild)
 
     def _read(self, payloads: Sequence[Payload], layout: Layout) -> dict[int, Factorized]:
-        shares: dict[int, list[Bits]] = {}
-        for rank, payload in enumerate(payloads):
-            taken: dict[str, int] = {}
-            for i in listed("low_rank", payload, layout):
-                spec = layout.parameters[i]
-                size = sum(matrix_of(spec)) * self.matrix_rank
-                first, last = share(size, rank, len(payloads))
-                dtype = _wide(spec.dtype)
-                section = payload.section(f"low_rank/{dtype}")
-                start = taken.get(dtype, 0)
-                stop = taken[dtype] = start + last - first
-                if section is None or stop > section.data.size:
-                    raise ReplayMismatch(f"a payload ends before the factors of {spec.name!r}")
-                shares.setdefault(i, []).append(section.data[start:stop])
-        if any(len(own) != len(payloads) for own in shares.values()):
+        specs = layout.parameters
+        shares = shared_parts(
+            "low_rank", payloads, layout, lambda i: sum(matrix_of(specs[i])) * self.matrix_rank
+        )
+        if any(own.keys() != shares[0].keys() for own in shares):
             raise ReplayMismatch("a rank's payload lacks its share of a gradient's factors")
-        return {i: self._split(layout.parameters[i], own) for i, own in shares.items()}
-
-    def _split(self, spec: ParameterSpec, patterns: Sequence[Bits]) -> Factorized:
-        dtype = torch_dtype(_wide(spec.dtype))
-        values = floats(np.concatenate(patterns), dtype)
-        return split_factors(values, spec, self.matrix_rank)
+        found = {}
+        for i in shares[0]:
+            dtype = torch_dtype(_wide(specs[i].dtype))
+            values = floats(np.concatenate([own[i] for own in shares]), dtype)
+            found[i] = split_factors(values, specs[i], self.matrix_rank)
+        return found
 
 
 class _PowerSGD:
@@ -170,12 +156,7 @@ class _PowerSGD:
         dense = {i: g for i, g in gradients.items() if i not in self._q_of}
         matrices = {i: g for i, g in gradients.items() if i in self._q_of}
         if dense:
-            joined = torch.cat(list(dense.values()))
-            lane.mean(joined)
-            for g, own in zip(
-                dense.values(), joined.split([g.numel() for g in dense.values()]), strict=True
-            ):
-                g.copy_(own)
+            lane.mean_of(dense)
         if matrices:
             self._factorize(matrices, lane)
 
@@ -188,11 +169,11 @@ class _PowerSGD:
             wide = matrix.to(torch_dtype(_wide(self._layout.parameters[i].dtype)))
             sent[i] = wide if is_used(gradient) else torch.zeros_like(wide)
             ps[i] = self._start(i) @ sent[i].T
-        _average(ps, lane)
+        lane.mean_of(ps)
         for p in ps.values():
             orthogonalize(p)
         qs = {i: ps[i] @ sent[i] for i in gradients}
-        _average(qs, lane)
+        lane.mean_of(qs)
         for i, gradient in gradients.items():
             self._values[i] = torch.cat([ps[i].flatten(), qs[i].flatten()])
             low_rank((ps[i], qs[i]), 0, gradient.numel(), gradient.zero_())
@@ -233,19 +214,9 @@ class _PowerSGD:
         self._kept[parameter] = self._values[parameter]
 
     def sections(self, parameters: Sequence[int]) -> list[Section]:
-        if not parameters:
-            return []
-        made = [Section("low_rank/parameters", "ascending", numbers(parameters))]
-        by_dtype: dict[str, list[torch.Tensor]] = {}
-        for i in parameters:
-            values = self._kept[i]
-            mine = slice(*share(values.numel(), *self._lane_of))
-            dtype = _wide(self._layout.parameters[i].dtype)
-            by_dtype.setdefault(dtype, []).append(values[mine])
-        return made + [
-            Section(f"low_rank/{dtype}", "planes", bits(torch.cat(own).cpu()))
-            for dtype, own in sorted(by_dtype.items())
-        ]
+        kept = {i: self._kept[i] for i in parameters}
+        mine = {i: own[slice(*share(own.numel(), *self._lane_of))] for i, own in kept.items()}
+        return pieces("low_rank", self._layout, mine)
 
 
 def matrix_of(spec: ParameterSpec) -> tuple[int, int]:
@@ -309,14 +280,6 @@ def split_factors(values: torch.Tensor, spec: ParameterSpec, matrix_rank: int) -
     n, m = matrix_of(spec)
     p, q = values.split([matrix_rank * n, matrix_rank * m])
     return p.view(matrix_rank, n), q.view(matrix_rank, m)
-
-
-def _average(tensors: Mapping[int, torch.Tensor], lane: Lane) -> None:
-    joined = torch.cat([t.flatten() for t in tensors.values()])
-    lane.mean(joined)
-    sizes = [t.numel() for t in tensors.values()]
-    for tensor, own in zip(tensors.values(), joined.split(sizes), strict=True):
-        tensor.copy_(own.view(tensor.shape))
 
 
 def _wide(dtype: str) -> str:

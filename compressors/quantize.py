@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ class Quantize:
         ConfigError: If a setting is out of range.
     """
 
+    name: ClassVar[str] = "quantize"
     bits: int = 8
     rounding: str = "stochastic"
     seed: int = 0
@@ -67,11 +68,6 @@ class Quantize:
             raise ConfigError(f"rounding is one of {_ROUNDINGS}, got {self.rounding!r}")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 31:
             raise ConfigError(f"seed must be in 0 .. 2**31 - 1, got {self.seed!r}")
-
-    @property
-    def name(self) -> str:
-        """``"quantize"``."""
-        return "quantize"
 
     @property
     def levels(self) -> int:

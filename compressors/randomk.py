@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +14,13 @@ import torch.distributed as dist
 from lowdiff.compressors.feedback import residuals_of
 from lowdiff.compressors.lane import share
 from lowdiff.compressors.ranges import checked_density, checked_size, kept_of
-from lowdiff.compressors.sections import parts, pieces
+from lowdiff.compressors.sections import pieces, shared_parts
 from lowdiff.compressors.shared import SharedReducer
 from lowdiff.compressors.sparse import IndexedDecoder
 from lowdiff.errors import ConfigError
-from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits
-from lowdiff.protocols import Decoder, Fetch, ResidualStore
-from lowdiff.types import Bits, Block, Layout, Payload, Section
+from lowdiff.protocols import Decoder, ResidualStore
+from lowdiff.types import Block, Layout, Payload, Section
 
 _MAX_SEED = (1 << 63) - 1
 
@@ -49,6 +48,7 @@ class RandomK:
         ConfigError: If a setting is out of range.
     """
 
+    name: ClassVar[str] = "randomk"
     density: float
     dense_below: int = 1024
     seed: int = 0
@@ -60,11 +60,6 @@ class RandomK:
             raise ConfigError(f"seed is an int, got {self.seed!r}")
         if not 0 <= self.seed <= _MAX_SEED:
             raise ConfigError(f"seed must be in 0 .. 2**63 - 1, got {self.seed}")
-
-    @property
-    def name(self) -> str:
-        """``"randomk"``."""
-        return "randomk"
 
     def settings(self) -> Mapping[str, Any]:
         """The constructor's arguments."""
@@ -87,14 +82,9 @@ class RandomK:
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Draws the positions again and assigns the values that the ranks stored there."""
         indexed = IndexedDecoder(payloads, layout)
-        drawn: list[dict[int, Bits]] = []
-        for rank, payload in enumerate(payloads):
-
-            def own(i: int, rank: int = rank) -> int:
-                first, last = share(self.kept(layout.parameters[i].numel), rank, len(payloads))
-                return last - first
-
-            drawn.append(parts("drawn", payload, layout, own))
+        drawn = shared_parts(
+            "drawn", payloads, layout, lambda i: self.kept(layout.parameters[i].numel)
+        )
         steps = [s.data for payload in payloads if (s := payload.section("step"))]
 
         def decode(block: Block, out: torch.Tensor) -> None:
@@ -146,7 +136,7 @@ class RandomKReducer(SharedReducer):
             chosen[i] = torch.from_numpy(drawn).to(total.device)
         return chosen
 
-    def payload(self, fetch: Fetch = fetch_now) -> Payload:
+    def payload(self) -> Payload:
         """See ``Reducer.payload``: values without positions where these were drawn."""
         self.headers.confirm()
         drawn = {
@@ -155,11 +145,11 @@ class RandomKReducer(SharedReducer):
             if i in self.selected and own is self.selected[i]
         }
         others = {i: entries for i, entries in self.consumed.items() if i not in drawn}
-        sections = self.indexed("", others, fetch)
+        sections = self.indexed("", others)
         if drawn:
             step = Section("step", "raw", np.array([self.step], dtype=np.uint64))
-            sections += [step, *pieces("drawn", self.layout, drawn, fetch)]
-        return Payload((*sections, *self.foreign_sections(fetch)))
+            sections += [step, *pieces("drawn", self.layout, drawn)]
+        return Payload((*sections, *self.foreign_sections()))
 
 
 def positions(

@@ -13,8 +13,6 @@ from lowdiff.compressors.changes import Factors
 from lowdiff.compressors.consumed import Consumed
 from lowdiff.compressors.exchange import Headers
 from lowdiff.compressors.lane import Lane
-from lowdiff.host_copy import fetch_now
-from lowdiff.protocols import Fetch
 from lowdiff.types import Layout, Payload, Section
 
 
@@ -101,8 +99,8 @@ class RepresentedReducer:
         """See ``Reducer.close``."""
         self._lane.close()
 
-    def payload(self, fetch: Fetch = fetch_now) -> Payload:
-        """See ``Reducer.payload``; from an accelerator it waits for its parts."""
+    def payload(self) -> Payload:
+        """See ``Reducer.payload``."""
         self._headers.confirm()
         own = self._method.sections(self._consumed.parameters)
         return Payload((*own, *self._consumed.sections()))

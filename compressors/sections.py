@@ -10,10 +10,9 @@ import numpy.typing as npt
 import torch
 
 from lowdiff.compressors.changes import Factors
+from lowdiff.compressors.lane import share
 from lowdiff.errors import ReplayMismatch
-from lowdiff.host_copy import fetch_now
 from lowdiff.layout import bits
-from lowdiff.protocols import Fetch
 from lowdiff.types import Bits, Layout, Payload, Section
 
 
@@ -36,9 +35,7 @@ def floats(patterns: npt.NDArray[np.integer[Any]], dtype: torch.dtype) -> torch.
     return torch.from_numpy(writable.view(f"i{writable.itemsize}")).view(dtype)
 
 
-def pieces(
-    name: str, layout: Layout, tensors: Mapping[int, torch.Tensor], fetch: Fetch = fetch_now
-) -> list[Section]:
+def pieces(name: str, layout: Layout, tensors: Mapping[int, torch.Tensor]) -> list[Section]:
     """Flat tensors of some parameters, one section per dtype of the *tensors*, in layout order.
 
     Sections: ``NAME/parameters``, ascending layout indices, and ``NAME/DTYPE`` for each dtype of the
@@ -51,7 +48,7 @@ def pieces(
     for dtype in layout.dtypes:
         own = [tensors[i] for i, _ in layout.of_dtype(dtype) if i in tensors]
         if own:
-            made.append(Section(f"{name}/{dtype}", "planes", bits(fetch(torch.cat(own)))))
+            made.append(Section(f"{name}/{dtype}", "planes", bits(torch.cat(own).cpu())))
     return made
 
 
@@ -90,6 +87,25 @@ def parts(
             )
         found[i] = section.data[start:stop]
     return found
+
+
+def shared_parts(
+    name: str, payloads: Sequence[Payload], layout: Layout, size_of: Callable[[int], int]
+) -> list[dict[int, Bits]]:
+    """`parts` of every rank, which stores its share of ``size_of(index)`` elements.
+
+    Raises:
+        ReplayMismatch: If the sections do not fit together.
+    """
+
+    def of_rank(rank: int, payload: Payload) -> dict[int, Bits]:
+        def size(parameter: int) -> int:
+            first, last = share(size_of(parameter), rank, len(payloads))
+            return last - first
+
+        return parts(name, payload, layout, size)
+
+    return [of_rank(rank, payload) for rank, payload in enumerate(payloads)]
 
 
 def factor_sections(factors: Mapping[int, Factors]) -> list[Section]:

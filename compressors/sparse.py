@@ -16,11 +16,10 @@ from lowdiff.compressors.changes import Factors, find_factors, multiply
 from lowdiff.compressors.exchange import Headers
 from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.foreign import ChangeWarning, has_foreign_entries, whole_ranges
-from lowdiff.compressors.lane import share
+from lowdiff.compressors.lane import share, shares_in
 from lowdiff.compressors.sections import factor_sections, factors_of, floats, pieces
-from lowdiff.host_copy import fetch_now
 from lowdiff.layout import INT_OF_BYTES, bits
-from lowdiff.protocols import Fetch, ResidualStore
+from lowdiff.protocols import ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 #: Positions inside a parameter that this rank stores, and the values there.
@@ -165,23 +164,21 @@ class SparseReducer:
             self._factors[parameter] = found
             self._consumed_narrow[parameter] = narrow
 
-    def payload(self, fetch: Fetch = fetch_now) -> Payload:
+    def payload(self) -> Payload:
         """See ``Reducer.payload``: indices into the layout, ascending, and their values."""
         self.headers.confirm()
         full = {i: own for i, own in self.consumed.items() if i not in self._consumed_narrow}
-        sections = self.indexed("", full, fetch)
+        sections = self.indexed("", full)
         if self._consumed_narrow:
-            sections += self.indexed("narrow/", self._consumed_narrow, fetch)
+            sections += self.indexed("narrow/", self._consumed_narrow)
             sections += factor_sections(self._factors)
-        return Payload((*sections, *self.foreign_sections(fetch)))
+        return Payload((*sections, *self.foreign_sections()))
 
-    def foreign_sections(self, fetch: Fetch = fetch_now) -> list[Section]:
+    def foreign_sections(self) -> list[Section]:
         """This rank's ranges of gradients with entries that nobody exchanged."""
-        return pieces("whole", self.layout, self._foreign, fetch)
+        return pieces("whole", self.layout, self._foreign)
 
-    def indexed(
-        self, prefix: str, entries: Mapping[int, Entries], fetch: Fetch = fetch_now
-    ) -> list[Section]:
+    def indexed(self, prefix: str, entries: Mapping[int, Entries]) -> list[Section]:
         """Entries as ``PREFIXindices/DTYPE`` and ``PREFIXvalues/DTYPE``."""
         sections: list[Section] = []
         for dtype in self.layout.dtypes:
@@ -195,9 +192,9 @@ class SparseReducer:
                 pieces = indices.split([own.numel() for _, own, _ in chosen])
                 for (offset, _, _), piece in zip(chosen, pieces, strict=True):
                     piece += offset
-                values = fetch(torch.cat([values for _, _, values in chosen]))
+                values = torch.cat([values for _, _, values in chosen]).cpu()
                 sections += [
-                    Section(f"{prefix}indices/{dtype}", "ascending", fetch(indices).numpy()),
+                    Section(f"{prefix}indices/{dtype}", "ascending", indices.cpu().numpy()),
                     Section(f"{prefix}values/{dtype}", "planes", bits(values)),
                 ]
         return sections
@@ -288,26 +285,14 @@ class IndexedDecoder:
         for _, indices, values in self._full[spec.dtype]:
             begin, end = indices.searchsorted((first, last))
             assign(out, indices[begin:end] - first, values[begin:end])
-        for rank, whole in enumerate(self._whole):
-            if block.parameter in whole:
-                _assign_range(
-                    out, block, whole[block.parameter], rank, spec.numel, len(self._whole)
-                )
+        for rank, there, here in shares_in(block, spec.numel, len(self._whole)):
+            stored_whole = self._whole[rank].get(block.parameter)
+            if stored_whole is not None:
+                out[here] = floats(stored_whole[there], out.dtype).to(out.device)
 
 
 def _assign(out: torch.Tensor, positions: Bits, patterns: Bits) -> None:
     bits(out)[positions] = patterns
-
-
-def _assign_range(
-    out: torch.Tensor, block: Block, patterns: Bits, rank: int, numel: int, world_size: int
-) -> None:
-    """Write what a rank stored of its range of a whole gradient."""
-    first, last = share(numel, rank, world_size)
-    start, stop = max(first, block.start), min(last, block.stop)
-    if start < stop:
-        values = floats(patterns[start - first : stop - first], out.dtype)
-        out[start - block.start : stop - block.start] = values.to(out.device)
 
 
 def _assign_there(out: torch.Tensor, positions: Bits, patterns: Bits) -> None:

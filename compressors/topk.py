@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,7 @@ class TopK:
         ConfigError: If a setting is out of range.
     """
 
+    name: ClassVar[str] = "topk"
     density: float
     dense_below: int = 1024
     value_dtype: torch.dtype | str | None = None
@@ -66,11 +67,6 @@ class TopK:
         checked_size("warmup", "steps", self.warmup)
         if self.value_dtype is not None:
             object.__setattr__(self, "value_dtype", half_width("value_dtype", self.value_dtype))
-
-    @property
-    def name(self) -> str:
-        """``"topk"``."""
-        return "topk"
 
     def settings(self) -> Mapping[str, Any]:
         """The constructor's arguments."""

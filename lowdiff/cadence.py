@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from lowdiff.commit.news import RankNews
 from lowdiff.errors import ConfigError
@@ -19,6 +19,7 @@ from lowdiff.events import log_event
 from lowdiff.history import Story
 from lowdiff.persistence.measurements import Recorder, RecordReader, append_decision
 from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.settings import Settings
 from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.failures import estimate_rates
@@ -28,13 +29,6 @@ from lowdiff.tuner.policy import Levels, Move, move
 _logger = logging.getLogger(__name__)
 
 
-class TakesBatchSize(Protocol):
-    """What a cadence needs of a writer process."""
-
-    def set_batch_size(self, batch_size: int) -> None:
-        """Have so many differentials go into each durable write from now on."""
-
-
 class Cadence:
     """The setting in force on this rank, the same on all at the same step."""
 
@@ -42,7 +36,7 @@ class Cadence:
         self,
         settings: Settings,
         folder: StagingFolder,
-        writer: TakesBatchSize,
+        writer: WriterProcess,
         recorder: Recorder,
         ranks: tuple[int, int],
     ) -> None:

@@ -19,10 +19,8 @@ from crc32c import crc32c
 
 from lowdiff.errors import ConfigError
 from lowdiff.frozen_samples import FrozenSamples
-from lowdiff.host_copy import fetch_now
 from lowdiff.layout import byte_view, dtype_name
 from lowdiff.persistence.values import decode, encode, same
-from lowdiff.protocols import Fetch
 from lowdiff.recovery.state import (
     BUFFER_ITEM,
     FROZEN_ITEM,
@@ -170,7 +168,7 @@ class ItemTracker:
         and a data loader moves on when its epoch ends, after the last commit.
         """
         tensors = self.tensors
-        return not self._changed_tensors(tensors)() and self._now_absent(tensors) == self._absent
+        return not self._changed_tensors(tensors) and self._now_absent(tensors) == self._absent
 
     def start(self, items: Mapping[str, bytes]) -> None:
         """Begin with what recovery knows, whatever the generators hold at the moment."""
@@ -178,7 +176,7 @@ class ItemTracker:
         self._committed = {name: items[name] for name in names if name in items}
         self.read()
         tensors = self.tensors
-        self._changed_tensors(tensors)()
+        self._changed_tensors(tensors)
         self._buffers |= {
             name.removeprefix(ABSENT_ITEM)
             for name in items
@@ -196,44 +194,32 @@ class ItemTracker:
             if name.startswith(FROZEN_ITEM)
         }
 
-    def changed(
-        self, *, thorough: bool = True, fetch: Fetch = fetch_now
-    ) -> Callable[[], dict[str, bytes]]:
-        """Read everything as it is now.
+    def changed(self, *, thorough: bool = True) -> dict[str, bytes]:
+        """Items whose bytes differ from those of the last call; no bytes for one that is gone.
 
         Args:
             thorough: Whether to read frozen parameters whole that neither a version counter nor
                 a few of their elements say were written.
-            fetch: Brings buffers and large tensors to the host.
-
-        Returns:
-            Called once these are there: the items whose bytes differ from those of the last call;
-            no bytes for one that is gone.
         """
-        values = {
+        found = {
             name: data for name, data in self.read().items() if self._committed.get(name) != data
         }
         tensors = self.tensors
         absent = self._now_absent(tensors)
-        changed_tensors = self._changed_tensors(tensors, thorough=thorough, fetch=fetch)
+        changed_tensors = self._changed_tensors(tensors, thorough=thorough)
         # Only now: whoever calls again after an error, of the user's object perhaps, finds it all.
-        self._committed.update(values)
-        found = values | {ABSENT_ITEM + name: _ABSENT for name in absent - self._absent}
+        self._committed.update(found)
+        found |= {ABSENT_ITEM + name: _ABSENT for name in absent - self._absent}
         found |= {ABSENT_ITEM + name: b"" for name in self._absent - absent}
         self._absent = absent
-
-        def all_found() -> dict[str, bytes]:
-            for name, tensor in changed_tensors().items():
-                found[name] = encode(tensor, name=name)
-            for name in [n for n in self._checksums if n not in tensors]:
-                del self._checksums[name]
-                found[name] = b""
-            for name, data in found.items():
-                if len(data) > max(LARGE_ITEM_BYTES, self.large_items.get(name, 0)):
-                    self.large_items[name] = len(data)
-            return found
-
-        return all_found
+        found |= {name: encode(tensor, name=name) for name, tensor in changed_tensors.items()}
+        for name in [n for n in self._checksums if n not in tensors]:
+            del self._checksums[name]
+            found[name] = b""
+        for name, data in found.items():
+            if len(data) > max(LARGE_ITEM_BYTES, self.large_items.get(name, 0)):
+                self.large_items[name] = len(data)
+        return found
 
     def _now_absent(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """Buffers that held a tensor once and are not among ``tensors``, which it learns."""
@@ -241,39 +227,30 @@ class ItemTracker:
         return frozenset(self._buffers.difference(tensors))
 
     def _changed_tensors(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        thorough: bool = True,
-        fetch: Fetch = fetch_now,
-    ) -> Callable[[], dict[str, torch.Tensor]]:
-        """Read `tensors`; called once they are there: those that differ from the last call's."""
-        #: By object: several names may hold one tensor, which is read once.
-        fetched: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        self, tensors: Mapping[str, torch.Tensor], *, thorough: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Those of `tensors` that differ from the last call's, on the host."""
         found: dict[str, torch.Tensor] = {}
         versions: dict[str, tuple[int, int] | None] = {}
         checksums: dict[str, int] = {}
         trusted: list[str] = []
 
-        def compare(names: list[str], host: torch.Tensor, *, is_known: bool) -> None:
-            host = host.contiguous()
+        def compare(name: str, tensor: torch.Tensor, *, is_known: bool = False) -> None:
+            host = tensor.detach().cpu().contiguous()
             # With its form: another shape of the same bytes is another value.
             form = crc32c(f"{host.dtype}{tuple(host.shape)}".encode())
             checksum = crc32c(byte_view(host), form) if host.numel() else form
-            for name in names:
-                if self._checksums.get(name) != checksum:
-                    if is_known:
-                        self._distrust_versions(name)
-                    checksums[name] = checksum
-                    found[name] = host
+            if self._checksums.get(name) != checksum:
+                if is_known:
+                    self._distrust_versions(name)
+                checksums[name] = checksum
+                found[name] = host
 
         for name, tensor in tensors.items():
             # Version counters are right for frozen parameters, which only in-place operations
             # write, but not for buffers: batch norm updates its statistics behind their back.
             if not name.startswith(FROZEN_ITEM):
-                if id(tensor) not in fetched:
-                    fetched[id(tensor)] = fetch(tensor), []
-                fetched[id(tensor)][1].append(name)
+                compare(name, tensor)
                 continue
             version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
             is_known = version is not None and self._versions.get(name) == version
@@ -281,24 +258,15 @@ class ItemTracker:
                 versions[name] = version
                 if version is not None:
                     self._samples.note(name, tensor)
-                # It may be large, so one at a time; seldom read.
-                compare([name], fetch_now(tensor), is_known=is_known)
+                compare(name, tensor, is_known=is_known)
             else:
                 trusted.append(name)
-        has_moved = self._samples.look(trusted, fetch)
+        if self._samples.have_moved(trusted):
+            for name in trusted:
+                compare(name, tensors[name], is_known=True)
         self._versions |= versions
         self._checksums |= checksums
-
-        def differing() -> dict[str, torch.Tensor]:
-            for host, names in fetched.values():
-                compare(names, host, is_known=False)
-            if has_moved():
-                for name in trusted:
-                    compare([name], fetch_now(tensors[name]), is_known=True)
-            self._checksums |= checksums
-            return found
-
-        return differing
+        return found
 
     def _distrust_versions(self, name: str) -> None:
         """A frozen parameter was written through ``.data``, as momentum encoders are."""

@@ -31,7 +31,7 @@ from lowdiff.loop_state import LoopState
 from lowdiff.opening import Opened, meeting, open_session
 from lowdiff.persistence.object_store import is_url
 from lowdiff.persistence.policy import Retention
-from lowdiff.preemption import SignalWatch
+from lowdiff.preemption import SignalWatch, refuse_foreign_descriptor
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
 from lowdiff.session import Session
@@ -220,6 +220,7 @@ class Checkpointer:
             RunMismatch: If the run's history belongs to another model or optimizer.
             StepNotFound: If ``step`` cannot be recovered.
             StoreError: If the store does not answer, and the run folder has no history.
+            UsageError: If it is attached already, or another library has set a wakeup file descriptor.
         """
         if self._current is not None:
             raise UsageError(
@@ -233,6 +234,7 @@ class Checkpointer:
                     raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
                 attached = describe(model, bare_optimizers(optimizer))
                 self._close_earlier()
+                refuse_foreign_descriptor()
                 if attached.ddp is not None:
                     self.hook_state = registered(attached.ddp, self.hook_state)
             for loader in self._loaders.values():

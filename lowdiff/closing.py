@@ -35,12 +35,10 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
     try:
         if not is_lenient and session.has_finished_step and not session.is_taken_over:
             session.commit()
-        if not session.is_taken_over:
-            session.finish_copies()
         if not failed:
             session.keep_staging()
             try:
-                session.hear_last(_MEET_SECONDS)
+                session.hear(_MEET_SECONDS)
             except RankLost as error:
                 _logger.warning("the last step is perhaps not committed on all ranks: %s", error)
     except BaseException as error:

@@ -30,17 +30,6 @@ class Counters:
     stall_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     step_bytes: Histogram = field(default_factory=lambda: Histogram(BYTES))
     lag_steps: Histogram = field(default_factory=lambda: Histogram(STEPS))
-    _seconds_before: float = 0.0
-    _bytes_before: int = 0
-
-    def step_done(self, lag_steps: int) -> None:
-        """Count a commit with everything since the one before."""
-        seconds = self.differential_seconds + self.snapshot_seconds + self.waiting_seconds
-        self.steps += 1
-        self.stall_seconds.observe(seconds - self._seconds_before)
-        self.step_bytes.observe(self.staged_bytes - self._bytes_before)
-        self.lag_steps.observe(lag_steps)
-        self._seconds_before, self._bytes_before = seconds, self.staged_bytes
 
     def document(self) -> dict[str, Any]:
         """As plain values, under the names of ``Checkpointer.stats()``."""

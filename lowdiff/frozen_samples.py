@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
 from lowdiff.layout import INT_OF_BYTES, flat, is_dense
-from lowdiff.protocols import Fetch
 
 #: Elements of each, at least, if it has so many: reading them in every step must cost little.
 _NUM_ELEMENTS = 8
@@ -33,20 +32,17 @@ class FrozenSamples:
         self._seen[name] = self._live[name].clone()
         self._joined.clear()
 
-    def look(self, names: Iterable[str], fetch: Fetch) -> Callable[[], bool]:
-        """Look at parameters that were noted, and whose memory is still where it was.
-
-        Returns:
-            Called once what was fetched is there: whether any of them is not as it was noted.
-        """
+    def have_moved(self, names: Iterable[str]) -> bool:
+        """Whether any of these is not as it was noted; their memory must be where it was."""
         by_device: dict[torch.device, list[str]] = {}
         for name in names:
             by_device.setdefault(self._live[name].device, []).append(name)
-        flags = []
-        for device, own in by_device.items():
-            live = torch.cat([self._live[name] for name in own])
-            flags.append(fetch((live != self._seen_of(own, device)).any()))
-        return lambda: any(map(bool, flags))
+        return any(
+            not torch.equal(
+                torch.cat([self._live[name] for name in own]), self._seen_of(own, device)
+            )
+            for device, own in by_device.items()
+        )
 
     def _seen_of(self, names: list[str], device: torch.device) -> torch.Tensor:
         if device not in self._joined or self._joined[device][0] != names:

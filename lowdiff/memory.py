@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lowdiff.agreement import Ranks
-from lowdiff.compressors.feedback import NUM_COPIED_SLOTS, NUM_SLOTS
+from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.errors import ConfigError
 from lowdiff.given import Given
 from lowdiff.layout import shares_of
@@ -155,12 +155,11 @@ def _need(
         chunk_bytes = num_steps * largest + heads + _MIN_CHUNK_BYTES
         log_bytes = (_QUEUE_CHUNKS if num_steps == 1 else _LEAST_CHUNKS) * chunk_bytes
         return StagingNeed(0, share, log_bytes, _LEAST_CHUNKS * chunk_bytes, 2 * share), chunk_bytes
-    num_slots = NUM_SLOTS if attached.device.type == "cpu" else NUM_COPIED_SLOTS
     kept = settings.compressor.residual_layout(attached.layout).parameters
     staged = kept if settings.residual == "exact" else ()
     chunk_bytes = min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
     need = StagingNeed(
-        residual_bytes=num_slots * sum(spec.nbytes for spec in staged),
+        residual_bytes=NUM_SLOTS * sum(spec.nbytes for spec in staged),
         snapshot_bytes=(model_bytes + state_bytes + averages) // world_size + model_bytes + items,
         log_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
         least_log_bytes=_LEAST_CHUNKS * chunk_bytes,

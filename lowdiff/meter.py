@@ -12,13 +12,12 @@ from lowdiff.recovery.state import RecoveredState
 
 
 class Meter:
-    """Samples of one rank's steps; times are without what lowdiff and waiting took."""
+    """Samples of one rank's steps, for its counters and the tuner."""
 
     def __init__(self, folder: StagingFolder, counters: Counters) -> None:
         self.recorder = Recorder(folder.measured_by_trainer)
         self._counters = counters
-        self._last = (0.0, 0.0, 0.0, 0)
-        self._snapshots = 0
+        self._last = (0.0, 0.0, 0.0, 0, 0)
         self._ended_at: float | None = None
 
     def note(self, facts: Mapping[str, float | str]) -> None:
@@ -26,8 +25,8 @@ class Meter:
         self.recorder.note(**facts)
         self.recorder.publish()
 
-    def step_done(self) -> None:
-        """Take the samples of a step that was just committed."""
+    def step_done(self, lag_steps: int) -> None:
+        """Take the samples of a step that was just committed: all since the one before."""
         counters = self._counters
         now = time.perf_counter()
         totals = (
@@ -35,20 +34,23 @@ class Meter:
             counters.snapshot_seconds,
             counters.waiting_seconds,
             counters.staged_bytes,
+            counters.snapshots,
         )
-        differential, snapshot, waited, staged = (
+        differential, snapshot, waited, staged, made = (
             total - before for total, before in zip(totals, self._last, strict=True)
         )
+        counters.steps += 1
+        counters.stall_seconds.observe(differential + snapshot + waited)
+        counters.step_bytes.observe(staged)
+        counters.lag_steps.observe(lag_steps)
         if self._ended_at is not None:
             own = now - self._ended_at - differential - snapshot - waited
             self.recorder.observe("iteration_seconds", max(0.0, own))
         self.recorder.observe("differential_seconds", differential)
         self.recorder.observe("step_bytes", staged)
-        made = counters.snapshots - self._snapshots
         if made and snapshot:
             # Two in the first step: that of `attach`, and one after each step.
             self.recorder.observe("snapshot_seconds", snapshot / made)
-        self._snapshots = counters.snapshots
         self._last, self._ended_at = totals, now
         self._publish()
 

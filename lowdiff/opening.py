@@ -28,7 +28,6 @@ from lowdiff.errors import ConfigError, StorageError
 from lowdiff.extra_state import with_extra_states
 from lowdiff.given import Given, watch
 from lowdiff.history import Story, story_of
-from lowdiff.host_copy import HostCopies
 from lowdiff.memory import Memory, agree_on_memory
 from lowdiff.meter import RecoveryClock
 from lowdiff.persistence.catalog import Catalog, scan
@@ -329,7 +328,6 @@ def _begin(
                     shares_constants=fence.constants != "",
                     rank=ranks.rank,
                     world_size=ranks.world_size,
-                    copies=HostCopies(device),
                 ),
                 settings=settings,
                 incarnation=fence.incarnation,

@@ -12,10 +12,11 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from lowdiff.errors import UsageError
 from lowdiff.events import log_event
 
 _logger = logging.getLogger(__name__)
@@ -23,134 +24,95 @@ _logger = logging.getLogger(__name__)
 #: What schedulers send before they kill: Kubernetes and torchrun the first, Slurm either.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-# No signal has these numbers.
-_FROM_HANDLER = 128
-_STOP = 255
+#: No signal has this number.
+_STOP = 0
 
 
 class SignalWatch:
     """Calls back once, from a thread of its own, when the process is told to end soon.
 
     The process is not ended: who catches a signal decides what follows. Handlers written in Python
-    that were there before are called as ever. A wakeup file descriptor that was there before
-    (asyncio's) goes on receiving its bytes. Forked children get back what was there before.
+    that were there before are called as ever. Forked children get back what was there before.
     """
 
     def __init__(self, notice: Callable[[], None]) -> None:
-        """Install the handlers; without effect, and said, outside the main thread.
+        """Watch from now on; without effect, and said, outside the main thread.
 
         Args:
             notice: Called from another thread than the main one.
+
+        Raises:
+            UsageError: See `refuse_foreign_descriptor`.
         """
-        self._notice: Callable[[], None] | None = None
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
-        self._previous: dict[signal.Signals, Any] = {}
-        self._linked: set[signal.Signals] = set()
+        self.notice: Callable[[], None] | None = notice
         if not _is_main_thread():
             _logger.warning(
                 "attach() was not called from the main thread, where alone Python allows signal "
                 "handlers: SIGTERM and SIGUSR1 do not set checkpointer.preempted"
             )
             return
-        _unlink_closed()
-        self._notice = notice
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._forwarding = threading.Lock()
-        self._earlier = -1
-        self._thread = threading.Thread(target=self._read, name="lowdiff-signals", daemon=True)
-        self._thread.start()
-        self._earlier = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._handler = self._handle  # one object, to be recognised by
-        for number in SIGNALS:
-            # None is a handler that Python did not install: it could be neither called nor put back.
-            if signal.getsignal(number) is not None:
-                self._previous[number] = signal.signal(number, self._handler)
-                self._linked.add(number)
-        _installed.append(self)
+        if not _installed:
+            refuse_foreign_descriptor()
+            _installed.append(_Handlers())
+        _installed[0].watches.append(self)
 
     def close(self) -> None:
-        """Notice nothing more, and put back what was there before; any thread; idempotent.
+        """Notice nothing more; any thread; idempotent.
 
-        Where a handler of others is in front since, or the caller is not the main thread, ours
-        stays for the time being: it passes signals on to what was there before, which may be
-        their default action.
+        The last watch of the process puts back what was there before its first one. Outside the main
+        thread Python allows that to nobody: the handlers stay, and do what was done before.
         """
-        self._notice = None
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        door = os.dup(self._writer)
-        self._pass_by()
-        os.set_blocking(door, True)
-        os.write(door, bytes([_STOP]))
-        thread.join()
-        os.close(door)
+        for handlers in tuple(_installed):
+            with handlers.noticing:
+                if self in handlers.watches:
+                    handlers.watches.remove(self)
+            if not handlers.watches and _is_main_thread():
+                handlers.end()
+                _installed.clear()
+
+
+class _Handlers:
+    """The handlers, the wakeup descriptor and the thread that serve all watches of the process."""
+
+    def __init__(self) -> None:
+        self.watches: list[SignalWatch] = []
+        self.noticing = threading.Lock()
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._thread = threading.Thread(target=self._read, name="lowdiff-signals", daemon=True)
+        self._thread.start()
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._previous: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, previous in self._previous.items():
+            # None is a handler that Python did not install: it could be neither called nor put back.
+            if previous is not None:
+                signal.signal(number, self._handle)
+
+    def end(self) -> None:
+        """Put back what was there before, and end the thread; in the main thread."""
+        os.set_blocking(self._writer, True)
+        os.write(self._writer, bytes([_STOP]))
+        self._thread.join()
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Put back what was there before, but for what others have put in front of it since."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, previous)
+        current = signal.set_wakeup_fd(-1)
+        if current != self._writer:
+            signal.set_wakeup_fd(current, warn_on_full_buffer=False)
         os.close(self._reader)
-        self._let_pass(_installed[_installed.index(self) + 1 :])
-        self._is_closed = True
-        _unlink_closed()
-
-    def unlink(self) -> bool:
-        """Put back what was there before; in the main thread, once it is closed.
-
-        Returns:
-            Whether that was possible for all: a handler of others may have ours to call.
-        """
-        in_front = _installed[_installed.index(self) + 1 :]
-        self._unlink_descriptor(in_front)
-        self._let_pass(in_front)
-        for number in sorted(self._linked):
-            if signal.getsignal(number) is self._handler:
-                signal.signal(number, self._previous[number])
-                self._linked.discard(number)
-        return not self._linked
-
-    def _let_pass(self, in_front: Sequence[SignalWatch]) -> None:
-        """Have the watch that would call us call what we would have called; any thread."""
-        for number in sorted(self._linked):
-            for watch in in_front:
-                if watch._previous.get(number) is self._handler:
-                    watch._previous[number] = self._previous[number]
-                    self._linked.discard(number)
-
-    def _unlink_descriptor(self, in_front: Sequence[SignalWatch]) -> None:
-        if self._writer == -1:
-            return
-        behind = [w for w in in_front if w._writer != -1 and w._earlier == self._writer]
-        for watch in behind:
-            with watch._forwarding:  # or its thread might write to the number after it is closed
-                watch._earlier = self._earlier
-        if not behind:
-            try:
-                current = signal.set_wakeup_fd(self._earlier, warn_on_full_buffer=False)
-            except (OSError, ValueError):  # closed since
-                current = signal.set_wakeup_fd(-1)
-            if current != self._writer:
-                signal.set_wakeup_fd(current, warn_on_full_buffer=False)
         os.close(self._writer)
-        self._writer = -1
-
-    def _pass_by(self) -> None:
-        """Send what comes to our descriptor where it went before, past the pipe.
-
-        The number stays in use: only the main thread can tell the interpreter another.
-        """
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_NONBLOCK)
-        try:
-            os.dup2(self._earlier, self._writer, inheritable=False)
-        except OSError:  # there was none, or it is closed since
-            os.dup2(nowhere, self._writer, inheritable=False)
-        os.close(nowhere)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler, in the main thread: for signals that another wakeup descriptor took."""
-        _unlink_closed()
-        previous = self._previous.get(signal.Signals(number))
-        if not self._is_closed:
+        """The handler, in the main thread. A later handler of others may call it for ever."""
+        previous = self._previous[number]
+        if self.watches:
+            # The interpreter did so at once, unless somebody has set another descriptor since.
             with contextlib.suppress(BlockingIOError):
-                os.write(self._writer, bytes([_FROM_HANDLER | number]))
+                os.write(self._writer, bytes([number]))
         elif previous == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -160,59 +122,52 @@ class SignalWatch:
     def _read(self) -> None:
         """What the thread does."""
         while True:
-            for byte in os.read(self._reader, 64):
-                if byte == _STOP:
+            for number in os.read(self._reader, 64):
+                if number == _STOP:
                     return
-                if byte < _FROM_HANDLER:
-                    # Without an earlier one this fails, as it would for the interpreter itself.
-                    with self._forwarding, contextlib.suppress(OSError):
-                        os.write(self._earlier, bytes([byte]))
-                self._see(byte & ~_FROM_HANDLER)
+                if number in SIGNALS:
+                    self._notice(signal.Signals(number).name)
 
-    def _see(self, number: int) -> None:
-        notice = self._notice
-        if number in SIGNALS and notice is not None:
-            self._notice = None
-            notice()
-            name = signal.Signals(number).name
-            text = f"{name}: what is staged is made durable now, and each further step at once"
-            log_event(_logger, logging.WARNING, "preempted", text, signal=name)
-
-    def forked(self) -> None:
-        """In a forked child: it does not train, must die of SIGTERM, and shares the pipe."""
-        self._notice = None
-        self._forwarding = threading.Lock()  # one that a thread holds which is not here
-        if self._thread is not None:
-            self._thread = None
-            self._pass_by()
-            os.close(self._reader)
-        self._is_closed = True
+    def _notice(self, name: str) -> None:
+        with self.noticing:  # a watch is called by nobody once it is closed
+            for watch in self.watches:
+                notice, watch.notice = watch.notice, None
+                if notice is not None:
+                    notice()
+                    text = (
+                        f"{name}: what is staged is made durable now, and each further step at once"
+                    )
+                    log_event(_logger, logging.WARNING, "preempted", text, signal=name)
 
 
-# Signals and forks are the process's, not an object's. The newest is in front.
-_installed: list[SignalWatch] = []
-_unlinking = threading.Lock()
+# Signals and forks are the process's, not an object's. There is at most one.
+_installed: list[_Handlers] = []
 _masks = threading.local()
+
+
+def refuse_foreign_descriptor() -> None:
+    """Make sure that nobody else is told of signals by the interpreter; in any thread.
+
+    Raises:
+        UsageError: If somebody is.
+    """
+    if _installed or not _is_main_thread():
+        return
+    found = signal.set_wakeup_fd(-1)
+    if found == -1:
+        return
+    with contextlib.suppress(OSError, ValueError):  # it was closed, so nobody misses it
+        signal.set_wakeup_fd(found)
+        raise UsageError(
+            f"signals of this process are written to file descriptor {found} already "
+            "(signal.set_wakeup_fd), most likely by asyncio's loop.add_signal_handler, trio or uvloop, "
+            "and Python has room for one; call attach() before they set theirs, or train in a "
+            "process of its own"
+        )
 
 
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def _unlink_closed() -> None:
-    """Let closed watches go, as far as the calling thread may and their chains allow it."""
-    # It cannot be taken twice: a signal may come in the middle of this and call it again.
-    if _is_main_thread() and _unlinking.acquire(blocking=False):
-        try:
-            _unlink_all_closed()
-        finally:
-            _unlinking.release()
-
-
-def _unlink_all_closed() -> None:
-    for watch in reversed(_installed.copy()):
-        if watch._is_closed and watch.unlink():
-            _installed.remove(watch)
 
 
 def _before_fork() -> None:
@@ -225,9 +180,11 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    for watch in _installed:
-        watch.forked()
-    _unlink_all_closed()
+    """A child does not train, must die of SIGTERM, and shares the pipe with its parent."""
+    for handlers in _installed:
+        handlers.watches.clear()
+        handlers.put_back()
+    _installed.clear()
     signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 

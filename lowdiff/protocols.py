@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 #: ``decode(block, out)`` writes one block of the gradient that the optimizer consumed, bit for bit,
 #: into ``out``: a flat CPU tensor of the block's length and dtype that holds zeros.
 Decoder: TypeAlias = "Callable[[Block, torch.Tensor], None]"
-#: Makes a tensor readable on the host: same shape and dtype, perhaps filled only later.
-Fetch: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 
 
 class ResidualStore(Protocol):
@@ -87,12 +85,10 @@ class Reducer(Protocol):
         """
         ...
 
-    def payload(self, fetch: Fetch = ...) -> Payload:
+    def payload(self) -> Payload:
         """This rank's share of what was consumed since ``begin``, but for what was handed out before.
 
-        Args:
-            fetch: Brings tensors to the host, perhaps later: their content is not read here. By
-                default what is on an accelerator is waited for.
+        What is on an accelerator is waited for.
         """
         ...
 

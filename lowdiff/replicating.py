@@ -12,12 +12,7 @@ from typing import Any
 from lowdiff.events import log_event
 from lowdiff.persistence.differentials import sections_of_step
 from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.replica_status import (
-    MarkPage,
-    ReplicaSettings,
-    ReplicaStatus,
-    read_mark,
-)
+from lowdiff.persistence.replica_status import ReplicaSettings, ReplicaStatus
 from lowdiff.persistence.snapshots import ImageTensor
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import WriterStatus
@@ -45,7 +40,6 @@ class ReplicatedStager(Stager):
         replica: ReplicaSettings,
     ) -> None:
         super().__init__(log, writer, settings, rank, world_size)
-        self._marks = MarkPage(log.folder.snapshot_mark)
         self._step = self._given_up = self._told_step = -1
         self._holds_image = self._is_dropping = self._needs_image = False
         #: Gradients of the step under way that found no room yet.
@@ -63,8 +57,7 @@ class ReplicatedStager(Stager):
     def begin_anew(self, step: int) -> None:
         """See ``Stager.begin_anew``: the replica waits for the snapshot that is owed."""
         super().begin_anew(step)
-        self._marks = MarkPage(self._log.folder.snapshot_mark)
-        self._step = self._given_up = self._snapshot_step = -1
+        self._step = self._given_up = self.snapshot_step = -1
         self._holds_image = False
         self._is_dropping = self._needs_image = True
         self._pending = ()
@@ -115,8 +108,6 @@ class ReplicatedStager(Stager):
         all that follow, until a fresh snapshot of the trainer's takes their place. So are steps after
         one that the replica cannot apply.
         """
-        if kind is RecordKind.SNAPSHOT and self.replica.is_stopped:
-            return  # nobody reads it here any more: the writer goes by the image's mark
         if kind is RecordKind.DIFFERENTIAL:
             self._forget_image()
             self._bound_risk(step - self._most_at_risk)
@@ -183,13 +174,13 @@ class ReplicatedStager(Stager):
     def _newest_image(self) -> int:
         """Step of the newest image that there is, or will be before training goes on."""
         if not self._replica_makes_images:
-            return self._snapshot_step
+            return self.snapshot_step
         known = self._told_step if self._world_size > 1 else self._step
         newest = known - known % self._settings.snapshot_every
         if self._consumed_step() > newest:  # made by now, or left out for want of memory
-            mark = read_mark(self._log.folder.replica_image_mark)
-            newest = -1 if mark is None else mark.step
-        return max(self._snapshot_step, newest)
+            image = self.replica.status().image
+            newest = -1 if image is None else image.step
+        return max(self.snapshot_step, newest)
 
     @property
     def _tells_first(self) -> bool:
@@ -245,7 +236,7 @@ class ReplicatedStager(Stager):
     ) -> None:
         """See ``Stager.stage_snapshot``: the replica begins anew with it, the writer persists it."""
         # The replica takes what is committed, and only this thread can tell it what is.
-        is_untold = self._world_size > 1 and self._snapshot_step > self._told_step
+        is_untold = self._world_size > 1 and self.snapshot_step > self._told_step
         if required or not (self._degrades or is_untold):
             self._wait_until(
                 lambda status: (
@@ -258,9 +249,7 @@ class ReplicatedStager(Stager):
             self._owes_snapshot = True
             return
         self._holds_image = False  # the new one takes its place
-        mark = self._stage_image(step, tensors, required=required)
-        if mark is not None:
-            self._marks.publish(mark)
+        if self._stage_image(step, tensors, required=required):
             self._holds_image = True
             self._is_dropping = self._needs_image = False
 
@@ -296,7 +285,7 @@ class ReplicatedStager(Stager):
 
     def _asks_for_image(self, status: ReplicaStatus) -> bool:
         """Whether it holds no state although it has taken over every image there was."""
-        return status.generation < 0 and status.image_step >= self._snapshot_step >= 0
+        return status.generation < 0 and status.image_step >= self.snapshot_step >= 0
 
     def is_ready_for_snapshot(self, step: int) -> bool:
         """Whether the replica keeps up with training, and can take an image."""
@@ -345,8 +334,8 @@ class ReplicatedStager(Stager):
     def _is_image_in_use(self) -> bool:
         """Whether the trainer's last image is still to be read by the writer or by the replica."""
         status = self.replica.status()
-        is_taken = status.image_step >= self._snapshot_step or self.replica.is_stopped
-        return not is_taken or self._status().durable_snapshot < self._snapshot_step
+        is_taken = status.image_step >= self.snapshot_step or self.replica.is_stopped
+        return not is_taken or self._status().durable_snapshot < self.snapshot_step
 
 
 def begin_replicated(

@@ -9,12 +9,10 @@ import numpy as np
 import torch
 
 from lowdiff.compressors.feedback import (
-    NUM_COPIED_SLOTS,
     NUM_SLOTS,
     RotatingResidual,
     zero_slots,
 )
-from lowdiff.host_copy import HostCopies
 from lowdiff.layout import torch_dtype
 from lowdiff.persistence.residual import ResidualSlots, read_slot
 from lowdiff.types import Layout, ResidualMark
@@ -71,30 +69,26 @@ class CopiedResidual(RotatingResidual):
         self, path: Path, layout: Layout, device: torch.device, loss_scale: Callable[[], float]
     ) -> None:
         super().__init__(zero_slots(layout, device), layout, loss_scale)
-        self._file = ResidualSlots(path, layout, NUM_COPIED_SLOTS)
+        self._file = ResidualSlots(path, layout, NUM_SLOTS)
         self._targets = [_tensors(views, layout) for views in self._file.views]
         self._target = 0
         self._mark: ResidualMark | None = None
 
-    def copy(self, step: int, copies: HostCopies, *, is_first: bool = False) -> None:
+    def copy(self, step: int, *, is_first: bool = False) -> None:
         """See ``RotatingResidual.copy``."""
         self._mark = None
         if not is_first and step % COPIED_EVERY:
             return
-        fetched = [copies.fetch(tensor) for tensor in self._slots[self.slot]]
-
-        def write() -> None:
-            self._target = (self._target + 1) % NUM_COPIED_SLOTS
-            self._file.reuse(self._target)
-            for target, values in zip(self._targets[self._target], fetched, strict=True):
-                target.copy_(values)
-            self._mark = self._file.complete(self._target)
-
-        copies.then(write)
+        self._target = (self._target + 1) % NUM_SLOTS
+        self._file.reuse(self._target)
+        current = self._slots[self.slot]
+        for target, values in zip(self._targets[self._target], current, strict=True):
+            target.copy_(values)
+        self._mark = self._file.complete(self._target)
 
     def move(self, path: Path) -> None:
         """See ``RotatingResidual.move``; there is no copy in the new file yet."""
-        self._file = ResidualSlots(path, self.layout, NUM_COPIED_SLOTS)
+        self._file = ResidualSlots(path, self.layout, NUM_SLOTS)
         self._targets = [_tensors(views, self.layout) for views in self._file.views]
         self._mark = None
 

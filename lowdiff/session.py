@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from crc32c import crc32c
 
 from lowdiff.agreement import Ranks
-from lowdiff.capture import restore_random_states
 from lowdiff.commit.health import Health
 from lowdiff.commit.news import News, RankNews
 from lowdiff.commit.proofs import Proofs
@@ -21,7 +21,6 @@ from lowdiff.hook import hook_of, without_autocast
 from lowdiff.model.watch import Seen, Watch
 from lowdiff.persistence.differentials import encode_scalars, sections_of
 from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.snapshots import ImageTensor
 from lowdiff.persistence.values import encode
 from lowdiff.protocols import Reducer
 from lowdiff.replaced import AttachedObjects
@@ -67,7 +66,7 @@ class Session:
         self._staging = staging
         self._lock = lock
         self.reducer = reducer
-        self._live, self._copies = live, live.copies
+        self._live = live
         self._attached = attached = live.attached
         self._settings = settings
         self._incarnation = incarnation
@@ -127,7 +126,7 @@ class Session:
         self.stager.show(step, step)
         self._begin()
         self._capture.install(
-            lambda: self.stager.timed("differential_seconds"), self._before_step, self._stage_ahead
+            lambda: self.stager.timed("differential_seconds"), self.hear, self._stage_ahead
         )
         self._objects = AttachedObjects(attached)
 
@@ -140,18 +139,12 @@ class Session:
         """Whether every optimizer stepped since the last commit, and the step can be committed."""
         return self._capture.has_finished and not self._objects.has_refused
 
-    def _before_step(self) -> None:
-        """An optimizer is about to step, and to overwrite what may still be copied."""
-        self._copies.hold()
-        self._hear()
-
     def _stage_ahead(self) -> None:
         """An optimizer's gradients were read, and are still what it will use."""
-        if not self._copies.lag:  # else the record of the step before comes first
-            with self._unless_gone():
-                self.stager.stage_ahead(self.step + 1, self.reducer, len(self._capture.earlier))
+        with self._unless_gone():
+            self.stager.stage_ahead(self.step + 1, self.reducer, len(self._capture.earlier))
 
-    def _hear(self, timeout_seconds: float | None = None) -> tuple[RankNews, ...]:
+    def hear(self, timeout_seconds: float | None = None) -> tuple[RankNews, ...]:
         """What all ranks said after the last commit; waits for it once, before the next step.
 
         Raises:
@@ -174,24 +167,15 @@ class Session:
                 self._wants_snapshot = True
             else:
                 # Every rank holds the step before, so it is committed.
-                staged = min(news.staged for news in heard)
-                self.committed_step = max(self.committed_step, staged)
+                self.committed_step = self.step
                 if not alone and self._settings.has_replica:
                     # A replica applies what is committed.
                     self.stager.show(self.step, self.committed_step, preempted=self.is_preempted)
         self.health.check()
         return self._heard
 
-    def hear_last(self, timeout_seconds: float) -> None:
-        """Hear what ranks said after the last commit of the run.
-
-        Raises:
-            RankLost: If not all ranks say so in time.
-        """
-        self._hear(timeout_seconds)
-
     def commit(self) -> None:
-        """Stage the step that just ended; where an accelerator made it, at the next call.
+        """Stage the step that just ended; an accelerator is waited for.
 
         Raises:
             WriterFailed: If ``on_error="raise"`` and the writer reports trouble.
@@ -201,10 +185,11 @@ class Session:
             UsageError: If something took the place of what was attached.
             UnsupportedOptimizer: If the step of a registered optimizer does not replay.
         """
-        self.finish_copies()
+        if self._attached.device.type != "cpu":  # a body may run on a stream of the user's
+            torch.accelerator.synchronize(self._attached.device)
         self.keep_staging()
         with self.stager.timed("differential_seconds"):
-            heard = self._hear()
+            heard = self.hear()
             self._objects.check()
             self._proofs.settle(self.step + 1)
             self._is_taken_over |= any(news.has_lost_run for news in heard)
@@ -216,12 +201,15 @@ class Session:
             # Making it consumes what changed: a commit that failed to stage it must find it again.
             if self._unstaged is None:
                 with without_autocast(self._attached.device):
-                    self._make_differential()
+                    self._unstaged = self._make_differential()
             is_changed = self._capture.changed_outside
             rebases = is_changed or self._proofs.has_late_state
             why = self._why_rebased() if is_changed else ""
-        self._copies.then(partial(self._stage, rebases=rebases))
-        with self.stager.timed("differential_seconds"):
+            for name, size in self._tracker.large_items.items():
+                cost = f"{size / 1e6:.1f} MB in every step that changes it"
+                self._warn_once(f"{name} changed, which costs {cost}")
+            self._stage(self._unstaged, rebases=rebases)
+            self._unstaged = None
             self.step += 1
             self._all_preempted |= any(news.is_preempted for news in heard)
             self._has_rebased = rebases
@@ -266,28 +254,15 @@ class Session:
             if not self.stager.is_gone:
                 raise
 
-    def finish_copies(self) -> None:
-        """Stage what an accelerator had still to hand over of the last commit, once it is there."""
-        if self._copies.lag:
-            with self.stager.timed("differential_seconds"):
-                self._copies.wait()
-            self._copies.finish()
-            self._copies.follow()
-
-    def _stage(self, *, rebases: bool) -> None:
-        differential = self._unstaged
-        assert differential is not None
-        with self.stager.timed("differential_seconds"):
-            self._warn_about_large_items()
-            with self._unless_gone():
-                self.stager.stage(
-                    RecordKind.DIFFERENTIAL,
-                    differential.step,
-                    encode_scalars(differential),
-                    sections_of(differential),
-                    rebases=rebases,
-                )
-        self._unstaged = None
+    def _stage(self, differential: Differential, *, rebases: bool) -> None:
+        with self._unless_gone():
+            self.stager.stage(
+                RecordKind.DIFFERENTIAL,
+                differential.step,
+                encode_scalars(differential),
+                sections_of(differential),
+                rebases=rebases,
+            )
 
     @property
     def is_preempted(self) -> bool:
@@ -329,7 +304,7 @@ class Session:
         """The step cannot be replayed: only a snapshot of it can be recovered."""
         if why:
             self._warn_once(why)
-        self.snapshot(at_once=True)
+        self.snapshot()
         if self._settings.backpressure == "block":
             with self._unless_gone():
                 self.stager.wait_for_snapshot()
@@ -348,11 +323,6 @@ class Session:
 
         self._capture.watch_kept_gradients(report)
 
-    def _warn_about_large_items(self) -> None:
-        for name, size in self._tracker.large_items.items():
-            cost = f"{size / 1e6:.1f} MB in every step that changes it"
-            self._warn_once(f"{name} changed, which costs {cost}")
-
     @property
     def large_items(self) -> dict[str, int]:
         """Items of which a step logged more than 1 MiB, and the most bytes one did."""
@@ -364,8 +334,8 @@ class Session:
             self._warned.add(kind)
             _logger.warning("rank %d: %s. This is said once", self._rank, text)
 
-    def _make_differential(self) -> None:
-        """Read the step that just ended; it is whole, in `_unstaged`, once the copies are.
+    def _make_differential(self) -> Differential:
+        """Read the step that just ended.
 
         Raises:
             UsageError: If this was broken off where it can be done once only, with several ranks.
@@ -379,7 +349,7 @@ class Session:
             )
         # First, because the user's objects may raise: nothing has been consumed then.
         is_thorough = self._is_thorough(step)
-        items = self._tracker.changed(thorough=is_thorough, fetch=self._copies.fetch_copy)
+        items = self._tracker.changed(thorough=is_thorough)
         # The rest can be done once only; after an interrupt there, the step is its snapshot.
         self._capture.changed_outside |= self._is_half_made
         self._is_half_made = True
@@ -400,26 +370,21 @@ class Session:
             self._consumed = crc32c(
                 encode([[o.stepped, o.consumed, o.after] for call in calls for o in call])
             )
-        absent = tuple(sorted(self._capture.absent))
-        payload = self.reducer.payload(self._copies.fetch)
-        self._residual.copy(step, self._copies)
-
-        def whole() -> None:
-            self._unstaged = self._differential(
-                step,
-                optimizers=steps,
-                absent=absent,
-                held=tuple(held),
-                payload=payload,
-                items=items(),
-                digests=seen.digests,
-                averages=seen.averages,
-                written=seen.written,
-                earlier=earlier,
-            )
-
-        self._copies.then(whole)
+        self._residual.copy(step)
+        made = self._differential(
+            step,
+            optimizers=steps,
+            absent=tuple(sorted(self._capture.absent)),
+            held=tuple(held),
+            payload=self.reducer.payload(),
+            items=items,
+            digests=seen.digests,
+            averages=seen.averages,
+            written=seen.written,
+            earlier=earlier,
+        )
         self._is_half_made = False
+        return made
 
     def _differential(self, step: int, **parts: Any) -> Differential:
         return Differential(
@@ -452,12 +417,9 @@ class Session:
         """What this rank tells the others of the step that it has committed last."""
         stager, cadence = self.stager, self.stager.cadence
         interval, batch = cadence.wish()
-        # A single process knows what it has staged; others may have theirs still under way.
-        lag = self._copies.lag and self._world_size > 1
         return RankNews(
             incarnation=self._incarnation,
             step=self.step,
-            staged=self.step - lag,
             is_preempted=self._is_signalled,
             has_lost_run=self._lock.is_lost(),
             is_in_trouble=stager.trouble.is_there,
@@ -475,8 +437,7 @@ class Session:
 
     def _stage_base(self) -> None:
         """Name the residual this incarnation starts from, should it die in its first step."""
-        self._residual.copy(self.step, self._copies, is_first=True)
-        self._copies.finish()
+        self._residual.copy(self.step, is_first=True)
         base = self._differential(self.step, optimizers=(), absent=(), held=(), payload=Payload(()))
         self.stager.stage(RecordKind.BASE, self.step, encode_scalars(base), ())
 
@@ -504,44 +465,18 @@ class Session:
             and all(news.can_snapshot for news in heard)
         )
 
-    def snapshot(self, *, required: bool = False, at_once: bool = False) -> None:
+    def snapshot(self, *, required: bool = False) -> None:
         """Stage a snapshot of the current step, unless that was the last one staged.
-
-        An accelerator copies it while training goes on, up to the next optimizer step; unless it
-        is required, or wanted at once, it is staged at the next commit.
 
         Raises:
             StorageError: If it is required and there is no memory for it.
         """
         if self.stager.snapshot_step != self.step:
-            tensors = self._live.shard(self._committed_held, self._capture.committed_groups)
-            is_late = self._copies.lag and not (required or at_once)
-            stage = self._stage_late_snapshot if is_late else self._stage_snapshot
-            self._copies.then(partial(stage, self.step, tensors, required=required))
-        if required or at_once:
-            self._copies.finish()
-
-    def _stage_late_snapshot(
-        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
-    ) -> None:
-        # Who changes parameters between two steps may have done so while they were copied; and only
-        # an optimizer's step holds an average back. Such a step takes a snapshot of its own when it
-        # is committed.
-        if step == self.step:
-            capture = self._capture
-            capture.look_outside()
-            capture.changed_outside |= (
-                not capture.has_stepped and not self._averages.is_as_committed
-            )
-            if capture.changed_outside:
-                return
-        self._stage_snapshot(step, tensors, required=required)
-
-    def _stage_snapshot(
-        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
-    ) -> None:
-        with nullcontext() if required else self._unless_gone():
-            self.stager.stage_snapshot(step, tensors, required=required)
+            held, groups = self._committed_held, self._capture.committed_groups
+            with nullcontext() if required else self._unless_gone():
+                self.stager.stage_snapshot(
+                    self.step, partial(self._live.shard, held, groups), required=required
+                )
 
     def is_as_committed(self) -> bool:
         """Whether the live state is still that of the last commit."""
@@ -551,10 +486,6 @@ class Session:
             and self._averages.is_as_committed
             and self._tracker.is_as_committed()
         )
-
-    def restore_random_states(self, items: Mapping[str, bytes]) -> None:
-        """Set the random generators as they were at this session's first step."""
-        restore_random_states(items, self._attached.device)
 
     def leave(self) -> None:
         """Remove the optimizer hooks, and touch nothing else: the process has only a copy of it."""

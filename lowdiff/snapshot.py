@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +12,6 @@ from lowdiff.attached import Attached
 from lowdiff.averages import Averages
 from lowdiff.capture import ItemTracker
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.host_copy import HostCopies
 from lowdiff.layout import shard_owners
 from lowdiff.persistence.snapshots import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
 from lowdiff.recovery.images import image_tensor, scalars_tensor
@@ -35,7 +34,6 @@ class Live:
         shares_constants: Whether frozen parameters as they were at the start are stored apart.
         rank: This rank.
         world_size: Number of ranks.
-        copies: Bring it to the host.
     """
 
     attached: Attached
@@ -45,22 +43,16 @@ class Live:
     shares_constants: bool
     rank: int
     world_size: int
-    copies: HostCopies
 
-    def shard(
-        self, held: Sequence[int], groups: Sequence[Groups]
-    ) -> Callable[[], list[ImageTensor]]:
+    def shard(self, held: Sequence[int], groups: Sequence[Groups]) -> list[ImageTensor]:
         """Read everything that this rank stores of the current state.
 
         Args:
             held: Layout indices of parameters that held a gradient at the last commit.
             groups: Each optimizer's hyper-parameters as of the last commit: a scheduler may have
                 moved them since, at an epoch's end say.
-
-        Returns:
-            Called once all that was fetched is there: the image's tensors.
         """
-        attached, tracker, copies = self.attached, self.tracker, self.copies
+        attached, tracker = self.attached, self.tracker
         residual, averages = self.residual.named(), self.averages.named_tensors()
         tensors: list[tuple[str, torch.Tensor]] = []
         state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
@@ -69,47 +61,35 @@ class Live:
             if owners[i] != self.rank:
                 continue
             parameter = attached.parameters[i]
-            tensors.append((PARAMETER + spec.name, copies.fetch(parameter)))
+            tensors.append((PARAMETER + spec.name, parameter))
             entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
             for key, value in entries.items():
                 if is_full(key, value, parameter):
                     name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
-                    tensors.append((name, copies.fetch(value)))
+                    tensors.append((name, value))
                 else:
-                    own = copies.fetch(value) if isinstance(value, torch.Tensor) else value
-                    state[attached.owner[i]].setdefault(spec.name, {})[key] = own
+                    state[attached.owner[i]].setdefault(spec.name, {})[key] = value
             tensors += [
-                (f"{AVERAGE_ITEM}{name}/{spec.name}", copies.fetch(values[i]))
+                (f"{AVERAGE_ITEM}{name}/{spec.name}", values[i])
                 for name, values in averages.items()
                 if i in values
             ]
         # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
         tensors += [
-            (name, copies.fetch_copy(value))
+            (name, value)
             for name, value in tracker.tensors.items()
             if not (self.shares_constants and tracker.is_as_started(name))
         ]
-        tensors += [(RESIDUAL + name, copies.fetch(values)) for name, values in residual.items()]
-        # The next body may set a learning rate before its optimizer steps, or without a step.
-        copied = [
-            [
-                {
-                    k: copies.fetch_copy(v) if isinstance(v, torch.Tensor) else v
-                    for k, v in group.items()
-                }
-                for group in of_optimizer
-            ]
-            for of_optimizer in groups
+        tensors += [(RESIDUAL + name, values) for name, values in residual.items()]
+        return [
+            *(image_tensor(name, tensor) for name, tensor in tensors),
+            image_tensor(
+                SCALARS,
+                scalars_tensor(
+                    [list(own) for own in groups], state, list(held), dict(tracker.committed)
+                ),
+            ),
         ]
-        items = dict(tracker.committed)
-
-        def image() -> list[ImageTensor]:
-            return [
-                *(image_tensor(name, tensor) for name, tensor in tensors),
-                image_tensor(SCALARS, scalars_tensor(copied, state, list(held), items)),
-            ]
-
-        return image
 
 
 def constant_images(attached: Attached) -> list[ImageTensor]:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from lowdiff.events import log_event
 from lowdiff.history import Story
 from lowdiff.meter import Meter
 from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.replica_status import ImageMark
-from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
+from lowdiff.persistence.page import ImageMark
+from lowdiff.persistence.snapshots import ImageTensor, stage_image
 from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.status import TrainerPage, TrainerStatus, WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
@@ -57,11 +58,12 @@ class Stager:
         self._settings = settings
         self._rank, self._world_size = rank, world_size
         self._page = TrainerPage(log.folder.trainer_status)
-        self._snapshot_step = -1
+        #: Step of the last staged snapshot, -1 before the first.
+        self.snapshot_step = -1
         self._owes_snapshot = False
         self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
-        self._shown_step, self._shown_at = -1, 0.0
+        self._shown = TrainerStatus(os.getpid(), -1, -1, 0.0, preempted=False)
         #: Last step before staging was made anew, until the snapshot after it is durable; else -1.
         self._renewed_step = -1
         self.trouble = Trouble(log.folder, rank, settings, lambda: self._most_at_risk)
@@ -95,11 +97,12 @@ class Stager:
         """
         log = self._log = self._log.anew()
         self._page = TrainerPage(log.folder.trainer_status)
+        self._show(image=None)
         self.meter.recorder.reopen()
         self.cadence.reopen()
         self.writer.begin_anew()
         status = self.writer.read_status()
-        self._snapshot_step = min(self._snapshot_step, status.durable_snapshot)
+        self.snapshot_step = min(self.snapshot_step, status.durable_snapshot)
         self._renewed_step = step
         self._owes_snapshot = True
         self.trouble.note_lost(step)
@@ -114,16 +117,6 @@ class Stager:
             step=step,
             durable_step=status.durable_step,
         )
-
-    @property
-    def snapshot_step(self) -> int:
-        """Step of the last staged snapshot, -1 before the first."""
-        return self._snapshot_step
-
-    @property
-    def dropped_step(self) -> int:
-        """Last step that was given up before it was durable, -1 for none."""
-        return self._log.dropped_step
 
     def stage(
         self,
@@ -196,8 +189,8 @@ class Stager:
 
     def _stage_image(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
-    ) -> ImageMark | None:
-        """Copy the image and stage its mark; None, and it is owed, if there is no memory for it."""
+    ) -> bool:
+        """Copy the image and tell of it; False, and it is owed, if there is no memory for it."""
         with self.timed("snapshot_seconds"):
             try:
                 size, checksum = stage_image(
@@ -208,23 +201,23 @@ class Stager:
                 if required or (self._raises and self._world_size == 1):
                     raise
                 self._owe_for(error, step)
-                return None
-            self.stage(RecordKind.SNAPSHOT, step, encode_mark(size, checksum), ())
-        self._snapshot_step = step
+                return False
+            self._show(image=ImageMark(step, size, checksum))
+        self.snapshot_step = step
         self._owes_snapshot = False
         self._retry_after = 1
         self.trouble.of_snapshot = ""
         self.counters.snapshots += 1
-        return ImageMark(step, size, checksum)
+        return True
 
     @property
     def owes_snapshot(self) -> bool:
         """Whether a snapshot could not be taken and should be, or a step is lost and needs one."""
-        return self._owes_snapshot or self.writer.read_status().lost_step > self._snapshot_step
+        return self._owes_snapshot or self.writer.read_status().lost_step > self.snapshot_step
 
     def _is_settled(self, status: WriterStatus) -> bool:
         """Whether the last staged snapshot is durable; until then no other may take its memory."""
-        return status.durable_snapshot >= self._snapshot_step
+        return status.durable_snapshot >= self.snapshot_step
 
     def is_ready_for_snapshot(self, step: int) -> bool:
         """Whether one after ``step`` would not stop training, as far as this rank knows."""
@@ -244,7 +237,7 @@ class Stager:
             self._wait_for_step(limit)
 
     def _wait_for_step(self, limit: int) -> None:
-        if self._renewed_step >= 0 and self._snapshot_step > self._renewed_step:
+        if self._renewed_step >= 0 and self.snapshot_step > self._renewed_step:
             self.wait_for_snapshot()  # until it is durable no step after the lost ones is of use
             self._renewed_step = -1
         if limit <= self._renewed_step:
@@ -310,7 +303,7 @@ class Stager:
         """Wait until the last staged snapshot is durable."""
         self._wait_until(
             self._is_settled,
-            f"the snapshot of step {self._snapshot_step} to be durable",
+            f"the snapshot of step {self.snapshot_step} to be durable",
         )
 
     def wait_for_adoption(self) -> None:
@@ -331,11 +324,10 @@ class Stager:
             lambda status: (
                 bool(status.remote_error)
                 or (
-                    status.remote_step >= base_step
-                    and status.remote_snapshot >= self._snapshot_step
+                    status.remote_step >= base_step and status.remote_snapshot >= self.snapshot_step
                 )
             ),
-            f"step {max(base_step, self._snapshot_step)} to be in {self._settings.store}",
+            f"step {max(base_step, self.snapshot_step)} to be in {self._settings.store}",
         )
         if self.trouble.of_store and self._raises:
             raise self.trouble.failure([self._rank])
@@ -402,16 +394,23 @@ class Stager:
 
     def step_done(self, step: int, committed_step: int, *, preempted: bool) -> None:
         """Count a commit and show it."""
-        self.counters.step_done(max(0, committed_step - self.durable_step))
-        self.meter.step_done()
+        self.meter.step_done(max(0, committed_step - self.durable_step))
         self.show(step, committed_step, preempted=preempted)
 
     def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
         """Tell whoever watches the run how far this rank is."""
-        if step > self._shown_step:
-            self._shown_step, self._shown_at = step, time.time()
-        status = TrainerStatus(os.getpid(), step, committed_step, self._shown_at, preempted)
-        self._page.publish(status)
+        is_new = step > self._shown.step
+        at = time.time() if is_new else self._shown.committed_at_unix_seconds
+        self._show(
+            step=step,
+            committed_step=committed_step,
+            committed_at_unix_seconds=at,
+            preempted=preempted,
+        )
+
+    def _show(self, **changes: Any) -> None:
+        self._shown = replace(self._shown, **changes)
+        self._page.publish(self._shown)
 
     def _reported(self) -> WriterStatus:
         """What the writer says."""

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ class StepCapture:
     def install(
         self,
         timed: Callable[[], AbstractContextManager[None]],
-        will_step: Callable[[], None],
+        will_step: Callable[[], object],
         has_consumed: Callable[[], None],
     ) -> None:
         """Hook into the optimizers.
@@ -113,11 +114,11 @@ class StepCapture:
             will_step: Called before an optimizer steps.
             has_consumed: Called when the reducer has read them, while they are still the same.
         """
+        self._timed, self._will_step, self._has_consumed = timed, will_step, has_consumed
         for index, optimizer in enumerate(self._attached.optimizers):
-            hook = self._pre_hook(index, timed, will_step, has_consumed)
-            before = optimizer.register_step_pre_hook(hook)
+            before = optimizer.register_step_pre_hook(partial(self._before_step, index))
             self._guard.registered(index, before)
-            after = optimizer.register_step_post_hook(self._post_hook(index, timed))
+            after = optimizer.register_step_post_hook(partial(self._after_step, index))
             # First of all: what the user's hooks write, replay lacks, so it must not count as the
             # optimizer's own work.
             hooks = optimizer._optimizer_step_post_hooks
@@ -149,11 +150,6 @@ class StepCapture:
         return all_stepped and self._most_calls == 1 and self._proofs.refusal is None
 
     @property
-    def has_stepped(self) -> bool:
-        """Whether any optimizer stepped."""
-        return bool(self._stepped or self._earlier)
-
-    @property
     def earlier(self) -> tuple[EarlierStep, ...]:
         """Optimizer steps of this body that others followed."""
         return tuple(self._earlier)
@@ -168,7 +164,7 @@ class StepCapture:
 
         It leaves some where no optimizer stepped.
         """
-        left = range(0 if self.has_stepped else len(self._attached.optimizers))
+        left = range(0 if self._stepped or self._earlier else len(self._attached.optimizers))
         self._kept.watch(
             [i for index in left for i in self._attached.kept_gradients(index)], report
         )
@@ -202,48 +198,38 @@ class StepCapture:
     def _hyper_parameters(self) -> list[tuple[dict[str, Any], ...]]:
         return [copied(hyper_parameters(o)) for o in self._attached.optimizers]
 
-    def _pre_hook(
+    def _before_step(
         self,
         index: int,
-        timed: Callable[[], AbstractContextManager[None]],
-        will_step: Callable[[], None],
-        has_consumed: Callable[[], None],
-    ) -> Callable[..., None]:
-        def before_step(
-            optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-        ) -> None:
-            # torch.compile goes on without compiling what raises while it is traced, but it still
-            # compiles what that calls: the update itself, and any function that is called here.
-            if torch.compiler.is_compiling() or _compiling_callback() not in (None, False):
-                raise UsageError(
-                    "optimizer.step() runs inside torch.compile, whose arithmetic replay does not "
-                    "repeat; compile the model alone, or mark the function that calls "
-                    "optimizer.step() with torch.compiler.disable"
-                )
-            self._refuse_autocast(index)
-            with timed(), without_autocast(self._attached.device):
-                self._begin_call(index)
-                will_step()
-                self._consume(index, optimizer, [*args, *kwargs.values()])
-                if self.is_loggable:
-                    has_consumed()
-                else:
-                    self.changed_outside = True
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        # torch.compile goes on without compiling what raises while it is traced, but it still
+        # compiles what that calls: the update itself, and any function that is called here.
+        if torch.compiler.is_compiling() or _compiling_callback() not in (None, False):
+            raise UsageError(
+                "optimizer.step() runs inside torch.compile, whose arithmetic replay does not "
+                "repeat; compile the model alone, or mark the function that calls "
+                "optimizer.step() with torch.compiler.disable"
+            )
+        self._refuse_autocast(index)
+        with self._timed(), without_autocast(self._attached.device):
+            self._begin_call(index)
+            self._will_step()
+            self._consume(index, optimizer, [*args, *kwargs.values()])
+            if self.is_loggable:
+                self._has_consumed()
+            else:
+                self.changed_outside = True
 
-        return before_step
-
-    def _post_hook(
-        self, index: int, timed: Callable[[], AbstractContextManager[None]]
-    ) -> Callable[..., None]:
-        def after_step(*_: object) -> None:
-            with timed():
-                self._watch.after_step(index)
-                self._guard.after_step(index)
-                with without_autocast(self._attached.device):
-                    self._proofs.after_step(index, self._step)
-                self._finished.add(index)
-
-        return after_step
+    def _after_step(self, index: int, *_: object) -> None:
+        with self._timed():
+            self._watch.after_step(index)
+            self._guard.after_step(index)
+            with without_autocast(self._attached.device):
+                self._proofs.after_step(index, self._step)
+            self._finished.add(index)
 
     def _refuse_autocast(self, index: int) -> None:
         """Optimizers that only work element by element do nothing that autocast would change."""

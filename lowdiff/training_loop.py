@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from lowdiff.attached import Attached
+from lowdiff.capture import restore_random_states
 from lowdiff.dataloader import Body
 from lowdiff.draws import Draws
 from lowdiff.errors import UsageError
@@ -43,7 +44,7 @@ class TrainingLoop:
                 DataLoader's iterator draws from them before. A run that is at step 0 has drawn
                 nothing, so its generators stay as the script seeded them, also after attach.
         """
-        self._model = attached.model
+        self._model, self._device = attached.model, attached.device
         self._session = session
         self._random_states = random_states
         self._restored = _NOWHERE if session.step else _IN_BODY
@@ -58,7 +59,8 @@ class TrainingLoop:
             part: part.register_forward_pre_hook(hook) for part in _hooked(self._model)
         }
         self._step_hooks = [
-            optimizer.register_step_post_hook(self._after_step) for optimizer in attached.optimizers
+            optimizer.register_step_post_hook(lambda *_: self._leave_generators())
+            for optimizer in attached.optimizers
         ]
 
     def steps(self, until: int) -> Iterator[int]:
@@ -145,13 +147,10 @@ class TrainingLoop:
             if part is not module and part in self._forward_hooks:
                 self._forward_hooks.pop(part).remove()
 
-    def _after_step(self, *_: object) -> None:
-        self._leave_generators()
-
     def _restore(self, place: int) -> None:
         if place > self._restored:
             self._warn_about_draws()
-            self._session.restore_random_states(self._random_states)
+            restore_random_states(self._random_states, self._device)
             self._restored = place
 
     def _warn_about_draws(self) -> None:

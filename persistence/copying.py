@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
-
-from lowdiff.persistence.framing import RecordRef
 
 Bytes: TypeAlias = "bytes | memoryview | npt.NDArray[Any]"
 
@@ -168,16 +165,6 @@ def _in_shares(move: Callable[[int, int], int], total: int, num_threads: int) ->
         ):
             checksum = joined_checksum(checksum, share, stop - start)
     return checksum
-
-
-def own_copy(record: RecordRef) -> RecordRef | None:
-    """A staged record in memory of its own; None if it was overwritten meanwhile.
-
-    While storage is slow a trainer may drop what it staged, at any moment: nothing of a record may
-    be believed that was not copied before it was checked.
-    """
-    own = replace(record, body=memoryview(bytes(record.body)))
-    return own if own.is_intact() else None
 
 
 def joined_checksum(first: int, second: int, second_bytes: int) -> int:

@@ -38,10 +38,8 @@ class RecordKind(IntEnum):
     """What a record's body holds."""
 
     DIFFERENTIAL = 1
-    #: A snapshot's image is whole in staging.
-    SNAPSHOT = 2
     #: First record of an incarnation: names the slot of the residual it starts from.
-    BASE = 3
+    BASE = 2
 
 
 _KINDS = frozenset(map(int, RecordKind))

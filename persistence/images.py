@@ -9,7 +9,8 @@ from pathlib import Path
 from lowdiff.persistence.catalog import complete_snapshots
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.paths import StagingFolder
-from lowdiff.persistence.replica_status import read_mark
+from lowdiff.persistence.replica_status import has_replica, read_replica_status
+from lowdiff.persistence.status import read_trainer_image
 from lowdiff.persistence.writer_settings import WriterSettings
 
 
@@ -24,17 +25,16 @@ class StagedImage:
 
 
 def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
-    """Whole images of later steps, in runs with a replica; oldest first, and one of each step.
+    """Whole images of later steps, oldest first, and one of each step.
 
     Of two of one step it is the trainer's: the replica's may be gone once the other is durable.
     """
-    sources = (
-        (staging.replica_image_mark, staging.replica_image),
-        (staging.snapshot_mark, staging.snapshot),
-    )
+    sources = [(read_trainer_image(staging.trainer_status), staging.snapshot)]
+    if has_replica(staging):
+        replica = read_replica_status(staging.replica_status)
+        sources.insert(0, (replica.image, staging.replica_image))
     new: dict[int, StagedImage] = {}
-    for page, image in sources:
-        mark = read_mark(page)
+    for mark, image in sources:
         if mark is not None and mark.step > step:
             new[mark.step] = StagedImage(mark.step, mark.bytes, mark.checksum, image)
     return [new[step] for step in sorted(new)]

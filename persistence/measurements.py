@@ -158,7 +158,7 @@ def gather_measurements(
     staging: StagingFolder, run_id: str, world_size: int, *, ended: str
 ) -> Measurements:
     """What is on the pages of a staging folder now; at a life's end, what is lost of it is said."""
-    decisions, num_damaged = _decisions(staging.decisions)
+    decisions, num_damaged = read_decisions(staging.decisions)
     if num_damaged and ended:
         text = "rank %d: measurements are incomplete: %d decision(s) of the tuner in %s are damaged"
         _logger.warning(text, staging.rank, num_damaged, staging.decisions)
@@ -188,12 +188,7 @@ def append_decision(path: Path, decision: Mapping[str, Any]) -> None:
         file.write(json.dumps({**decision, "crc32c": checksum}) + "\n")
 
 
-def read_decisions(path: Path) -> list[dict[str, Any]]:
-    """The newest decisions, oldest first, without those that are damaged or still being written."""
-    return _decisions(path)[0]
-
-
-def _decisions(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_decisions(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The newest decisions that are whole, and how many are not."""
     if not path.exists():
         return [], 0

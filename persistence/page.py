@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,27 @@ class PageReader:
         # A reader that was held up between the slots may find both in the middle of an update.
         self._last = _newest(self._view, self._last)
         return self._last[1]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageMark:
+    """Says on its maker's page that a staged image is whole, and stays until it is durable.
+
+    Attributes:
+        step: The step it is of.
+        bytes: Its length.
+        checksum: CRC-32C of all of it.
+    """
+
+    step: int
+    bytes: int
+    checksum: int
+
+
+def with_mark(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a page whose field ``image`` is an `ImageMark` or None."""
+    mark = content["image"]
+    return {**content, "image": None if mark is None else ImageMark(**mark)}
 
 
 def fitting(error: str, most_bytes: int) -> str:

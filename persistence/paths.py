@@ -20,11 +20,10 @@
     STAGING/RUN_ID/i000002-r0000/measured-by-trainer     pages of recent measurements
     STAGING/RUN_ID/i000002-r0000/measured-by-writer
     STAGING/RUN_ID/i000002-r0000/decisions               of the tuner, a JSON text per line
-    STAGING/RUN_ID/i000002-r0000/snapshot.mark           which image is whole in it (LowDiff+)
     STAGING/RUN_ID/i000002-r0000/replica-00000001        state of the replica (LowDiff+)
     STAGING/RUN_ID/i000002-r0000/replica, replica.lock, replica.log    its status page
     STAGING/RUN_ID/i000002-r0000/replica.boot            kernel under which it was written
-    STAGING/RUN_ID/i000002-r0000/replica.image, replica.image.mark     its image, being persisted
+    STAGING/RUN_ID/i000002-r0000/replica.image     its image, being persisted
     STAGING/RUN_ID/i000002-r0000/owner.json              which run folder it is for
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -241,8 +240,6 @@ class StagingFolder:
     trainer_lock = _File("trainer.lock")
     #: Lock held by the writer.
     writer_lock = _File("writer.lock")
-    #: Page that says which image of the trainer's is whole, in runs with a replica.
-    snapshot_mark = _File("snapshot.mark")
     #: The replica's status page; there from the first moment of a life that has a replica.
     replica_status = _File("replica")
     #: Lock held by the replica process.
@@ -251,8 +248,6 @@ class StagingFolder:
     replica_log = _File("replica.log")
     #: Image of the replica's state that the writer is persisting.
     replica_image = _File("replica.image")
-    #: Page that says which image is whole in it.
-    replica_image_mark = _File("replica.image.mark")
     #: The writer's output.
     writer_log = _File("writer.log")
 
@@ -314,7 +309,7 @@ class StagingFolder:
         """What recovery reads of a replica's; none in a life without one."""
         if not self.replica_status.exists():
             return []
-        names = (self.replica_status, self.snapshot_mark, self.snapshot)
+        names = (self.replica_status, self.trainer_status, self.snapshot)
         states = _named(self.root, re.compile(r"replica-\d{8}"))
         return [*(path for path in names if path.exists()), *states]
 

@@ -1,4 +1,4 @@
-"""What a replica tells its trainer and whoever recovers, and which images wait to be persisted."""
+"""What a replica tells its trainer, the writer of its images, and recovery."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lowdiff.persistence.detached import ProcessSettings
-from lowdiff.persistence.page import Page, PageReader, fitting
+from lowdiff.persistence.page import ImageMark, Page, PageReader, fitting, with_mark
 from lowdiff.persistence.paths import StagingFolder
 
 _ERROR_BYTES = 1000
@@ -35,6 +35,7 @@ class ReplicaStatus:
         forgot: Whether the error is why it has no state, which the trainer's next image mends.
         drift: Largest difference of an element of the parameters from the newest trainer's image of a
             step that it held itself; infinite where a value is not finite, None before the first.
+        image: The newest image of its own, for the disk; None before the first.
     """
 
     step: int = -1
@@ -46,6 +47,7 @@ class ReplicaStatus:
     error: str = ""
     forgot: bool = False
     drift: float | None = None
+    image: ImageMark | None = None
 
 
 class ReplicaPage:
@@ -70,7 +72,8 @@ class ReplicaReader:
 
     def read(self) -> ReplicaStatus:
         """The newest whole status."""
-        return ReplicaStatus(**self._page.read())
+        content = self._page.read()
+        return ReplicaStatus(**with_mark(content)) if content else ReplicaStatus()
 
 
 def read_replica_status(path: Path) -> ReplicaStatus:
@@ -80,41 +83,6 @@ def read_replica_status(path: Path) -> ReplicaStatus:
         FileNotFoundError: If there was none.
     """
     return ReplicaReader(path).read()
-
-
-@dataclass(frozen=True, slots=True)
-class ImageMark:
-    """Says that an image is whole.
-
-    Attributes:
-        step: The step it is of.
-        bytes: Its length.
-        checksum: CRC-32C of all of it.
-    """
-
-    step: int
-    bytes: int
-    checksum: int
-
-
-class MarkPage:
-    """Whoever makes images publishes here which one is whole."""
-
-    def __init__(self, path: Path) -> None:
-        self._page = Page(path)
-
-    def publish(self, mark: ImageMark) -> None:
-        """The image is whole, and stays until it is durable."""
-        self._page.publish(asdict(mark))
-
-
-def read_mark(path: Path) -> ImageMark | None:
-    """The newest mark; None before the first."""
-    try:
-        content = PageReader(path).read()
-    except FileNotFoundError:
-        return None
-    return ImageMark(**content) if content else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

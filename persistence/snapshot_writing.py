@@ -10,14 +10,12 @@ import aiofiles
 from crc32c import crc32c
 
 from lowdiff.errors import StorageError
-from lowdiff.persistence.copying import own_copy
 from lowdiff.persistence.durable import fsync_directory, write_json
-from lowdiff.persistence.framing import RecordRef
 from lowdiff.persistence.images import StagedImage
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.segments import make_run_directory
-from lowdiff.persistence.snapshots import Manifest, decode_mark, manifest_file, shard_file
+from lowdiff.persistence.snapshots import Manifest, manifest_file, shard_file
 from lowdiff.persistence.writer_settings import WriterSettings
 
 _COPY_BYTES = 4 << 20
@@ -31,21 +29,6 @@ def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
             fsync_directory(path)  # its writer may have been killed before it could
             newest = max(newest, step)
     return newest
-
-
-def staged_image(record: RecordRef, image: Path) -> StagedImage | None:
-    """What a snapshot's mark says; None if it was overwritten.
-
-    Then it is not lost: every chunk that a trainer begins has its newest mark first.
-
-    Args:
-        record: The mark.
-        image: Where the image lies.
-    """
-    own = own_copy(record)
-    if own is None:
-        return None
-    return StagedImage(own.header.step, *decode_mark(bytes(own.meta)), image)
 
 
 async def persist_image(settings: WriterSettings, image: StagedImage) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -35,7 +34,6 @@ _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000
 _MOST_DIMENSIONS = 64
 _MOST_ELEMENTS = 1 << 56
-_MARK = struct.Struct("<QI")
 
 
 @lru_cache
@@ -231,17 +229,6 @@ def stage_image(
         raise
     parts = [memoryview(header), *(tensor.data for tensor in ordered)]
     return copy_in_parallel(file.view, parts, num_threads)
-
-
-def encode_mark(size: int, checksum: int) -> bytes:
-    """Body of the record that says an image is whole."""
-    return _MARK.pack(size, checksum)
-
-
-def decode_mark(data: bytes) -> tuple[int, int]:
-    """Length and checksum of the image."""
-    size, checksum = _MARK.unpack(data)
-    return size, checksum
 
 
 def check_shard(folder: Path, manifest: Manifest) -> Path:

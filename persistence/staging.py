@@ -60,8 +60,6 @@ class StagingLog:
             self._files.append(folder.residual)
         self._chunks = Chunks(folder, chunk_bytes=chunk_bytes, cap_bytes=cap_bytes)
         self._offset = 0
-        #: Step and body of the newest snapshot's mark.
-        self._mark: tuple[int, bytes] | None = None
         # Sections that were staged ahead of their record, where its body will be.
         self._ahead: CheckedCopy | None = None
         self._usual_bytes = 0
@@ -129,9 +127,11 @@ class StagingLog:
         size = HEADER_BYTES + padded(len(meta)) + sections_bytes(sections)
         if not self._reserve(size, durable_step, drop=drop):
             return None
-        if kind is RecordKind.SNAPSHOT:
-            self._mark = step, meta
-        self._write(kind, step, meta, sections, rebases=rebases)
+        meta_bytes = padded(len(meta))
+        copy = CheckedCopy(self._body()[: meta_bytes + sections_bytes(sections)])
+        copy.add(meta.ljust(meta_bytes, b"\0"))
+        write_sections(copy, sections)
+        self._seal(kind, step, len(meta), copy, rebases=rebases)
         if kind is RecordKind.DIFFERENTIAL:
             self._usual_bytes = size - HEADER_BYTES
         return size
@@ -187,21 +187,6 @@ class StagingLog:
         self._seal(kind, step, len(meta), body, rebases=rebases, meta_last=True)
         return HEADER_BYTES + padded(body.size)
 
-    def _write(
-        self,
-        kind: RecordKind,
-        step: int,
-        meta: bytes,
-        sections: Sequence[Section],
-        *,
-        rebases: bool = False,
-    ) -> None:
-        meta_bytes = padded(len(meta))
-        copy = CheckedCopy(self._body()[: meta_bytes + sections_bytes(sections)])
-        copy.add(meta.ljust(meta_bytes, b"\0"))
-        write_sections(copy, sections)
-        self._seal(kind, step, len(meta), copy, rebases=rebases)
-
     def _seal(
         self,
         kind: RecordKind,
@@ -236,14 +221,13 @@ class StagingLog:
     def _reserve(self, size: int, durable_step: int, *, drop: bool) -> bool:
         if self._offset + size <= self._chunks.newest.file.size:
             return True
-        mark = 0 if self._mark is None else HEADER_BYTES + padded(len(self._mark[1]))
-        if not self._chunks.begin(HEADER_BYTES + mark + size, durable_step, drop=drop):
+        if not self._chunks.begin(HEADER_BYTES + size, durable_step, drop=drop):
             return False
         self._install()
         return True
 
     def _install(self) -> None:
-        """Write what a new chunk begins with."""
+        """Write the header of a new chunk."""
         chunk = self._chunks.newest
         # No record may follow the new header by accident: stale ones carry another lap.
         header = FileHeader(
@@ -256,10 +240,6 @@ class StagingLog:
         )
         chunk.file.view[:HEADER_BYTES] = header.pack()
         self._offset = HEADER_BYTES
-        if self._mark is not None:
-            # Chunks are reused by what differentials are durable; a writer that is restarted while
-            # it persists an image, or that comes late, must still find the image's mark.
-            self._write(RecordKind.SNAPSHOT, *self._mark, ())
 
 
 class LogTail:

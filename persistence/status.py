@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from lowdiff.persistence.histogram import SECONDS, HistogramValue
-from lowdiff.persistence.page import Page, PageReader, fitting
+from lowdiff.persistence.page import ImageMark, Page, PageReader, fitting, with_mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,7 @@ class TrainerStatus:
         committed_step: Newest step that it knows to be staged on all ranks.
         committed_at_unix_seconds: When it staged its newest step.
         preempted: Whether it was told to stop soon.
+        image: Its newest snapshot in staging; None before the first.
     """
 
     pid: int
@@ -94,6 +95,7 @@ class TrainerStatus:
     committed_step: int
     committed_at_unix_seconds: float
     preempted: bool
+    image: ImageMark | None = None
 
 
 class StatusPage:
@@ -107,7 +109,7 @@ class StatusPage:
     def update(self, **changes: object) -> None:
         """Change some fields and publish."""
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
-        content = _values(self.status)
+        content = {f.name: getattr(self.status, f.name) for f in fields(WriterStatus)}
         content["batch_seconds"] = self.status.batch_seconds.encoded()
         content["error"] = fitting(self.status.error, 1000)
         content["remote_error"] = fitting(self.status.remote_error, 600)
@@ -161,7 +163,7 @@ class TrainerPage:
 
     def publish(self, status: TrainerStatus) -> None:
         """Replace what readers find."""
-        self._page.publish(_values(status))
+        self._page.publish(asdict(status))
 
 
 def read_trainer_status(path: Path) -> TrainerStatus | None:
@@ -170,8 +172,10 @@ def read_trainer_status(path: Path) -> TrainerStatus | None:
         content = PageReader(path).read()
     except FileNotFoundError:
         return None
-    return TrainerStatus(**content) if content else None
+    return TrainerStatus(**with_mark(content)) if content else None
 
 
-def _values(status: WriterStatus | TrainerStatus) -> dict[str, Any]:
-    return {field.name: getattr(status, field.name) for field in fields(status)}
+def read_trainer_image(path: Path) -> ImageMark | None:
+    """A trainer's newest whole image; None if there is none, or no trainer's page."""
+    status = read_trainer_status(path)
+    return None if status is None else status.image

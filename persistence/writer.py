@@ -24,7 +24,7 @@ from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.events import log_event
 from lowdiff.persistence.adoption import adopt_predecessors
 from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.framing import RecordHeader, RecordKind, RecordRef
+from lowdiff.persistence.framing import RecordRef
 from lowdiff.persistence.histogram import Histogram
 from lowdiff.persistence.images import StagedImage, durable_image, is_free, newer_images
 from lowdiff.persistence.locks import FileLock
@@ -38,7 +38,7 @@ from lowdiff.persistence.segments import (
     durable_step,
     require_run,
 )
-from lowdiff.persistence.snapshot_writing import durable_snapshot, persist_image, staged_image
+from lowdiff.persistence.snapshot_writing import durable_snapshot, persist_image
 from lowdiff.persistence.staging import LogTail
 from lowdiff.persistence.status import Complaints, StatusPage, status_before
 from lowdiff.persistence.uploading import Uploader
@@ -59,7 +59,7 @@ class Writer:
 
     def __init__(self, settings: WriterSettings) -> None:
         self._settings = settings
-        self._tail = LogTail(settings.staging, self._note_damaged)
+        self._tail = LogTail(settings.staging)
         self._codec = Codec()
         self._queue: asyncio.Queue[Batch | StagedImage | None] = asyncio.Queue(maxsize=2)
         # A restarted writer goes on after what its predecessor made durable.
@@ -175,12 +175,11 @@ class Writer:
     async def _follow_images(self) -> None:
         """Persist the images that trainer and replica make; differentials are the replica's."""
         staging = self._settings.staging
-        marked = self._status.status.durable_snapshot
         while True:
             gone = self._orders.read() and is_free(staging.replica_lock)
-            new = newer_images(staging, marked)
+            new = newer_images(staging, self._marked)
             for snapshot in new:
-                marked = snapshot.step
+                self._marked = snapshot.step
                 await self._queue.put(snapshot)
             if not new:
                 if gone:
@@ -195,17 +194,14 @@ class Writer:
         while True:
             gone = self._orders.read()
             record = self._tail.next()
-            if record is not None:
-                self._has_begun = True
-            kind = None if record is None else record.header.kind
-            if record is not None and kind is RecordKind.SNAPSHOT:
-                # Before anything is waited for: meanwhile its memory may be given to other steps.
-                image = staged_image(record, self._settings.staging.snapshot)
-                if image is not None and image.step > self._marked:
+            self._has_begun |= record is not None
+            # Looked for behind the record, or that could overtake the image that it follows.
+            for image in newer_images(self._settings.staging, self._marked):
+                if record is None or record.header.step > image.step:
                     self._marked = image.step
                     await self._flush(pending)
                     await self._queue.put(image)
-            elif record is not None and record.header.step > self._status.status.durable_step:
+            if record is not None and record.header.step > self._status.status.durable_step:
                 oldest = oldest if pending else time.monotonic()
                 pending.append(record)
             full = len(pending) >= self._orders.batch_size
@@ -217,16 +213,6 @@ class Writer:
                     break
                 await asyncio.sleep(_POLL_SECONDS)
         await self._queue.put(None)
-
-    def _note_damaged(self, record: RecordHeader) -> None:
-        """A staged record was passed over; a missing step is seen once one behind it is durable."""
-        # Else another copy of the mark was taken, by this writer or an earlier one.
-        if record.kind is RecordKind.SNAPSHOT and record.step > self._marked:
-            text = (
-                f"no snapshot of step {record.step}: its mark was damaged in "
-                f"{self._settings.staging.root}; if this stays, start training again"
-            )
-            self._complaints.report("mark", text)
 
     async def _flush(self, pending: list[RecordRef]) -> None:
         if pending:
@@ -323,7 +309,6 @@ class Writer:
 
     async def _snapshot(self, image: StagedImage) -> None:
         await self._retrying(self._persist_snapshot, image)
-        self._complaints.report("mark", "")  # a newer chunk of the log repeated the mark
         await self._collect()
 
     async def _collect(self) -> None:

@@ -26,7 +26,8 @@ from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.records import StoredRecord, joined
-from lowdiff.persistence.replica_status import has_replica, read_mark, read_replica_status
+from lowdiff.persistence.replica_status import has_replica, read_replica_status
+from lowdiff.persistence.status import read_trainer_image
 from lowdiff.recovery.kernels import StepChooser
 from lowdiff.recovery.load import empty_state, load_constants, load_shard
 from lowdiff.recovery.optimizers import is_registered, settle_kernels, without_default_group
@@ -215,7 +216,7 @@ def _sources_of(stage: StagingFolder) -> list[_Source]:
             step = file.base_step if last is None else last[0]
             reach = max([step, *map(int, file.unit_steps)])
             found.append(_Source(stage, step, reach, is_image=False))
-    mark = read_mark(stage.snapshot_mark)
+    mark = read_trainer_image(stage.trainer_status)
     if mark is None or not stage.snapshot.exists():
         return found
     # One that was taken over serves where what it was taken into does not.

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from crc32c import crc32c
@@ -26,18 +27,12 @@ from lowdiff.persistence.fences import read_fence
 from lowdiff.persistence.framing import RecordHeader, RecordKind, RecordRef
 from lowdiff.persistence.locks import FileLock
 from lowdiff.persistence.memory import read_view
-from lowdiff.persistence.page import PageReader
+from lowdiff.persistence.page import ImageMark
 from lowdiff.persistence.records import StoredRecord
-from lowdiff.persistence.replica_status import (
-    ImageMark,
-    MarkPage,
-    ReplicaPage,
-    ReplicaSettings,
-    read_mark,
-)
-from lowdiff.persistence.snapshots import decode_mark, stage_image
+from lowdiff.persistence.replica_status import ReplicaPage, ReplicaSettings
+from lowdiff.persistence.snapshots import stage_image
 from lowdiff.persistence.staging import LogTail
-from lowdiff.persistence.status import StatusReader
+from lowdiff.persistence.status import StatusReader, TrainerStatus, read_trainer_status
 from lowdiff.recovery.compare import largest_difference
 from lowdiff.recovery.images import shard_images
 from lowdiff.recovery.load import load_shard
@@ -101,10 +96,8 @@ class Replica:
         # What was tried again by an earlier process is no trouble of this one's yet.
         error = self._page.status.error if self._page.status.generation < 0 else ""
         self._page.update(applied_steps=0, apply_seconds=0.0, error=error)
-        self._trainer = PageReader(self._staging.trainer_status)
-        self._marks = MarkPage(self._staging.replica_image_mark)
-        mark = read_mark(self._staging.replica_image_mark)
-        self._image_step = -1 if mark is None else mark.step
+        made = self._page.status.image
+        self._image_step = -1 if made is None else made.step
         self._writer = StatusReader(self._staging.status)
         self._holds_image = self._staging.replica_image.exists()
         self._pace = ImagePace(settings)
@@ -131,11 +124,18 @@ class Replica:
         record: RecordRef | None = None
         while not self._look_for_trainer():
             record = record or self._tail.next()
-            if record is None or not self._is_committed(record.header.step):
+            # Read behind the record, or that could overtake the image that it follows.
+            trainer = read_trainer_status(self._staging.trainer_status)
+            image = self._new_image(trainer)
+            if image is not None and (record is None or record.header.step > image.step):
+                work, record_after = partial(self._load, image), record
+            elif record is not None and self._is_committed(record.header.step, trainer):
+                work, record_after = partial(self._take, record), None
+            else:
                 self._idle()
                 continue
             try:
-                self._take(record)
+                work()
             except StorageError as error:
                 self._report("step", f"{type(error).__name__}: {error}")
                 self._forget_image()
@@ -144,7 +144,7 @@ class Replica:
                     self._reopen()
                 continue
             self._report("step", "")
-            record = None
+            record = record_after
 
     def _idle(self) -> None:
         """There is nothing to apply: training may be waiting for an image that could not be made."""
@@ -166,19 +166,22 @@ class Replica:
             self._is_trainer_gone = is_closed or is_orphan
         return self._is_trainer_gone
 
-    def _is_committed(self, step: int) -> bool:
+    def _is_committed(self, step: int, trainer: TrainerStatus | None) -> bool:
         """Whether every rank has staged a step: only then can none of them go back behind it."""
-        return self._settings.world_size == 1 or step <= self._trainer.read().get(
-            "committed_step", -1
-        )
+        committed_step = -1 if trainer is None else trainer.committed_step
+        return self._settings.world_size == 1 or step <= committed_step
+
+    def _new_image(self, trainer: TrainerStatus | None) -> ImageMark | None:
+        """The trainer's newest image, if it is committed and was not taken over yet."""
+        image, status = None if trainer is None else trainer.image, self._page.status
+        if image is None or not self._is_committed(image.step, trainer):
+            return None
+        return image if image.step > status.image_step and image.step >= status.step else None
 
     def _take(self, record: RecordRef) -> None:
         step = record.header.step
         status = self._page.status
-        if record.header.kind is RecordKind.SNAPSHOT:
-            if step > status.image_step and step >= status.step:
-                self._load(record)
-        elif record.header.kind is RecordKind.DIFFERENTIAL and step > status.consumed_step:
+        if record.header.kind is RecordKind.DIFFERENTIAL and step > status.consumed_step:
             shard = self._shard
             if shard is None or record.header.rebases or step != shard.step + 1:
                 # Only the trainer's next image leads to it.
@@ -199,31 +202,24 @@ class Replica:
         """A staged record was damaged; where the state cannot go on without it, another image must come."""
         step, status, shard = record.step, self._page.status, self._shard
         error = f"step {step}: damaged in staging memory"
-        if record.kind is RecordKind.SNAPSHOT and step > status.image_step:
-            if shard is None or shard.step < step:
-                self._forget(step, error)
-            # Last: from then on neither trainer nor a replica started anew comes back to it.
-            self._page.update(image_step=step)
-        elif record.kind is RecordKind.DIFFERENTIAL and step > status.consumed_step:
+        if record.kind is RecordKind.DIFFERENTIAL and step > status.consumed_step:
             if shard is not None and not record.rebases and step == shard.step + 1:
                 self._forget(step, error)
             else:
                 self._page.update(consumed_step=step)
 
-    def _load(self, record: RecordRef) -> None:
-        """Begin anew with the trainer's image, unless a later one has taken its memory."""
-        size, checksum = decode_mark(bytes(record.meta))
+    def _load(self, mark: ImageMark) -> None:
+        """Begin anew with the trainer's image."""
+        path = self._staging.snapshot
         try:
-            image = read_view(self._staging.snapshot)
-            if len(image) != size or crc32c(image) != checksum:
-                return
-            state = load_shard(self._staging.snapshot, record.header.step, self._fence)
-        except FileNotFoundError:
-            return
-        except DamagedFile as error:
+            image = read_view(path)
+            if len(image) != mark.bytes or crc32c(image) != mark.checksum:
+                raise DamagedFile(path, f"it is not the image of step {mark.step} that was staged")
+            state = load_shard(path, mark.step, self._fence)
+        except (FileNotFoundError, DamagedFile) as error:
             # It will not be any better the next time.
-            self._page.update(image_step=record.header.step)
-            return self._forget(record.header.step, f"{type(error).__name__}: {error}")
+            self._page.update(image_step=mark.step)
+            return self._forget(mark.step, f"{type(error).__name__}: {error}")
         if self._shard is not None and self._shard.step == state.step:
             self._page.update(drift=largest_difference(self._shard.state, state))
         self._begin(state, image_step=state.step, error="")
@@ -342,7 +338,7 @@ class Replica:
         except StorageError as error:
             self._retry_image_at = time.monotonic() + _RETRY_SECONDS
             return self._report("image", f"no image of step {step}: {error}")
-        self._marks.publish(ImageMark(step, size, checksum))
+        self._page.update(image=ImageMark(step, size, checksum))
         self._image_step = step
         self._holds_image = True
         self._report("image", "")

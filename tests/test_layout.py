@@ -23,7 +23,6 @@ GROUND = (
     "lowdiff.digests",
     "lowdiff.errors",
     "lowdiff.events",
-    "lowdiff.host_copy",
     "lowdiff.layout",
     "lowdiff.protocols",
     "lowdiff.types",

@@ -25,7 +25,6 @@ class RankNews:
     Attributes:
         incarnation: Of the run.
         step: The step that this rank has committed.
-        staged: The newest step in its log, which an accelerator's may be one behind.
         is_preempted: Whether a signal told it to stop soon.
         has_lost_run: Whether another trainer has taken over the run.
         is_in_trouble: Whether its durable writing is.
@@ -43,7 +42,6 @@ class RankNews:
 
     incarnation: int
     step: int
-    staged: int
     is_preempted: bool = False
     has_lost_run: bool = False
     is_in_trouble: bool = False

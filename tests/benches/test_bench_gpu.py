@@ -28,7 +28,7 @@ def found() -> dict[str, Any]:
     return {
         "bit_identical": True,
         "blocks": blocks,
-        "host_waits": {"lowdiff_topk": {"host_copy.py:99": 2.0, "session.py:7": 0.25}},
+        "host_waits": {"lowdiff_topk": {"sparse.py:99": 2.0, "session.py:7": 0.25}},
         "audited_host_waits": {},
         "replica": {"replica_drift": None},
         "recover_seconds": {1: [9.0, 4.0], 11: [6.0, 7.0]},
@@ -57,10 +57,9 @@ def test_what_a_block_leaves_to_be_done_counts_to_its_steps() -> None:
     assert figures["dcp_async_drained_seconds"] == pytest.approx(1.5 + 2.0 / 4)
 
 
-def test_waits_for_the_stream_of_the_copies_are_counted_apart() -> None:
+def test_waits_of_the_host_are_added_up() -> None:
     figures = figures_of(found(), RATES)
-    assert figures["lowdiff_topk_host_waits_per_step"] == 0.25
-    assert figures["lowdiff_topk_host_waits_in_host_copy_per_step"] == 2.0
+    assert figures["lowdiff_topk_host_waits_per_step"] == 2.25
 
 
 def test_a_replayed_step_is_what_the_longer_recovery_takes_more() -> None:

@@ -25,7 +25,6 @@ def news_of(rank: int, step: int) -> RankNews:
     return RankNews(
         incarnation=2,
         step=step,
-        staged=step - rank,
         is_preempted=rank == 1,
         owes_snapshot=step == 8,
         interval=rank + 1,
@@ -54,7 +53,7 @@ def steps_apart(rank: int, world_size: int, what: str) -> str:
     """A pool's job: the last rank is elsewhere."""
     odd = rank == world_size - 1
     news = News(dist.group.WORLD, world_size)
-    news.tell(RankNews(5 + (odd and what == "incarnation"), 7 + (odd and what == "step"), 7))
+    news.tell(RankNews(5 + (odd and what == "incarnation"), 7 + (odd and what == "step")))
     try:
         news.hear()
     except UsageError as error:
@@ -84,7 +83,7 @@ def one_is_late(rank: int, world_size: int) -> str:
     assert isinstance(own, dist.ProcessGroup)
     news, raised = News(own, world_size), ""
     if rank == 0:
-        news.tell(RankNews(0, 1, 1))
+        news.tell(RankNews(0, 1))
         try:
             news.hear(timeout_seconds=0.2)
         except RankLost as error:

@@ -1,12 +1,11 @@
-"""Training on an accelerator: copies run beside it, and records are staged a step later.
+"""Training on an accelerator, whose parameters nobody reads but a snapshot.
 
-`LateCopies` stands for the accelerator here: a copy that reads its source too late, or is read too
-early, shows in the recovered bits. The tests marked ``gpu`` have never run on a GPU yet.
+Without one the CPU stands for it: there, too, only version counters tell of writes then. The tests
+marked ``gpu`` have never run on a GPU yet.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
-import lowdiff.compressors.dense
-import lowdiff.opening
 from lowdiff.attached import Attached
 from lowdiff.demo.launch import is_alive
 from lowdiff.errors import StorageError
-from lowdiff.host_copy import HostCopies
 from lowdiff.recovery.verify import verify
 from lowdiff.replicating import ReplicatedStager
 from lowdiff.residuals import COPIED_EVERY, CopiedResidual, read_residual
 from lowdiff.types import Layout, ParameterSpec
-from tests.face.late_copies import LateCopies
 from tests.face.loops import Loop, small_model
 from tests.scenarios.pool import Pool
 
-LATE = pytest.param("late", id="late copies")
+CPU = pytest.param("cpu", id="not read")
 CUDA = pytest.param(
     "cuda",
     id="cuda",
@@ -42,12 +37,11 @@ CUDA = pytest.param(
 STEPS = 12
 
 
-@pytest.fixture(params=[LATE, CUDA])
+@pytest.fixture(params=[CPU, CUDA])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "cuda":
         yield "cuda"
         return
-    monkeypatch.setattr(lowdiff.opening, "HostCopies", LateCopies)
     monkeypatch.setattr(Attached, "is_on_host", property(lambda _: False))
     yield "cpu"
 
@@ -94,10 +88,8 @@ def test_every_step_comes_back_bit_for_bit(tmp_path: Path, device: str) -> None:
 
 @pytest.mark.parametrize("num_optimizers", [1, 2])
 def test_dense_gradients_come_back_though_the_next_backward_pass_writes_them_first(
-    tmp_path: Path, device: str, num_optimizers: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: str, num_optimizers: int
 ) -> None:
-    if device == "cpu":
-        monkeypatch.setattr(lowdiff.compressors.dense, "kept_until_read", torch.clone)
 
     class KeptGradients(DeviceLoop):
         """Gradients are zeroed in place, so their memory is that of the next step's."""
@@ -124,8 +116,6 @@ def test_dense_gradients_come_back_though_the_next_backward_pass_writes_them_fir
         loop.step(number)
         loop.checkpointer.commit()
     before = loop.weights()
-    loop.step(9)  # the copies of the ninth step are there by now
-    loop.checkpointer.commit()
     loop.die()
     found = recovered(tmp_path)
     assert found.step == 9
@@ -137,50 +127,14 @@ def test_dense_gradients_come_back_though_the_next_backward_pass_writes_them_fir
             assert torch.allclose(state[name], value.cpu(), rtol=1e-4, atol=1e-6), name
 
 
-def test_a_kill_costs_the_step_whose_copies_were_under_way(tmp_path: Path, device: str) -> None:
+def test_a_kill_costs_no_committed_step(tmp_path: Path, device: str) -> None:
     loop = loop_on(device, tmp_path)
     loop.attach()
     for number in range(5):
         loop.step(number)
         loop.checkpointer.commit()
     loop.die()
-    assert recovered(tmp_path).step == 4
-
-
-def test_a_snapshot_is_given_up_if_parameters_change_while_it_is_copied(
-    tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop = loop_on(device, tmp_path)
-    loop.attach()
-    caplog.set_level(logging.WARNING)
-    for number in loop.checkpointer.steps(8):
-        if number == 5:  # the snapshot of step 5 is under way
-            with torch.no_grad():
-                for parameter in loop.model.parameters():
-                    parameter.mul_(0.5)
-        loop.step(number)
-    loop.checkpointer.close()
-    assert "changed outside optimizer.step()" in caplog.text
-    report = verify(tmp_path / "run", tmp_path / "staging")
-    assert report.snapshots == (0, 6, 8)
-    assert report.ok, report.failures
-
-
-def test_a_snapshot_is_given_up_if_parameters_change_before_close_has_copied_it(
-    tmp_path: Path, device: str
-) -> None:
-    loop = loop_on(device, tmp_path)
-    loop.attach()
-    for number in loop.checkpointer.steps(5):
-        loop.step(number)
-    committed = loop.weights()
-    with torch.no_grad():
-        for parameter in loop.model.parameters():
-            parameter.mul_(0.5)  # best weights, an EMA swap
-    loop.checkpointer.close()
-    assert verify(tmp_path / "run", tmp_path / "staging").snapshots == (0,)
-    found = recovered(tmp_path, 5, device).model_state_dict()
-    assert all(torch.equal(found[name], value.cpu()) for name, value in committed.items())
+    assert recovered(tmp_path).step == 5
 
 
 def test_a_learning_rate_that_is_a_tensor_is_that_of_the_snapshots_step(
@@ -195,7 +149,7 @@ def test_a_learning_rate_that_is_a_tensor_is_that_of_the_snapshots_step(
     loop.device = device
     loop.attach()
     for number in loop.checkpointer.steps(7):
-        rate.fill_(0.01 / (number + 1))  # while the snapshot of step 5 is being copied
+        rate.fill_(0.01 / (number + 1))
         loop.step(number)
     loop.checkpointer.close()
     report = verify(tmp_path / "run", tmp_path / "staging")
@@ -239,6 +193,7 @@ def test_a_close_that_fails_leaves_nothing_that_holds_the_run(
     for number in range(3):
         loop.step(number)
         loop.checkpointer.commit()
+    loop.step(3)
     assert loop.checkpointer._opened is not None
     stager = loop.checkpointer._opened.session.stager
     assert isinstance(stager, ReplicatedStager)
@@ -251,13 +206,13 @@ def test_a_close_that_fails_leaves_nothing_that_holds_the_run(
         loop.checkpointer.close()
     assert not is_alive(stager.replica.pid)
     assert not is_alive(stager.writer.pid)
-    assert loop_on(device, tmp_path, compressor=None).run(4) == 2
+    assert loop_on(device, tmp_path, compressor=None).run(4) == 3
 
 
 def train_and_clamp(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Every step is followed by a change that only a snapshot can hold."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowdiff.opening, "HostCopies", LateCopies)
+        patch.setattr(Attached, "is_on_host", property(lambda _: False))
         ddp = DistributedDataParallel(small_model())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         with lowdiff.Checkpointer(
@@ -303,7 +258,7 @@ def test_a_run_killed_on_cuda_goes_on_bit_for_bit_from_a_copy_of_the_residual(
     whole, killed, resumed = loop("whole"), loop("killed"), loop("killed")
     whole.run(last + 5)
     killed.attach()
-    for number in range(last + 1):  # the record of the last one is under way
+    for number in range(last):
         killed.step(number)
         killed.checkpointer.commit()
     killed.die()
@@ -312,10 +267,9 @@ def test_a_run_killed_on_cuda_goes_on_bit_for_bit_from_a_copy_of_the_residual(
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def test_a_residual_is_copied_every_few_steps_into_the_next_of_four_slots(tmp_path: Path) -> None:
+def test_a_residual_is_copied_every_few_steps_into_the_next_slot(tmp_path: Path) -> None:
     spec = ParameterSpec("a", (3,), (1,), "float32", 0)
     layout = Layout((spec,))
-    copies = LateCopies(torch.device("cpu"))
     residual = CopiedResidual(tmp_path / "slots", layout, torch.device("cpu"), lambda: 1.0)
     marks = {}
     for step in range(1, 3 * COPIED_EVERY + 1):
@@ -323,8 +277,7 @@ def test_a_residual_is_copied_every_few_steps_into_the_next_of_four_slots(tmp_pa
         residual.written(0)
         residual.settle()
         residual.advance()
-        residual.copy(step, copies)
-        copies.finish()
+        residual.copy(step)
         marks[step] = residual.mark()
     named = {step: mark for step, mark in marks.items() if mark is not None}
     assert list(named) == [COPIED_EVERY, 2 * COPIED_EVERY, 3 * COPIED_EVERY]
@@ -332,58 +285,3 @@ def test_a_residual_is_copied_every_few_steps_into_the_next_of_four_slots(tmp_pa
         found = read_residual(tmp_path / "slots", layout, mark)
         assert found is not None
         assert found[0].tolist() == [step] * 3
-
-
-def test_a_failing_action_is_run_again_and_before_what_came_after_it() -> None:
-    copies = LateCopies(torch.device("cpu"))
-    done: list[str] = []
-    fails = [True]
-
-    def first() -> None:
-        if fails.pop():
-            fails.append(False)
-            raise OSError("full")
-        done.append("first")
-
-    copies.then(first)
-    copies.then(lambda: done.append("second"))
-    with pytest.raises(OSError, match="full"):
-        copies.finish()
-    assert done == []
-    copies.finish()
-    assert done == ["first", "second"]
-
-
-def test_on_a_cpu_nothing_is_copied_and_nothing_waits() -> None:
-    copies = HostCopies(torch.device("cpu"))
-    tensor = torch.ones(3)
-    done: list[bool] = []
-    copies.then(lambda: done.append(True))
-    assert done
-    assert copies.fetch(tensor).data_ptr() == tensor.data_ptr()
-    assert copies.fetch_copy(tensor).data_ptr() == tensor.data_ptr()
-    assert not copies.lag
-
-
-def test_a_commit_follows_the_optimizers_stream_before_it_reads_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-
-    class Recorded(LateCopies):
-        def follow(self) -> None:
-            calls.append("follow")
-
-        def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-            calls.append("fetch")
-            return super().fetch(tensor)
-
-    monkeypatch.setattr(lowdiff.opening, "HostCopies", Recorded)
-    loop = loop_on("cpu", tmp_path)
-    loop.attach()
-    loop.step(0)
-    calls.clear()
-    loop.checkpointer.commit()
-    assert calls[0] == "follow"
-    assert "fetch" in calls
-    loop.checkpointer.close()

@@ -11,13 +11,12 @@ import torch
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.persistence.framing import RecordKind
+from lowdiff.persistence.page import Page
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.values import same
 from lowdiff.recovery.verify import verify
 from tests.face.loops import Loop, wait_until
-from tests.persistence.made_runs import tear
 
 
 @pytest.mark.parametrize("compressor", [TopK(0.1), None], ids=["topk", "replica"])
@@ -69,7 +68,7 @@ def test_staging_memory_outlives_a_close_whose_last_snapshot_was_damaged_in_it(
 
     def damaged(timeout_seconds: float) -> WriterStatus:
         (stage,) = StagingFolder.all(tmp_path / "staging")
-        tear(stage, 4, RecordKind.SNAPSHOT)
+        Page(stage.trainer_status).publish({})
         os.kill(stager.writer.pid, signal.SIGCONT)
         return finish(timeout_seconds)
 

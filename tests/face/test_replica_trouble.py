@@ -19,12 +19,13 @@ import lowdiff
 import lowdiff.stager
 from lowdiff.compressors import TopK
 from lowdiff.errors import StorageError, UnsupportedOptimizer, WriterFailed
-from lowdiff.persistence.framing import RecordKind
-from lowdiff.persistence.replica_status import ImageMark, MarkPage
+from lowdiff.persistence.page import ImageMark
+from lowdiff.persistence.replica_status import ReplicaPage
 from lowdiff.recovery import optimizers
 from tests.face.test_replica import Life
 from tests.mounts import fill, tmpfs_or_skip
 from tests.persistence.made_runs import tear
+from tests.recovery.training import flip
 
 MEMORY_MIB = 40
 
@@ -143,7 +144,7 @@ def test_training_does_not_wait_for_an_image_that_was_left_out(tmp_path: Path) -
     life.run(7)
     life.wait(lambda stats: stats["replica_step"] == 7)
     # As by a replica that had no memory for the image of step 5 and died since.
-    MarkPage(life.stager._log.folder.replica_image_mark).publish(ImageMark(0, 0, 0))
+    ReplicaPage(life.stager._log.folder.replica_status).update(image=ImageMark(0, 0, 0))
     life.stager._wait_for_step(1)  # returns: the next image comes only once training goes on
     life.kill()
     life.assert_recovered()
@@ -180,11 +181,11 @@ def stopped_at_three(folder: Path, backpressure: str = "block") -> Life:
     return life
 
 
-def settle(life: Life, snapshots: int = 2) -> None:
+def settle(life: Life, snapshots: int = 2, told: str = "step 4: damaged in staging memory") -> None:
     """Train on after damage, until the replica follows again; all of it is recovered."""
     os.kill(life.stager.replica.pid, signal.SIGCONT)
     life.wait(lambda stats: stats["replica_lag_steps"] == 0)
-    assert "step 4: damaged in staging memory" in life.checkpointer.stats()["replica_error"]
+    assert told in life.checkpointer.stats()["replica_error"]
     catch_up(life, snapshots)
     life.run(life.step + 2)
     life.wait(lambda stats: stats["replica_step"] == life.step and not stats["replica_error"])
@@ -202,32 +203,15 @@ def test_a_step_that_was_damaged_before_the_replica_took_it_costs_a_snapshot(
     settle(life)
 
 
-def test_a_snapshot_whose_mark_was_damaged_before_the_replica_took_it_is_taken_again(
+def test_a_snapshot_that_was_damaged_before_the_replica_took_it_is_taken_again(
     tmp_path: Path,
 ) -> None:
     life = stopped_at_three(tmp_path)
     with torch.no_grad():
         write_state(life)
     life.run(6)  # the replica cannot make step 4: its snapshot is staged behind it
-    tear(life.stager._log.folder, 4, RecordKind.SNAPSHOT)
-    settle(life, snapshots=3)
-
-
-@pytest.mark.slow
-def test_a_replica_that_needs_no_snapshot_keeps_its_state_when_a_mark_is_damaged(
-    tmp_path: Path,
-) -> None:
-    life = stopped_at_three(tmp_path)
-    assert life.checkpointer._opened is not None
-    life.checkpointer._opened.session.snapshot(required=True)
-    life.run(6)
-    tear(life.stager._log.folder, 3, RecordKind.SNAPSHOT)
-    os.kill(life.stager.replica.pid, signal.SIGCONT)
-    life.wait(lambda stats: stats["replica_step"] == 6)
-    life.wait(lambda _: not life.stager._is_image_in_use())
-    assert not life.checkpointer.stats()["replica_error"]
-    life.kill()
-    life.assert_recovered()
+    flip(life.stager._log.folder.snapshot, -1)
+    settle(life, snapshots=3, told="it is not the image of step 4 that was staged")
 
 
 def test_a_full_queue_does_not_keep_close_from_ending(

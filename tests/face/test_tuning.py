@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.measurements import Measurements, Recorder, read_decisions
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.policy import Retention
+from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.settings import Settings
 from lowdiff.tuner import measured
 from lowdiff.tuner.choice import Limits, Setting, stored_bytes
@@ -214,7 +215,7 @@ def train_tuned(rank: int, world_size: int, folder: str, until: int) -> tuple[in
         optimizer.step()
     opened = checkpointer._opened
     assert opened is not None
-    decisions = read_decisions(opened.staging.folder.decisions)
+    decisions = read_decisions(opened.staging.folder.decisions)[0]
     checkpointer.close()
     return resumed, decisions
 
@@ -268,7 +269,11 @@ class SyntheticRank:
             **{"tuning": Tuning(mtbf_hours=1.0), **chosen},
         )
         self.cadence = Cadence(
-            settings, self.staging, self.writer, self.trained, (rank, world_size)
+            settings,
+            self.staging,
+            cast(WriterProcess, self.writer),
+            self.trained,
+            (rank, world_size),
         )
         self.cadence.begin(0, story or Story((), {}, None))
         self.trained.note(began_unix_seconds=0.0, elements=10e6)
@@ -279,7 +284,7 @@ class SyntheticRank:
     def step(self, step: int, heard: list[RankNews]) -> None:
         costs = self.costs
         interval, batch = self.cadence.wish()
-        alone = RankNews(0, step, step, interval=interval, batch=batch)
+        alone = RankNews(0, step, interval=interval, batch=batch)
         self.cadence.heed(step, heard or [alone])
         self.trained.observe("iteration_seconds", costs.step_seconds)
         self.trained.observe("differential_seconds", costs.differential_seconds)
@@ -319,7 +324,7 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
         for step in range(first, last):
             # What a rank tells of a step was formed before the next one.
             wishes = [rank.cadence.wish() for rank in ranks]
-            heard = [RankNews(0, step, step, interval=i, batch=b) for i, b in wishes]
+            heard = [RankNews(0, step, interval=i, batch=b) for i, b in wishes]
             for rank in ranks:
                 rank.step(step, heard)
                 assert rank.cadence.snapshot_every == ranks[0].cadence.snapshot_every
@@ -334,7 +339,7 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
     after = Setting(ranks[0].cadence.snapshot_every, ranks[0].cadence.batch_size)
     assert after.batch_size > before.batch_size
     assert ranks[2].keeps_up()
-    decisions = [read_decisions(rank.staging.decisions) for rank in ranks]
+    decisions = [read_decisions(rank.staging.decisions)[0] for rank in ranks]
     settings = [
         [(d["step"], d["snapshot_every"], d["batch_size"]) for d in all_] for all_ in decisions
     ]

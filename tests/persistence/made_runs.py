@@ -16,7 +16,7 @@ from lowdiff.persistence.framing import HEADER_BYTES, FileHeader, FileKind, Reco
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.segment_file import seal_left
 from lowdiff.persistence.segments import coded_record
-from lowdiff.persistence.snapshots import Manifest, encode_mark, manifest_file
+from lowdiff.persistence.snapshots import Manifest, manifest_file
 from lowdiff.persistence.staging import StagingLog, staged_records
 from lowdiff.types import (
     Differential,
@@ -75,7 +75,7 @@ def differential(step: int) -> Differential:
 def stage(
     root: Path, steps: Sequence[int], incarnation: int = 0, rank: int = 0, base: int = 0
 ) -> StagingFolder:
-    """A log with a base record, the differentials and a snapshot's mark."""
+    """A log with a base record and the differentials."""
     folder = StagingFolder.of(root, RUN_ID, incarnation, rank)
     folder.root.mkdir(parents=True)
     log = StagingLog(folder, run_id=RUN_ID, world_size=1, chunk_bytes=4096, cap_bytes=1 << 20)
@@ -84,7 +84,6 @@ def stage(
         d = differential(step)
         kind = RecordKind.DIFFERENTIAL
         log.append(kind, step, encode_scalars(d), d.payload.sections, durable_step=-1)
-    log.append(RecordKind.SNAPSHOT, 99, encode_mark(1, 2), (), durable_step=-1)
     return folder
 
 
@@ -107,23 +106,13 @@ def segment(
     return path
 
 
-def tear(
-    log: StagingFolder, step: int, kind: RecordKind = RecordKind.DIFFERENTIAL, copy: int = 0
-) -> Path:
-    """Let a bit of a staged record's body flip; the chunk that holds it.
-
-    Args:
-        log: Where it is staged.
-        step: The record's.
-        kind: The record's.
-        copy: Which of several: each chunk repeats the marks of snapshots.
-    """
-    found = [
+def tear(log: StagingFolder, step: int) -> Path:
+    """Let a bit of a staged differential's body flip; the chunk that holds it."""
+    path, record = next(
         (path, record)
         for path, record in staged_records(log)
-        if (record.header.step, record.header.kind) == (step, kind)
-    ]
-    path, record = found[copy]
+        if (record.header.step, record.header.kind) == (step, RecordKind.DIFFERENTIAL)
+    )
     flip(path, record.offset + HEADER_BYTES)
     return path
 

@@ -50,10 +50,6 @@ def append(log: StagingLog, step: int, *, durable: int = -1, num_items: int = IT
     )
 
 
-def mark(log: StagingLog, step: int, *, durable: int = -1) -> None:
-    assert log.append(RecordKind.SNAPSHOT, step, b"image %d" % step, (), durable_step=durable)
-
-
 def check(record: RecordRef, num_items: int = ITEMS) -> int:
     """Its step, after comparing its content with what ``append`` wrote for that step."""
     step = record.header.step

@@ -138,11 +138,7 @@ def test_the_bytes_of_a_record_header_are_pinned() -> None:
 
 def test_numbers_of_kinds_and_the_version_are_pinned() -> None:
     assert {kind.name: kind.value for kind in FileKind} == {"CHUNK": 1, "SEGMENT": 2}
-    assert {kind.name: kind.value for kind in RecordKind} == {
-        "DIFFERENTIAL": 1,
-        "SNAPSHOT": 2,
-        "BASE": 3,
-    }
+    assert {kind.name: kind.value for kind in RecordKind} == {"DIFFERENTIAL": 1, "BASE": 2}
     assert (FORMAT_VERSION, HEADER_BYTES) == (2, 64)
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from lowdiff.persistence.images import newer_images
+from lowdiff.persistence.page import ImageMark
 from lowdiff.persistence.paths import StagingFolder
-from lowdiff.persistence.replica_status import ImageMark, MarkPage
+from lowdiff.persistence.replica_status import ReplicaPage
+from lowdiff.persistence.status import TrainerPage, TrainerStatus
 
 
 def test_of_two_of_one_step_the_trainers_counts_and_the_oldest_comes_first(tmp_path: Path) -> None:
     staging = StagingFolder.of(tmp_path, "00112233445566778899aabbccddeeff", 0, 0)
     staging.root.mkdir(parents=True)
     assert newer_images(staging, -1) == []
-    replicas, trainers = MarkPage(staging.replica_image_mark), MarkPage(staging.snapshot_mark)
-    replicas.publish(ImageMark(20, 5, 1))
-    trainers.publish(ImageMark(20, 5, 2))
+    trainer = TrainerStatus(1, 20, 20, 0.0, preempted=False, image=ImageMark(20, 5, 2))
+    TrainerPage(staging.trainer_status).publish(trainer)
     assert [(i.step, i.image) for i in newer_images(staging, 10)] == [(20, staging.snapshot)]
-    replicas.publish(ImageMark(30, 5, 3))
+    replica = ReplicaPage(staging.replica_status)
+    replica.update(image=ImageMark(20, 5, 1))
+    assert [(i.step, i.image) for i in newer_images(staging, 10)] == [(20, staging.snapshot)]
+    replica.update(image=ImageMark(30, 5, 3))
     found = [(i.step, i.image) for i in newer_images(staging, 10)]
     assert found == [(20, staging.snapshot), (30, staging.replica_image)]
     assert [i.step for i in newer_images(staging, 20)] == [30]

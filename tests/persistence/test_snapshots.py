@@ -24,8 +24,6 @@ from lowdiff.persistence.snapshots import (
     ImageTensor,
     Manifest,
     check_shard,
-    decode_mark,
-    encode_mark,
     manifest_file,
     shard_file,
     stage_image,
@@ -161,11 +159,6 @@ def test_the_bytes_of_a_small_image_are_pinned(tmp_path: Path) -> None:
     assert path.read_bytes() == (
         (184).to_bytes(8, "little") + padded + bytes.fromhex("0000803f000000c0803f00c0")
     )
-
-
-def test_a_mark_carries_length_and_checksum() -> None:
-    assert encode_mark(0x0102030405, 0xA1B2C3D4).hex() == "0504030201000000" + "d4c3b2a1"
-    assert decode_mark(encode_mark(2**40, 2**32 - 1)) == (2**40, 2**32 - 1)
 
 
 # Its manifests

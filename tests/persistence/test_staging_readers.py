@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence.framing import HEADER_BYTES, RecordKind
+from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.staging import LogTail, staged_records
 from tests.persistence.staged_logs import (
     CHUNK,
@@ -19,7 +19,6 @@ from tests.persistence.staged_logs import (
     drained,
     folder_in,
     log_in,
-    mark,
     start,
     steps,
 )
@@ -80,25 +79,6 @@ def test_a_reader_passes_over_damaged_records_only(tmp_path: Path, damaged: list
     assert found == whole
     assert passed == damaged
     assert steps(folder) == whole
-
-
-def test_the_mark_of_a_snapshot_stays_in_the_log_however_often_it_is_reused(
-    tmp_path: Path,
-) -> None:
-    folder = folder_in(tmp_path)
-    log = log_in(folder, cap_bytes=2 * CHUNK)
-    append(log, 1)
-    mark(log, 1)
-    for step in range(2, 60):
-        append(log, step, durable=step - 1)
-    marks = [r for _, r in staged_records(folder) if r.header.kind is RecordKind.SNAPSHOT]
-    assert marks
-    assert {(r.header.step, bytes(r.meta)) for r in marks} == {(1, b"image 1")}
-    mark(log, 59)
-    for step in range(60, 99):
-        append(log, step, durable=step - 1)
-    marks = [r for _, r in staged_records(folder) if r.header.kind is RecordKind.SNAPSHOT]
-    assert {r.header.step for r in marks} == {59}
 
 
 READER = """

@@ -168,20 +168,18 @@ def test_a_record_larger_than_the_cap_is_taken_once_it_is_alone(tmp_path: Path) 
     assert log.bytes_held == 2 * CHUNK
 
 
-@given(st.lists(st.tuples(st.integers(0, 2500), st.integers(0, 6), st.booleans()), max_size=40))
+@given(st.lists(st.tuples(st.integers(0, 2500), st.integers(0, 6)), max_size=40))
 def test_any_sequence_of_sizes_and_progress_keeps_all_that_is_not_durable(
-    tmp_path_factory: pytest.TempPathFactory, appends: list[tuple[int, int, bool]]
+    tmp_path_factory: pytest.TempPathFactory, appends: list[tuple[int, int]]
 ) -> None:
     folder = folder_in(tmp_path_factory.mktemp("log"))
     log, tail = log_in(folder, cap_bytes=3 * CHUNK), LogTail(folder)
     step, durable, sizes, seen = 0, 0, {}, []
-    for size, progress, with_mark in appends:
+    for size, progress in appends:
         durable = min(step, durable + progress)
         if append(log, step + 1, durable=durable, num_items=size) is not None:
             step += 1
             sizes[step] = size
-        if with_mark:
-            log.append(RecordKind.SNAPSHOT, step, b"image", (), durable_step=durable)
         assert log.bytes_held <= 3 * CHUNK or len(folder.chunks()) == 2
         for record in drained(tail):
             if record.header.kind is RecordKind.DIFFERENTIAL:

@@ -15,11 +15,9 @@ from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.images import StagedImage
 from lowdiff.persistence.memory import read_view
 from lowdiff.persistence.segments import Batch
-from lowdiff.persistence.snapshot_writing import staged_image
-from lowdiff.persistence.staging import LogTail, StagingLog
+from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.writer import Writer
 from lowdiff.persistence.writer_settings import WriterSettings
-from tests.persistence.made_runs import tear
 from tests.persistence.staged_logs import payload
 from tests.persistence.writers import log_of, settings_in, stage_snapshot
 
@@ -54,7 +52,7 @@ def test_a_mark_is_taken_before_the_writer_waits_for_the_disk(tmp_path: Path, to
         writer = Writer(settings)
         for step in range(1, 11):
             put(log, step)
-        stage_snapshot(log, 10, 1000, durable=0)
+        stage_snapshot(log, 10, 1000)
         put(log, 11)
         encoding = asyncio.create_task(writer._encode())
         while writer._queue.qsize() < 2 or writer._marked < 10:  # nobody takes from it
@@ -73,46 +71,3 @@ def test_a_mark_is_taken_before_the_writer_waits_for_the_disk(tmp_path: Path, to
     assert image.step == 10
     found = read_view(image.image)
     assert (image.bytes, image.checksum) == (len(found), crc32c(found))
-
-
-def test_a_mark_that_was_overwritten_is_found_again_in_a_later_chunk(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path)
-    log, tail = short_log(settings), LogTail(settings.staging)
-    put(log, 1)
-    stage_snapshot(log, 1, 1000, durable=0)
-    _, old = iter(tail.next, None)
-    assert staged_image(old, settings.staging.snapshot) is not None
-    for step in range(2, 400):
-        put(log, step)
-    assert staged_image(old, settings.staging.snapshot) is None
-    records = iter(tail.next, None)
-    again = next(r for r in records if r.header.kind is RecordKind.SNAPSHOT)
-    mark = staged_image(again, settings.staging.snapshot)
-    assert isinstance(mark, StagedImage)
-    assert (mark.step, mark.bytes) == (1, settings.staging.snapshot.stat().st_size)
-
-
-def test_a_damaged_copy_of_a_mark_that_was_taken_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = settings_in(tmp_path)
-    log = short_log(settings)
-    stage_snapshot(log, 40, 1000, durable=0)
-    for step in range(41, 60):  # a new chunk begins with the mark
-        put(log, step)
-    tear(settings.staging, 40, RecordKind.SNAPSHOT, copy=1)
-
-    async def encode() -> tuple[str, list[object]]:
-        writer = Writer(settings)
-        writer._queue = asyncio.Queue()
-        await writer._encode()
-        queued: list[object] = []
-        while not writer._queue.empty():
-            queued.append(writer._queue.get_nowait())
-        return writer._status.status.error, queued
-
-    with open(os.devnull) as nothing:
-        monkeypatch.setattr(sys, "stdin", nothing)  # the trainer is gone
-        error, queued = asyncio.run(encode())
-    assert [work.step for work in queued if isinstance(work, StagedImage)] == [40]
-    assert not error

@@ -19,7 +19,6 @@ from lowdiff.persistence import writer_process
 from lowdiff.persistence.catalog import complete_snapshots
 from lowdiff.persistence.durable import make_directory
 from lowdiff.persistence.fences import write_fence
-from lowdiff.persistence.framing import RecordKind
 from lowdiff.persistence.policy import Retention
 from lowdiff.persistence.snapshots import shard_file
 from lowdiff.persistence.writer import Writer
@@ -226,19 +225,3 @@ def test_a_damaged_record_at_the_end_keeps_no_writer_from_ending(tmp_path: Path)
     with writing(settings) as writer:
         assert writer.finish(PATIENCE_SECONDS).lost_step == 3
     assert stored(settings.folder) == [1, 2, 4]
-
-
-def test_a_snapshot_whose_mark_is_damaged_is_complained_of_until_it_is_found_again(
-    tmp_path: Path,
-) -> None:
-    settings = settings_in(tmp_path, batch_size=2)
-    log = log_of(settings)
-    append(log, 1)
-    stage_snapshot(log, 1, 100)
-    tear(settings.staging, 1, RecordKind.SNAPSHOT)
-    with writing(settings) as writer:
-        status = wait_until(writer, lambda s: s.error)
-        assert "no snapshot of step 1: its mark was damaged in" in status.error
-        for step in range(2, 20):  # a new chunk begins with the mark
-            append(log, step)
-        wait_until(writer, lambda s: s.durable_snapshot == 1 and not s.error)

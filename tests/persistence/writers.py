@@ -16,11 +16,12 @@ from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.fences import create_run
 from lowdiff.persistence.framing import FileHeader, RecordKind, RecordRef, read_records
 from lowdiff.persistence.memory import read_view
+from lowdiff.persistence.page import ImageMark
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.sections import read_sections
-from lowdiff.persistence.snapshots import ImageTensor, encode_mark, stage_image
+from lowdiff.persistence.snapshots import ImageTensor, stage_image
 from lowdiff.persistence.staging import StagingLog
-from lowdiff.persistence.status import WriterStatus
+from lowdiff.persistence.status import TrainerPage, TrainerStatus, WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.types import Section
@@ -79,13 +80,12 @@ def append(log: StagingLog, step: int, durable: int = -1, num_items: int = 50) -
     return log.append(kind, step, meta, sections, durable_step=durable)
 
 
-def stage_snapshot(log: StagingLog, step: int, num_items: int, durable: int = -1) -> None:
+def stage_snapshot(log: StagingLog, step: int, num_items: int) -> None:
     data = noise(step, num_items)
     image = ImageTensor("model/w", "U32", (num_items,), data.data.cast("B"))
-    size, checksum = stage_image(log.folder.snapshot, [image])
-    assert log.append(
-        RecordKind.SNAPSHOT, step, encode_mark(size, checksum), (), durable_step=durable
-    )
+    mark = ImageMark(step, *stage_image(log.folder.snapshot, [image]))
+    page = TrainerPage(log.folder.trainer_status)
+    page.publish(TrainerStatus(os.getpid(), step, step, 0.0, preempted=False, image=mark))
 
 
 @contextmanager
