@@ -19,7 +19,6 @@ import lowdiff
 import lowdiff.compressors.dense
 import lowdiff.opening
 from lowdiff.attached import Attached
-from lowdiff.demo.launch import is_alive
 from lowdiff.errors import StorageError
 from lowdiff.host_copy import HostCopies
 from lowdiff.recovery.verify import verify
@@ -28,6 +27,7 @@ from lowdiff.residuals import COPIED_EVERY, CopiedResidual, read_residual
 from lowdiff.types import Layout, ParameterSpec
 from tests.face.late_copies import LateCopies
 from tests.face.loops import Loop, small_model
+from tests.processes import is_alive
 from tests.scenarios.pool import Pool
 
 LATE = pytest.param("late", id="late copies")
