@@ -109,7 +109,7 @@ def demo(
 
     One run goes through undisturbed. Another is killed with SIGKILL at a random step and started
     again. Then losses, parameters, optimizer state and generators of the two are compared, and the
-    time of a step with that of the same training without lowdiff. Staging lies in the output
+    time of a step with that after lowdiff was detached. Staging lies in the output
     folder, because /dev/shm is small in many containers. Takes about two minutes on two cores;
     exit code 1 if a step was lost or a bit differs.
     """

@@ -24,6 +24,7 @@ def print_report(result: DemoResult, console: Console, *, picture: Path) -> None
     num_losses = len(result.killed.losses) + len(resumed.losses)
     full, per_step = result.full_checkpoint_bytes, result.mean_stored_bytes
     lowdiff_seconds = max(reference.lowdiff_seconds.values())
+    timed, half = result.timed, len(result.timed.losses) // 2
     attached, first_step = resumed.attached_after, min(resumed.times.values())
     table = Table(
         title=f"{result.num_parameters:,} parameters, {result.world_size} workers, "
@@ -39,8 +40,8 @@ def print_report(result: DemoResult, console: Console, *, picture: Path) -> None
          f"{result.num_values} values and {num_losses} losses compared"),
         ("bytes per step", _bytes(per_step), "all ranks, mean"),
         ("full checkpoint", _bytes(full), f"{full / per_step:.0f} times that"),
-        ("time per step", f"{1000 * reference.step_seconds:.0f} ms", "median, with lowdiff"),
-        ("without lowdiff", f"{1000 * result.plain.step_seconds:.0f} ms", "median, no compression"),
+        ("time per step", f"{1000 * timed.step_seconds(1, half):.0f} ms",
+         f"{1000 * timed.step_seconds(half + 1, 2 * half):.0f} ms after lowdiff was detached"),
         ("training thread", f"{1000 * lowdiff_seconds:.1f} ms per step", "for differentials, mean"),
         ("time to resume", f"{first_step:.1f} s",
          f"launch and attach {attached:.1f}, step {first_step - attached:.1f}"),

@@ -67,10 +67,10 @@ class Life:
             self.weights[int(rank)] = digest
             self.lowdiff_seconds[int(rank)] = float(milliseconds) / 1000
 
-    @property
-    def step_seconds(self) -> float:
-        """Median time from one step to the next."""
-        return statistics.median(after - before for before, after in pairwise(self.times.values()))
+    def step_seconds(self, first: int, last: int) -> float:
+        """Median time from one step to the next, of those from ``first`` to ``last``, inclusive."""
+        times = [after for step, after in self.times.items() if first <= step <= last]
+        return statistics.median(after - before for before, after in pairwise(times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class DemoResult:
         reference: The run that was never interrupted.
         killed: The other run until SIGKILL.
         resumed: The other run from there.
-        plain: The same training without lowdiff, of fewer steps.
+        timed: A shorter training, which lowdiff leaves after half of its steps.
         num_parameters: Elements of the model.
         num_values: Tensors, generators and positions compared, as recovered from both runs.
         differences: In which of them the runs differ.
@@ -96,7 +96,7 @@ class DemoResult:
     reference: Life
     killed: Life
     resumed: Life
-    plain: Life
+    timed: Life
     num_parameters: int
     num_values: int
     differences: tuple[str, ...]
@@ -179,9 +179,9 @@ def run_demo(
         reference = launches.live("uninterrupted", "whole", steps)
         killed = launches.live("killed", "killed", steps, kill=kill)
         resumed = launches.live("resumed", "killed", steps)
-        # The same training, but that lowdiff lets go before the first step.
-        few = max(_FEWEST_STEPS, steps // 3)
-        plain = launches.live("without lowdiff", "plain", few, "--detach-after=0")
+        # In one process, so that what else the machine does slows both halves alike.
+        half = max(_FEWEST_STEPS, steps // 3)
+        timed = launches.live("half with lowdiff", "timed", 2 * half, f"--detach-after={half}")
     from lowdiff.recovery import compare, recover
     from lowdiff.recovery.export import export
     from lowdiff.recovery.timeline import timeline
@@ -198,7 +198,7 @@ def run_demo(
         reference=reference,
         killed=killed,
         resumed=resumed,
-        plain=plain,
+        timed=timed,
         num_parameters=sum(tensor.numel() for tensor in state.parameters.values()),
         num_values=sum(map(len, parts)),
         differences=tuple(compare.differences(state, other)),
@@ -248,7 +248,7 @@ class _Launches:
                 step, loss = max(life.losses.items())
                 self.progress.update(bar, completed=step, note=f"loss {float(loss):.3f}")
                 if kill is not None and step == kill[0]:
-                    time.sleep(kill[1] * life.step_seconds)
+                    time.sleep(kill[1] * life.step_seconds(1, step))
                     workers, kill = launch.kill(), None
                     self.progress.console.print(f"Killed {len(workers)} workers after step {step}")
         self.progress.stop_task(bar)
