@@ -82,5 +82,3 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert min(result.timed.step_seconds(1, 10), result.timed.step_seconds(11, 20)) > 0
     assert list(result.stored_bytes) == list(range(1, 11))
     assert result.full_checkpoint_bytes > 20 * result.mean_stored_bytes > 0
-    again = run_demo(tmp_path / "out", steps=10, world_size=1, seed=1)
-    assert again.failures == ()
