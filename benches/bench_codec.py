@@ -34,6 +34,8 @@ import torch
 from matplotlib.axes import Axes
 
 from benches.bench_overhead import Compression, Trainee
+from benches.corpus import batch_for_step, load_corpus
+from benches.gpt import GPTConfig
 from benches.harness import (
     BLUE,
     GREEN,
@@ -48,8 +50,6 @@ from benches.harness import (
     write,
 )  # fmt: skip
 from lowdiff.compressors import TopK
-from lowdiff.demo.data import batch_for_step, load_corpus
-from lowdiff.demo.model import GPTConfig
 from lowdiff.layout import flat
 from lowdiff.persistence.codec import Codec
 from lowdiff.persistence.sections import encode_sections, read_sections

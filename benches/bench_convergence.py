@@ -7,7 +7,7 @@ DDP's plain all-reduce, for the same number of steps from the same weights with 
 
 - ``digits``: scikit-learn's 1,797 images of handwritten digits, a small convolutional network, SGD with
   momentum; 20 % are held out.
-- ``text``: the source code of Python's standard library, byte by byte (the demo's corpus), a small GPT,
+- ``text``: the source code of Python's standard library, byte by byte (`benches/corpus.py`), a small GPT,
   AdamW with clipping; files are held out.
 
 Measured is the loss on what is held out after the last step. A compressor is within target if its mean
@@ -34,11 +34,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benches.corpus import batch_for_step, held_out_batch, load_corpus
+from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, GREEN, INK, MUTED, Result, arguments, machine, write
 from benches.hooked import Hooked, in_ranks
 from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, RandomK, TopK
-from lowdiff.demo.data import batch_for_step, held_out_batch, load_corpus
-from lowdiff.demo.model import GPT, GPTConfig
 from lowdiff.layout import byte_view
 from lowdiff.protocols import Compressor
 

@@ -26,11 +26,11 @@ from multiprocessing.context import SpawnProcess
 import numpy as np
 from matplotlib.axes import Axes
 
+from benches.gpt import GPTConfig
 from benches.harness import BLUE, INK, MUTED, RED, Result, arguments, machine, write
 from benches.runs import Places, places
 from benches.tuner_life import LifePlan, live
 from lowdiff.demo.launch import child_processes
-from lowdiff.demo.model import GPTConfig
 from lowdiff.lives import life_of, read_lives
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.paths import RunFolder

@@ -41,10 +41,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
+from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, Result, arguments, machine, save
 from lowdiff.compressors import TopK
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.demo.model import GPT, GPTConfig
 from lowdiff.hook import HookState, comm_hook
 from lowdiff.layout import layout_of
 from lowdiff.recovery.replay import ReplayOptions

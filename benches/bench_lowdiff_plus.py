@@ -32,6 +32,8 @@ from matplotlib.axes import Axes
 
 import lowdiff
 from benches.bench_overhead import Batch, Trainee, pair_arguments
+from benches.corpus import batch_for_step, load_corpus
+from benches.gpt import GPTConfig
 from benches.harness import (
     BLUE,
     GREEN,
@@ -51,8 +53,6 @@ from benches.harness import (
 )  # fmt: skip
 from benches.peers.dcp import completion, reused_memory
 from benches.runs import Places, places
-from lowdiff.demo.data import batch_for_step, load_corpus
-from lowdiff.demo.model import GPTConfig
 from lowdiff.persistence.values import same
 from lowdiff.recovery.engine import recover
 from lowdiff.recovery.replay import ReplayOptions

@@ -29,6 +29,8 @@ from matplotlib.axes import Axes
 from torch import nn
 
 import lowdiff
+from benches.corpus import batch_for_step, load_corpus
+from benches.gpt import GPT, GPTConfig
 from benches.harness import (
     BLUE,
     GREEN,
@@ -50,8 +52,6 @@ from benches.harness import (
 from benches.runs import Places, places, plan_from
 from lowdiff.compressors import TopK
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.demo.data import batch_for_step, load_corpus
-from lowdiff.demo.model import GPT, GPTConfig
 from lowdiff.layout import flat, layout_of
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Compressor

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 
+from benches.gpt import GPT, GPTConfig
 from benches.harness import (
     BLUE,
     INK,
@@ -44,7 +45,6 @@ from benches.replay_arms import (
     take_turn,
 )  # fmt: skip
 from benches.runs import Places, in_new_process, logged_steps, places
-from lowdiff.demo.model import GPT, GPTConfig
 
 # GPT-2's vocabulary, padded: at this size most of a model is its embedding, and one tensor is
 # larger than 32 MiB, above which glibc never keeps memory, as all matrices of large models are.

@@ -23,11 +23,11 @@ import torch.distributed.checkpoint as dcp
 from matplotlib.axes import Axes
 
 import lowdiff
+from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, INK, PALE, RED, Result, arguments, machine, write
 from benches.replay_arms import digest
 from benches.restart_arms import Restart, Turn, take_turn
 from benches.runs import Places, in_new_process, logged_steps, places
-from lowdiff.demo.model import GPT, GPTConfig
 from lowdiff.recovery.export import export
 
 _MODEL = GPTConfig(vocabulary=50304, context=256, layers=8, heads=6, width=384)

@@ -22,6 +22,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 import lowdiff
+from benches.gpt import GPTConfig
 from benches.harness import (
     BLUE,
     INK,
@@ -37,7 +38,6 @@ from benches.replay_arms import digest
 from benches.runs import Places, places
 from benches.tables import excess
 from benches.tuner_life import LifePlan, live
-from lowdiff.demo.model import GPTConfig
 from lowdiff.lives import life_of, read_lives
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.locks import FileLock

@@ -14,11 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import lowdiff
+from benches.gpt import GPT, GPTConfig
 from benches.harness import pin
 from benches.replay_arms import digest
 from benches.runs import Places
 from lowdiff.attached import Attached, describe
-from lowdiff.demo.model import GPT, GPTConfig
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.recovery.load import load_snapshot

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 import lowdiff
+from benches.gpt import GPT, GPTConfig
 from benches.replay_arms import digest
 from benches.runs import Places
 from lowdiff.compressors import TopK
-from lowdiff.demo.model import GPT, GPTConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterable, Iterator
+import itertools
+import os
+import random
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 import lowdiff
 from lowdiff.compressors import TopK
@@ -24,25 +26,10 @@ from lowdiff.compressors import TopK
 CONTEXT = 16
 
 
-class Text(Dataset[torch.Tensor]):
-    """Every window of ``CONTEXT + 1`` bytes of a text."""
-
-    def __init__(self, text: bytes) -> None:
-        self.bytes = torch.tensor(list(text))
-
-    def __len__(self) -> int:
-        """Number of windows."""
-        return len(self.bytes) - CONTEXT
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """One window, int64."""
-        return self.bytes[index : index + CONTEXT + 1]
-
-
 class GPT(nn.Module):
     """Predicts the next byte at every position."""
 
-    def __init__(self, width: int = 32, layers: int = 2) -> None:
+    def __init__(self, width: int, layers: int = 2) -> None:
         super().__init__()
         self.tokens = nn.Embedding(256, width)
         self.positions = nn.Parameter(torch.zeros(CONTEXT, width))
@@ -60,10 +47,17 @@ class GPT(nn.Module):
         return logits
 
 
-def epoch_after_epoch(loader: Iterable[Any]) -> Iterator[Any]:
-    """Batches without end."""
-    while True:
-        yield from loader
+def start_process_group() -> torch.device:
+    """NCCL and reproducible kernels where each process has a GPU of its own, else Gloo."""
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the next line asks for
+    torch.use_deterministic_algorithms(True)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
 
 
 def main() -> None:
@@ -71,43 +65,53 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", help="folder of the run")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--detach-after", type=int, help="step after which lowdiff lets go")
+    parser.add_argument("--width", type=int, default=32, help="of the model")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows per step and process")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--staging", help="folder in memory (tmpfs); by default in /dev/shm")
     args = parser.parse_args()
-    dist.init_process_group("gloo")
+    device = start_process_group()
     rank = dist.get_rank()
 
-    torch.manual_seed(0)
-    text = Text(Path(__file__).read_bytes())
-    ddp = DistributedDataParallel(GPT())
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(args.seed + rank)  # other dropout on each rank; DDP takes rank 0's weights
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    windows = TensorDataset(text.unfold(0, CONTEXT + 1, 1))
+    ddp = DistributedDataParallel(GPT(args.width).to(device))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
 
     checkpointer = lowdiff.Checkpointer(
-        args.run, compressor=TopK(density=0.05), staging=args.staging
+        args.run, compressor=TopK(density=0.01), staging=args.staging
     )
-    loader = checkpointer.dataloader(text, batch_size=8)  # its position is part of each step
+    loader = checkpointer.dataloader(windows, batch_size=args.batch_size)  # resumes its position
     with checkpointer:
         completed = checkpointer.attach(ddp, optimizer, scheduler=scheduler)
         if rank == 0:
             print(f"starting at step {completed}", flush=True)
-        batches = epoch_after_epoch(loader)
+        batches = (batch for _ in itertools.count() for batch in loader)  # epoch after epoch
         for step in checkpointer.steps(until=args.steps):
-            window = next(batches)
-            loss = nn.functional.cross_entropy(
-                ddp(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten()
-            )
+            if step == args.detach_after:
+                checkpointer.detach()  # to compare: the rest is trained without lowdiff
+            window = next(batches)[0].to(device)
+            logits = ddp(window[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
-            if rank == 0 and (step + 1) % 10 == 0:
+            if rank == 0:
                 print(f"step {step + 1}: loss {loss.item():.9g}", flush=True)
             if checkpointer.preempted:
                 break  # close() commits this body
 
-    weights = b"".join(p.detach().numpy().tobytes() for p in ddp.parameters())
-    print(f"rank {rank}: weights {hashlib.sha256(weights).hexdigest()[:16]}", flush=True)
+    stats = checkpointer.stats()
+    milliseconds = 1000 * stats["training_thread_seconds"] / max(1, stats["steps"])
+    weights = b"".join(p.detach().cpu().numpy().tobytes() for p in ddp.parameters())
+    digest = hashlib.sha256(weights).hexdigest()[:16]
+    print(f"rank {rank}: weights {digest}, lowdiff {milliseconds:.3f} ms a step", flush=True)
     dist.destroy_process_group()
 
 

@@ -101,7 +101,7 @@ def _lowdiff(
 )
 def demo(
     out: Annotated[
-        Path, Option(metavar="DIR", help="Folder for runs, logs, table and picture.")
+        Path, Option(metavar="DIR", help="Folder for runs, their staging, logs and picture.")
     ] = Path("demo-output"),
     steps: Annotated[int, Option(metavar="N", help="Steps of each run.")] = 60,
     workers: Annotated[int, Option(metavar="N", help="Training processes.")] = 2,
@@ -112,8 +112,10 @@ def demo(
     """Train a small GPT, kill it, resume it, and compare every bit.
 
     One run goes through undisturbed. Another is killed with SIGKILL at a random step and started
-    again. Then parameters, optimizer state and losses of the two are compared. Takes about two
-    minutes on two cores; exit code 1 if a step was lost or a bit differs.
+    again. Then losses, parameters, optimizer state and generators of the two are compared, and the
+    time of a step with that after lowdiff was detached. Staging lies in the output
+    folder, because /dev/shm is small in many containers. Takes about two minutes on two cores;
+    exit code 1 if a step was lost or a bit differs.
     """
     from lowdiff.demo import run
 

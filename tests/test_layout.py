@@ -78,7 +78,7 @@ def test_every_package_on_disk_is_listed_and_every_listed_one_exists() -> None:
 
 def test_every_folder_with_python_files_is_type_checked_once() -> None:
     checked = [name.strip() for name in setup_cfg()["mypy"]["files"].split(",")]
-    others = ("benches", "docs", "examples", "tests")
+    others = ("benches", "docs", "tests")
     present = [name for name in others if any(ROOT.joinpath(name).rglob("*.py"))]
     assert sorted(checked) == sorted(["lowdiff", *present])
 
@@ -108,7 +108,7 @@ def test_no_folder_is_imported_by_its_bare_name() -> None:
     for name in packages():
         importlib.import_module(name)
     bare = {Path(folder).name for folder in package_dir().values()} - {"lowdiff"}
-    assert bare == {"compressors", "persistence", "recovery", "tuner"}
+    assert bare == {"compressors", "examples", "persistence", "recovery", "tuner"}
     assert not bare & sys.modules.keys()
 
 

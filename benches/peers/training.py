@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowdiff.demo.data import batch_for_step, load_corpus
-from lowdiff.demo.model import GPT, GPTConfig
+from benches.corpus import batch_for_step, load_corpus
+from benches.gpt import GPT, GPTConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,1 @@
-"""The main job, end to end: train, kill every worker, resume, compare bit for bit.
-
-``train.py`` is the training script and the example to copy; the rest starts it under torchrun,
-kills it, and reports. ``run`` and ``report`` do not import torch.
-"""
+"""The main job, end to end: launch ``lowdiff.examples.ddp_gpt``, kill it, resume, compare bits."""

@@ -3,53 +3,139 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lowdiff.demo.launch import Launch, torchrun_command
-from lowdiff.demo.progress import LifeProgress
-from lowdiff.demo.records import Attached, StepDone
-from lowdiff.demo.result import (
-    DemoResult,
-    compare,
-    measure_cost,
-    measure_resumption,
-    read_life,
-)
 from lowdiff.errors import ConfigError
 
-_TRAINING_MODULE = "lowdiff.demo.train"
-_MARKER = ".lowdiff-demo"
-_SEGMENT_PATTERN = "*.seg"
+_SCRIPT = "lowdiff.examples.ddp_gpt"
+_SIZE = ("--width=256", "--batch-size=64")  # 1.7 million parameters
+_MARKER, _CHECKPOINT = ".lowdiff-demo", "final.pt"
 _FEWEST_STEPS = 10
 _SEEDS = 2**31
+_START = re.compile(r"starting at step (\d+)")
+_STEP = re.compile(r"step (\d+): loss (\S+)")
+_END = re.compile(r"rank (\d+): weights ([\da-f]+), lowdiff ([\d.]+) ms a step")
+
+
+def plan_kill(seed: int, steps: int) -> tuple[int, float]:
+    """Draw when to kill: after which step, and what share of a step's time later.
+
+    The step lies between 30 % and 70 % of the run, and the share in ``[0, 1)``, so that the kill
+    hits any instant of a step. The same seed gives the same instant.
+    """
+    chance = random.Random(seed)
+    return chance.randint(round(0.3 * steps), round(0.7 * steps)), chance.random()
+
+
+@dataclass(slots=True)
+class Life:
+    """What the processes of one launch printed, and how many seconds after the launch.
+
+    Attributes:
+        resumed_from: Step that ``attach`` returned; -1 until it did.
+        attached_after: When it did.
+        losses: Step -> loss of rank 0 as printed, with nine digits: all bits of a float32.
+        times: Step -> when its loss was printed.
+        weights: Rank -> digest of its weights after the last step.
+        lowdiff_seconds: Rank -> what lowdiff took from its training thread per step; mean.
+    """
+
+    resumed_from: int = -1
+    attached_after: float = 0.0
+    losses: dict[int, str] = field(default_factory=dict)
+    times: dict[int, float] = field(default_factory=dict)
+    weights: dict[int, str] = field(default_factory=dict)
+    lowdiff_seconds: dict[int, float] = field(default_factory=dict)
+
+    def hear(self, line: str, after: float) -> None:
+        """Take in a line that was printed ``after`` seconds; two ranks may print into one."""
+        if start := _START.search(line):
+            self.resumed_from, self.attached_after = int(start[1]), after
+        if done := _STEP.search(line):
+            self.losses[int(done[1])], self.times[int(done[1])] = done[2], after
+        for rank, digest, milliseconds in _END.findall(line):
+            self.weights[int(rank)] = digest
+            self.lowdiff_seconds[int(rank)] = float(milliseconds) / 1000
+
+    def step_seconds(self, first: int, last: int) -> float:
+        """Median time from one step to the next, of those from ``first`` to ``last``, inclusive."""
+        times = [after for step, after in self.times.items() if first <= step <= last]
+        return statistics.median(after - before for before, after in pairwise(times))
 
 
 @dataclass(frozen=True, slots=True)
-class KillPlan:
-    """When to kill: after rank 0 did ``step``, and a share of a step's time later.
+class DemoResult:
+    """Everything the report shows.
 
     Attributes:
-        step: Between 30 % and 70 % of the run.
-        share: In ``[0, 1)``, so that the kill hits any instant of a step.
+        seed: Seed of the training and of the kill.
+        world_size: Worker processes.
+        reference: The run that was never interrupted.
+        killed: The other run until SIGKILL.
+        resumed: The other run from there.
+        timed: A shorter training, which lowdiff leaves after half of its steps.
+        num_parameters: Elements of the model.
+        num_values: Tensors, generators and positions compared, as recovered from both runs.
+        differences: In which of them the runs differ.
+        stored_bytes: Step -> bytes of its differential over all ranks, as far as they are kept.
+        full_checkpoint_bytes: What ``torch.save`` writes of model and optimizer.
     """
 
-    step: int
-    share: float
+    seed: int
+    world_size: int
+    reference: Life
+    killed: Life
+    resumed: Life
+    timed: Life
+    num_parameters: int
+    num_values: int
+    differences: tuple[str, ...]
+    stored_bytes: dict[int, int]
+    full_checkpoint_bytes: int
 
+    @property
+    def committed(self) -> int:
+        """Last step that the killed life proves to be committed on every rank.
 
-def plan_kill(seed: int, steps: int) -> KillPlan:
-    """Draw the instant of the kill; the same seed gives the same one."""
-    random_source = random.Random(seed)
-    return KillPlan(
-        step=random_source.randint(round(0.3 * steps), round(0.7 * steps)),
-        share=random_source.random(),
-    )
+        Rank 0 prints a step before committing it. The step's exchange of gradients included every
+        rank, and a rank gets there only after it committed the step before.
+        """
+        return max(self.killed.losses, default=1) - 1
+
+    @property
+    def steps_lost(self) -> int:
+        """Committed steps that had to be trained again."""
+        return max(0, self.committed - self.resumed.resumed_from)
+
+    @property
+    def mean_stored_bytes(self) -> float:
+        """Bytes of a step's differential over all ranks."""
+        return statistics.mean(self.stored_bytes.values())
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What went wrong, in words; empty when the demo shows what it promises."""
+        found = [f"{self.steps_lost} committed steps were lost"] if self.steps_lost else []
+        for step, expected in self.reference.losses.items():
+            losses = {life.losses.get(step, expected) for life in (self.killed, self.resumed)}
+            found += [f"step {step}: loss {x} instead of {expected}" for x in losses - {expected}]
+        made = self.killed.losses.keys() | self.resumed.losses.keys()
+        found += [f"step {step}: no loss" for step in sorted(self.reference.losses.keys() ^ made)]
+        for rank in range(self.world_size):
+            ours, others = self.reference.weights.get(rank), self.resumed.weights.get(rank)
+            if ours is None or ours != others:
+                found.append(f"rank {rank}: weights {others} instead of {ours}")
+        return (*found, *self.differences)
 
 
 def run_demo(
@@ -58,18 +144,14 @@ def run_demo(
     steps: int = 60,
     world_size: int = 2,
     seed: int | None = None,
-    snapshot_every: int = 20,
-    console: Console | None = None,
 ) -> DemoResult:
     """Train twice, kill one of the two in the middle, resume it, and compare them.
 
     Args:
-        output: Folder for runs and logs; emptied first if an earlier demo made it.
+        output: Folder for runs, staging and logs; emptied first if an earlier demo made it.
         steps: Steps of each run.
         world_size: Worker processes.
         seed: Of the training and of the kill; random by default.
-        snapshot_every: Steps between full snapshots.
-        console: Where progress goes.
 
     Raises:
         ConfigError: A setting cannot work, or ``output`` holds something else.
@@ -83,43 +165,45 @@ def run_demo(
     seed = random.SystemRandom().randrange(_SEEDS) if seed is None else seed
     if not 0 <= seed < _SEEDS:
         raise ConfigError(f"seed must be in [0, {_SEEDS}), got {seed}")
-    console = Console() if console is None else console
-    plan = plan_kill(seed, steps)
     _prepare(output)
-    console.print(
-        f"Seed {seed}: {world_size} workers train {steps} steps twice; the second run's are "
-        f"killed (SIGKILL) right after step {plan.step}"
-    )
-    lives = _Lives(output, steps, world_size, seed, snapshot_every)
-    began = time.monotonic()
-    with LifeProgress(console, steps=steps) as progress:
-        lives.run("uninterrupted", progress)
-        lives.run("killed", progress, plan)
-        restarted = time.time()
-        lives.run("resumed", progress)
-    total_seconds = time.monotonic() - began
+    with Progress(
+        *(TextColumn("{task.description:<17}"), BarColumn(bar_width=32), MofNCompleteColumn()),
+        *(TimeElapsedColumn(), TextColumn("{task.fields[note]}")),
+    ) as progress:
+        launches = _Launches(output, world_size, seed, progress)
+        kill = plan_kill(seed, steps)
+        progress.console.print(
+            f"Seed {seed}: {world_size} workers train {steps} steps twice; the second run's are "
+            f"killed (SIGKILL) right after step {kill[0]}"
+        )
+        reference = launches.live("uninterrupted", "whole", steps)
+        killed = launches.live("killed", "killed", steps, kill=kill)
+        resumed = launches.live("resumed", "killed", steps)
+        # In one process, so that what else the machine does slows both halves alike.
+        half = max(_FEWEST_STEPS, steps // 3)
+        timed = launches.live("half with lowdiff", "timed", 2 * half, f"--detach-after={half}")
+    from lowdiff.recovery import compare, recover
+    from lowdiff.recovery.export import export
+    from lowdiff.recovery.timeline import timeline
 
-    reference, killed, resumed = (
-        read_life(output / "logs" / name, world_size=world_size)
-        for name in ("uninterrupted", "killed", "resumed")
-    )
-    segments = (output / "runs" / "uninterrupted").rglob(_SEGMENT_PATTERN)
-    finished = resumed[0].finished
+    whole, staging = output / "runs" / "whole", output / "staging"
+    state = recover(whole, steps, staging=staging)
+    other = recover(output / "runs" / "killed", steps, staging=staging)
+    optimizer_values = (entries for o in state.optimizers for entries in o.state.values())
+    parts = (state.parameters, *optimizer_values, *state.items)
+    measured = timeline(whole, staging=staging).steps
     return DemoResult(
         seed=seed,
-        steps=steps,
         world_size=world_size,
-        num_parameters=finished.num_parameters if finished else 0,
-        killed_at=killed[0].committed,
-        resumed_from=resumed[0].attached.completed,
-        comparison=compare(reference, killed, resumed, steps=steps),
-        resumption=measure_resumption(resumed[0], started=restarted),
-        cost=measure_cost(reference, segment_bytes=sum(s.stat().st_size for s in segments)),
-        held_out_loss=float.fromhex(finished.held_out_loss) if finished else float("nan"),
-        uninterrupted=reference[0].curve,
-        killed=killed[0].curve,
-        resumed=resumed[0].curve,
-        total_seconds=total_seconds,
+        reference=reference,
+        killed=killed,
+        resumed=resumed,
+        timed=timed,
+        num_parameters=sum(tensor.numel() for tensor in state.parameters.values()),
+        num_values=sum(map(len, parts)),
+        differences=tuple(compare.differences(state, other)),
+        stored_bytes={step.step: step.stored_bytes for step in measured},
+        full_checkpoint_bytes=export(state, output / _CHECKPOINT, overwrite=True).stat().st_size,
     )
 
 
@@ -129,48 +213,46 @@ def main(output: Path, steps: int = 60, world_size: int = 2, seed: int | None = 
     Returns:
         Exit code: 0 when no step was lost and every bit agrees, 1 otherwise.
     """
-    from lowdiff.demo.report import draw, print_report, write_json
+    from lowdiff.demo.report import draw, print_report
 
-    console = Console()
-    result = run_demo(output, steps=steps, world_size=world_size, seed=seed, console=console)
-    write_json(result, output / "demo.json")
+    result = run_demo(output, steps=steps, world_size=world_size, seed=seed)
     draw(result, output / "demo.png")
-    print_report(result, console, picture=output / "demo.png")
+    print_report(result, Console(), picture=output / "demo.png")
     return 1 if result.failures else 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Lives:
-    """Starts lives that share all settings; killed and resumed share a run folder as well."""
+class _Launches:
+    """Launches of the training script that share all settings."""
 
     output: Path
-    steps: int
     world_size: int
     seed: int
-    snapshot_every: int
+    progress: Progress
 
-    def run(self, name: str, progress: LifeProgress, plan: KillPlan | None = None) -> None:
-        """Follow one life to its end, or to the kill that ``plan`` asks for."""
-        logs = self.output / "logs" / name
-        run = self.output / "runs" / ("uninterrupted" if name == "uninterrupted" else "interrupted")
-        arguments = [f"--checkpoints={run}", f"--records={logs}", f"--steps={self.steps}"]
-        arguments += [f"--seed={self.seed}", f"--snapshot-every={self.snapshot_every}"]
-        progress.begin(name)
-        command = torchrun_command(_TRAINING_MODULE, arguments, world_size=self.world_size)
-        durations = []
-        with Launch(command, logs) as launch:
-            for record in launch.records():
-                if isinstance(record, Attached):
-                    progress.attached(record.completed)
-                elif isinstance(record, StepDone):
-                    progress.step(record.step, float.fromhex(record.loss))
-                    durations.append(record.seconds)
-                    if plan is not None and record.step == plan.step:
-                        time.sleep(plan.share * statistics.median(durations))
-                        workers = launch.kill()
-                        progress.end(f"killed {len(workers)} workers after step {record.step}")
-                        return
-        progress.end("done")
+    def live(
+        self, name: str, run: str, steps: int, *more: str, kill: tuple[int, float] | None = None
+    ) -> Life:
+        """Train the run up to ``steps``, or until the instant of the kill."""
+        # Staging on disk survives SIGKILL as well, and /dev/shm is small in many containers.
+        folders = (str(self.output / "runs" / run), f"--staging={self.output / 'staging'}")
+        arguments = [*folders, f"--steps={steps}", f"--seed={self.seed}", *_SIZE, *more]
+        command = torchrun_command(_SCRIPT, arguments, world_size=self.world_size)
+        bar = self.progress.add_task(name, total=steps, note="starting the processes")
+        life, began = Life(), time.monotonic()
+        with Launch(command, self.output / "logs" / f"{name}.txt") as launch:
+            for line in launch.lines():
+                life.hear(line, time.monotonic() - began)
+                if not life.losses:
+                    continue
+                step, loss = max(life.losses.items())
+                self.progress.update(bar, completed=step, note=f"loss {float(loss):.3f}")
+                if kill is not None and step == kill[0]:
+                    time.sleep(kill[1] * life.step_seconds(1, step))
+                    workers, kill = launch.kill(), None
+                    self.progress.console.print(f"Killed {len(workers)} workers after step {step}")
+        self.progress.stop_task(bar)
+        return life
 
 
 def _prepare(output: Path) -> None:
@@ -181,5 +263,5 @@ def _prepare(output: Path) -> None:
         )
     output.mkdir(parents=True, exist_ok=True)
     (output / _MARKER).touch()
-    for name in ("runs", "logs"):
+    for name in ("runs", "logs", "staging"):
         shutil.rmtree(output / name, ignore_errors=True)

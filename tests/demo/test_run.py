@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.demo.run import plan_kill, run_demo
+from lowdiff.demo.run import Life, plan_kill, run_demo
 from lowdiff.errors import ConfigError
 
 
 def test_the_kill_is_drawn_between_30_and_70_percent_of_the_run() -> None:
-    plans = [plan_kill(seed, 60) for seed in range(500)]
-    assert {plan.step for plan in plans} == set(range(18, 43))
-    assert all(0 <= plan.share < 1 for plan in plans)
+    drawn = [plan_kill(seed, 60) for seed in range(500)]
+    assert {step for step, _ in drawn} == set(range(18, 43))
+    assert all(0 <= share < 1 for _, share in drawn)
 
 
 def test_the_same_seed_kills_at_the_same_instant() -> None:
@@ -46,3 +46,39 @@ def test_the_demo_starts_without_waiting_for_torch() -> None:
         sys.exit("torch" in sys.modules)
     """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_ranks_print_into_one_line_is_heard() -> None:
+    life = Life()
+    for after, line in enumerate(
+        (
+            "W1125 03:30:01.000 torch/distributed/run.py: a warning\n",
+            "starting at step 3\n",
+            "step 4: loss 5.74921703\n",
+            "step 5: loss 1e-05\n",
+            "step 6: loss nan\n",
+            "rank 1: weights 0ce1, lowdiff 4.000 ms a steprank 0: weights 0ce2, lowdiff 2.5 ms a step\n",
+            "\n",
+        )
+    ):
+        life.hear(line, 2.0 * after)
+    assert (life.resumed_from, life.attached_after) == (3, 2.0)
+    assert life.losses == {4: "5.74921703", 5: "1e-05", 6: "nan"}
+    assert life.times == {4: 4.0, 5: 6.0, 6: 8.0}
+    assert life.step_seconds(4, 5) == 2.0
+    assert life.weights == {0: "0ce2", 1: "0ce1"}
+    assert life.lowdiff_seconds == {0: 0.0025, 1: 0.004}
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.timeout(600)
+def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
+    result = run_demo(tmp_path / "out", steps=10, seed=1)
+    assert result.failures == ()
+    assert result.resumed.resumed_from > 0
+    assert len(result.reference.losses) == 10
+    assert len(result.timed.losses) == 20
+    assert min(result.timed.step_seconds(1, 10), result.timed.step_seconds(11, 20)) > 0
+    assert list(result.stored_bytes) == list(range(1, 11))
+    assert result.full_checkpoint_bytes > 20 * result.mean_stored_bytes > 0

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.attached import Attached
-from lowdiff.demo.launch import is_alive
 from lowdiff.errors import StorageError
 from lowdiff.recovery.verify import verify
 from lowdiff.replicating import ReplicatedStager
 from lowdiff.residuals import COPIED_EVERY, CopiedResidual, read_residual
 from lowdiff.types import Layout, ParameterSpec
 from tests.face.loops import Loop, small_model
+from tests.processes import is_alive
 from tests.scenarios.pool import Pool
 
 CPU = pytest.param("cpu", id="not read")

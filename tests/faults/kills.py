@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lowdiff.demo.launch import child_processes, is_alive
+from lowdiff.demo.launch import child_processes
 from lowdiff.errors import LowDiffError, StepNotFound
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.paths import RunFolder
@@ -20,6 +20,7 @@ from lowdiff.recovery.plan import recoverable
 from tests.faults.outcome import Outcome
 from tests.faults.victim import ONE_WORKER, describe, digest_of
 from tests.faults.zygote import Zygote, reported
+from tests.processes import is_alive
 
 _PATIENCE_SECONDS = 60.0
 #: For a life of thousands of steps, on a machine with other work.

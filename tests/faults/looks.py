@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from lowdiff.demo.launch import is_alive
 from lowdiff.errors import LowDiffError
 from lowdiff.recovery import recover
 from lowdiff.recovery.verify import verify
@@ -13,6 +12,7 @@ from tests.faults.kills import wait_for_writers
 from tests.faults.outcome import Outcome
 from tests.faults.victim import ONE_WORKER, describe, digest_of
 from tests.faults.zygote import Zygote, reported
+from tests.processes import is_alive
 
 _PATIENCE_SECONDS = 60.0
 _LIFE_STEPS = 1000

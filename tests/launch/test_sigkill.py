@@ -154,5 +154,5 @@ def test_the_example_with_a_worker_killed_under_torchrun_ends_as_if_it_were_not(
         pattern = r"step \d+: loss [-+.\de]+|rank \d: weights [\da-f]{16}"
         return set(re.findall(pattern, "\n".join(lines)))
 
-    assert len(results(whole)) == 20 + 2
+    assert len(results(whole)) == 200 + 2
     assert results(killed) == results(whole)  # steps made twice had the same loss, too

@@ -41,6 +41,7 @@ from tests.persistence.writers import (
     wait_until,
     writing,
 )
+from tests.processes import is_alive
 
 # The daily work
 
@@ -290,13 +291,6 @@ if child:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60)
 """
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("kind", ["alone", "fork"])

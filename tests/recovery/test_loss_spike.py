@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from examples import loss_spike
 from lowdiff.cli import app
+from lowdiff.examples import loss_spike
 from lowdiff.recovery.timeline import TimelineStep, first_outlier
 
 SPIKE = 120

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lowdiff.demo.model import GPT, GPTConfig
+from benches.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(context=8, layers=2, heads=2, width=16)
 

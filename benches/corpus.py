@@ -84,7 +84,7 @@ def load_corpus(root: Path | None = None, *, max_bytes: int = 4_000_000) -> Corp
     if min(len(train), len(held_out)) < 10_000:
         raise ConfigError(
             f"{root} holds {len(train):,} bytes of training and {len(held_out):,} bytes of "
-            "held-out source text, too little for the demo; use a Python whose standard library "
+            "held-out source text, too little to train on; use a Python whose standard library "
             "is installed as .py files"
         )
     return Corpus(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowdiff.demo.data import (
+from benches.corpus import (
     batch_for_step,
     held_out_batch,
     is_held_out,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowdiff.demo.data import VOCABULARY
+from benches.corpus import VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
