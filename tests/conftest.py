@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from lowdiff.persistence import detached
+from lowdiff.persistence.detached import DetachedProcess
+from tests.background import Zygote
 from tests.scenarios.pool import Pool
 
 # How long an example takes says how busy the machine is, and nothing about lowdiff.
@@ -18,6 +22,25 @@ settings.load_profile("whatever the machine")
 # `nohup make test &` starts with both ignored, which every process that a test starts would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_processes() -> Iterator[None]:
+    """Fork writers and replicas, which saves most of what a test of a small training costs."""
+    if "coverage" in sys.modules:  # it measures only processes that are started anew
+        yield
+        return
+    zygote = Zygote()
+    zygote.install()
+    yield
+    zygote.close()
+
+
+@pytest.fixture(autouse=True)
+def _new_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start them as a user's training does in tests whose subject is the process."""
+    if request.node.get_closest_marker("new_processes"):
+        monkeypatch.setattr(detached, "DetachedProcess", DetachedProcess)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,12 +18,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.background import MODULES, Zygote
+
 #: Loaded once, before the processes part; none of it starts a thread.
 _PRELOADED = [
     "torch._dynamo",
     "torch.nn.parallel",
     "lowdiff.checkpointer",
     "lowdiff.recovery.engine",
+    *MODULES,
 ]
 
 #: ``job(rank, world_size, *arguments)``, importable by name.
@@ -74,6 +78,9 @@ class Pool:
 
 
 def _serve(pipe: Connection) -> None:
+    if "coverage" not in sys.modules:
+        Zygote(forks=True).install()
+
     import torch
 
     torch.set_num_threads(1)
