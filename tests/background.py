@@ -20,11 +20,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Self
+
 from lowdiff.persistence import detached
 from lowdiff.persistence.detached import DetachedProcess
 
 MODULES = ("lowdiff.persistence.writer", "lowdiff.recovery.replica")
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there, and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 class ForkedProcess:
@@ -57,7 +67,7 @@ class ForkedProcess:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
-    def __enter__(self) -> ForkedProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,7 +93,7 @@ class Zygote:
         else:
             descriptor = theirs.fileno()
             root = str(Path(__file__).parents[1])
-            self._process = DetachedProcess(
+            self._child = DetachedProcess(
                 [sys.executable, "-m", "tests.background", str(descriptor)],
                 pass_fds=[descriptor],
                 cwd=root,
@@ -169,7 +179,7 @@ def _begin(
         os.dup2(output, 1)
         os.dup2(output, 2)
         _close_all_but(2)
-        sys.stdin = open(0, closefd=False)
+        sys.stdin = os.fdopen(0, closefd=False)
         os.setsid()
         os.chdir(request["cwd"])
         os.environ.clear()

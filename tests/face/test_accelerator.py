@@ -19,13 +19,13 @@ import lowdiff
 import lowdiff.compressors.dense
 import lowdiff.opening
 from lowdiff.attached import Attached
-from lowdiff.demo.launch import is_alive
 from lowdiff.errors import StorageError
 from lowdiff.host_copy import HostCopies
 from lowdiff.recovery.verify import verify
 from lowdiff.replicating import ReplicatedStager
 from lowdiff.residuals import COPIED_EVERY, CopiedResidual, read_residual
 from lowdiff.types import Layout, ParameterSpec
+from tests.background import is_alive
 from tests.face.late_copies import LateCopies
 from tests.face.loops import Loop, small_model
 from tests.scenarios.pool import Pool
@@ -239,18 +239,17 @@ def test_a_close_that_fails_leaves_nothing_that_holds_the_run(
     for number in range(3):
         loop.step(number)
         loop.checkpointer.commit()
-    assert loop.checkpointer._opened is not None
-    stager = loop.checkpointer._opened.session.stager
-    assert isinstance(stager, ReplicatedStager)
+    stats = loop.checkpointer.stats()
 
     def full(*_: object, **__: object) -> int:
         raise StorageError("full")
 
-    monkeypatch.setattr(stager, "stage", full)
-    with pytest.raises(StorageError, match="full"):
-        loop.checkpointer.close()
-    assert not is_alive(stager.replica.pid)
-    assert not is_alive(stager.writer.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplicatedStager, "stage", full)
+        with pytest.raises(StorageError, match="full"):
+            loop.checkpointer.close()
+    assert not is_alive(stats["replica_pid"])
+    assert not is_alive(stats["writer_pid"])
     assert loop_on(device, tmp_path, compressor=None).run(4) == 2
 
 

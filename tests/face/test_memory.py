@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.persistence.values import same
 from tests.face.loops import Loop
 from tests.mounts import tmpfs_or_skip
-from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import wrapped
 
@@ -124,9 +124,8 @@ def attach_beside(rank: int, world_size: int, folder: str, memory: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowdiff.persistence.paths.shared_staging_root", lambda: Path(memory))
         checkpointer.attach(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert checkpointer._opened is not None
-    place = checkpointer._opened.staging.folder.root
-    abandon(checkpointer, Kill(0))
+    place = checkpointer.stats()["staging"]
+    testing.kill(checkpointer)
     if rank == 1:
         shutil.rmtree(place)
     return str(place)

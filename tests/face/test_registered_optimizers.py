@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, LowDiffError, UnsupportedOptimizer, UsageError
 from lowdiff.recovery import optimizers
 from lowdiff.recovery.inspection import inspect
 from lowdiff.recovery.proof import Held
 from tests.scenarios import third_party
-from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import Pool
 from tests.scenarios.third_party_run import (
     backward,
@@ -280,7 +280,7 @@ def test_each_of_several_optimizer_steps_in_a_body_is_proven(
 
     if is_right:
         go_on()
-        abandon(checkpointer, Kill(5))
+        testing.kill(checkpointer)
         newest = recovered_digest(tmp_path / "run", tmp_path / "staging", 5)
         assert newest == digest(net.state_dict(), optimizer.state_dict()["state"])
         return
@@ -320,7 +320,7 @@ def rank_trains(
             optimizer.step()
             found.append(digest(net.module.state_dict(), optimizer.state_dict()["state"]))
             if number + 1 == kill:
-                abandon(checkpointer, Kill(kill))
+                testing.kill(checkpointer)
                 return [resumed, found]
     except UnsupportedOptimizer as error:
         checkpointer.close()

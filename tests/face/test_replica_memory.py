@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lowdiff import testing
 from lowdiff.errors import DamagedFile, ReplayMismatch, RunInUse, StorageError
 from lowdiff.persistence.catalog import Catalog, scan
 from lowdiff.persistence.fences import read_fence
@@ -31,10 +32,11 @@ from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.replica_file import Contents, ReplicaFile
 from lowdiff.recovery.shard import Shard, contents_of
 from lowdiff.recovery.state import RecoveredState
+from tests.background import is_alive
+from tests.face.loops import wait_until
 from tests.face.test_replica import LargerTraining, Life
 from tests.face.test_replica_ranks import RankLife
 from tests.faults.victim import ONE_WORKER, digest_of
-from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import Pool
 
 STEPS = 7
@@ -232,7 +234,7 @@ def in_flight(tmp_path: Path) -> Life:
     life = Life(tmp_path, snapshot_every=1000)
     life.run(3)
     life.wait(lambda stats: stats["replica_step"] == 3)
-    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    life.signal("replica", signal.SIGSTOP)
     life.run(STEPS)
     life.kill()
     return life
@@ -289,7 +291,7 @@ def trained(rank: int, _: int, folder: Path) -> str:
     # The last step is known to be committed only with the next.
     life.wait(lambda: life.checkpointer.stats()["replica_step"] == STEPS - 1)
     digest = life.training.digest()
-    abandon(life.checkpointer, Kill(STEPS))
+    testing.kill(life.checkpointer)
     return digest
 
 
@@ -359,14 +361,12 @@ def test_a_replica_without_its_trainer_ends_with_the_step_in_hand(
     life = Life(tmp_path, LargerTraining, snapshot_every=1000)
     life.run(2)
     life.wait(lambda stats: stats["replica_step"] == 2)
-    stage = life.stager._log.folder
-    replica, writer = life.stager.replica._process, life.stager.writer._process
-    os.kill(replica.pid, signal.SIGSTOP)
+    stage, stats = life.stage, life.checkpointer.stats()
+    life.signal("replica", signal.SIGSTOP)
     life.run(8)
-    abandon(life.checkpointer, Kill(8, writers=False))
-    os.kill(replica.pid, signal.SIGCONT)
-    replica.wait(20)
-    writer.wait(20)
+    testing.kill(life.checkpointer, processes=False)
+    os.kill(stats["replica_pid"], signal.SIGCONT)
+    wait_until(lambda: not (is_alive(stats["replica_pid"]) or is_alive(stats["writer_pid"])))
     assert read_replica_status(stage.replica_status).step <= 3
     life.assert_recovered()
     after = Life(tmp_path, LargerTraining, snapshot_every=1000)

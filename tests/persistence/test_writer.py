@@ -28,6 +28,7 @@ from lowdiff.persistence.snapshots import shard_file
 from lowdiff.persistence.staging import staged_records
 from lowdiff.persistence.status import StatusReader, WriterStatus
 from lowdiff.persistence.writer_process import WriterProcess
+from tests.background import is_alive
 from tests.persistence.writers import (
     PATIENCE_SECONDS,
     ROOT,
@@ -291,13 +292,6 @@ time.sleep(60)
 """
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize("kind", ["alone", "fork"])
 def test_when_its_trainer_is_killed_it_drains_and_exits(tmp_path: Path, kind: str) -> None:
     # A forked DataLoader worker outlives its trainer and holds the writer's pipe open.
@@ -330,7 +324,8 @@ def test_finishing_after_the_writer_was_killed_starts_another_that_drains(tmp_pa
     writer = WriterProcess(settings)
     append(log, 1)
     os.kill(writer.pid, signal.SIGKILL)
-    writer._process.wait()
+    while is_alive(writer.pid):
+        time.sleep(0.005)
     assert writer.finish(PATIENCE_SECONDS).closed
     assert stored(settings.folder) == [1]
 
