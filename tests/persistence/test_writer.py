@@ -154,6 +154,7 @@ def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
 # What it is
 
 
+@pytest.mark.new_processes
 def test_it_loads_neither_torch_nor_the_users_modules_and_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +183,7 @@ def test_it_loads_neither_torch_nor_the_users_modules_and_stays_small(
     assert session == writer.pid, "in a session of its own: a launcher's kill does not reach it"
 
 
+@pytest.mark.new_processes
 def test_it_is_small_at_rest(tmp_path: Path) -> None:
     with writing(settings_in(tmp_path)) as writer:
         status = Path(f"/proc/{writer.pid}/status").read_text()
@@ -190,6 +192,7 @@ def test_it_is_small_at_rest(tmp_path: Path) -> None:
     assert int(at_rest["Threads"]) == 1, "however many cores there are"
 
 
+@pytest.mark.new_processes
 def test_a_writer_that_does_not_start_is_an_error_that_quotes_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
