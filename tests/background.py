@@ -105,16 +105,12 @@ class Zygote:
             )
         theirs.close()
 
-    def install(self) -> None:
-        """Have every later writer and replica of this process forked."""
-        detached.DetachedProcess = self.start  # type: ignore[assignment, misc]
-
     def start(self, command: list[str], **options: Any) -> ForkedProcess | DetachedProcess:
         """What ``DetachedProcess(command, **options)`` would start."""
-        if (
-            os.getpid() != self._trainer
-        ):  # in a fork of ours, which has no zygote among its children
-            return DetachedProcess(command, **options)
+        if os.getpid() != self._trainer:
+            return DetachedProcess(
+                command, **options
+            )  # the zygote is no child of this fork of ours
         theirs, ours = os.pipe()
         request = {
             "module": command[2],
@@ -138,10 +134,14 @@ class Zygote:
             self._forked = [f for f in self._forked if f.returncode is None] + [forked]
         return forked
 
-    def close(self) -> None:
-        """End it; what it forked goes on."""
-        detached.DetachedProcess = DetachedProcess  # type: ignore[misc]
-        self._ours.close()
+
+def fork_processes(*, forks: bool = False) -> None:
+    """Have every later writer and replica of this process forked, by a zygote that ends with it.
+
+    Not where coverage is measured, which counts only processes that are started anew.
+    """
+    if "coverage" not in sys.modules:
+        detached.DetachedProcess = Zygote(forks=forks).start  # type: ignore[assignment, misc]
 
 
 def _serve(requests: socket.socket) -> None:

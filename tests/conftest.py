@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 from lowdiff.persistence import detached
 from lowdiff.persistence.detached import DetachedProcess
-from tests.background import Zygote
+from tests.background import fork_processes
 from tests.scenarios.pool import Pool
 
 # How long an example takes says how busy the machine is, and nothing about lowdiff.
@@ -25,15 +24,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forked_processes() -> Iterator[None]:
+def _forked_processes() -> None:
     """Fork writers and replicas, which saves most of what a test of a small training costs."""
-    if "coverage" in sys.modules:  # it measures only processes that are started anew
-        yield
-        return
-    zygote = Zygote()
-    zygote.install()
-    yield
-    zygote.close()
+    fork_processes()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.background import MODULES, Zygote
+from tests.background import MODULES, fork_processes
 
 #: Loaded once, before the processes part; none of it starts a thread.
 _PRELOADED = [
@@ -78,8 +77,7 @@ class Pool:
 
 
 def _serve(pipe: Connection) -> None:
-    if "coverage" not in sys.modules:
-        Zygote(forks=True).install()
+    fork_processes(forks=True)
 
     import torch
 
