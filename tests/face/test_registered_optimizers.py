@@ -70,8 +70,24 @@ def one_life(kind: str, folder: Path, dies: int, strategy: str) -> int:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("strategy", ["log", "replica"])
-@pytest.mark.parametrize("kind", ["Lion", "FlatMuon", "LateShampoo-5", "LateShampoo-12"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("FlatMuon", "log"),
+        ("LateShampoo-5", "replica"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("FlatMuon", "replica"),
+                ("LateShampoo-5", "log"),
+                ("LateShampoo-12", "log"),
+                ("LateShampoo-12", "replica"),
+                ("Lion", "log"),
+                ("Lion", "replica"),
+            ]
+        ),
+    ],
+)
 def test_after_sigkill_every_step_has_the_bits_of_an_uninterrupted_run(
     tmp_path: Path, kind: str, strategy: str
 ) -> None:

@@ -32,6 +32,7 @@ from lowdiff.recovery.replay import ReplayOptions, replay
 from lowdiff.recovery.replica_file import Contents, ReplicaFile
 from lowdiff.recovery.shard import Shard, contents_of
 from lowdiff.recovery.state import RecoveredState
+from lowdiff.replicating import ReplicatedStager
 from tests.background import is_alive
 from tests.face.loops import wait_until
 from tests.face.test_replica import LargerTraining, Life
@@ -46,7 +47,10 @@ STEPS = 7
 def original(tmp_path_factory: pytest.TempPathFactory) -> Life:
     """A life of `STEPS` steps, of which the disk holds none but the first state."""
     life = Life(tmp_path_factory.mktemp("original"), snapshot_every=1000)
-    life.run(STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        # As where the replica is slow to begin: the trainer's image is still there.
+        patch.setattr(ReplicatedStager, "_forget_image", lambda _: None)
+        life.run(STEPS)
     life.wait(lambda stats: stats["replica_step"] == STEPS)
     life.wait(lambda stats: stats["durable_step"] == 0)
     life.kill()
