@@ -6,6 +6,7 @@ told through a pipe, ended by SIGKILL. To load torch costs a replica two seconds
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
@@ -134,6 +135,10 @@ class Zygote:
             self._forked = [f for f in self._forked if f.returncode is None] + [forked]
         return forked
 
+    def close(self) -> None:
+        """End it; what it forked goes on."""
+        self._ours.close()
+
 
 def fork_processes(*, forks: bool = False) -> None:
     """Have every later writer and replica of this process forked, by a zygote that ends with it.
@@ -141,7 +146,9 @@ def fork_processes(*, forks: bool = False) -> None:
     Not where coverage is measured, which counts only processes that are started anew.
     """
     if "coverage" not in sys.modules:
-        detached.DetachedProcess = Zygote(forks=forks).start  # type: ignore[assignment, misc]
+        zygote = Zygote(forks=forks)
+        atexit.register(zygote.close)
+        detached.DetachedProcess = zygote.start  # type: ignore[assignment, misc]
 
 
 def _serve(requests: socket.socket) -> None:

@@ -42,8 +42,9 @@ def bound_reducers(kind: type[Compressor]) -> Iterator[list[Any]]:
     bind = kind.bind
 
     def bound(self: Compressor, *arguments: Any) -> Reducer:
-        reducers.append(bind(self, *arguments))
-        return reducers[-1]
+        reducer = bind(self, *arguments)
+        reducers.append(reducer)
+        return reducer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "bind", bound)
