@@ -31,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from matplotlib.axes import Axes
 
 import lowdiff
+import lowdiff.testing
 from benches.bench_overhead import Batch, Trainee, pair_arguments
 from benches.corpus import batch_for_step, load_corpus
 from benches.gpt import GPTConfig
@@ -57,7 +58,6 @@ from lowdiff.persistence.values import same
 from lowdiff.recovery.engine import recover
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.state import RecoveredState
-from lowdiff.replicating import ReplicatedStager
 
 TARGET = 0.05
 RESTART_TARGET = 1.5
@@ -86,14 +86,6 @@ class Bench:
         )
         self.checkpointer.attach(self.checked.model, self.checked.optimizer)
         self.checked.end_step = self.checkpointer.commit
-
-    @property
-    def stager(self) -> ReplicatedStager:
-        """What hands the steps to the replica."""
-        assert self.checkpointer._opened is not None
-        stager = self.checkpointer._opened.session.stager
-        assert isinstance(stager, ReplicatedStager)
-        return stager
 
     def turns(self) -> tuple[list[Pair], list[Pair]]:
         """Two A/B pairs and two A/A pairs on the same two batches."""
@@ -232,17 +224,12 @@ def wait_for_replica(bench: Bench) -> None:
 def after_a_crash(bench: Bench, where: Places) -> tuple[float, float]:
     """End all processes but this one, and see what `restart` finds; checkpointing changed nothing."""
     wait_for_replica(bench)
-    opened = bench.checkpointer._opened
-    assert opened is not None
-    bench.stager.stop()
-    bench.stager.writer.stop()
-    opened.staging.release()  # as if the trainer had died as well
+    lowdiff.testing.kill(bench.checkpointer)
     seconds = restart(bench.checked, where)
     for twin, checked in zip(
         bench.twin.model.parameters(), bench.checked.model.parameters(), strict=True
     ):
         assert same(twin.detach(), checked.detach()), "checkpointing changed training"
-    opened.session.detach()
     for trainee in (bench.plain, bench.twin, bench.checked):
         trainee.assert_sane()
     return seconds
@@ -254,8 +241,8 @@ def measure(args: argparse.Namespace, where: Places, cores: Sequence[int]) -> Re
     pin(cores[:1])
     torch.set_num_threads(1)
     bench = Bench(args, where)
-    stager = bench.stager
-    for process in (stager.replica.pid, stager.writer.pid):
+    stats = bench.checkpointer.stats()
+    for process in (stats["replica_pid"], stats["writer_pid"]):
         pin(cores[1:] or cores, process)
     for _ in range(args.warm_up_pairs // 2):
         bench.turns()

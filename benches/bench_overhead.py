@@ -180,8 +180,7 @@ class Bench:
     @property
     def writer_pid(self) -> int:
         """Process id of the checkpointer's writer."""
-        assert self.checkpointer._opened is not None
-        return self.checkpointer._opened.session.stager.writer.pid
+        return int(self.checkpointer.stats()["writer_pid"])
 
     def turns(self) -> tuple[list[Pair], list[Pair]]:
         """Two A/B pairs and two A/A pairs on the same two batches."""

@@ -14,6 +14,7 @@ import lowdiff.errors
 import lowdiff.metrics
 import lowdiff.protocols
 import lowdiff.recovery.replay
+import lowdiff.testing
 
 PAGE = Path(__file__).with_name("api.md")
 #: Chapter -> module and the names of it that a user may need.
@@ -25,6 +26,7 @@ CHAPTERS: dict[str, tuple[ModuleType, list[str]]] = {
     ),
     "lowdiff.dataloader": (lowdiff.dataloader, ["ResumableLoader", "StatefulEpochs"]),
     "lowdiff.metrics": (lowdiff.metrics, ["collector"]),
+    "lowdiff.testing": (lowdiff.testing, ["kill", "wait_until"]),
     "lowdiff.recovery.replay": (lowdiff.recovery.replay, ["ReplayOptions"]),
     "lowdiff.protocols": (lowdiff.protocols, ["Compressor", "Reducer"]),
 }

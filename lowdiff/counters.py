@@ -52,6 +52,7 @@ def writer_document(status: WriterStatus) -> dict[str, Any]:
     """The writer's counters, under the names of ``Checkpointer.stats()``."""
     return {
         "durable_step": status.durable_step,
+        "durable_snapshot": status.durable_snapshot,
         "durable_bytes": status.segment_bytes,
         "snapshot_bytes": status.snapshot_bytes,
         "batches": status.batches,

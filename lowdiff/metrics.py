@@ -45,6 +45,8 @@ _COUNTERS = {
 _GAUGES = {
     "committed_step": "Newest step staged on all ranks, as far as this rank knows.",
     "durable_step": "Newest step of this rank that is fsynced.",
+    "snapshot_step": "Newest full snapshot staged.",
+    "durable_snapshot": "Newest full snapshot of this rank that is fsynced.",
     "remote_step": "Newest step of this rank that is in the store with all it builds on.",
     "attach_seconds": "Seconds that attach took.",
     "replica_step": "Step whose state the replica holds.",

@@ -306,11 +306,22 @@ class ReplicatedStager(Stager):
         """See ``Stager.stop``."""
         self.replica.stop()
 
+    def tend(self) -> None:
+        """See ``Stager.tend``: so for the replica."""
+        super().tend()
+        self.replica.status()
+
+    def die(self, *, kills_processes: bool) -> None:
+        """See ``Stager.die``."""
+        super().die(kills_processes=kills_processes)
+        (self.replica.stop if kills_processes else self.replica.orphan)()
+
     def figures(self) -> dict[str, Any]:
         """See ``Stager.figures``: the replica's part of ``stats()``."""
         status = self.replica.read_status()
         applied = max(1, status.applied_steps)
         return {
+            "replica_pid": self.replica.pid,
             "replica_step": status.step,
             "replica_lag_steps": max(0, self._step - status.consumed_step),
             "replica_seconds_per_step": status.apply_seconds / applied,

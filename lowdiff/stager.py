@@ -286,6 +286,18 @@ class Stager:
     def stop(self) -> None:
         """Stage nothing more but a last snapshot."""
 
+    def tend(self) -> None:
+        """Start the writer again if it died, as every step does."""
+        self._status()
+
+    def die(self, *, kills_processes: bool) -> None:
+        """Leave the staging memory as it is, and its processes without their trainer.
+
+        Args:
+            kills_processes: Whether they are killed as well.
+        """
+        (self.writer.stop if kills_processes else self.writer.orphan)()
+
     def figures(self) -> dict[str, Any]:
         """Further parts of ``stats()``; for any thread."""
         return {}

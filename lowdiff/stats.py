@@ -14,12 +14,15 @@ def stats_of(opened: Opened) -> dict[str, Any]:
     stager = session.stager
     return {
         "rank": opened.ranks.rank,
+        "staging": str(opened.staging.folder.root),
         **stager.counters.document(),
         **writer_document(stager.writer.read_status()),
         **stager.figures(),
         "durable_step": stager.durable_step,
+        "snapshot_step": stager.snapshot_step,
         "committed_step": session.committed_step,
         "diverged_ranks": list(session.health.ranks_apart),
         "large_items": session.large_items,
+        "writer_pid": stager.writer.pid,
         "writer_restarts": stager.writer.restarts,
     }

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -258,6 +259,13 @@ class WriterProcess:
         elif is_running:
             _logger.warning("rank %d: the writer is still busy", self._settings.rank)
         return status
+
+    def orphan(self) -> None:
+        """Let the writer see what it sees when its trainer dies: the end of its pipe."""
+        self._finishing = True
+        with self._pipe, suppress(BrokenPipeError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
 
     def stop(self) -> None:
         """End the writer at once, as its trainer's death would not."""

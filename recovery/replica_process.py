@@ -71,6 +71,11 @@ class ReplicaProcess:
             self._process = process
             self.restarts += 1
 
+    def orphan(self) -> None:
+        """Let the replica see what it sees when its trainer dies: the end of its pipe."""
+        self.is_stopped = True
+        self._close_pipe()
+
     def stop(self) -> None:
         """End the replica at once: its files are whole at any moment, and its log is still there."""
         self.is_stopped = True

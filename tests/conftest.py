@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from lowdiff.persistence import detached
+from lowdiff.persistence.detached import DetachedProcess
+from tests.background import fork_processes
 from tests.scenarios.pool import Pool
 
 # How long an example takes says how busy the machine is, and nothing about lowdiff.
@@ -18,6 +21,19 @@ settings.load_profile("whatever the machine")
 # `nohup make test &` starts with both ignored, which every process that a test starts would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_processes() -> None:
+    """Fork writers and replicas, which saves most of what a test of a small training costs."""
+    fork_processes()
+
+
+@pytest.fixture(autouse=True)
+def _new_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start them as a user's training does in tests whose subject is the process."""
+    if request.node.get_closest_marker("new_processes"):
+        monkeypatch.setattr(detached, "DetachedProcess", DetachedProcess)
 
 
 @pytest.fixture(scope="session")

@@ -259,8 +259,6 @@ def test_a_run_that_is_being_written_is_read_and_left_alone(
     loop.attach()
     for number in loop.checkpointer.steps(6):
         loop.step(number)
-    opened = loop.checkpointer._opened
-    assert opened is not None
     result = command("tune", tmp_path / "run", "--mtbf", "4h", "--staging", tmp_path / "staging")
     assert (result.code, result.err) == (0, "")
     assert "still going on" in result.out

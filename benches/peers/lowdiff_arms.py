@@ -52,15 +52,14 @@ class LowDiff:
         while self._is_behind(self._checkpointer.stats()):
             assert time.monotonic() < deadline, f"not drained: {self._checkpointer.stats()}"
             time.sleep(_POLL_SECONDS)
-        opened = self._checkpointer._opened
-        assert opened is not None
-        opened.session.stager.wait_for_snapshot()
 
     def restore(self, training: Trained) -> int:
         """See ``Arm.restore``."""
         return self._checkpointer.attach(training.module, training.optimizer)
 
     def _is_behind(self, stats: dict[str, Any]) -> bool:
+        if stats["durable_snapshot"] < stats["snapshot_step"]:
+            return True
         if self._is_replica:
             # With several ranks the newest step is committed, and applied, with the next one.
             newest = stats["steps"] - (self._place.num_ranks > 1)

@@ -23,6 +23,8 @@ from benches.peers.processes import Cell
 from benches.peers.systems import QUICK, SYSTEMS
 from benches.peers.tables import of_peers
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = Settings(
     seed=0, block_steps=2, rounds=2, kills=2, last_kill=4, history=(10,), timeout_seconds=60.0
 )
@@ -251,7 +253,6 @@ while True:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("while_saving", [True, False])
 def test_a_kill_strikes_in_the_call_if_it_is_to(tmp_path: Path, while_saving: bool) -> None:
     task = Task("kill", "orbax", "10M", 1, 3, tmp_path, tmp_path / "memory", tmp_path, 4, 8, 5)

@@ -17,10 +17,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.persistence.values import same
 from tests.docs.blocks import ROOT
-from tests.scenarios.lives import Kill, abandon
 
 TEXT = (ROOT / "docs/your_loop.md").read_text()
 RECIPES = dict(
@@ -119,7 +119,7 @@ def life(recipe: str, folder: Path, *, is_killed: bool = False) -> dict[str, Any
     try:
         exec(recipe.replace('"runs/ppo"', "run, staging=staging"), names)  # noqa: S102
     except Killed:
-        abandon(names["checkpointer"], Kill(0))
+        testing.kill(names["checkpointer"])
         return {}
     names["checkpointer"].close()
     return deepcopy(

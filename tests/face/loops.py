@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
-from tests.scenarios.lives import Kill, abandon
+from lowdiff.protocols import Compressor, Reducer
 
 PATIENCE_SECONDS = 20.0
 
@@ -24,6 +27,28 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def wait_until_lost(checkpointer: lowdiff.Checkpointer) -> None:
+    """Wait until a trainer's lease has found that another took the run over, which takes it seconds."""
+    lock = checkpointer._session._lock
+    wait_until(lambda: lock.is_lost(look=True))
+
+
+@contextmanager
+def bound_reducers(kind: type[Compressor]) -> Iterator[list[Any]]:
+    """What compressors of a kind bind meanwhile, oldest first."""
+    reducers: list[Any] = []
+    bind = kind.bind
+
+    def bound(self: Compressor, *arguments: Any) -> Reducer:
+        reducer = bind(self, *arguments)
+        reducers.append(reducer)
+        return reducer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "bind", bound)
+        yield reducers
 
 
 def small_model() -> nn.Module:
@@ -88,7 +113,7 @@ class Loop:
 
     def die(self) -> None:
         """End as SIGKILL would."""
-        abandon(self.checkpointer, Kill(0))
+        testing.kill(self.checkpointer)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the model's state."""

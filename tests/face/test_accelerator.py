@@ -194,18 +194,17 @@ def test_a_close_that_fails_leaves_nothing_that_holds_the_run(
         loop.step(number)
         loop.checkpointer.commit()
     loop.step(3)
-    assert loop.checkpointer._opened is not None
-    stager = loop.checkpointer._opened.session.stager
-    assert isinstance(stager, ReplicatedStager)
+    stats = loop.checkpointer.stats()
 
     def full(*_: object, **__: object) -> int:
         raise StorageError("full")
 
-    monkeypatch.setattr(stager, "stage", full)
-    with pytest.raises(StorageError, match="full"):
-        loop.checkpointer.close()
-    assert not is_alive(stager.replica.pid)
-    assert not is_alive(stager.writer.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplicatedStager, "stage", full)
+        with pytest.raises(StorageError, match="full"):
+            loop.checkpointer.close()
+    assert not is_alive(stats["replica_pid"])
+    assert not is_alive(stats["writer_pid"])
     assert loop_on(device, tmp_path, compressor=None).run(4) == 3
 
 

@@ -19,7 +19,7 @@ from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
 from lowdiff.recovery.compare import differences
 from lowdiff.recovery.verify import verify
-from tests.face.loops import Loop, small_model, wait_until
+from tests.face.loops import Loop, small_model, wait_until_lost
 from tests.scenarios.lives import Kill, assert_identical, history
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
@@ -239,9 +239,7 @@ def test_a_trainer_that_slept_while_another_took_over_commits_no_more(tmp_path: 
     folder = RunFolder(tmp_path / "run")
     elsewhere = Lease(folder.lease)  # of this machine, so that the trainer's need not expire first
     assert elsewhere.acquire("process 8 on another machine", timeout_seconds=20.0)
-    assert loop.checkpointer._opened is not None
-    lock = loop.checkpointer._opened.lock
-    wait_until(lambda: lock.is_lost(look=True))
+    wait_until_lost(loop.checkpointer)
     with pytest.raises(lowdiff.errors.RunInUse, match="took over while this trainer was suspended"):
         next(steps)
     loop.checkpointer.close()

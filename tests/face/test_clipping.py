@@ -14,6 +14,7 @@ import lowdiff
 from lowdiff.errors import UsageError
 from lowdiff.protocols import Compressor
 from tests.compressors.family import FAMILY
+from tests.face.loops import bound_reducers
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import batch, wrapped
 
@@ -41,18 +42,19 @@ def train(rank: int, world_size: int, folder: str, compressor: Compressor) -> li
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     kinds: list[set[str]] = []
     live = []
-    with lowdiff.Checkpointer(
-        f"{folder}/run", compressor=compressor, staging=f"{folder}/staging", retention=None
-    ) as checkpointer:
+    with (
+        bound_reducers(type(compressor)) as reducers,
+        lowdiff.Checkpointer(
+            f"{folder}/run", compressor=compressor, staging=f"{folder}/staging", retention=None
+        ) as checkpointer,
+    ):
         checkpointer.attach(model, optimizer)
-        assert checkpointer._opened is not None
-        reducer = checkpointer._opened.session.reducer
         for step, change in enumerate(CHANGES.values()):
             optimizer.zero_grad()
             model(batch(step, rank, 16, 40)).square().mean().backward()
             change(checkpointer, model)
             optimizer.step()
-            kinds.append({s.name.partition("/")[0] for s in reducer.payload().sections})
+            kinds.append({s.name.partition("/")[0] for s in reducers[-1].payload().sections})
             checkpointer.commit()
             live.append(model.module.weight.detach().clone())
     for step, weight in enumerate(live, start=1):

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.dataloader import ResumableLoader
 from lowdiff.errors import ConfigError, UsageError
-from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import wrapped
 
@@ -111,7 +111,7 @@ def life(
             loss.backward()
             optimizer.step()
             if step == die_at:
-                abandon(checkpointer, Kill(step))
+                testing.kill(checkpointer)
                 kill_workers(loader)
                 return seen
             checkpointer.commit()
@@ -172,7 +172,7 @@ def evaluating(folder: Path, until: int, die_at: int | None, make: Any) -> dict[
             step += 1
             drawn[f"step {step}"] = noise.item()
             if step == die_at:
-                abandon(checkpointer, Kill(step))
+                testing.kill(checkpointer)
                 return drawn
         drawn[f"epoch {loader.epoch}"] = torch.rand(1).item()
     checkpointer.close()
@@ -215,7 +215,7 @@ def attached_by_hand(
             loss.backward()
             optimizer.step()
             if step == die_at:
-                abandon(checkpointer, Kill(step))
+                testing.kill(checkpointer)
                 kill_workers(loader)
                 return seen
             checkpointer.commit()

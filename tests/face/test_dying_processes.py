@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.errors import WriterFailed
 from lowdiff.persistence import writer_process
 from lowdiff.persistence.detached import start_detached
 from lowdiff.recovery import replica_process
-from lowdiff.replicating import ReplicatedStager
-from lowdiff.stager import Stager
 from tests.face.loops import Loop, wait_until
 
 
@@ -26,12 +25,6 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_process, "_BACKOFF_SECONDS", 0.1)
 
 
-def stager_of(loop: Loop) -> Stager:
-    opened = loop.checkpointer._opened
-    assert opened is not None
-    return opened.session.stager
-
-
 def begun(folder: Path, **settings: object) -> Loop:
     """A run of a step, whose writer is dead and finds no run folder when it is started again."""
     loop = Loop(folder, settings={"batch_size": 1, **settings})
@@ -40,7 +33,7 @@ def begun(folder: Path, **settings: object) -> Loop:
     loop.checkpointer.commit()
     wait_until(lambda: loop.checkpointer.stats()["durable_step"] == 1)
     (folder / "run").rename(folder / "away")
-    os.kill(stager_of(loop).writer.pid, signal.SIGKILL)
+    os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGKILL)
     return loop
 
 
@@ -59,7 +52,7 @@ def test_a_writer_that_keeps_dying_is_raised_instead_of_waited_for(tmp_path: Pat
     with pytest.raises(WriterFailed, match=said):
         train()
     (tmp_path / "away").rename(tmp_path / "run")
-    wait_until(lambda: not stager_of(loop).writer.status().error)
+    testing.wait_until(loop.checkpointer, lambda stats: not stats["writer_error"])
     loop.checkpointer.commit()
     loop.checkpointer.close()
     assert lowdiff.recover(tmp_path / "run").step == step + 2
@@ -73,7 +66,7 @@ def test_a_writer_that_keeps_dying_is_said_where_training_waits(
         for number in (1, 2):  # two at risk are allowed
             loop.step(number)
             loop.checkpointer.commit()
-        wait_until(lambda: stager_of(loop).writer.status().error)
+        testing.wait_until(loop.checkpointer, lambda stats: stats["writer_error"])
         (tmp_path / "away").rename(tmp_path / "run")
         for number in (3, 4):  # which waits until the first of them is durable
             loop.step(number)
@@ -90,8 +83,6 @@ def test_a_replica_that_keeps_dying_is_trouble_as_well(
 ) -> None:
     loop = Loop(tmp_path, settings={"compressor": None, "on_error": "raise"})
     loop.attach()
-    stager = stager_of(loop)
-    assert isinstance(stager, ReplicatedStager)
     steps = loop.checkpointer.steps(10_000)
     loop.step(next(steps))
     with monkeypatch.context() as broken:
@@ -100,13 +91,12 @@ def test_a_replica_that_keeps_dying_is_trouble_as_well(
             "start_detached",
             lambda module, settings, log: start_detached("lowdiff.no_such", settings, log),
         )
-        os.kill(stager.replica.pid, signal.SIGKILL)
+        os.kill(loop.checkpointer.stats()["replica_pid"], signal.SIGKILL)
         said = r"rank 0 reports: the replica keeps dying \(exit code 1\).*No module named"
         with pytest.raises(WriterFailed, match=said):
             list(map(loop.step, steps))
         assert "keeps dying" in loop.checkpointer.stats()["replica_error"]
-    wait_until(lambda: stager.replica.status() and not stager.replica.error)
-    assert loop.checkpointer.stats()["replica_error"] == ""
+    testing.wait_until(loop.checkpointer, lambda stats: not stats["replica_error"])
     loop.checkpointer.close()
 
 
@@ -115,8 +105,6 @@ def test_a_replica_that_cannot_be_started_again_is_tried_later(
 ) -> None:
     loop = Loop(tmp_path, settings={"compressor": None})
     loop.attach()
-    stager = stager_of(loop)
-    assert isinstance(stager, ReplicatedStager)
 
     def refuse(*arguments: object) -> None:
         raise OSError(11, "Resource temporarily unavailable")
@@ -124,13 +112,15 @@ def test_a_replica_that_cannot_be_started_again_is_tried_later(
     steps = loop.checkpointer.steps(8)
     with monkeypatch.context() as broken:
         broken.setattr(replica_process, "start_detached", refuse)
-        os.kill(stager.replica.pid, signal.SIGKILL)
+        os.kill(loop.checkpointer.stats()["replica_pid"], signal.SIGKILL)
         for _ in range(2):
             loop.step(next(steps))
-        wait_until(lambda: stager.replica.status() and stager.replica.error)
+        testing.wait_until(loop.checkpointer, lambda stats: stats["replica_error"])
     assert "the replica of rank 0 cannot be started again now" in caplog.text
     for step in steps:
         loop.step(step)
-    wait_until(lambda: stager.replica.status().step == 8 and not stager.replica.error)
+    testing.wait_until(
+        loop.checkpointer, lambda stats: stats["replica_step"] == 8 and not stats["replica_error"]
+    )
     loop.checkpointer.close()
     assert lowdiff.recover(tmp_path / "run").step == 8

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.errors import ConfigError, RunInUse, StepNotFound, UsageError
 from lowdiff.persistence.fences import read_run_id
 from lowdiff.persistence.paths import RunFolder
@@ -88,7 +89,9 @@ def test_a_step_that_is_not_there_is_named(tmp_path: Path) -> None:
     loop.attach()
     trained(loop, 12)
     loop.checkpointer.keep(11, label="best")
-    loop.checkpointer._session.stager.wait_for_snapshot()
+    testing.wait_until(
+        loop.checkpointer, lambda stats: stats["durable_snapshot"] == stats["snapshot_step"]
+    )
     folder = RunFolder(tmp_path / "run")
     collect(folder, read_run_id(folder), Retention(1))
     with pytest.raises(StepNotFound, match=r"step 3 of .* recoverable steps: 10"):

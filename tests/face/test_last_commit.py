@@ -15,6 +15,7 @@ from lowdiff.persistence.page import Page
 from lowdiff.persistence.paths import StagingFolder
 from lowdiff.persistence.status import WriterStatus
 from lowdiff.persistence.values import same
+from lowdiff.persistence.writer_process import WriterProcess
 from lowdiff.recovery.verify import verify
 from tests.face.loops import Loop, wait_until
 
@@ -60,23 +61,23 @@ def test_staging_memory_outlives_a_close_whose_last_snapshot_was_damaged_in_it(
     whole.run(8)
     loop = Loop(tmp_path)
     loop.attach()
-    assert loop.checkpointer._opened is not None
-    stager = loop.checkpointer._opened.session.stager
-    wait_until(lambda: stager.writer.read_status().durable_snapshot == 0)
-    os.kill(stager.writer.pid, signal.SIGSTOP)
-    finish = stager.writer.finish
+    wait_until(lambda: loop.checkpointer.stats()["durable_snapshot"] == 0)
+    pid = loop.checkpointer.stats()["writer_pid"]
+    os.kill(pid, signal.SIGSTOP)
+    finish = WriterProcess.finish
 
-    def damaged(timeout_seconds: float) -> WriterStatus:
+    def damaged(writer: WriterProcess, timeout_seconds: float) -> WriterStatus:
         (stage,) = StagingFolder.all(tmp_path / "staging")
         Page(stage.trainer_status).publish({})
-        os.kill(stager.writer.pid, signal.SIGCONT)
-        return finish(timeout_seconds)
+        os.kill(pid, signal.SIGCONT)
+        return finish(writer, timeout_seconds)
 
-    monkeypatch.setattr(stager.writer, "finish", damaged)
+    monkeypatch.setattr(WriterProcess, "finish", damaged)
     for number in range(4):
         loop.step(number)
         loop.checkpointer.commit()
     loop.checkpointer.close()
+    monkeypatch.undo()
     assert "the last snapshot was damaged in memory on rank 0" in caplog.text
     assert list(StagingFolder.all(tmp_path / "staging"))
     after = Loop(tmp_path)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.values import same
-from tests.scenarios.lives import Kill, abandon
 
 STEPS = 8
 DATA = torch.randn(500, 4, generator=torch.Generator().manual_seed(7))
@@ -72,7 +72,7 @@ def test_a_batch_fetched_ahead_and_hidden_state_come_back(
     whole.checkpointer.close()
     killed = Prefetching(tmp_path, compressed=compressed)
     killed.train(5)
-    abandon(killed.checkpointer, Kill(0))
+    testing.kill(killed.checkpointer)
     again = Prefetching(tmp_path, compressed=compressed)
     begun, done = again.train(STEPS)
     again.checkpointer.close()

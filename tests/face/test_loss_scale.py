@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import CyclicTopK, PowerSGD, Quantize, RandomK, TopK
 from lowdiff.protocols import Compressor
-from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import batch, wrapped
 
@@ -92,7 +92,7 @@ def train(
                 checkpointer.commit()
             weights.append(first_layer.weight.detach().clone())
         if life.dies:
-            abandon(checkpointer, Kill(life.until))
+            testing.kill(checkpointer)
         else:
             checkpointer.close()
     return weights

@@ -60,6 +60,7 @@ def test_every_figure_of_stats_is_there_also_those_of_a_replica(tmp_path: Path) 
     texts = {"writer_error", "remote_error", "replica_error"}
     never_compared = {"replica_drift"}
     others = {"rank", "large_items", "diverged_ranks"} | texts | never_compared
+    others |= {"writer_pid", "replica_pid", "staging"}
     missing = loop.checkpointer.stats().keys() - told - others
     assert not missing
     troubles = {"writer_in_trouble", "store_in_trouble", "replica_in_trouble", "ranks_diverged"}

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from tests.face.loops import small_model
-from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import wrapped
 
@@ -35,7 +35,7 @@ def live(
         optimizer.zero_grad()
         model(torch.full((4, 20), step + rank + 1.0)).square().mean().backward()
         optimizer.step()
-    abandon(checkpointer, Kill(until))
+    testing.kill(checkpointer)
     return resumed, {name: value.clone() for name, value in model.module.state_dict().items()}
 
 

@@ -13,6 +13,8 @@ import lowdiff
 from lowdiff.attached import describe
 from lowdiff.errors import UnsupportedModel
 from lowdiff.layout import own_name
+from lowdiff.persistence.catalog import scan
+from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.values import same
 from tests.face.loops import Loop, small_model
 from tests.scenarios.pool import Pool
@@ -82,9 +84,9 @@ def attach_in_ddp(rank: int, world_size: int, folder: str) -> tuple[int, list[st
     """Resume in DDP what one process began without; the names of the new life."""
     loop = Loop(Path(folder), model=wrapped(Outer()))
     resumed = loop.attach()
-    names = [spec.name for spec in loop.checkpointer._session._attached.layout.parameters]
     loop.checkpointer.close()
-    return resumed, names
+    newest = scan(RunFolder(loop.folder / "run"), []).incarnations[1]
+    return resumed, [spec.name for spec in newest.fence.layout.parameters]
 
 
 def test_ddp_around_it_changes_no_name(pool: Pool, tmp_path: Path) -> None:

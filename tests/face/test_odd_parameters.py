@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import UnsupportedModel, UsageError
 from lowdiff.persistence.values import same
-from tests.scenarios.lives import Kill, abandon
 
 
 def transposed() -> torch.Tensor:
@@ -65,7 +65,7 @@ def train(
         model().backward()
         optimizer.step()
     if dies:
-        abandon(checkpointer, Kill(until))
+        testing.kill(checkpointer)
     else:
         checkpointer.close()
     return resumed, optimizer.state_dict()

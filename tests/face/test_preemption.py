@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.errors import UsageError
+from lowdiff.session import Session
 from tests.face.loops import PATIENCE_SECONDS, Loop, small_model, wait_until
 from tests.scenarios.pool import Pool
 
@@ -144,18 +144,22 @@ def test_what_was_closed_in_another_thread_is_put_back_by_the_last_of_the_main_t
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def num_sessions() -> int:
+    gc.collect()
+    return sum(type(thing) is Session for thing in gc.get_objects())
+
+
 def test_a_closed_session_is_held_by_nothing(tmp_path: Path) -> None:
     """Neither by a watch behind another, nor by one that another thread closed."""
+    of_others = num_sessions()
     loops = twins(tmp_path)
-    sessions = [weakref.ref(loop.checkpointer._session) for loop in loops]
+    assert num_sessions() == of_others + 2
     loops[0].checkpointer.close()
-    gc.collect()
-    assert sessions[0]() is None
+    assert num_sessions() == of_others + 1
     thread = threading.Thread(target=loops[1].checkpointer.close)
     thread.start()
     thread.join()
-    gc.collect()
-    assert sessions[1]() is None
+    assert num_sessions() == of_others
     Loop(tmp_path / "third").run(1)  # uses and puts back what the second had to leave
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert not threads()

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, LowDiffError, UnsupportedOptimizer, UsageError
 from lowdiff.recovery import optimizers
 from lowdiff.recovery.inspection import inspect
 from lowdiff.recovery.proof import Held
 from tests.scenarios import third_party
-from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import Pool
 from tests.scenarios.third_party_run import (
     backward,
@@ -70,8 +70,24 @@ def one_life(kind: str, folder: Path, dies: int, strategy: str) -> int:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("strategy", ["log", "replica"])
-@pytest.mark.parametrize("kind", ["Lion", "FlatMuon", "LateShampoo-5", "LateShampoo-12"])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("FlatMuon", "log"),
+        ("LateShampoo-5", "replica"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("FlatMuon", "replica"),
+                ("LateShampoo-5", "log"),
+                ("LateShampoo-12", "log"),
+                ("LateShampoo-12", "replica"),
+                ("Lion", "log"),
+                ("Lion", "replica"),
+            ]
+        ),
+    ],
+)
 def test_after_sigkill_every_step_has_the_bits_of_an_uninterrupted_run(
     tmp_path: Path, kind: str, strategy: str
 ) -> None:
@@ -280,7 +296,7 @@ def test_each_of_several_optimizer_steps_in_a_body_is_proven(
 
     if is_right:
         go_on()
-        abandon(checkpointer, Kill(5))
+        testing.kill(checkpointer)
         newest = recovered_digest(tmp_path / "run", tmp_path / "staging", 5)
         assert newest == digest(net.state_dict(), optimizer.state_dict()["state"])
         return
@@ -320,7 +336,7 @@ def rank_trains(
             optimizer.step()
             found.append(digest(net.module.state_dict(), optimizer.state_dict()["state"]))
             if number + 1 == kill:
-                abandon(checkpointer, Kill(kill))
+                testing.kill(checkpointer)
                 return [resumed, found]
     except UnsupportedOptimizer as error:
         checkpointer.close()

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import UsageError
 from lowdiff.persistence.values import same
 from tests.face.loops import Loop, small_model
-from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
 
@@ -235,7 +235,7 @@ def replaces(rank: int, world_size: int, folder: str, who: str, what: str) -> tu
             else:
                 made.step(step)
     except RuntimeError as error:  # DDP's own, where it is the first to hear that a rank ended
-        abandon(checkpointer, Kill(0))
+        testing.kill(checkpointer)
         return type(error).__name__, str(error), resumed
     checkpointer.close()
     return "done", "", resumed

@@ -18,12 +18,14 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import StepNotFound, WriterFailed
 from lowdiff.persistence.catalog import scan
-from lowdiff.persistence.paths import RunFolder
-from lowdiff.persistence.replica_status import read_replica_status
+from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.replica_status import ReplicaStatus, read_replica_status
 from lowdiff.persistence.snapshots import PARAMETER
+from lowdiff.persistence.staging import StagingLog
 from lowdiff.persistence.staging_retention import clear_staging
 from lowdiff.recovery import recover
 from lowdiff.recovery.replica_file import ReplicaFile
@@ -31,10 +33,10 @@ from lowdiff.recovery.shard import Shard, share_step
 from lowdiff.recovery.unit import Scratch
 from lowdiff.recovery.verify import verify
 from lowdiff.replicating import ReplicatedStager
+from tests.face.loops import wait_until
 from tests.faults.victim import ONE_WORKER, TinyTraining, digest_of
 from tests.persistence.made_runs import tear
 from tests.persistence.s3_server import S3Server
-from tests.scenarios.lives import Kill, abandon
 
 _PATIENCE_SECONDS = 100.0
 
@@ -73,22 +75,36 @@ class Life:
         self.step = until
 
     def wait(self, is_there: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait for something in ``stats()``, as a trainer that asks after each step."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not is_there(stats := self.checkpointer.stats()):
-            assert time.monotonic() < deadline, stats
-            self.stager.replica.status()
-            time.sleep(0.01)
+        testing.wait_until(self.checkpointer, is_there, seconds=_PATIENCE_SECONDS)
+
+    def wait_for_trainers_image(self) -> None:
+        """Wait until writer and replica have used the trainer's last snapshot."""
+        self.wait(
+            lambda stats: (
+                min(stats["durable_snapshot"], self.replica_page().image_step)
+                >= stats["snapshot_step"]
+            )
+        )
+
+    def snapshot(self, *, required: bool = False) -> None:
+        """Have the trainer take a snapshot, as where one is owed."""
+        self.checkpointer._session.snapshot(required=required)
 
     @property
-    def stager(self) -> ReplicatedStager:
-        opened = self.checkpointer._opened
-        assert opened is not None
-        assert isinstance(opened.session.stager, ReplicatedStager)
-        return opened.session.stager
+    def stage(self) -> StagingFolder:
+        """This life's memory."""
+        return max(StagingFolder.all(self.folder / "staging"), key=lambda stage: stage.incarnation)
+
+    def replica_page(self) -> ReplicaStatus:
+        """What the replica tells of itself."""
+        return read_replica_status(self.stage.replica_status)
+
+    def signal(self, process: str, number: signal.Signals) -> None:
+        """Send a signal to the ``writer`` or ``replica``."""
+        os.kill(self.checkpointer.stats()[f"{process}_pid"], number)
 
     def kill(self) -> None:
-        abandon(self.checkpointer, Kill(self.step))
+        testing.kill(self.checkpointer)
 
     def assert_recovered(self, step: int | None = None) -> None:
         state = recover(self.folder / "run", staging=self.folder / "staging", options=ONE_WORKER)
@@ -101,8 +117,8 @@ def test_a_replica_that_dies_is_replaced_and_misses_nothing(tmp_path: Path) -> N
     life = Life(tmp_path)
     life.run(3)
     life.wait(lambda stats: stats["replica_step"] == 3)
-    os.kill(life.stager.replica.pid, signal.SIGKILL)
-    stage = life.stager._log.folder
+    life.signal("replica", signal.SIGKILL)
+    stage = life.stage
     stage.replica_state(98).write_bytes(b"a file it had not finished")
     life.run(9)
     life.wait(lambda stats: stats["replica_restarts"] == 1 and stats["replica_step"] == 9)
@@ -126,8 +142,8 @@ def test_a_torn_step_of_the_queue_ends_the_way_before_it(
     life = Life(tmp_path)
     life.run(3)
     life.wait(lambda stats: stats["replica_step"] == 3)
-    os.kill(life.stager.replica.pid, signal.SIGSTOP)
-    stage = life.stager._log.folder
+    life.signal("replica", signal.SIGSTOP)
+    stage = life.stage
     life.run(4)
     digest = life.training.digest()
     life.run(6)
@@ -151,10 +167,9 @@ def test_killed_in_the_middle_of_a_step_memory_holds_each_step_once(
     life = Life(tmp_path, LargerTraining)
     life.run(4)
     life.wait(lambda stats: stats["replica_step"] == 4)
-    stage, pid = life.stager._log.folder, life.stager.replica.pid
-    os.kill(pid, signal.SIGSTOP)
+    stage = life.stage
+    life.signal("replica", signal.SIGSTOP)
     life.run(6)
-    os.kill(pid, signal.SIGKILL)
     life.kill()
     catalog = scan(RunFolder(tmp_path / "run"), [tmp_path / "staging"])
     fence = catalog.incarnations[0].fence
@@ -190,8 +205,7 @@ def test_a_replica_that_differs_begins_anew_with_a_fresh_image(tmp_path: Path) -
 
 def test_how_far_it_is_from_the_trainers_snapshot_is_told(tmp_path: Path) -> None:
     life = Life(tmp_path)
-    stage = life.stager._log.folder
-    assert life.checkpointer._opened is not None
+    stage = life.stage
     assert life.checkpointer.stats()["replica_drift"] is None
     changes = {0.0: 0.0, -0.5: 0.5, math.nan: math.inf, math.inf: math.inf}
     for step, (change, drift) in enumerate(changes.items(), start=1):
@@ -204,7 +218,7 @@ def test_how_far_it_is_from_the_trainers_snapshot_is_told(tmp_path: Path) -> Non
         # As if another processor had computed them: `change` apart, exactly.
         parameter.data.view(-1)[0] = weights[0] = 1.0
         weights[0] += change
-        life.checkpointer._opened.session.snapshot()
+        life.snapshot()
         while read_replica_status(stage.replica_status).image_step != step:
             time.sleep(0.01)
         assert life.checkpointer.stats()["replica_drift"] == drift
@@ -220,18 +234,17 @@ def test_a_replica_that_stands_still_holds_up_training_or_costs_steps(
     life = Life(tmp_path, LargerTraining, backpressure=backpressure, snapshot_every=1000)
     life.run(2)
     life.wait(lambda stats: stats["replica_step"] == 2)
-    pid = life.stager.replica.pid
-    os.kill(pid, signal.SIGSTOP)
+    life.signal("replica", signal.SIGSTOP)
     if backpressure == "block":
         life.run(10)
         assert life.checkpointer.stats()["replica_lag_steps"] == 8
-        os.kill(pid, signal.SIGCONT)
+        life.signal("replica", signal.SIGCONT)
         life.run(40)
         assert life.checkpointer.stats()["dropped_steps"] == 0
     else:
         life.run(60)
         assert life.checkpointer.stats()["dropped_steps"] > 20
-        os.kill(pid, signal.SIGCONT)
+        life.signal("replica", signal.SIGCONT)
         while life.checkpointer.stats()["replica_step"] != life.step:
             assert life.step < 5000
             life.run(life.step + 1)
@@ -283,8 +296,8 @@ def test_a_step_between_images_is_said_to_have_none_not_to_be_lost(tmp_path: Pat
 def test_a_preempted_run_makes_an_image_at_once(tmp_path: Path) -> None:
     life = Life(tmp_path, snapshot_every=1000)
     life.run(3)
-    assert life.checkpointer._opened is not None
-    life.checkpointer._opened.session.preempt()
+    signal.raise_signal(signal.SIGUSR1)
+    wait_until(lambda: life.checkpointer.preempted)
     life.run(5)
     life.wait(lambda stats: stats["durable_step"] == 4)
     shutil.rmtree(tmp_path / "staging", ignore_errors=True)
@@ -354,7 +367,6 @@ def test_a_replica_that_lost_the_way_does_not_keep_training_waiting(tmp_path: Pa
         parameter.data.add_(0.5)  # which nothing shows but the digest
     life.run(4)
     life.wait(lambda stats: bool(stats["replica_error"]))
-    life.stager._wait_for_step(99)  # returns: no image comes before training goes on
     life.run(12)
     life.kill()
     life.assert_recovered()
@@ -365,10 +377,10 @@ def test_a_writers_trouble_is_raised_by_commit_which_can_be_called_again(
 ) -> None:
     life = Life(tmp_path, on_error="raise", snapshot_every=1000)
     life.run(3)
-    log, real = life.stager._log, life.stager._status
+    real = ReplicatedStager._status
     with monkeypatch.context() as patch:  # a full queue and a writer in trouble
-        patch.setattr(log, "append_ahead", lambda *_, **__: False)
-        patch.setattr(life.stager, "_status", lambda: replace(real(), error="no disk"))
+        patch.setattr(StagingLog, "append_ahead", lambda *_, **__: False)
+        patch.setattr(ReplicatedStager, "_status", lambda s: replace(real(s), error="no disk"))
         life.training.step(3)
         with pytest.raises(WriterFailed):
             life.checkpointer.commit()

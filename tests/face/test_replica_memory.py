@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lowdiff import testing
 from lowdiff.errors import ReplayMismatch, RunInUse, StorageError
 from lowdiff.persistence.catalog import scan
 from lowdiff.persistence.fences import read_fence
@@ -30,10 +31,12 @@ from lowdiff.recovery.replay import replay
 from lowdiff.recovery.replica_file import Contents, ReplicaFile
 from lowdiff.recovery.shard import Shard, contents_of
 from lowdiff.recovery.state import RecoveredState
+from lowdiff.replicating import ReplicatedStager
+from tests.face.loops import wait_until
 from tests.face.test_replica import LargerTraining, Life
 from tests.face.test_replica_ranks import RankLife
 from tests.faults.victim import ONE_WORKER, digest_of
-from tests.scenarios.lives import Kill, abandon
+from tests.processes import is_alive
 from tests.scenarios.pool import Pool
 
 STEPS = 7
@@ -43,7 +46,10 @@ STEPS = 7
 def original(tmp_path_factory: pytest.TempPathFactory) -> Life:
     """A life of `STEPS` steps, of which the disk holds none but the first state."""
     life = Life(tmp_path_factory.mktemp("original"), snapshot_every=1000)
-    life.run(STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        # As where the replica is slow to begin: the trainer's image is still there.
+        patch.setattr(ReplicatedStager, "_forget_image", lambda _: None)
+        life.run(STEPS)
     life.wait(lambda stats: stats["replica_step"] == STEPS)
     life.wait(lambda stats: stats["durable_step"] == 0)
     life.kill()
@@ -200,7 +206,7 @@ def in_flight(tmp_path: Path) -> Life:
     life = Life(tmp_path, snapshot_every=1000)
     life.run(3)
     life.wait(lambda stats: stats["replica_step"] == 3)
-    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    life.signal("replica", signal.SIGSTOP)
     life.run(STEPS)
     life.kill()
     return life
@@ -257,7 +263,7 @@ def trained(rank: int, _: int, folder: Path) -> str:
     # The last step is known to be committed only with the next.
     life.wait(lambda: life.checkpointer.stats()["replica_step"] == STEPS - 1)
     digest = life.training.digest()
-    abandon(life.checkpointer, Kill(STEPS))
+    testing.kill(life.checkpointer)
     return digest
 
 
@@ -319,14 +325,12 @@ def test_a_replica_without_its_trainer_ends_with_the_step_in_hand(
     life = Life(tmp_path, LargerTraining, snapshot_every=1000)
     life.run(2)
     life.wait(lambda stats: stats["replica_step"] == 2)
-    stage = life.stager._log.folder
-    replica, writer = life.stager.replica._process, life.stager.writer._process
-    os.kill(replica.pid, signal.SIGSTOP)
+    stage, stats = life.stage, life.checkpointer.stats()
+    life.signal("replica", signal.SIGSTOP)
     life.run(8)
-    abandon(life.checkpointer, Kill(8, writers=False))
-    os.kill(replica.pid, signal.SIGCONT)
-    replica.wait(20)
-    writer.wait(20)
+    testing.kill(life.checkpointer, processes=False)
+    os.kill(stats["replica_pid"], signal.SIGCONT)
+    wait_until(lambda: not (is_alive(stats["replica_pid"]) or is_alive(stats["writer_pid"])))
     assert read_replica_status(stage.replica_status).step <= 3
     life.assert_recovered()
     after = Life(tmp_path, LargerTraining, snapshot_every=1000)

@@ -19,14 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 import lowdiff.stager
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
+from lowdiff.persistence.paths import StagingFolder
+from lowdiff.persistence.replica_status import read_replica_status
 from lowdiff.persistence.status import read_trainer_status
 from lowdiff.replicating import ReplicatedStager
-from lowdiff.stager import Stager
 from tests.faults.victim import TinyTraining
 from tests.persistence.s3_server import S3Server
-from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import Pool
 
 _PATIENCE_SECONDS = 100.0
@@ -56,10 +57,9 @@ class RankLife:
         )
 
     @property
-    def stager(self) -> Stager:
-        opened = self.checkpointer._opened
-        assert opened is not None
-        return opened.session.stager
+    def stage(self) -> StagingFolder:
+        """This life's memory."""
+        return StagingFolder(Path(self.checkpointer.stats()["staging"]), 0, self.rank)
 
     def wait(self, is_there: Callable[[], object]) -> None:
         """Wait for what its processes do, as a trainer that asks after each step."""
@@ -78,7 +78,7 @@ class RankLife:
 def give_up_steps_on_rank_0(rank: int, _: int, folder: Path) -> tuple[int, int, int]:
     """Train with replicas that need a whole step for each. Returns what was done at what cost."""
     life = RankLife(rank, folder, backpressure="degrade", snapshot_every=1000)
-    stager = life.stager
+    stager = life.checkpointer._session.stager
     assert isinstance(stager, ReplicatedStager)
     real = stager._consumed_step
     life.wait(lambda: not stager._is_image_in_use())
@@ -115,7 +115,7 @@ def train_and_die(rank: int, _: int, folder: str, settings: dict[str, Any]) -> s
     life = RankLife(rank, Path(folder.format(rank=rank)), snapshot_every=1000, **settings)
     while life.step < 6:
         life.train()
-    abandon(life.checkpointer, Kill(6))
+    testing.kill(life.checkpointer)
     return life.training.digest()
 
 
@@ -133,7 +133,7 @@ def go_on_compressed(
     digest = life.training.digest()
     life.train()
     life.train()
-    stage = life.stager._log.folder
+    stage = life.stage
     life.wait(lambda: not list(stage.root.parent.glob("i000000-*")))
     life.checkpointer.close()
     return life.resumed, digest
@@ -178,25 +178,27 @@ def train_until_storage_fails(rank: int, _: int, folder: Path, hangs: str) -> tu
     kind, every = (TinyTraining, 1) if hangs == "writer" else (WideTraining, 1000)
     own = folder / str(rank)
     life = RankLife(rank, own, kind, snapshot_every=every, on_error="raise")
-    stager = life.stager
-    assert isinstance(stager, ReplicatedStager)
     life.train()
-    life.wait(lambda: not stager._is_image_in_use())
+    life.wait(
+        lambda: (
+            life.checkpointer.stats()["durable_snapshot"] == 0
+            and read_replica_status(life.stage.replica_status).image_step == 0
+        )
+    )
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            reported = stager._reported
+            reported = ReplicatedStager._reported
             failed = threading.Event()
 
             def wait(seconds: float) -> None:
                 time.sleep(seconds)
                 failed.set()
 
-            pid = getattr(stager, hangs)._process.pid
-            os.kill(pid, signal.SIGSTOP)
+            os.kill(life.checkpointer.stats()[f"{hangs}_pid"], signal.SIGSTOP)
             patch.setattr(
-                stager,
+                ReplicatedStager,
                 "_reported",
-                lambda: reported().with_errors("no disk" if failed.is_set() else ""),
+                lambda s: reported(s).with_errors("no disk" if failed.is_set() else ""),
             )
             patch.setattr(lowdiff.stager, "time", SimpleNamespace(**{**vars(time), "sleep": wait}))
         error = ""
@@ -205,7 +207,7 @@ def train_until_storage_fails(rank: int, _: int, folder: Path, hangs: str) -> tu
                 life.train()
         except WriterFailed as failure:
             error = str(failure)
-    abandon(life.checkpointer, Kill(life.step))
+    testing.kill(life.checkpointer)
     return life.step, error.partition(";")[0]
 
 
@@ -242,17 +244,15 @@ def test_training_does_not_wait_for_images_of_steps_that_only_the_next_exchange_
 def watched_while_preempted(rank: int, _: int, folder: Path) -> list[tuple[bool, int, float]]:
     """What the page shows after a step that all ranks heard the signal in, and during the next."""
     life = RankLife(rank, folder)
-    assert life.checkpointer._opened is not None
-    session = life.checkpointer._opened.session
     shown: list[tuple[bool, int, float]] = []
 
     def look() -> None:
-        page = read_trainer_status(life.stager._log.folder.trainer_status)
+        page = read_trainer_status(life.stage.trainer_status)
         assert page is not None
         shown.append((page.preempted, page.step, page.committed_at_unix_seconds))
 
     if rank == 1:
-        session.preempt()
+        signal.raise_signal(signal.SIGUSR1)
     while not life.checkpointer.preempted:
         life.train()
     look()

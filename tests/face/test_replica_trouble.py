@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -19,9 +18,9 @@ import lowdiff
 import lowdiff.stager
 from lowdiff.compressors import TopK
 from lowdiff.errors import StorageError, UnsupportedOptimizer, WriterFailed
-from lowdiff.persistence.page import ImageMark
-from lowdiff.persistence.replica_status import ReplicaPage
+from lowdiff.persistence.staging import StagingLog
 from lowdiff.recovery import optimizers
+from lowdiff.replicating import ReplicatedStager
 from tests.face.test_replica import Life
 from tests.mounts import fill, tmpfs_or_skip
 from tests.persistence.made_runs import tear
@@ -103,12 +102,10 @@ def test_want_of_memory_for_images_is_an_error_where_that_is_asked_for(memory: P
 def test_a_snapshot_put_off_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life(tmp_path, snapshot_every=1000, backpressure="degrade")
     life.run(3)
-    opened = life.checkpointer._opened
-    assert opened is not None
     with monkeypatch.context() as patch:
-        patch.setattr(life.stager, "_is_image_in_use", lambda: True)
-        opened.session.snapshot()
-        assert life.stager.owes_snapshot
+        patch.setattr(ReplicatedStager, "_is_image_in_use", lambda _: True)
+        life.snapshot()
+        assert life.checkpointer.stats()["snapshots"] == 1
         life.run(6)
     life.wait(lambda stats: stats["replica_step"] == 6)
     assert life.checkpointer.stats()["snapshots"] == 1
@@ -123,29 +120,14 @@ def test_trouble_that_other_ranks_have_not_heard_of_puts_a_snapshot_off(
 ) -> None:
     life = Life(tmp_path, snapshot_every=1000, on_error="raise")
     life.run(3)
-    opened, real = life.checkpointer._opened, life.stager._status
-    assert opened is not None
+    real = ReplicatedStager._status
     with monkeypatch.context() as patch:
-        patch.setattr(life.stager, "_world_size", 2)
-        patch.setattr(life.stager, "_is_image_in_use", lambda: True)
-        patch.setattr(life.stager, "_status", lambda: replace(real(), error="no disk"))
-        opened.session.snapshot()
-    assert life.stager.owes_snapshot
+        patch.setattr(ReplicatedStager, "_tells_first", True)
+        patch.setattr(ReplicatedStager, "_is_image_in_use", lambda _: True)
+        patch.setattr(ReplicatedStager, "_status", lambda s: replace(real(s), error="no disk"))
+        life.snapshot()
+    assert life.checkpointer.stats()["snapshots"] == 1
     catch_up(life)
-    life.kill()
-    life.assert_recovered()
-
-
-def test_training_does_not_wait_for_an_image_that_was_left_out(tmp_path: Path) -> None:
-    life = Life(tmp_path, snapshot_every=5)
-    life.run(3)
-    life.wait(lambda stats: stats["durable_step"] == 0)
-    os.kill(life.stager.writer.pid, signal.SIGSTOP)
-    life.run(7)
-    life.wait(lambda stats: stats["replica_step"] == 7)
-    # As by a replica that had no memory for the image of step 5 and died since.
-    ReplicaPage(life.stager._log.folder.replica_status).update(image=ImageMark(0, 0, 0))
-    life.stager._wait_for_step(1)  # returns: the next image comes only once training goes on
     life.kill()
     life.assert_recovered()
 
@@ -156,7 +138,7 @@ def test_steps_after_one_that_cannot_be_replayed_wait_for_its_snapshot(
     life = Life(tmp_path, snapshot_every=1000, backpressure="degrade")
     life.run(3)
     with monkeypatch.context() as patch:
-        patch.setattr(life.stager, "_is_image_in_use", lambda: True)
+        patch.setattr(ReplicatedStager, "_is_image_in_use", lambda _: True)
         with torch.no_grad():
             write_state(life)
         life.run(6)
@@ -177,13 +159,13 @@ def stopped_at_three(folder: Path, backpressure: str = "block") -> Life:
     life = Life(folder, snapshot_every=1000, backpressure=backpressure)
     life.run(3)
     life.wait(lambda stats: stats["replica_step"] == 3 and stats["durable_step"] == 0)
-    os.kill(life.stager.replica.pid, signal.SIGSTOP)
+    life.signal("replica", signal.SIGSTOP)
     return life
 
 
 def settle(life: Life, snapshots: int = 2, told: str = "step 4: damaged in staging memory") -> None:
     """Train on after damage, until the replica follows again; all of it is recovered."""
-    os.kill(life.stager.replica.pid, signal.SIGCONT)
+    life.signal("replica", signal.SIGCONT)
     life.wait(lambda stats: stats["replica_lag_steps"] == 0)
     assert told in life.checkpointer.stats()["replica_error"]
     catch_up(life, snapshots)
@@ -199,7 +181,7 @@ def test_a_step_that_was_damaged_before_the_replica_took_it_costs_a_snapshot(
 ) -> None:
     life = stopped_at_three(tmp_path, backpressure)
     life.run(6)
-    tear(life.stager._log.folder, 4)
+    tear(life.stage, 4)
     settle(life)
 
 
@@ -210,7 +192,7 @@ def test_a_snapshot_that_was_damaged_before_the_replica_took_it_is_taken_again(
     with torch.no_grad():
         write_state(life)
     life.run(6)  # the replica cannot make step 4: its snapshot is staged behind it
-    flip(life.stager._log.folder.snapshot, -1)
+    flip(life.stage.snapshot, -1)
     settle(life, snapshots=3, told="it is not the image of step 4 that was staged")
 
 
@@ -220,11 +202,10 @@ def test_a_full_queue_does_not_keep_close_from_ending(
     life = Life(tmp_path, snapshot_every=1000)
     life.run(3)
     life.wait(lambda stats: stats["replica_step"] == 3)
-    pid = life.stager.replica.pid
-    os.kill(pid, signal.SIGSTOP)
+    life.signal("replica", signal.SIGSTOP)
     life.run(6)
     # Not even the mark of a snapshot finds room.
-    monkeypatch.setattr(life.stager._log, "_reserve", lambda *_, **__: False)
+    monkeypatch.setattr(StagingLog, "_reserve", lambda *_, **__: False)
     closing = in_background(life.checkpointer.close)
     closing.join(30)
     assert not closing.is_alive()

@@ -16,6 +16,7 @@ from lowdiff.persistence.values import same
 from lowdiff.protocols import Compressor
 from tests.face.loops import Loop, wait_until
 from tests.mounts import tmpfs_or_skip
+from tests.scenarios.lives import owed_by
 
 LOST = "the continuation is not bit-identical"
 
@@ -26,9 +27,7 @@ def loop_in(folder: Path, compressor: Compressor | None = None, residual: str = 
 
 
 def owed(loop: Loop) -> dict[str, torch.Tensor]:
-    assert loop.checkpointer._opened is not None
-    residual = loop.checkpointer._opened.session._residual
-    return {name: values.clone() for name, values in residual.named().items()}
+    return owed_by(loop.checkpointer)
 
 
 def trained(loop: Loop, until: int) -> dict[int, dict[str, torch.Tensor]]:

@@ -13,11 +13,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowdiff
-from lowdiff import memory
+from lowdiff import memory, testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.persistence.values import same
-from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import wrapped
 
@@ -101,7 +100,7 @@ def test_a_run_that_dies_in_a_body_goes_on_from_the_last_committed_one(
     committed = training.state()
     if place == "in the body":
         training.body(victim, calls=2)
-    abandon(training.checkpointer, Kill(0))
+    testing.kill(training.checkpointer)
 
     training = Training(tmp_path)
     assert training.attach() == victim
@@ -130,7 +129,7 @@ def test_a_body_that_staging_does_not_hold_costs_a_snapshot_at_its_end(
                 break
     assert caplog.text.count("loop bodies make more optimizer steps (step 3: ") == 1
     training.checkpointer.commit()
-    abandon(training.checkpointer, Kill(0))
+    testing.kill(training.checkpointer)
     training = Training(tmp_path)
     assert training.attach() == 5
     del states[4]["random"]
@@ -165,7 +164,7 @@ def test_the_second_step_of_a_body_says_how_to_announce_it(tmp_path: Path) -> No
     training.attach()
     with pytest.raises(UsageError, match='optimizer_steps="any"'):
         training.body(3)
-    abandon(training.checkpointer, Kill(0))
+    testing.kill(training.checkpointer)
 
 
 def train_ranks(rank: int, _: int, folder: str, until: int, dies: bool) -> dict[str, Any]:
@@ -189,7 +188,7 @@ def train_ranks(rank: int, _: int, folder: str, until: int, dies: bool) -> dict[
             if number == 2 and call == 0:
                 model.get_parameter("0.weight").data.mul_(0.9)
             if dies and number == until and call == 1:
-                abandon(checkpointer, Kill(0))
+                testing.kill(checkpointer)
                 return {}
     checkpointer.close()
     return {"begun": begun, "model": deepcopy(model.state_dict()), "random": torch.get_rng_state()}

@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.persistence.values import same
-from tests.scenarios.lives import Kill, abandon, assert_identical, history
+from tests.scenarios.lives import Kill, assert_identical, history
 from tests.scenarios.pool import Pool
 from tests.scenarios.sharing_trainings import (
     KINDS,
@@ -54,7 +55,7 @@ def train(
         if not resumed or step >= resumed:
             found[step + 1] = [loss, named_tensors(made.model)]
     if kill:
-        abandon(checkpointer, Kill(0))
+        testing.kill(checkpointer)
     else:
         checkpointer.close()
     return resumed, found, made.model
@@ -142,7 +143,7 @@ def test_a_copy_of_a_model_that_shares_is_restored_by_name(tmp_path: Path) -> No
                 inner.ema = inner.ema + 7.0
             made.step(step)
         expected = named_tensors(average)
-        abandon(checkpointer, Kill(0))
+        testing.kill(checkpointer)
 
 
 def test_frozen_parameters_that_parted_are_each_their_own(tmp_path: Path) -> None:
@@ -183,5 +184,5 @@ def test_an_average_of_one_of_two_parts_that_are_alike_is_that_ones(
             made.step(step)
             average.update_parameters(model.right)
         expected = named_tensors(average)
-        abandon(checkpointer, Kill(0))
+        testing.kill(checkpointer)
     assert "one of several parts that are alike" in caplog.text

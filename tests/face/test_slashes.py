@@ -11,12 +11,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.values import same
 from lowdiff.recovery.load import entry_of
 from tests.face.test_odd_parameters import in_order
-from tests.scenarios.lives import Kill, abandon
 
 
 def named_with_slashes() -> nn.Module:
@@ -39,7 +39,7 @@ def train(
         torch.stack([part(inputs).square().sum() for part in model.children()]).sum().backward()
         optimizer.step()
     if dies:
-        abandon(checkpointer, Kill(until))
+        testing.kill(checkpointer)
     else:
         checkpointer.close()
     return resumed, optimizer.state_dict()

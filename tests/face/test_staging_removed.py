@@ -71,9 +71,7 @@ def test_a_training_that_waits_goes_on(
 ) -> None:
     monkeypatch.setattr(stagers, "_DRAIN_SECONDS", 0.5)
     loop = begun(tmp_path, batch_size=1, snapshot_every=2, **STRATEGIES[strategy])
-    opened = loop.checkpointer._opened
-    assert opened is not None
-    os.kill(opened.session.stager.writer.pid, signal.SIGSTOP)
+    os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGSTOP)
     own = own_folder(loop)
     removal = threading.Timer(1.0, shutil.rmtree, [own])
     removal.start()
@@ -91,9 +89,7 @@ def test_a_training_that_waits_goes_on(
 
 def test_lost_steps_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop = begun(tmp_path, batch_size=64)
-    opened = loop.checkpointer._opened
-    assert opened is not None
-    os.kill(opened.session.stager.writer.pid, signal.SIGKILL)
+    os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGKILL)
     shutil.rmtree(own_folder(loop))
     for number in range(3, 9):
         loop.step(number)

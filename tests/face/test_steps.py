@@ -41,12 +41,12 @@ def test_a_training_pass_before_the_loop_does_not_use_the_generators_up(
 ) -> None:
     """Of a learning rate finder, or to compile the model."""
 
-    def bodies(loop: Dropping, loader: Any, until: int) -> Iterator[torch.Tensor]:
+    def bodies(loop: Dropping, loader: Any, resumed: int, until: int) -> Iterator[torch.Tensor]:
         if way == "steps":
             for number in loop.checkpointer.steps(until):
                 yield torch.full((4, 4), float(number))
         else:
-            for _, inputs in islice(loader, until - loop.checkpointer._session.step):
+            for _, inputs in islice(loader, until - resumed):
                 yield inputs
                 loop.checkpointer.commit()
 
@@ -60,7 +60,7 @@ def test_a_training_pass_before_the_loop_does_not_use_the_generators_up(
                 loop.model(torch.ones(4, 4)).sum().backward()
                 loop.optimizer.zero_grad()
             torch.manual_seed(3)
-            for inputs in bodies(loop, loader, until):
+            for inputs in bodies(loop, loader, resumed, until):
                 loop.update(inputs)
             losses += loop.losses
             loop.die()

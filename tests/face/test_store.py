@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.errors import ConfigError, RunMismatch, StepNotFound, StoreError, WriterFailed
 from lowdiff.persistence.writer_settings import WriterSettings
 from lowdiff.recovery.inspection import inspect
@@ -251,22 +252,18 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_out(
 ) -> None:
     loop = loop_in(tmp_path / "node", url)
     loop.attach()
-    opened = loop.checkpointer._opened
-    assert opened is not None
-    writer = opened.session.stager.writer
     killed: list[int] = []
 
     def kill(method: str, name: str) -> bool:
         if method not in ("PUT", "POST") or victim not in name or killed:
             return False
-        killed.append(writer.pid)
-        os.kill(writer.pid, signal.SIGKILL)
+        killed.append(loop.checkpointer.stats()["writer_pid"])
+        os.kill(killed[0], signal.SIGKILL)
         return True  # what was under way is not stored
 
     server.throttled = kill
     train(loop, 7)
-    # Asking for its status is what starts another one.
-    wait_until(loop, lambda _: writer.status() and killed not in ([], [writer.pid]))
+    testing.wait_until(loop.checkpointer, lambda stats: killed not in ([], [stats["writer_pid"]]))
     wait_until(loop, reached(7))
     loop.checkpointer.close()
     report = verify(url, tmp_path / "no-staging")

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.closing import finish
 from lowdiff.compressors import TopK
 from lowdiff.errors import RunInUse, StorageError, WriterFailed
@@ -25,9 +25,10 @@ from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.lease import Lease
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.staging import staged_records
+from lowdiff.persistence.status import status_before
 from lowdiff.persistence.values import same
 from lowdiff.stager import Stager
-from tests.face.loops import Loop, small_model, wait_until
+from tests.face.loops import Loop, small_model, wait_until, wait_until_lost
 from tests.mounts import fill, tmpfs, tmpfs_or_skip
 from tests.scenarios.pool import Pool
 
@@ -160,7 +161,9 @@ def train_with_room_later(rank: int, world_size: int, folder: str) -> int:
                 filler.unlink()
             if step > 32:
                 # Another can only be taken once the one before is durable on all ranks.
-                checkpointer._session.stager.wait_for_snapshot()
+                testing.wait_until(
+                    checkpointer, lambda stats: stats["durable_snapshot"] >= stats["snapshot_step"]
+                )
         taken = int(checkpointer.stats()["snapshots"])
         checkpointer.close()
     return taken
@@ -199,9 +202,7 @@ def train_until_taken_over(rank: int, world_size: int, folder: str) -> tuple[int
             if rank == 0 and step == 4:
                 # Of the same machine, so that it need not wait for the end of the other's lease.
                 assert Lease(run.lease).acquire("process 8", timeout_seconds=PATIENCE_SECONDS)
-                assert checkpointer._opened is not None
-                lock = checkpointer._opened.lock
-                wait_until(partial(lock.is_lost, look=True))
+                wait_until_lost(checkpointer)
     except RunInUse as failure:
         error = str(failure)
     checkpointer.close()
@@ -280,9 +281,8 @@ def test_a_step_that_was_damaged_in_memory_is_said_and_a_snapshot_follows(
 ) -> None:
     loop = Loop(tmp_path, settings={"snapshot_every": 1000, "batch_size": 8})
     loop.attach()
-    assert loop.checkpointer._opened is not None
-    stager = loop.checkpointer._opened.session.stager
-    os.kill(stager.writer.pid, signal.SIGSTOP)
+    stats = loop.checkpointer.stats
+    os.kill(stats()["writer_pid"], signal.SIGSTOP)
     for number in range(10):
         loop.step(number)
         loop.checkpointer.commit()
@@ -291,17 +291,17 @@ def test_a_step_that_was_damaged_in_memory_is_said_and_a_snapshot_follows(
     with path.open("r+b") as file:
         file.seek(record.offset + HEADER_BYTES)
         file.write(bytes([record.body[0] ^ 1]))
-    os.kill(stager.writer.pid, signal.SIGCONT)
-    wait_until(lambda: stager.writer.read_status().lost_step == 4)
-    assert stager.durable_step == 3
+    os.kill(stats()["writer_pid"], signal.SIGCONT)
+    wait_until(lambda: status_before(stage.status).lost_step == 4)
+    assert stats()["durable_step"] == 3
     loop.step(10)
     loop.checkpointer.commit()
     assert "step 4 was damaged in staging memory and is not durable" in caplog.text
-    wait_until(lambda: stager.writer.read_status().durable_snapshot == 11)
-    assert stager.durable_step >= 8
+    wait_until(lambda: stats()["durable_snapshot"] == 11)
+    assert stats()["durable_step"] >= 8
     loop.step(11)
     loop.checkpointer.commit()
-    assert not stager.owes_snapshot
+    assert stats()["snapshots"] == 2
     expected = loop.weights()
     loop.die()
     resumed = Loop(tmp_path)

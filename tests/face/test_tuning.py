@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.cadence import Cadence
 from lowdiff.commit.news import RankNews
 from lowdiff.compressors import TopK
@@ -28,8 +29,8 @@ from lowdiff.tuner import measured
 from lowdiff.tuner.choice import Limits, Setting, stored_bytes
 from lowdiff.tuner.costs import Costs, writer_share
 from lowdiff.tuner.policy import Tuning
-from tests.face.loops import Loop, small_model
-from tests.scenarios.lives import Kill, abandon
+from tests.face.loops import Loop, small_model, wait_until
+from tests.processes import is_alive
 from tests.scenarios.pool import Pool
 from tests.tuner.jobs import LAPTOP
 
@@ -85,12 +86,9 @@ def test_a_crash_that_took_the_memory_is_one_of_a_node(tmp_path: Path) -> None:
     killed.attach()
     for number in killed.checkpointer.steps(7):
         killed.step(number)
-    opened = killed.checkpointer._opened
-    assert opened is not None
-    writer = opened.session.stager.writer
-    writer.write_through()
-    writer.finish(30.0)  # all is durable, and the writer's last document is written
-    abandon(killed.checkpointer, Kill(0, writers=False))
+    writer = killed.checkpointer.stats()["writer_pid"]
+    testing.kill(killed.checkpointer, processes=False)
+    wait_until(lambda: not is_alive(writer))  # all is durable, and its last document is written
     shutil.rmtree(tmp_path / "staging")
     Loop(tmp_path).run(9)
     assert endings(tmp_path) == [("died", ""), ("closed", "node")]
@@ -213,9 +211,8 @@ def train_tuned(rank: int, world_size: int, folder: str, until: int) -> tuple[in
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         optimizer.step()
-    opened = checkpointer._opened
-    assert opened is not None
-    decisions = read_decisions(opened.staging.folder.decisions)[0]
+    (stage,) = StagingFolder.all(Path(folder, f"staging-{rank}"))
+    decisions = read_decisions(stage.decisions)[0]
     checkpointer.close()
     return resumed, decisions
 

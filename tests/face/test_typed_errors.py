@@ -14,6 +14,7 @@ import lowdiff
 from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.errors import UsageError
 from lowdiff.protocols import Compressor
+from tests.face.loops import bound_reducers
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import batch, wrapped
 
@@ -116,11 +117,10 @@ def failing(
     rank: int, world_size: int, folder: str, compressor: Compressor, kind: str
 ) -> tuple[str, str]:
     """An error inside the compressor's own code, on every rank."""
-    made = Rank(folder, rank, compressor)
+    with bound_reducers(type(compressor)) as reducers:
+        made = Rank(folder, rank, compressor)
     made.train(0)
-    opened = made.checkpointer._opened
-    assert opened is not None
-    reducer: Any = opened.session.reducer
+    reducer = reducers[-1]
     error = {"lowdiff": UsageError("odd"), "python": KeyError("odd")}[kind]
 
     def fails(*_: Any, **__: Any) -> None:
@@ -153,10 +153,9 @@ def alone(rank: int, world_size: int, folder: str, compressor: Compressor) -> tu
     checkpointer = lowdiff.Checkpointer(
         f"{folder}/run", compressor=compressor, staging=f"{folder}/staging"
     )
-    checkpointer.attach(model, optimizer)
-    opened = checkpointer._opened
-    assert opened is not None
-    reducer: Any = opened.session.reducer
+    with bound_reducers(type(compressor)) as reducers:
+        checkpointer.attach(model, optimizer)
+    reducer = reducers[-1]
 
     def fails(*_: Any, **__: Any) -> None:
         raise UsageError("odd")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from lowdiff import testing
 from tests.faults.victim import TinyTraining, checkpointer_for
-from tests.scenarios.lives import Kill, abandon
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
             training.step(step)
         os.write(marks, f"{until} {training.digest()}".encode())
         if until < steps:
-            abandon(checkpointer, Kill(until))
+            testing.kill(checkpointer)
     checkpointer.close()
 
 

@@ -14,7 +14,7 @@ from tests.faults.outcome import Outcome
 from tests.faults.replica_kills import replica_kills
 from tests.faults.victim import TinyTraining, Victim, checkpointer_for
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.new_processes, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,6 @@ def test_no_committed_step_is_lost_to_sigkill_at_random_instants(tmp_path: Path)
     assert outcome.found.keys() == {"trainer of 1", "writer of 1", "both of 1"}
 
 
-@pytest.mark.slow
 def test_no_committed_step_of_two_ranks_is_lost_to_sigkill(tmp_path: Path) -> None:
     expect_nothing_lost(kills.kills(tmp_path, 3, world_size=2, seed=4), 3)
 
@@ -49,7 +48,6 @@ def test_no_committed_step_is_lost_with_a_replica(tmp_path: Path) -> None:
     assert outcome.found.keys() == {"trainer of 1", "writer of 1", "both of 1"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_committed_step_is_lost_to_ten_kills_with_a_replica(
     tmp_path: Path, world_size: int
@@ -58,7 +56,7 @@ def test_no_committed_step_is_lost_to_ten_kills_with_a_replica(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["topk", pytest.param("replica", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["topk", "replica"])
 def test_nothing_of_a_live_run_looks_lost(tmp_path: Path, kind: str) -> None:
     expect_nothing_lost(looks.looks(tmp_path, 12, kind=kind), 12)
 
@@ -87,18 +85,11 @@ def test_a_power_failure_at_any_moment_costs_at_most_two_batches(tmp_path: Path)
     expect_nothing_lost(outcome, 60)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind == "I/O error" else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in storage.TROUBLES
-    ],
-)
+@pytest.mark.parametrize("kind", storage.TROUBLES)
 def test_storage_trouble_is_said_and_outlived(tmp_path: Path, kind: str) -> None:
     expect_nothing_lost(storage.storage_troubles(tmp_path, kinds=[kind]), 1)
 
 
-@pytest.mark.slow
 def test_a_zstd_bomb_is_refused_before_it_takes_memory(
     victims: list[Victim], tmp_path: Path
 ) -> None:
@@ -120,7 +111,6 @@ def test_a_link_out_of_the_folder_is_refused_before_anything_is_written(
     assert (tmp_path / "precious").read_text() == "not to be touched"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_strangers_folder_is_refused(victims: list[Victim], tmp_path: Path) -> None:
     expect_nothing_lost(stranger.strangers(victims[0], tmp_path), 2 * len(stranger.HOSTILE))
@@ -153,7 +143,6 @@ def test_a_loss_is_counted_and_described_in_the_report() -> None:
     assert "| something | 30 | survived 2; not run: a part of it | 28 |" in text
 
 
-@pytest.mark.slow
 def test_the_peers_fail_as_the_table_says_and_lowdiff_does_not(tmp_path: Path) -> None:
     peers.main(["--out", str(tmp_path), "--rounds", "5", "--elements", str(1 << 16)])
     rows = {row["store"]: row for row in json.loads((tmp_path / "peers.json").read_text())["rows"]}

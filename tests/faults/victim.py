@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import LowDiffError
 from lowdiff.persistence.values import encode
 from lowdiff.recovery import RecoveredState, recover
 from lowdiff.recovery.replay import ReplayOptions
-from tests.scenarios.lives import Kill, abandon
 
 #: Threads cost more than they bring at this size.
 ONE_WORKER = ReplayOptions(num_workers=1)
@@ -146,7 +146,7 @@ def live(
         victim.digests[step + 1] = trained.digest()
     victim.newest = until
     if end == "kill":
-        abandon(checkpointer, Kill(until))
+        testing.kill(checkpointer)
     else:
         checkpointer.close()
     return trained

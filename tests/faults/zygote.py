@@ -37,7 +37,7 @@ class Zygote:
     """The process that forks trainers; they end with it at the latest."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self._child = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.zygote"],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -49,18 +49,18 @@ class Zygote:
 
     def spawn(self, folder: Path, until: int, world_size: int = 1, kind: str = "topk") -> list[int]:
         """Start one life of the run in ``folder``; returns the process ids, by rank."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
         port = _free_port() if world_size > 1 else 0
         words = folder, until, world_size, port, kind
-        print(*words, file=self._process.stdin, flush=True)
-        return [int(pid) for pid in self._process.stdout.readline().split()]
+        print(*words, file=self._child.stdin, flush=True)
+        return [int(pid) for pid in self._child.stdout.readline().split()]
 
     def close(self) -> None:
         """End it and every trainer that is left."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with self._process:
+            os.killpg(self._child.pid, signal.SIGKILL)
+        with self._child:
             pass
 
 

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.background import MODULES
 from tests.loops.generate import Loop
 from tests.loops.lives import has_watch, live, recover_steps
 
@@ -45,7 +46,7 @@ SLOW_SECONDS = 90.0
 #: After one rank died the others have so long until they die as well.
 _LONELY_SECONDS = 0.05
 
-_PRELOADED = ["lowdiff.checkpointer", "lowdiff.recovery.engine", "tests.loops.lives"]
+_PRELOADED = ["lowdiff.checkpointer", "lowdiff.recovery.engine", "tests.loops.lives", *MODULES]
 
 #: What a life reported: word -> step -> digests, by rank.
 Report = list[dict[str, dict[int, dict[str, str]]]]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import lowdiff
 import lowdiff.compressors
+from tests.background import fork_processes
 from tests.loops.generate import Loop
 from tests.loops.trainer import Training
 
@@ -59,6 +60,7 @@ def digests(
 def live(loop: Loop, folder: Path, life: str, rank: int, kills: bool) -> None:
     """One life of one rank; a process of its own, which never returns."""
     _redirect(folder / f"{life}.{rank}.output")
+    fork_processes(forks=True)
     try:
         _live(loop, folder, life, rank, kills)
     except BaseException:

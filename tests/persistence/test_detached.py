@@ -13,6 +13,8 @@ import pytest
 from lowdiff.persistence.detached import start_detached
 from tests.persistence.writers import settings_in
 
+pytestmark = pytest.mark.new_processes
+
 
 def test_to_drop_the_handle_of_one_that_runs_warns_of_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -155,6 +155,7 @@ def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
 # What it is
 
 
+@pytest.mark.new_processes
 def test_it_loads_neither_torch_nor_the_users_modules_and_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_it_loads_neither_torch_nor_the_users_modules_and_stays_small(
     assert session == writer.pid, "in a session of its own: a launcher's kill does not reach it"
 
 
+@pytest.mark.new_processes
 def test_it_is_small_at_rest(tmp_path: Path) -> None:
     with writing(settings_in(tmp_path)) as writer:
         status = Path(f"/proc/{writer.pid}/status").read_text()
@@ -191,6 +193,7 @@ def test_it_is_small_at_rest(tmp_path: Path) -> None:
     assert int(at_rest["Threads"]) == 1, "however many cores there are"
 
 
+@pytest.mark.new_processes
 def test_a_writer_that_does_not_start_is_an_error_that_quotes_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,7 +328,8 @@ def test_finishing_after_the_writer_was_killed_starts_another_that_drains(tmp_pa
     writer = WriterProcess(settings)
     append(log, 1)
     os.kill(writer.pid, signal.SIGKILL)
-    writer._process.wait()
+    while is_alive(writer.pid):
+        time.sleep(0.005)
     assert writer.finish(PATIENCE_SECONDS).closed
     assert stored(settings.folder) == [1]
 

@@ -24,6 +24,7 @@ from tests.persistence.writers import (
     wait_until,
     writing,
 )
+from tests.processes import is_alive
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,8 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kill(writer: WriterProcess) -> None:
     os.kill(writer.pid, signal.SIGKILL)
-    writer._process.wait()
+    while is_alive(writer.pid):
+        time.sleep(0.005)
 
 
 def test_a_writer_that_dies_at_every_start_is_an_error_until_it_gets_something_done(
@@ -89,7 +91,7 @@ def test_the_end_of_a_life_waits_for_no_back_off(
     writer = WriterProcess(settings)
     append(log, 1)
     while not writer.status().error:
-        kill(writer) if writer._process.poll() is None else time.sleep(0.01)
+        kill(writer) if is_alive(writer.pid) else time.sleep(0.01)
     assert writer.finish(PATIENCE_SECONDS).closed
     assert stored(settings.folder) == [1]
 

@@ -19,7 +19,6 @@ from lowdiff.persistence.values import same
 from lowdiff.recovery import in_memory, recover
 from lowdiff.recovery.inspection import StepRange, forecast, inspect
 from lowdiff.recovery.verify import verify
-from lowdiff.replicating import ReplicatedStager
 from tests.commands import Command, command
 from tests.face.loops import Loop, wait_until
 
@@ -41,11 +40,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, to
     loop.attach()
     for number in range(STEPS):
         if number == HELD:
-            opened = loop.checkpointer._opened
-            assert opened is not None
-            assert isinstance(opened.session.stager, ReplicatedStager)
             wait_until(lambda: loop.checkpointer.stats()["replica_step"] == HELD)
-            os.kill(opened.session.stager.replica.pid, signal.SIGSTOP)
+            os.kill(loop.checkpointer.stats()["replica_pid"], signal.SIGSTOP)
         loop.step(number)
         loop.checkpointer.commit()
     weights = {name: value.clone() for name, value in model.state_dict().items()}

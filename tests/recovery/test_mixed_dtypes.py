@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.persistence.values import same
 from lowdiff.protocols import Compressor
@@ -18,7 +19,6 @@ from lowdiff.recovery.optimizers import independent
 from lowdiff.recovery.replay import ReplayOptions
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import OptimizerSpec
-from tests.scenarios.lives import Kill, abandon
 
 STEPS = 8
 
@@ -69,7 +69,7 @@ class Training:
             self.optimizer.step()
             self.models[step + 1] = copy.deepcopy(self.model.state_dict())
             self.states[step + 1] = copy.deepcopy(self.optimizer.state_dict())
-        abandon(self.checkpointer, Kill(until))
+        testing.kill(self.checkpointer)
         return resumed
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import PowerSGD, TopK
 from lowdiff.errors import ReplayMismatch
 from lowdiff.protocols import Compressor
-from tests.scenarios.lives import Kill, abandon
 from tests.scenarios.pool import JobFailed, Pool
 from tests.scenarios.trainings import batch, wrapped
 
@@ -60,7 +60,7 @@ def life(
         if step + 1 == written:
             first.weight.data[2, 3] = 0.25
         states[step + 1] = {k: v.clone() for k, v in module.state_dict().items()}
-    abandon(checkpointer, Kill(until))
+    testing.kill(checkpointer)
     return resumed, states
 
 

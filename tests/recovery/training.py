@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.capture import Stateful
 from lowdiff.compressors import TopK
-from tests.scenarios.lives import Kill, abandon
 
 
 class Model(nn.Module):
@@ -164,7 +164,7 @@ def train(
             memory.add(loss.item())
         note(until)
         if end == "kill":
-            abandon(checkpointer, Kill(until))
+            testing.kill(checkpointer)
         elif end == "crash":
             raise _Crash
     return trained

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import random
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +13,9 @@ import numpy as np
 import torch
 
 import lowdiff
+import lowdiff.testing
 from lowdiff.compressors import TopK
 from lowdiff.persistence.values import encode
-from lowdiff.replicating import ReplicatedStager
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import Builder, Training
 
@@ -91,38 +88,17 @@ def live(
         if kill is not None and step + 1 == kill.step:
             if rank in kill.staged_by:
                 checkpointer.commit()
-            abandon(checkpointer, kill)
+            lowdiff.testing.kill(checkpointer, processes=kill.writers)
             return Life(resumed, losses, {})
     state = digests(made)
     checkpointer.close()
     return Life(resumed, losses, state)
 
 
-def abandon(checkpointer: lowdiff.Checkpointer, kill: Kill) -> None:
-    """Leave a checkpointer as SIGKILL would: nothing flushed, nothing closed in order."""
-    opened = checkpointer._opened
-    assert opened is not None
-    stager = opened.session.stager
-    processes = [stager.writer._process]
-    if isinstance(stager, ReplicatedStager):
-        processes.append(stager.replica._process)
-    for process in processes:
-        if kill.writers:
-            os.kill(process.pid, signal.SIGKILL)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()  # what the kernel does when the trainer dies
-        if kill.writers:
-            process.wait()
-    opened.session.detach()
-    opened.lock.release()
-    opened.staging.release()
-    checkpointer.hook_state.close(opened.session.reducer)
-    if checkpointer._signals is not None:
-        checkpointer._signals.close()
-    assert checkpointer._loop is not None
-    checkpointer._loop.remove()
-    checkpointer._opened = checkpointer._loop = None
+def owed_by(checkpointer: lowdiff.Checkpointer) -> dict[str, torch.Tensor]:
+    """A copy of the error feedback of a live training, by parameter."""
+    residual = checkpointer._session._residual  # which is nobody else's business
+    return {name: values.clone() for name, values in residual.named().items()}
 
 
 def digests(made: Training) -> dict[str, str]:

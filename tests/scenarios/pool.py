@@ -17,12 +17,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.background import MODULES, fork_processes
+
 #: Loaded once, before the processes part; none of it starts a thread.
 _PRELOADED = [
     "torch._dynamo",
     "torch.nn.parallel",
     "lowdiff.checkpointer",
     "lowdiff.recovery.engine",
+    *MODULES,
 ]
 
 #: ``job(rank, world_size, *arguments)``, importable by name.
@@ -74,6 +77,8 @@ class Pool:
 
 
 def _serve(pipe: Connection) -> None:
+    fork_processes(forks=True)
+
     import torch
 
     torch.set_num_threads(1)

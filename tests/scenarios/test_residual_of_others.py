@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.protocols import Compressor
 from tests.compressors.family import FAMILY
-from tests.scenarios.lives import Kill, abandon
+from tests.scenarios.lives import owed_by
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
 
@@ -32,16 +33,14 @@ def train(
         f"{folder}/run", compressor=compressor, staging=f"{folder}/staging"
     )
     resumed = checkpointer.attach(made.model, made.optimizer)
-    assert checkpointer._opened is not None
-    session = checkpointer._opened.session
-    before = {name: r.clone() for name, r in session._residual.named().items()}
+    before = owed_by(checkpointer)
     for step in checkpointer.steps(until):
         made.step(step)
-    after = {name: r.clone() for name, r in session._residual.named().items()}
+    after = owed_by(checkpointer)
     if closes:
         checkpointer.close()
     else:
-        abandon(checkpointer, Kill(until))
+        testing.kill(checkpointer)
     return resumed, before, after
 
 

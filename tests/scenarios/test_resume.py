@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.persistence.paths import RunFolder
 from lowdiff.persistence.segments import durable_step
-from tests.scenarios.lives import History, Kill, abandon, assert_identical, history, live
+from tests.scenarios.lives import History, Kill, assert_identical, history, live
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
 
@@ -126,7 +127,7 @@ def swap_on_one_rank(rank: int, world_size: int, folder: str, until: int, dies: 
                     kept = parameter.clone()
                     parameter.mul_(0.5).copy_(kept)
     if dies:
-        abandon(checkpointer, Kill(until))
+        testing.kill(checkpointer)
     else:
         checkpointer.close()
     return resumed

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.recovery.verify import verify
 from tests.persistence.s3_server import S3Server
-from tests.scenarios.lives import Kill, abandon, digests
+from tests.scenarios.lives import digests
 from tests.scenarios.pool import Pool
 from tests.scenarios.trainings import TRAININGS
 
@@ -64,7 +65,7 @@ def live(
     while checkpointer.stats()["remote_step"] < until:
         assert time.monotonic() < deadline, checkpointer.stats()
         time.sleep(0.01)
-    abandon(checkpointer, Kill(until))
+    testing.kill(checkpointer)
     return resumed, losses, state
 
 

@@ -1,0 +1,205 @@
+"""Writers and replicas by fork: Python, NumPy and torch are loaded once, not by each of them anew.
+
+They are what ``start_detached`` makes otherwise: children of the trainer in sessions of their own,
+told through a pipe, ended by SIGKILL. To load torch costs a replica two seconds of a core.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
+
+from lowdiff.persistence import detached
+from lowdiff.persistence.detached import DetachedProcess
+
+MODULES = ("lowdiff.persistence.writer", "lowdiff.recovery.replica")
+_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+class ForkedProcess:
+    """A child of this process that its zygote has forked, as far as a ``Popen`` of it is used."""
+
+    def __init__(self, pid: int, stdin: Any) -> None:
+        self.pid, self.stdin = pid, stdin
+        self.returncode: int | None = None
+        self._waiting = threading.Lock()
+
+    def poll(self) -> int | None:
+        """See ``subprocess.Popen.poll``."""
+        with self._waiting:
+            if self.returncode is None:
+                try:
+                    ended, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # a test waited for it by itself
+                    ended, status = self.pid, 0
+                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See ``subprocess.Popen.wait``."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+            time.sleep(0.001)
+        return code
+
+    def kill(self) -> None:
+        """See ``subprocess.Popen.kill``."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdin.close()
+        self.wait()
+
+
+class Zygote:
+    """A child process that forks this process's writers and replicas.
+
+    Args:
+        forks: Fork it from this process, which has started no thread yet; else it is started anew.
+    """
+
+    def __init__(self, *, forks: bool = False) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._trainer = os.getpid()
+        self._asking = threading.Lock()
+        self._forked: list[ForkedProcess] = []
+        if forks:
+            if os.fork() == 0:
+                _serve(theirs)
+        else:
+            descriptor = theirs.fileno()
+            root = str(Path(__file__).parents[1])
+            self._child = DetachedProcess(
+                [sys.executable, "-m", "tests.background", str(descriptor)],
+                pass_fds=[descriptor],
+                cwd=root,
+                env={**os.environ, "PYTHONPATH": root, "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        theirs.close()
+
+    def start(self, command: list[str], **options: Any) -> ForkedProcess | DetachedProcess:
+        """What ``DetachedProcess(command, **options)`` would start."""
+        if os.getpid() != self._trainer:
+            return DetachedProcess(
+                command, **options
+            )  # the zygote is no child of this fork of ours
+        theirs, ours = os.pipe()
+        request = {
+            "module": command[2],
+            "arguments": command[3:],
+            "cwd": options["cwd"],
+            "env": options["env"],
+        }
+        with self._asking:
+            for forked in self._forked:
+                forked.poll()
+            adopt = ctypes.CDLL(None).prctl
+            adopt(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                descriptors = [theirs, options["stdout"].fileno()]
+                socket.send_fds(self._ours, [json.dumps(request).encode()], descriptors)
+                pid = int(self._ours.recv(64))
+            finally:
+                adopt(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+                os.close(theirs)
+            forked = ForkedProcess(pid, os.fdopen(ours, "wb", buffering=0))
+            self._forked = [f for f in self._forked if f.returncode is None] + [forked]
+        return forked
+
+    def close(self) -> None:
+        """End it; what it forked goes on."""
+        self._ours.close()
+
+
+def fork_processes(*, forks: bool = False) -> None:
+    """Have every later writer and replica of this process forked, by a zygote that ends with it.
+
+    Not where coverage is measured, which counts only processes that are started anew.
+    """
+    if "coverage" not in sys.modules:
+        zygote = Zygote(forks=forks)
+        atexit.register(zygote.close)
+        detached.DetachedProcess = zygote.start  # type: ignore[assignment, misc]
+
+
+def _serve(requests: socket.socket) -> None:
+    """The zygote's whole life; never returns."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _close_all_but(requests.fileno())
+        for module in MODULES:
+            import_module(module)
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 2)
+            if not message:
+                break
+            between = os.fork()
+            if between == 0:
+                me = os.getpid()
+                if os.fork() == 0:
+                    _begin(requests, me, json.loads(message), *descriptors)
+                os._exit(0)  # the child is the trainer's from here on
+            os.waitpid(between, 0)
+            for descriptor in descriptors:
+                os.close(descriptor)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)
+
+
+def _begin(
+    answers: socket.socket, between: int, request: dict[str, Any], stdin: int, output: int
+) -> None:
+    """The forked process's whole life; never returns."""
+    code = 1
+    try:
+        while os.getppid() == between:
+            time.sleep(0.0002)
+        answers.send(str(os.getpid()).encode())
+        os.dup2(stdin, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        _close_all_but(2)
+        sys.stdin = os.fdopen(0, closefd=False)
+        os.setsid()
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["env"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = import_module(request["module"]).main(request["arguments"])
+        threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _close_all_but(kept: int) -> None:
+    os.closerange(3, kept)
+    os.closerange(max(3, kept + 1), os.sysconf("SC_OPEN_MAX"))
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
