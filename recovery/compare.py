@@ -171,11 +171,16 @@ def largest_ulps(left: torch.Tensor, right: torch.Tensor) -> int | None:
             a, b = mine[unequal], theirs[unequal]
             if not bool(a.isfinite().all() and b.isfinite().all()):
                 return None
-            x, y = _ordered(a.view(integers)), _ordered(b.view(integers))
-            high, low = torch.maximum(x, y).numpy(), torch.minimum(x, y).numpy()
-            # Unsigned, or the distance of two of 64 bits could overflow.
-            furthest = max(furthest, int((high.view(np.uint64) - low.view(np.uint64)).max()))
+            furthest = max(furthest, _furthest(a.view(integers), b.view(integers)))
     return furthest
+
+
+def _furthest(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Largest distance between bit patterns, counted in the order of the numbers they stand for."""
+    a, b = _ordered(left), _ordered(right)
+    high, low = torch.maximum(a, b).numpy(), torch.minimum(a, b).numpy()
+    # Unsigned, or the distance of two of 64 bits could overflow.
+    return int((high.view(np.uint64) - low.view(np.uint64)).max())
 
 
 def _ordered(patterns: torch.Tensor) -> torch.Tensor:
