@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from lowdiff.errors import NotARun
-from lowdiff.persistence.framing import RecordHeader
+from lowdiff.persistence.framing import RecordHeader, RecordRef
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.progress import RunWatch
-from lowdiff.persistence.segments import Batch, read_batch
+from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.status import StatusPage, TrainerPage, TrainerStatus, WriterStatus
 from tests.face.loops import Loop
 
@@ -67,13 +67,14 @@ def test_each_look_reads_only_the_records_added_since(
     loop.attach()
     steps: list[int] = []
 
-    def counting(path: Path, start: int) -> Batch | None:
-        batch = read_batch(path, start)
-        if batch is not None:
-            steps.extend(range(batch.first, batch.last + 1))
-        return batch
+    class Counting(SegmentFile):
+        def next(self) -> RecordRef | None:
+            record = super().next()
+            if record is not None:
+                steps.append(record.header.step)
+            return record
 
-    monkeypatch.setattr("lowdiff.persistence.progress.read_batch", counting)
+    monkeypatch.setattr("lowdiff.persistence.progress.SegmentFile", Counting)
     # As from a machine that shares the run folder only.
     watch = RunWatch(RunFolder(tmp_path / "run"), tmp_path / "elsewhere")
     for last in (3, 3, 8):
