@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lowdiff.errors import DamagedFile
 from lowdiff.persistence.fences import read_fence, read_run_id
 from lowdiff.persistence.framing import HEADER_BYTES
 from lowdiff.persistence.paths import RunFolder, StagingFolder, file_bytes
-from lowdiff.persistence.segments import read_batch
+from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.snapshots import manifest_file, shard_file
 from lowdiff.persistence.status import StatusReader, WriterStatus, read_trainer_status
 
@@ -193,11 +194,12 @@ class _SegmentTail:
 
     def last_step(self) -> int:
         """Step of its last whole record, or the one before its first."""
-        # Retention may be faster. Read, not mapped: its writer may cut it back at any moment.
-        with contextlib.suppress(OSError):
-            while (batch := read_batch(self.path, self._offset)) is not None:
-                self._offset += len(batch.data) - HEADER_BYTES
-                self._step = batch.last
+        # Retention may be faster, or a dead writer's first record torn.
+        with contextlib.suppress(OSError, DamagedFile):
+            file = SegmentFile(self.path)
+            file.end = self._offset
+            while (record := file.next()) is not None:
+                self._offset, self._step = file.end, record.header.step
         return self._step
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.failures import FailureRates
 
-
 #: When the writer ends a segment, which goes to the store as a whole.
 _SEGMENT_SECONDS, _SEGMENT_BYTES = 10.0, 16 << 20
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from lowdiff.errors import NotARun
-from lowdiff.persistence.framing import RecordHeader
+from lowdiff.persistence.framing import RecordHeader, RecordRef
 from lowdiff.persistence.paths import RunFolder, StagingFolder
 from lowdiff.persistence.progress import RunWatch
-from lowdiff.persistence.segments import Batch, read_batch
+from lowdiff.persistence.segment_file import SegmentFile
 from lowdiff.persistence.status import StatusPage, TrainerPage, TrainerStatus, WriterStatus
 from tests.face.loops import Loop
 
@@ -68,13 +68,13 @@ def test_each_look_reads_only_the_records_added_since(
     loop.attach()
     steps: list[int] = []
 
-    def counting(path: Path, start: int) -> Batch | None:
-        batch = read_batch(path, start)
-        if batch is not None:
-            steps.extend(range(batch.first, batch.last + 1))
-        return batch
+    def counting(file: SegmentFile) -> RecordRef | None:
+        record = read_next(file)
+        steps.extend([] if record is None else [record.header.step])
+        return record
 
-    monkeypatch.setattr("lowdiff.persistence.progress.read_batch", counting)
+    read_next = SegmentFile.next
+    monkeypatch.setattr(SegmentFile, "next", counting)
     # As from a machine that shares the run folder only.
     watch = RunWatch(RunFolder(tmp_path / "run"), tmp_path / "elsewhere")
     for last in (3, 3, 8):
