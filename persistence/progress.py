@@ -7,8 +7,9 @@ added. Takes no lock and writes nothing, so neither trainer nor writer notices.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.fences import read_fence, read_run_id
@@ -33,6 +34,7 @@ class RankProgress:
             incarnations.
         commit_age_seconds: Time since its last commit; None if it said nothing.
         preempted: Whether it was told to stop soon.
+        retries: Writes that failed and were made again.
         error: What its writer complains of, empty when all is well.
     """
 
@@ -44,6 +46,7 @@ class RankProgress:
     disk_bytes: int
     commit_age_seconds: float | None
     preempted: bool
+    retries: int
     error: str
 
 
@@ -53,15 +56,25 @@ class RunProgress:
 
     Attributes:
         incarnation: Its number; None if the run never began.
+        unix_seconds: When it was looked at.
         committed_step: Newest step staged on all ranks; None if a rank cannot be seen.
         durable_step: Newest such step of all ranks; None if a rank cannot be seen.
+        lag_steps: How far durable is behind committed.
+        disk_bytes: Bytes of all ranks.
     """
 
     run_id: str
     incarnation: int | None
+    unix_seconds: float
     committed_step: int | None
     durable_step: int | None
+    lag_steps: int | None
+    disk_bytes: int
     ranks: tuple[RankProgress, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON content."""
+        return asdict(self)
 
 
 class _Listing:
@@ -100,11 +113,19 @@ class RunWatch:
                 self._rank(listing, newest, rank, base_step, now_unix_seconds)
                 for rank in range(world_size)
             )
+        committed = _least([rank.staged_step for rank in ranks])
+        durable = _least([rank.durable_step for rank in ranks])
+        lag = None
+        if committed is not None and durable is not None:
+            lag = max(0, committed - durable)
         return RunProgress(
             run_id=self._run_id,
             incarnation=newest,
-            committed_step=_least([rank.staged_step for rank in ranks]),
-            durable_step=_least([rank.durable_step for rank in ranks]),
+            unix_seconds=now_unix_seconds,
+            committed_step=committed,
+            durable_step=durable,
+            lag_steps=lag,
+            disk_bytes=sum(rank.disk_bytes for rank in ranks),
             ranks=ranks,
         )
 
@@ -144,6 +165,7 @@ class RunWatch:
             if trainer is None
             else max(0.0, now - trainer.committed_at_unix_seconds),
             preempted=trainer is not None and trainer.preempted,
+            retries=0 if writer is None else writer.retries,
             error="" if writer is None else writer.error,
         )
 
@@ -172,7 +194,7 @@ class _SegmentTail:
 
     def last_step(self) -> int:
         """Step of its last whole record, or the one before its first."""
-        # Retention may be faster, and its writer may cut it back at any moment.
+        # Retention may be faster, or a dead writer's first record torn.
         with contextlib.suppress(OSError, DamagedFile):
             file = SegmentFile(self.path)
             file.end = self._offset

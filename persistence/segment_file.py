@@ -145,7 +145,7 @@ class SegmentFile:
         self.is_cut_in_footer = False
         self._newest: RecordRef | None = None
         self._is_read = False
-        #: Where the records read so far end.
+        #: Where the records read so far end; whoever has read some before may go on from there.
         self.end = HEADER_BYTES
 
     def next(self) -> RecordRef | None:
