@@ -29,7 +29,7 @@ test: check
 # loaded, as those of the measurement would be.
 coverage: .venv/installed-dev
 	$(BIN)/pytest -q -m "$(MARKERS)" -n $(WORKERS) --dist worksteal --cov --cov-report=term \
-	  --deselect tests/persistence/test_writer.py::test_it_loads_neither_torch_nor_the_users_modules_and_stays_small
+	  --deselect tests/unit/persistence/writer/test_writer.py::test_it_loads_neither_torch_nor_the_users_modules_and_stays_small
 
 # An hour or more; `make soak SOAK_MINUTES=5` does less of everything.
 soak: .venv/installed-dev

@@ -33,8 +33,8 @@ from benches.harness import BLUE, INK, RED, Result, arguments, dots, machine, wr
 from benches.peak import Peak
 from benches.restart_arms import evict
 from benches.runs import Places, in_new_process, places
-from lowdiff.persistence.catalog import scan
-from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.run.catalog import scan
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
 
 TARGET_SECONDS = 2.0
@@ -47,7 +47,7 @@ def told():
         peak = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
     sys.stderr.write(f"{time.process_time()} {peak}")
 atexit.register(told)
-from lowdiff.cli import main
+from lowdiff.cli.app import main
 main()
 """
 

@@ -50,9 +50,9 @@ from benches.harness import (
     write,
 )  # fmt: skip
 from lowdiff.compressors import TopK
-from lowdiff.layout import flat
-from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.sections import encode_sections, read_sections
+from lowdiff.core.layout import flat
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.sections import encode_sections, read_sections
 from lowdiff.types import Bits, Section
 
 TARGET_BYTES = {"float32": 4.4, "bfloat16": 2.4}

@@ -45,9 +45,9 @@ from benches.peak import Peak
 from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, RandomK, TopK
 from lowdiff.compressors.changes import equal_bits
 from lowdiff.compressors.selection import MagnitudeSelector
-from lowdiff.layout import torch_dtype
-from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.sections import encode_sections, read_sections
+from lowdiff.core.layout import torch_dtype
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.sections import encode_sections, read_sections
 from lowdiff.protocols import Compressor
 from lowdiff.types import Block, Layout, Payload
 

@@ -39,7 +39,7 @@ from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, GREEN, INK, MUTED, Result, arguments, machine, write
 from benches.hooked import Hooked, in_ranks
 from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, RandomK, TopK
-from lowdiff.layout import byte_view
+from lowdiff.core.layout import byte_view
 from lowdiff.protocols import Compressor
 
 #: None is dense training.

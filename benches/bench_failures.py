@@ -31,10 +31,10 @@ from benches.harness import BLUE, INK, MUTED, RED, Result, arguments, machine, w
 from benches.runs import Places, places
 from benches.tuner_life import LifePlan, live
 from lowdiff.demo.launch import child_processes
-from lowdiff.lives import life_of, read_lives
-from lowdiff.persistence.fences import read_run_id
-from lowdiff.persistence.paths import RunFolder
-from lowdiff.recovery.verify import verify
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.run.fences import read_run_id
+from lowdiff.persistence.staging.measurements import life_of, read_lives
+from lowdiff.recovery.inspect.verify import verify
 from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.costs import Costs, loop_seconds, lost_steps, recovery_seconds
 from lowdiff.tuner.measured import measure

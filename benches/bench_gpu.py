@@ -45,10 +45,10 @@ from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, Result, arguments, machine, save
 from lowdiff.compressors import TopK
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.hook import HookState, comm_hook
-from lowdiff.layout import layout_of
-from lowdiff.recovery.replay import ReplayOptions
-from lowdiff.recovery.verify import verify
+from lowdiff.core.layout import layout_of
+from lowdiff.recovery.inspect.verify import verify
+from lowdiff.recovery.replay.replayer import ReplayOptions
+from lowdiff.step.ddp_hook import HookState, comm_hook
 
 #: Each with its batch: all five arms are on the device at once, which has 80 GB.
 MODELS = {

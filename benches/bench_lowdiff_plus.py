@@ -54,9 +54,9 @@ from benches.harness import (
 )  # fmt: skip
 from benches.peers.dcp import completion, reused_memory
 from benches.runs import Places, places
-from lowdiff.persistence.values import same
+from lowdiff.persistence.format.values import same
 from lowdiff.recovery.engine import recover
-from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.state import RecoveredState
 
 TARGET = 0.05

@@ -52,11 +52,11 @@ from benches.harness import (
 from benches.runs import Places, places, plan_from
 from lowdiff.compressors import TopK
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.layout import flat, layout_of
-from lowdiff.persistence.values import same
+from lowdiff.core.layout import flat, layout_of
+from lowdiff.persistence.format.values import same
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.engine import carry_out
-from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.types import Payload
 
 #: Mode of ``watch`` and key of its bound -> target.

@@ -28,7 +28,7 @@ from benches.growth_turn import Growth, Turn, alone
 from benches.harness import BLUE, INK, MUTED, PALE, RED, Result, arguments, machine, write
 from benches.replay_arms import digest
 from benches.runs import Places, in_new_process, logged_steps, places
-from lowdiff.recovery.sizing import needed_bytes
+from lowdiff.recovery.replay.sizing import needed_bytes
 
 _BYTES_PER_ELEMENT = 12  # a parameter and AdamW's two moments, float32
 _AXES = {

@@ -28,7 +28,7 @@ from benches.harness import BLUE, INK, PALE, RED, Result, arguments, machine, wr
 from benches.replay_arms import digest
 from benches.restart_arms import Restart, Turn, take_turn
 from benches.runs import Places, in_new_process, logged_steps, places
-from lowdiff.recovery.export import export
+from lowdiff.recovery.inspect.export import export
 
 _MODEL = GPTConfig(vocabulary=50304, context=256, layers=8, heads=6, width=384)
 _SMOKE_MODEL = GPTConfig(layers=2, heads=2, width=64)

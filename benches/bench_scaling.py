@@ -29,10 +29,10 @@ from benches.harness import BLUE, GREEN, INK, MUTED, RED, Result, abba, argument
 from benches.hooked import Hooked, in_ranks
 from benches.runs import Places, places, plan_from
 from lowdiff.compressors import CyclicTopK, PowerSGD, TopK
-from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.engine import carry_out
-from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.replay.replayer import ReplayOptions
 
 _COLOURS = {"topk": BLUE, "cyclic_topk": GREEN, "powersgd": MUTED, "lowdiff_plus": RED}
 _NEVER = 1 << 40

@@ -38,10 +38,10 @@ from benches.replay_arms import digest
 from benches.runs import Places, places
 from benches.tables import excess
 from benches.tuner_life import LifePlan, live
-from lowdiff.lives import life_of, read_lives
-from lowdiff.persistence.fences import read_run_id
-from lowdiff.persistence.locks import FileLock
-from lowdiff.persistence.paths import RunFolder, StagingFolder
+from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+from lowdiff.persistence.run.fences import read_run_id
+from lowdiff.persistence.staging.measurements import life_of, read_lives
 from lowdiff.tuner.choice import Limits, Setting, recommend
 from lowdiff.tuner.costs import effective_share
 from lowdiff.tuner.failures import FailureRates

@@ -19,12 +19,12 @@ import torch
 import lowdiff
 from benches.runs import Places
 from lowdiff.compressors import TopK
-from lowdiff.persistence.catalog import scan
-from lowdiff.persistence.durable import write_json
-from lowdiff.persistence.framing import FileHeader, FileKind, RecordRef
-from lowdiff.persistence.paths import RunFolder
-from lowdiff.persistence.segments import Batch, SegmentWriter
-from lowdiff.persistence.snapshots import Manifest, manifest_file
+from lowdiff.persistence.files.durable import write_json
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordRef
+from lowdiff.persistence.format.image import Manifest, manifest_file
+from lowdiff.persistence.run.catalog import scan
+from lowdiff.persistence.writer.segments import Batch, SegmentWriter
 
 _FIRST_STEPS = 2
 

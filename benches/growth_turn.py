@@ -14,7 +14,7 @@ from benches.harness import pin
 from benches.peak import Peak
 from benches.replay_arms import digest
 from benches.runs import Places
-from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.replay.replayer import ReplayOptions
 
 
 @dataclass(frozen=True, slots=True)

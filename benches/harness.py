@@ -29,7 +29,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import lowdiff
-from lowdiff.environment import environment_of
+from lowdiff.core.numerics import environment_of
 
 INK, MUTED, PALE, BLUE, GREEN, RED = (
     "#1f2933", "#7b8794", "#c3cdd8", "#1f77b4", "#2a9d5c", "#d64545",

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.hook import HookState
-from lowdiff.layout import flat, layout_of
+from lowdiff.core.layout import flat, layout_of
 from lowdiff.protocols import Compressor
+from lowdiff.step.ddp_hook import HookState
 from lowdiff.types import Layout, Payload
 
 

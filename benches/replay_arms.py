@@ -22,11 +22,11 @@ from torch import nn
 from benches.harness import pin, timed
 from benches.runs import Places, plan_from
 from lowdiff.compressors import from_settings
-from lowdiff.layout import byte_view, flat
-from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.differentials import read_differential
+from lowdiff.core.layout import byte_view, flat
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.differentials import read_differential
 from lowdiff.recovery.load import load_snapshot
-from lowdiff.recovery.replay import ReplayOptions, replay
+from lowdiff.recovery.replay.replayer import ReplayOptions, replay
 from lowdiff.types import Block, Differential
 
 BASE_STEP = 0

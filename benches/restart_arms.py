@@ -18,13 +18,13 @@ from benches.gpt import GPT, GPTConfig
 from benches.harness import pin
 from benches.replay_arms import digest
 from benches.runs import Places
-from lowdiff.attached import Attached, describe
-from lowdiff.persistence.catalog import scan
-from lowdiff.persistence.paths import RunFolder
+from lowdiff.attach.restore import check_restored, load_model, load_optimizers
+from lowdiff.model.binding import Attached, describe
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.run.catalog import scan
 from lowdiff.recovery.load import load_snapshot
-from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.state import RecoveredState
-from lowdiff.restore import check_restored, load_model, load_optimizers
 
 
 @dataclass(frozen=True, slots=True)

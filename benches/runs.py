@@ -15,8 +15,8 @@ import torch
 
 import lowdiff
 from lowdiff.compressors import TopK
-from lowdiff.persistence.catalog import Catalog, scan
-from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.run.catalog import Catalog, scan
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
 
 _Task = TypeVar("_Task")

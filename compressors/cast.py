@@ -14,8 +14,8 @@ from lowdiff.compressors.lane import Lane, share, shares_in
 from lowdiff.compressors.ranges import half_width, refuse_other_half
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, pieces, shared_parts
+from lowdiff.core.layout import dtype_name
 from lowdiff.errors import ReplayMismatch
-from lowdiff.layout import dtype_name
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from lowdiff.layout import INT_OF_BYTES
+from lowdiff.core.layout import INT_OF_BYTES
 
 #: Factors in the order in which they were applied; none if the gradient was left alone.
 Factors = tuple[float, ...]

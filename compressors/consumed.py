@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 from crc32c import crc32c
 
-from lowdiff.arithmetic import flushes_denormals
 from lowdiff.compressors.changes import Factors, equal_bits, find_factors, multiply
 from lowdiff.compressors.foreign import ChangeWarning, whole_ranges
 from lowdiff.compressors.lane import share, shares_in
 from lowdiff.compressors.sections import factor_sections, factors_of, pieces
-from lowdiff.layout import bits, byte_view
+from lowdiff.core.layout import bits, byte_view
+from lowdiff.core.numerics import flushes_denormals
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 _SAMPLED = 64

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lowdiff.compressors.futures import chained, completed
 from lowdiff.compressors.reproducible import reproducible_mean
+from lowdiff.core.layout import bits, shares_of
 from lowdiff.errors import ReplayMismatch
-from lowdiff.layout import bits, shares_of
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lowdiff.layout import shaped, torch_dtype
+from lowdiff.core.layout import shaped, torch_dtype
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Layout, ResidualMark
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from lowdiff.compressors.sections import shared_parts
-from lowdiff.layout import INT_OF_BYTES
+from lowdiff.core.layout import INT_OF_BYTES
 from lowdiff.types import Bits, Layout, Payload
 
 _logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.ranges import checked_size
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, pieces, shared_parts
+from lowdiff.core.layout import torch_dtype
 from lowdiff.errors import ConfigError, ReplayMismatch
-from lowdiff.layout import torch_dtype
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, ParameterSpec, Payload, Section
 

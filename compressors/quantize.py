@@ -15,8 +15,8 @@ from lowdiff.compressors.feedback import ErrorFeedback, is_used, residuals_of
 from lowdiff.compressors.lane import Lane, share
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, listed, numbers
+from lowdiff.core.layout import bits
 from lowdiff.errors import ConfigError, ReplayMismatch
-from lowdiff.layout import bits
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
 

@@ -17,8 +17,8 @@ from lowdiff.compressors.ranges import checked_density, checked_size, kept_of
 from lowdiff.compressors.sections import pieces, shared_parts
 from lowdiff.compressors.shared import SharedReducer
 from lowdiff.compressors.sparse import IndexedDecoder
+from lowdiff.core.layout import bits
 from lowdiff.errors import ConfigError
-from lowdiff.layout import bits
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
 

@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from lowdiff.core.layout import dtype_name
 from lowdiff.errors import ConfigError, UnsupportedModel
-from lowdiff.layout import dtype_name
 from lowdiff.types import Layout
 
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

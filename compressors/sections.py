@@ -11,8 +11,8 @@ import torch
 
 from lowdiff.compressors.changes import Factors
 from lowdiff.compressors.lane import share
+from lowdiff.core.layout import bits
 from lowdiff.errors import ReplayMismatch
-from lowdiff.layout import bits
 from lowdiff.types import Bits, Layout, Payload, Section
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lowdiff.layout import INT_OF_BYTES
+from lowdiff.core.layout import INT_OF_BYTES
 
 #: Below this, one exact partition is cheaper than sampling first.
 _SAMPLE_FROM = 1 << 15

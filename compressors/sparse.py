@@ -18,7 +18,7 @@ from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.foreign import ChangeWarning, has_foreign_entries, whole_ranges
 from lowdiff.compressors.lane import share, shares_in
 from lowdiff.compressors.sections import factor_sections, factors_of, floats, pieces
-from lowdiff.layout import INT_OF_BYTES, bits
+from lowdiff.core.layout import INT_OF_BYTES, bits
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 

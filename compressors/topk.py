@@ -21,7 +21,7 @@ from lowdiff.compressors.ranges import (
 )
 from lowdiff.compressors.selection import MagnitudeSelector
 from lowdiff.compressors.sparse import IndexedDecoder, SparseReducer
-from lowdiff.layout import dtype_name
+from lowdiff.core.layout import dtype_name
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Layout, Payload
 

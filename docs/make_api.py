@@ -9,11 +9,11 @@ from types import ModuleType
 
 import lowdiff
 import lowdiff.compressors
-import lowdiff.dataloader
 import lowdiff.errors
+import lowdiff.loop.dataloader
 import lowdiff.metrics
 import lowdiff.protocols
-import lowdiff.recovery.replay
+import lowdiff.recovery.replay.replayer.replayer
 import lowdiff.testing
 
 PAGE = Path(__file__).with_name("api.md")
@@ -24,10 +24,10 @@ CHAPTERS: dict[str, tuple[ModuleType, list[str]]] = {
         lowdiff.compressors,
         sorted(set(lowdiff.compressors.__all__) - {"Dense", "from_settings"}),
     ),
-    "lowdiff.dataloader": (lowdiff.dataloader, ["ResumableLoader", "StatefulEpochs"]),
+    "lowdiff.loop.dataloader": (lowdiff.dataloader, ["ResumableLoader", "StatefulEpochs"]),
     "lowdiff.metrics": (lowdiff.metrics, ["collector"]),
     "lowdiff.testing": (lowdiff.testing, ["kill", "wait_until"]),
-    "lowdiff.recovery.replay": (lowdiff.recovery.replay, ["ReplayOptions"]),
+    "lowdiff.recovery.replay.replayer": (lowdiff.recovery.replay, ["ReplayOptions"]),
     "lowdiff.protocols": (lowdiff.protocols, ["Compressor", "Reducer"]),
 }
 

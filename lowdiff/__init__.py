@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lowdiff.checkpointer import Checkpointer
     from lowdiff.errors import LowDiffError
-    from lowdiff.hook import comm_hook
-    from lowdiff.persistence.policy import Retention
+    from lowdiff.persistence.retention.plan import Retention
     from lowdiff.recovery import RecoveredState, recover, register_optimizer
+    from lowdiff.step.ddp_hook import comm_hook
     from lowdiff.tuner import Limits, Tuning
 
 __all__ = [
@@ -35,9 +35,9 @@ _HOMES = {
     "Limits": "lowdiff.tuner",
     "LowDiffError": "lowdiff.errors",
     "RecoveredState": "lowdiff.recovery",
-    "Retention": "lowdiff.persistence.policy",
+    "Retention": "lowdiff.persistence.retention.plan",
     "Tuning": "lowdiff.tuner",
-    "comm_hook": "lowdiff.hook",
+    "comm_hook": "lowdiff.step.ddp_hook",
     "recover": "lowdiff.recovery",
     "register_optimizer": "lowdiff.recovery",
 }

@@ -1,6 +1,6 @@
 """``python -m lowdiff``: the command line where its script is not on the path."""
 
-from lowdiff.cli import main
+from lowdiff.cli.app import main
 
 if __name__ == "__main__":
     main()

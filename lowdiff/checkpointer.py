@@ -17,30 +17,50 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
-from lowdiff.attached import bare_optimizers, describe
-from lowdiff.capture import Stateful
-from lowdiff.closing import finish, release
+from lowdiff.attach.close import finish, release
+from lowdiff.attach.open import Opened, meeting, open_session
+from lowdiff.commit.meter import writer_document
+from lowdiff.commit.session import Session
 from lowdiff.compressors import Dense
 from lowdiff.compressors.dense import mean
-from lowdiff.dataloader import Body, ResumableLoader, StatefulEpochs
+from lowdiff.core.events import log_event
 from lowdiff.errors import ConfigError, UsageError
-from lowdiff.events import log_event
-from lowdiff.hook import HookState, registered
-from lowdiff.keeping import keep_step
-from lowdiff.loop_state import LoopState
-from lowdiff.opening import Opened, meeting, open_session
-from lowdiff.persistence.object_store import is_url
-from lowdiff.persistence.policy import Retention
-from lowdiff.preemption import SignalWatch, refuse_foreign_descriptor
+from lowdiff.loop.dataloader import Body, ResumableLoader, StatefulEpochs
+from lowdiff.loop.pinning import keep_step
+from lowdiff.loop.preemption import SignalWatch, refuse_foreign_descriptor
+from lowdiff.loop.steps import DetachedLoop, LoopState, TrainingLoop
+from lowdiff.model.binding import bare_optimizers, describe
+from lowdiff.model.items import Stateful
+from lowdiff.persistence.retention.plan import Retention
+from lowdiff.persistence.store.client import is_url
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
-from lowdiff.session import Session
 from lowdiff.settings import Settings, cadence
-from lowdiff.stats import stats_of
-from lowdiff.training_loop import DetachedLoop, TrainingLoop
+from lowdiff.step.ddp_hook import HookState, registered
 from lowdiff.tuner.policy import Tuning
 
 _logger = logging.getLogger(__name__)
+
+
+def stats_of(opened: Opened) -> dict[str, Any]:
+    """Counters, positions and histograms of this rank; for any thread."""
+    session = opened.session
+    stager = session.stager
+    return {
+        "rank": opened.ranks.rank,
+        "staging": str(opened.staging.folder.root),
+        **stager.counters.document(),
+        **writer_document(stager.writer.read_status()),
+        **stager.figures(),
+        "durable_step": stager.durable_step,
+        "snapshot_step": stager.snapshot_step,
+        "committed_step": session.committed_step,
+        "diverged_ranks": list(session.health.ranks_apart),
+        "large_items": session.large_items,
+        "writer_pid": stager.writer.pid,
+        "writer_restarts": stager.writer.restarts,
+    }
+
 
 _RESTORE = ("all", "model", "none")
 #: The live Checkpointer of each run folder.

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lowdiff.errors import ConfigError
-from lowdiff.persistence.object_store import ObjectStore
-from lowdiff.persistence.paths import RunFolder
-from lowdiff.persistence.policy import Retention
-from lowdiff.persistence.trust import shared_staging_root
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.files.trust import shared_staging_root
+from lowdiff.persistence.retention.plan import Retention
+from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.protocols import Compressor
 from lowdiff.tuner.policy import Tuning
 

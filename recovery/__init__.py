@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowdiff.recovery.engine import recover
-    from lowdiff.recovery.optimizers import register_optimizer
+    from lowdiff.recovery.replay.optimizers import register_optimizer
+    from lowdiff.recovery.replay.replayer import ReplayOptions
     from lowdiff.recovery.state import RecoveredState
 
-__all__ = ["RecoveredState", "recover", "register_optimizer"]
+__all__ = ["RecoveredState", "ReplayOptions", "recover", "register_optimizer"]
 
 _HOMES = {
     "RecoveredState": "lowdiff.recovery.state",
+    "ReplayOptions": "lowdiff.recovery.replay.replayer",
     "recover": "lowdiff.recovery.engine",
-    "register_optimizer": "lowdiff.recovery.optimizers",
+    "register_optimizer": "lowdiff.recovery.replay.optimizers",
 }
 
 # Hidden from type checkers, which would otherwise accept any name at all.

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowdiff.layout import INT_OF_BYTES
-from lowdiff.persistence.values import same
+from lowdiff.core.layout import INT_OF_BYTES
+from lowdiff.persistence.format.values import same
 from lowdiff.recovery.state import (
     RNG_ITEM,
     STATEFUL_ITEM,

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.catalog import Catalog, complete_snapshots
-from lowdiff.persistence.fences import read_fence
-from lowdiff.persistence.framing import (
+from lowdiff.persistence.files.mapped_file import read_view
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.framing import (
     HEADER_BYTES,
     FileHeader,
     RecordHeader,
     read_record,
     read_records,
 )
-from lowdiff.persistence.memory import read_view
-from lowdiff.persistence.paths import RunFolder
-from lowdiff.persistence.replica_status import has_replica
-from lowdiff.persistence.segment_file import SegmentFile
-from lowdiff.persistence.snapshots import was_removed
+from lowdiff.persistence.format.image import was_removed
+from lowdiff.persistence.format.segment_file import SegmentFile
+from lowdiff.persistence.run.catalog import Catalog, complete_snapshots
+from lowdiff.persistence.run.fences import read_fence
+from lowdiff.persistence.staging.status import has_replica
 from lowdiff.recovery.plan import rebases, recoverable, spans_of
 
 _RECORD_START = re.compile(rb"LDRC")

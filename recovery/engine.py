@@ -12,19 +12,19 @@ from typing import TypeVar
 
 import torch
 
+from lowdiff.core.events import printable
 from lowdiff.errors import DamagedFile, ReplayMismatch, RunMismatch, StepNotFound
-from lowdiff.events import printable
-from lowdiff.persistence.catalog import Catalog, scan
-from lowdiff.persistence.fetching import fetch_history, temporary_folder
-from lowdiff.persistence.object_store import ObjectStore, is_url
-from lowdiff.persistence.paths import RunFolder, staging_to_read
-from lowdiff.persistence.snapshots import was_removed
+from lowdiff.persistence.files.paths import RunFolder, staging_to_read
+from lowdiff.persistence.format.image import was_removed
+from lowdiff.persistence.run.catalog import Catalog, scan
+from lowdiff.persistence.store.client import ObjectStore, is_url
+from lowdiff.persistence.store.fetch import fetch_history, temporary_folder
 from lowdiff.recovery.damage import judge
-from lowdiff.recovery.in_memory import MemoryPlan, carry_out_in_memory, plan_in_memory
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
-from lowdiff.recovery.replay import ReplayOptions, in_blocks_or_whole, replay
-from lowdiff.recovery.sizing import check_memory
+from lowdiff.recovery.replay.replayer import ReplayOptions, in_blocks_or_whole, replay
+from lowdiff.recovery.replay.sizing import check_memory
+from lowdiff.recovery.replica.recover import MemoryPlan, carry_out_in_memory, plan_in_memory
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
 
 _logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import IO, Any
 import torch
 from crc32c import crc32c
 
-from lowdiff.layout import byte_view, dtype_name, shaped
-from lowdiff.persistence.copying import joined_checksum, read_in_parallel
-from lowdiff.persistence.snapshots import (
+from lowdiff.core.layout import byte_view, dtype_name, shaped
+from lowdiff.persistence.files.checked_copy import joined_checksum, read_in_parallel
+from lowdiff.persistence.format.image import (
     OPTIMIZER,
     PARAMETER,
     SCALARS,
@@ -22,7 +22,7 @@ from lowdiff.persistence.snapshots import (
     image_header,
     read_image_header,
 )
-from lowdiff.persistence.values import encode
+from lowdiff.persistence.format.values import encode
 from lowdiff.recovery.state import (
     AVERAGE_ITEM,
     BUFFER_ITEM,

@@ -13,12 +13,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from lowdiff.core.layout import flat, flat_like
 from lowdiff.errors import DamagedFile
-from lowdiff.layout import flat, flat_like
-from lowdiff.persistence.catalog import SnapshotSet
-from lowdiff.persistence.constants import check_constants
-from lowdiff.persistence.paths import RunFolder
-from lowdiff.persistence.snapshots import (
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.image import (
     OPTIMIZER,
     PARAMETER,
     RESIDUAL,
@@ -27,7 +25,9 @@ from lowdiff.persistence.snapshots import (
     check_shard,
     shard_file,
 )
-from lowdiff.persistence.values import decode, encode
+from lowdiff.persistence.format.values import decode, encode
+from lowdiff.persistence.run.catalog import SnapshotSet
+from lowdiff.persistence.run.frozen_parameters import check_constants
 from lowdiff.recovery.images import ImageReader
 from lowdiff.recovery.state import (
     AVERAGE_ITEM,

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from lowdiff.core.layout import shaped
 from lowdiff.errors import DamagedFile, RunMismatch
-from lowdiff.layout import shaped
-from lowdiff.persistence.forms import BadEncoding
-from lowdiff.persistence.values import decode
-from lowdiff.recovery.optimizers import is_scalar
+from lowdiff.persistence.format.value_types import BadEncoding
+from lowdiff.persistence.format.values import decode
+from lowdiff.recovery.replay.optimizers import is_scalar
 from lowdiff.types import Fence, ItemRef, ResidualMark
 
 _logger = logging.getLogger(__name__)

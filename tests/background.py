@@ -23,10 +23,10 @@ from typing import Any
 
 from typing_extensions import Self
 
-from lowdiff.persistence import detached
-from lowdiff.persistence.detached import DetachedProcess
+from lowdiff.persistence.files import detached_process as detached
+from lowdiff.persistence.files.detached_process import DetachedProcess
 
-MODULES = ("lowdiff.persistence.writer", "lowdiff.recovery.replica")
+MODULES = ("lowdiff.persistence.writer.main", "lowdiff.recovery.replica.main")
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from lowdiff.persistence import detached
-from lowdiff.persistence.detached import DetachedProcess
+from lowdiff.persistence.files import detached_process as detached
+from lowdiff.persistence.files.detached_process import DetachedProcess
 from tests.background import fork_processes
-from tests.scenarios.pool import Pool
+from tests.crash.pool import Pool
 
 # How long an example takes says how busy the machine is, and nothing about lowdiff.
 settings.register_profile(

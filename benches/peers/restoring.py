@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benches.peers.trial import NEVER, Trial
 from benches.restart_arms import evict
-from lowdiff.persistence.values import same
+from lowdiff.persistence.format.values import same
 
 
 def restore(this: Trial) -> None:

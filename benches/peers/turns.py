@@ -14,7 +14,7 @@ from benches.harness import Pair, abba
 from benches.peers.arm import Arm, Task
 from benches.peers.training import Training
 from benches.peers.trial import Trial, settle, written_bytes
-from lowdiff.persistence.values import same
+from lowdiff.persistence.format.values import same
 
 
 def measure(this: Trial) -> None:

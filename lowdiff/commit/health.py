@@ -12,12 +12,142 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from lowdiff.agreement import Ranks
 from lowdiff.commit.news import RankNews
-from lowdiff.errors import RankLost, RanksDiverged
-from lowdiff.events import log_event
+from lowdiff.core.events import log_event
+from lowdiff.errors import RankLost, RanksDiverged, WriterFailed
+from lowdiff.model.ranks import Ranks
+from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.staging.status import StatusReader, WriterStatus
+from lowdiff.settings import Settings
 
 _logger = logging.getLogger(__name__)
+
+
+class Trouble:
+    """One rank's.
+
+    Args:
+        folder: Its staging folder; those of other ranks lie beside it.
+        rank: The rank.
+        settings: What trouble is to do.
+        most_at_risk: Says how many steps may be at risk now.
+    """
+
+    def __init__(
+        self,
+        folder: StagingFolder,
+        rank: int,
+        settings: Settings,
+        most_at_risk: Callable[[], int],
+    ) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._raises = settings.on_error == "raise"
+        self._degrades = settings.backpressure == "degrade"
+        self._most_at_risk = most_at_risk
+        self._of_disk = ""
+        self._troubled: tuple[int, ...] = ()
+        self._lost_step = -1
+        #: Of the store, as its writer reported it last; empty if all is well.
+        self.of_store = ""
+        #: Why no full snapshot was taken; empty if none is owed for want of memory.
+        self.of_snapshot = ""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is any that other ranks should hear of."""
+        return bool(self._of_disk or (self._raises and (self.of_store or self.of_snapshot)))
+
+    def notice(self, status: WriterStatus) -> None:
+        """Say what the writer reports, where that is news."""
+        rank = self._rank
+        if status.error and status.error != self._of_disk:
+            log_event(
+                _logger,
+                logging.WARNING,
+                "writer_error",
+                f"rank {rank}: checkpoints are not durable now; {self._effect()}",
+                rank=rank,
+                error=status.error,
+            )
+        elif self._of_disk and not status.error:
+            text = f"rank {rank}: checkpoints become durable again"
+            log_event(_logger, logging.INFO, "writer_recovered", text, rank=rank)
+        self._of_disk = status.error
+        if status.lost_step > self._lost_step:
+            self._lost_step = status.lost_step
+            if not self._degrades:  # else its trainer dropped it, and has said so
+                text = (
+                    f"rank {rank}: step {status.lost_step} was damaged in staging memory and is not "
+                    "durable; a full snapshot follows"
+                )
+                log_event(_logger, logging.WARNING, "step_lost", text, rank=rank)
+        if status.remote_error and status.remote_error != self.of_store:
+            log_event(
+                _logger,
+                logging.WARNING,
+                "store_error",
+                f"rank {rank}: nothing reaches the store now; training goes on, and what is durable "
+                "is uploaded later",
+                rank=rank,
+                error=status.remote_error,
+            )
+        self.of_store = status.remote_error
+
+    def note_lost(self, step: int) -> None:
+        """Say nothing of lost steps up to here: the caller has named them."""
+        self._lost_step = max(self._lost_step, step)
+
+    def _effect(self) -> str:
+        """What trouble with the disk means for training now."""
+        if self._raises:
+            return "this is an error at the next commit"
+        if self._degrades:
+            return "training goes on"
+        return f"training goes on, and waits once {self._most_at_risk()} steps are at risk"
+
+    def heed(self, troubled: Sequence[int]) -> None:
+        """Say, or raise, that durable writing is in trouble; on all ranks at the same commit.
+
+        Args:
+            troubled: Ranks that said so with the exchanges of this step.
+
+        Raises:
+            WriterFailed: If ``on_error="raise"`` and a rank is in trouble.
+        """
+        if troubled and self._raises:
+            failure = self.failure(troubled)
+            # Said once: the snapshot is owed, and taken when it can be.
+            self.of_snapshot = ""
+            raise failure
+        others = tuple(rank for rank in troubled if rank != self._rank)
+        if others and others != self._troubled:
+            text = f"rank {self._rank} hears: {self.failure(others)}"
+            log_event(_logger, logging.WARNING, "other_writer_error", text, rank=self._rank)
+        self._troubled = others
+
+    def failure(self, troubled: Sequence[int]) -> WriterFailed:
+        """What these ranks report, as an error."""
+        return WriterFailed(
+            "; ".join(
+                f"rank {rank} reports: {self._of(rank) or 'trouble with storage, see its output'}"
+                for rank in troubled
+            )
+            + "; nothing committed is lost: mend it, and attach goes on from there"
+        )
+
+    def _of(self, rank: int) -> str:
+        """What is wrong with a rank, if its page can be seen from here: not that of another node."""
+        if rank == self._rank:  # a writer that keeps dying says nothing on its page
+            return self.of_snapshot or self._of_disk or self.of_store
+        mine = self._folder
+        root = mine.root.parent.parent
+        page = StagingFolder.of(root, mine.run_id, mine.incarnation, rank).status
+        try:
+            status = StatusReader(page).read()
+            return status.error or status.remote_error
+        except FileNotFoundError:
+            return ""
 
 
 class Health:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from lowdiff.errors import RunInUse, StorageError
-from lowdiff.persistence.locks import FileLock
-from lowdiff.persistence.ownership import claim
-from lowdiff.persistence.paths import RunFolder, StagingFolder
-from lowdiff.persistence.trust import make_folder
+from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+from lowdiff.persistence.files.trust import make_folder
+from lowdiff.persistence.run.owner import claim
 
 
 class StagingArea:

@@ -183,8 +183,8 @@ def run_demo(
         half = max(_FEWEST_STEPS, steps // 3)
         timed = launches.live("half with lowdiff", "timed", 2 * half, f"--detach-after={half}")
     from lowdiff.recovery import compare, recover
-    from lowdiff.recovery.export import export
-    from lowdiff.recovery.timeline import timeline
+    from lowdiff.recovery.inspect.export import export
+    from lowdiff.recovery.inspect.timeline import timeline
 
     whole, staging = output / "runs" / "whole", output / "staging"
     state = recover(whole, steps, staging=staging)

@@ -1,1 +1,1 @@
-"""What lowdiff knows of the live model: what is in it, and who writes to it."""
+"""What lowdiff knows of the live training: model, optimizers, objects, averages and ranks."""

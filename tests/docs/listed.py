@@ -8,11 +8,11 @@ RUNNABLE = ("bash", "python")
 
 #: Documents whose blocks others read or run.
 ELSEWHERE = {
-    "README.md": "tests/face/test_readme.py runs it; `make test` runs these tests, and so the demo",
+    "README.md": "tests/unit/test_readme.py runs it; `make test` runs these tests, and so the demo",
     "docs/api.md": "made from the docstrings, whose page is compared below",
     "docs/benchmarks.md": "tests/benches runs every bench with --smoke",
     "docs/your_loop.md": "tests/docs/test_your_loop.py runs each of its snippets three times",
-    "docs/format.md": "tests/persistence/test_format_doc.py reads it",
+    "docs/format.md": "tests/unit/persistence/format/test_format_doc.py reads it",
 }
 #: Document and how a block begins -> why it is not run here.
 NOT_RUN = {
@@ -20,7 +20,10 @@ NOT_RUN = {
     ("docs/contributing.md", "make check"): "it runs the tests",
     ("docs/operations.md", "pip install '.[object-store]'"): "it would change this environment",
     ("docs/recovery.md", "Step 7999 of runs/spike"): "what the command above prints",
-    ("examples/README.md", "kill -9 $(pgrep"): "tests/launch/test_sigkill.py kills this example",
+    (
+        "examples/README.md",
+        "kill -9 $(pgrep",
+    ): "tests/crash/launch/test_sigkill.py kills this example",
 }
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lowdiff.persistence.trust import shared_staging_root
+from lowdiff.persistence.files.trust import shared_staging_root
 from tests.docs.blocks import ROOT, blocks_of
 from tests.docs.listed import is_listed
 

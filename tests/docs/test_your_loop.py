@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import lowdiff
 from lowdiff import testing
 from lowdiff.compressors import TopK
-from lowdiff.persistence.values import same
+from lowdiff.persistence.format.values import same
 from tests.docs.blocks import ROOT
 
 TEXT = (ROOT / "docs/your_loop.md").read_text()

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from lowdiff import memory
+from lowdiff.attach import memory
 from lowdiff.errors import LowDiffError
 from tests.faults.outcome import Outcome
 from tests.faults.victim import (

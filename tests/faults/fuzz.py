@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from lowdiff.errors import LowDiffError
-from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.differentials import read_differential
-from lowdiff.persistence.framing import (
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.differentials import read_differential
+from lowdiff.persistence.format.framing import (
     FileHeader,
     FileKind,
     RecordHeader,
@@ -25,7 +25,7 @@ from lowdiff.persistence.framing import (
     RecordRef,
     read_records,
 )
-from lowdiff.persistence.records import StoredRecord
+from lowdiff.persistence.run.records import StoredRecord
 from tests.faults.outcome import Outcome
 from tests.faults.stranger import meta_of, signed
 from tests.faults.victim import describe

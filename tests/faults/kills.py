@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lowdiff.demo.launch import child_processes
 from lowdiff.errors import LowDiffError, StepNotFound
-from lowdiff.persistence.catalog import scan
-from lowdiff.persistence.paths import RunFolder
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.run.catalog import scan
 from lowdiff.recovery import recover
 from lowdiff.recovery.plan import recoverable
 from tests.faults.outcome import Outcome
@@ -200,5 +200,5 @@ def _command_lines() -> list[bytes]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             found.append(path.read_bytes())
-    ours = b"lowdiff.persistence.writer", b"lowdiff.recovery.replica"
+    ours = b"lowdiff.persistence.writer.main", b"lowdiff.recovery.replica.main"
     return [words for words in found if any(module in words for module in ours)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lowdiff.errors import LowDiffError
 from lowdiff.recovery import recover
-from lowdiff.recovery.verify import verify
+from lowdiff.recovery.inspect.verify import verify
 from tests.faults.kills import wait_for_writers
 from tests.faults.outcome import Outcome
 from tests.faults.victim import ONE_WORKER, describe, digest_of

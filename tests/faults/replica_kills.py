@@ -23,7 +23,7 @@ class ReplicaCampaign(Campaign):
     def _kill(self, kind: str, pids: Sequence[int]) -> None:
         """``"writer"`` is the replica here; the writer of its images dies with every trainer."""
         children = [child for pid in pids for child in child_processes(pid)]
-        replicas = [child for child in children if "lowdiff.recovery.replica" in _words(child)]
+        replicas = [child for child in children if "lowdiff.recovery.replica.main" in _words(child)]
         victims = {"trainer": list(pids), "writer": replicas, "both": [*pids, *children]}
         for pid in victims[kind]:
             with suppress(ProcessLookupError):

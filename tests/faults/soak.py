@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import torch
 
 import lowdiff
-from lowdiff.environment import environment_of
+from lowdiff.core.numerics import environment_of
 from tests.faults.damage import cuts, flips, make_victims, resumptions
 from tests.faults.fuzz import fuzz, fuzz_guided
 from tests.faults.kills import kills

@@ -21,11 +21,11 @@ import numpy as np
 from crc32c import crc32c
 
 from lowdiff.errors import LowDiffError
-from lowdiff.persistence.codec import Codec
-from lowdiff.persistence.durable import read_json, write_json
-from lowdiff.persistence.framing import FileHeader, RecordRef, padded, read_records
-from lowdiff.persistence.sections import encode_sections, read_sections
-from lowdiff.persistence.values import decode, encode
+from lowdiff.persistence.files.durable import read_json, write_json
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.framing import FileHeader, RecordRef, padded, read_records
+from lowdiff.persistence.format.sections import encode_sections, read_sections
+from lowdiff.persistence.format.values import decode, encode
 from lowdiff.types import Section
 from tests.faults.damage import kept
 from tests.faults.outcome import Outcome

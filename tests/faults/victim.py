@@ -18,9 +18,9 @@ import lowdiff
 from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.errors import LowDiffError
-from lowdiff.persistence.values import encode
+from lowdiff.persistence.format.values import encode
 from lowdiff.recovery import RecoveredState, recover
-from lowdiff.recovery.replay import ReplayOptions
+from lowdiff.recovery.replay.replayer import ReplayOptions
 
 #: Threads cost more than they bring at this size.
 ONE_WORKER = ReplayOptions(num_workers=1)

@@ -14,9 +14,9 @@ from torch import nn
 import lowdiff
 from lowdiff.compressors import TopK
 from lowdiff.errors import OlderFormat
-from lowdiff.persistence.segment_file import SegmentFile
-from lowdiff.recovery.inspection import inspect
-from lowdiff.recovery.verify import verify
+from lowdiff.persistence.format.segment_file import SegmentFile
+from lowdiff.recovery.inspect.inspection import inspect
+from lowdiff.recovery.inspect.verify import verify
 from tests.golden.make import STEPS, sha256
 
 HERE = Path(__file__).parent

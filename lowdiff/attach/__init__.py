@@ -1,0 +1,1 @@
+"""How an incarnation begins and ends."""

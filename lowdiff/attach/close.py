@@ -1,0 +1,158 @@
+"""How an incarnation ends: with a snapshot that all ranks take together, if nothing failed."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from lowdiff.attach.open import Opened
+from lowdiff.errors import RankLost, WriterFailed
+
+_logger = logging.getLogger(__name__)
+
+_MEET_SECONDS = 60.0
+_FINISH_SECONDS = 600.0
+_ABANDON_SECONDS = 10.0
+_LOOK_SECONDS = 0.01
+
+
+def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
+    """Commit a finished step, take a last snapshot, and wait until everything is durable.
+
+    Args:
+        opened: What runs.
+        failed: Whether an exception ended the training: then nothing is committed, and neither is
+            it when another trainer has taken over the run.
+        detaches: Whether training goes on without the run: then nothing is committed, storage that
+            is in trouble or behind gets no last snapshot, and none of its trouble is an error.
+
+    Raises:
+        WriterFailed: If storage does not take everything in time; nothing is lost. After a failure
+            that is what comes out: then storage gets little time, and its trouble is a warning.
+    """
+    session = opened.session
+    is_lenient = failed or detaches
+    try:
+        if not is_lenient and session.has_finished_step and not session.is_taken_over:
+            session.commit()
+        if not failed:
+            session.keep_staging()
+            try:
+                session.hear(_MEET_SECONDS)
+            except RankLost as error:
+                _logger.warning("the last step is perhaps not committed on all ranks: %s", error)
+    except BaseException as error:
+        _abandon(opened)
+        if is_lenient and isinstance(error, Exception):
+            _logger.warning("the last commit is left to the next attach: %s", error)
+            return
+        raise
+    session.stager.stop()
+    is_last_snapshot = not failed and _take_last_snapshot(opened, at_leisure=not detaches)
+    patience = _MEET_SECONDS if is_last_snapshot else _ABANDON_SECONDS
+    session.stager.meter.end("failed" if failed else "closed")
+    try:
+        status = session.stager.writer.finish(patience if is_lenient else _FINISH_SECONDS)
+    except WriterFailed as error:
+        if not is_lenient:
+            raise
+        _logger.warning("%s", error)
+        return
+    if is_last_snapshot:
+        _remove_staging(opened, status.durable_snapshot)
+
+
+def _remove_staging(opened: Opened, durable_snapshot: int) -> None:
+    """Give staging memory back once every rank's share of the last snapshot is durable.
+
+    A writer also ends well behind a mark that was damaged in memory, of whose snapshot it never heard.
+    """
+    session = opened.session
+    # The snapshot exists only with every rank's shard, and one that failed here does not come.
+    why = opened.ranks.meet(_MEET_SECONDS)
+    if not why:
+        session.committed_step = session.step
+        shares = opened.ranks.gather(durable_snapshot >= session.step)
+        if all(shares):
+            opened.staging.folder.remove()
+            return
+        why = f"the last snapshot was damaged in memory on rank {shares.index(False)}"
+    _logger.warning(
+        "%s, so %s is kept; the next attach resumes with its help", why, opened.staging.folder.root
+    )
+
+
+def _abandon(opened: Opened) -> None:
+    """End replica and writer, which would hold the run; the next attach adopts what is staged."""
+    stager = opened.session.stager
+    stager.stop()
+    stager.meter.end("failed")
+    try:
+        stager.writer.finish(_ABANDON_SECONDS)
+    except WriterFailed:
+        stager.writer.stop()
+
+
+def release(opened: Opened) -> None:
+    """Let go of optimizer, process group and locks."""
+    opened.session.detach()
+    opened.ranks.close()
+    opened.staging.release()
+    opened.lock.release()
+
+
+def _take_last_snapshot(opened: Opened, *, at_leisure: bool) -> bool:
+    """Make staging memory, which alone holds the newest residual, unnecessary.
+
+    Args:
+        opened: What runs.
+        at_leisure: Whether to wait for storage that is in trouble or behind.
+
+    Returns:
+        Whether a snapshot of the last step was staged on every rank.
+    """
+
+    def any_rank(why: str) -> str:
+        return next(filter(None, opened.ranks.gather(why)), "")
+
+    why = opened.ranks.meet(_MEET_SECONDS)
+    why = why or any_rank(_why_no_snapshot(opened, at_leisure=at_leisure))
+    why = why or any_rank(_failure_of_snapshot(opened))
+    if why:
+        _logger.warning(
+            "no last snapshot is taken: %s; the next attach resumes from the last commit, with the "
+            "help of %s",
+            why,
+            opened.staging.folder.root,
+        )
+    return not why
+
+
+def _why_no_snapshot(opened: Opened, *, at_leisure: bool) -> str:
+    if not (at_leisure or _is_storage_ready(opened)):
+        return "storage is in trouble or behind"
+    if opened.session.is_taken_over:
+        return "another trainer has taken over the run"
+    if not opened.session.is_as_committed():
+        return f"the model changed after its last commit (step {opened.session.step})"
+    return ""
+
+
+def _is_storage_ready(opened: Opened) -> bool:
+    """Whether storage would take a snapshot without stopping training, soon and without trouble."""
+    stager, deadline = opened.session.stager, time.monotonic() + _ABANDON_SECONDS
+    while not stager.is_ready_for_snapshot(opened.session.step):
+        if stager.trouble.is_there or time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return not stager.trouble.is_there
+
+
+def _failure_of_snapshot(opened: Opened) -> str:
+    """Take the snapshot; what went wrong, which the other ranks wait to hear, or nothing."""
+    try:
+        opened.session.snapshot(required=True)
+    except Exception as failure:
+        _logger.debug("the last snapshot failed", exc_info=True)
+        return str(failure) or type(failure).__name__
+    return ""

@@ -1,0 +1,173 @@
+"""How long the staging log of this life may become, agreed on by all ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+
+from lowdiff.compressors.feedback import NUM_SLOTS
+from lowdiff.core.layout import shares_of
+from lowdiff.errors import ConfigError
+from lowdiff.model.ranks import Ranks
+from lowdiff.model.tracked import Given
+from lowdiff.persistence.staging.budget import (
+    StagingNeed,
+    existing_part,
+    fits_twice,
+    log_cap,
+    room_at,
+)
+from lowdiff.settings import Settings
+from lowdiff.types import Layout
+
+_logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_MIN_CHUNK_BYTES = 1 << 20
+_MAX_CHUNK_BYTES = 64 << 20
+#: Chunks without which a log cannot work: one that is written, one that is read, one to spare.
+_LEAST_CHUNKS = 3
+#: Of a replica's queue: each takes one step of a large model, or many of a small one.
+_QUEUE_CHUNKS = 6
+#: Where a loop body may make several optimizer steps, a chunk has room for so many: as fit into the
+#: bytes, but no fewer than the least and no more than the most.
+_BODY_BYTES = 32 << 20
+_LEAST_STEPS, _MOST_STEPS = 4, 1024
+#: What a section of the log takes beside its values.
+_SECTION_BYTES = 64
+#: Tensors of a parameter's size that an optimizer may make in its first step.
+_STATE_TENSORS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What this rank may use.
+
+    Attributes:
+        chunk_bytes: Length of one chunk of the log.
+        log_bytes: Most that all chunks may take together.
+        optimizer_steps: Most optimizer steps of one loop body that are logged; see `Settings`.
+    """
+
+    chunk_bytes: int
+    log_bytes: int
+    optimizer_steps: int
+
+
+def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_staged: bool) -> Memory:
+    """Measure what there is and what is needed; say so.
+
+    Args:
+        settings: Say which folder.
+        given: What will be staged.
+        ranks: Those on one machine share its memory.
+        has_staged: Whether this machine holds staged records of the run, which must be found.
+
+    Raises:
+        ConfigError: If it cannot fit, or the folder is a file.
+    """
+    num_steps = 1
+    if settings.has_several_steps:
+        largest = max(1, _largest_share(given.attached.layout, ranks.world_size))
+        num_steps = max(_LEAST_STEPS, min(_MOST_STEPS, _BODY_BYTES // largest))
+    need, chunk_bytes = _need(settings, given, ranks.world_size, num_steps)
+    root = settings.staging_root
+    cap, is_tight = _cap(root, need, ranks)
+    if not has_staged and is_tight:
+        _logger.warning(
+            "staging in %s has no room for a second life: after a crash the next one must fit "
+            "beside what this one leaves there, until it has begun. Enlarge it (docker: "
+            "--shm-size), or be ready to move what is left with `lowdiff recover --as-run`",
+            root,
+        )
+    if settings.has_several_steps:
+        _logger.info(
+            "rank %d: %d optimizer steps of one loop body are logged; a body with more costs a full "
+            "snapshot",
+            ranks.rank,
+            num_steps,
+        )
+    return Memory(chunk_bytes, cap, num_steps)
+
+
+def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
+    """Return how long this rank's log may become, and whether a second life has no room."""
+    with ranks.together():
+        if root.exists() and not root.is_dir():
+            raise ConfigError(
+                f"staging={root} is no folder; give one in memory (tmpfs), or leave it out"
+            )
+        room = room_at(root)
+        place = [socket.gethostname(), os.stat(existing_part(root)).st_dev]
+    told = ranks.gather([place, *astuple(need)])
+    here = [StagingNeed(*numbers) for theirs, *numbers in told if theirs == place]
+    with ranks.together():
+        cap = log_cap(here, need, room)
+    _logger.info(
+        "rank %d: staging at %s takes up to %.1f MiB (residual %.1f, snapshot about %.1f, replica "
+        "%.1f, log %.1f), shared with %d other rank(s); %.1f MiB are free",
+        ranks.rank,
+        root,
+        (need.least_bytes - need.least_log_bytes + cap) / _MIB,
+        need.residual_bytes / _MIB,
+        need.snapshot_bytes / _MIB,
+        need.replica_bytes / _MIB,
+        cap / _MIB,
+        len(here) - 1,
+        room.free_bytes / _MIB,
+    )
+    return cap, not fits_twice(here, room)
+
+
+def _need(
+    settings: Settings, given: Given, world_size: int, num_steps: int
+) -> tuple[StagingNeed, int]:
+    """Return what one rank needs, and the length of its chunks.
+
+    A replica (LowDiff+) needs of the state one copy that is stepped, one that waits for the disk,
+    and for as long as the first step takes, or a snapshot of the trainer's, a third.
+
+    Args:
+        settings: Whether there is a replica, and where the residual lies.
+        given: What is trained.
+        world_size: Number of ranks.
+        num_steps: Optimizer steps of one loop body that a replica's chunk is to hold.
+    """
+    attached = given.attached
+    parameters = attached.layout.parameters
+    model_bytes = sum(spec.nbytes for spec in parameters)
+    entries = (entry for optimizer in attached.optimizers for entry in optimizer.state.values())
+    values = (value for entry in entries for value in entry.values())
+    held = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    state_bytes = max(_STATE_TENSORS * model_bytes, held)
+    averages = len(given.averages) * model_bytes
+    items = sum(tensor.nbytes for tensor in given.tracker.tensors.values())
+    if settings.has_replica:
+        largest = _largest_share(attached.layout, world_size)
+        factor = (model_bytes + state_bytes + averages) / model_bytes
+        share = int(largest * factor) + items
+        heads = _SECTION_BYTES * len(parameters) * (num_steps - 1)
+        chunk_bytes = num_steps * largest + heads + _MIN_CHUNK_BYTES
+        log_bytes = (_QUEUE_CHUNKS if num_steps == 1 else _LEAST_CHUNKS) * chunk_bytes
+        return StagingNeed(0, share, log_bytes, _LEAST_CHUNKS * chunk_bytes, 2 * share), chunk_bytes
+    kept = settings.compressor.residual_layout(attached.layout).parameters
+    staged = kept if settings.residual == "exact" else ()
+    chunk_bytes = min(max(model_bytes // 8, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+    need = StagingNeed(
+        residual_bytes=NUM_SLOTS * sum(spec.nbytes for spec in staged),
+        snapshot_bytes=(model_bytes + state_bytes + averages) // world_size + model_bytes + items,
+        log_bytes=4 * model_bytes + _MAX_CHUNK_BYTES,
+        least_log_bytes=_LEAST_CHUNKS * chunk_bytes,
+    )
+    return need, chunk_bytes
+
+
+def _largest_share(layout: Layout, world_size: int) -> int:
+    """Bytes of the parameters of the rank that has most."""
+    parameters = layout.parameters
+    return max(sum(parameters[i].nbytes for i in own) for own in shares_of(layout, world_size))

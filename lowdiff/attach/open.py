@@ -1,0 +1,388 @@
+"""How an incarnation begins: lock, agree, recover, fence, and only then stage."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
+
+from lowdiff.attach.discover import agreed_run, fetch_from_store, share_files, shared_out
+from lowdiff.attach.memory import Memory, agree_on_memory
+from lowdiff.attach.past import Story, story_of
+from lowdiff.attach.resume import Start, class_of, load_start, recover_together
+from lowdiff.commit.image import Live, constant_images
+from lowdiff.commit.meter import RecoveryClock
+from lowdiff.commit.queue import Stager
+from lowdiff.commit.replica_queue import begin_replicated
+from lowdiff.commit.run_lock import RunLock
+from lowdiff.commit.session import Session
+from lowdiff.commit.staging_area import StagingArea
+from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.core.numerics import environment_of
+from lowdiff.errors import ConfigError, StorageError
+from lowdiff.model.averages import Averages, followed_names
+from lowdiff.model.binding import Attached, ddp_of, hyper_parameters
+from lowdiff.model.items import Stateful, name_large_items, with_extra_states
+from lowdiff.model.ranks import Ranks, refuse_disagreement
+from lowdiff.model.tracked import Given, watch
+from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.files.trust import check_root
+from lowdiff.persistence.retention.collect import retention_locked
+from lowdiff.persistence.retention.journal import note_policy
+from lowdiff.persistence.run.catalog import Catalog, scan
+from lowdiff.persistence.run.fences import new_life, write_fence
+from lowdiff.persistence.run.foreign_files import refuse_strange_entries
+from lowdiff.persistence.run.frozen_parameters import write_constants
+from lowdiff.persistence.staging.log import StagingLog
+from lowdiff.persistence.staging.status import has_replica
+from lowdiff.persistence.writer.handle import WriterProcess
+from lowdiff.persistence.writer.settings import WriterSettings
+from lowdiff.recovery.replay.optimizers import (
+    is_registered,
+    refuse_what_a_replica_lacks,
+    settle_kernels,
+)
+from lowdiff.recovery.replay.proof import refuse_unbuildable
+from lowdiff.settings import Settings
+from lowdiff.step.grad_scaling import Scaling
+from lowdiff.step.proofs import Proofs
+from lowdiff.step.residual import CopiedResidual, StagedResidual
+from lowdiff.types import Fence
+
+_logger = logging.getLogger(__name__)
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opened:
+    """A running session and what closing it needs.
+
+    Attributes:
+        random_states: Items to restore when the first step begins.
+    """
+
+    session: Session
+    lock: RunLock
+    staging: StagingArea
+    ranks: Ranks
+    random_states: Mapping[str, bytes]
+
+
+@contextmanager
+def meeting(model: torch.nn.Module) -> Iterator[Ranks]:
+    """The ranks that train a model together, left again if the body fails.
+
+    They are found before the model is looked at, so that all hear what one of them refuses.
+
+    Raises:
+        ConfigError: If several processes train without DDP.
+    """
+    ranks = Ranks(_training_group(model))
+    try:
+        yield ranks
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _training_group(model: torch.nn.Module) -> dist.ProcessGroup | None:
+    """The group over which gradients are averaged."""
+    if not isinstance(model, torch.nn.Module):
+        return None  # it is refused when it is looked at
+    ddp = ddp_of(model)
+    if ddp is not None:
+        group: dist.ProcessGroup = ddp.process_group
+        return group
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"{dist.get_world_size()} processes train a model without DistributedDataParallel, so "
+            "nobody averages its gradients; wrap it in DDP before attach"
+        )
+    return None
+
+
+@contextmanager
+def _named_disk_errors(settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise  # of the user's own objects, perhaps
+        raise StorageError(
+            f"{settings.run} cannot be opened: {error}. Free space there or correct its "
+            "permissions, and attach again; what is in it stays as it is"
+        ) from error
+
+
+def open_session(
+    settings: Settings,
+    attached: Attached,
+    stateful: Mapping[str, Stateful],
+    ranks: Ranks,
+    *,
+    restore: str,
+    step: int | None,
+) -> Opened:
+    """Begin an incarnation on every rank together.
+
+    Raises:
+        RunInUse: If a live trainer holds the run.
+        RunMismatch: If its history belongs to another model or optimizer.
+        StepNotFound: If ``step`` cannot be recovered.
+        StorageError: If the run folder or staging memory is full, read-only or broken.
+    """
+    settle_kernels()
+    with _named_disk_errors(settings), ExitStack() as undo:
+        with ranks.together():
+            if restore == "none" and step is not None:
+                raise ConfigError(
+                    f'restore="none" starts afresh and has no use for step={step}; leave one of '
+                    "them out"
+                )
+            check_root(settings.staging_root)
+            given = watch(attached, with_extra_states(stateful, attached.module, attached.device))
+            settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
+            _refuse_registered(settings, attached, ranks.world_size)
+            if settings.has_several_steps and attached.device.type != "cpu":
+                raise ConfigError(
+                    'optimizer_steps="any" works on CPUs only so far, and the model is on '
+                    f"{attached.device}: call commit() after each optimizer.step()"
+                )
+        modes = {"watch": settings.watch, "optimizer_steps": settings.optimizer_steps}
+        refuse_disagreement(ranks, settings.compressor, attached.layout, modes)
+        lock = RunLock(settings, ranks.rank)
+        undo.callback(lock.release)
+        with ranks.together():
+            refuse_strange_entries(settings.folder)
+            lock.acquire()
+        run_id, stages, is_in_store = agreed_run(settings, ranks)
+        story = story_of(settings, ranks, run_id, stages)
+        memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
+        with ExitStack() as held:
+            # Retention removes nothing meanwhile: what is recovered must still be there when the
+            # fences say that it is the base.
+            wait, folder = settings.lock_seconds, settings.folder
+            with ranks.together():
+                held.enter_context(retention_locked(folder, timeout_seconds=wait, shared=True))
+            imported = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="lowdiff-")))
+            roots = [settings.staging_root, imported]
+            share_files(settings, ranks, run_id, imported)
+            if is_in_store:
+                fetch_from_store(settings, ranks, step, fences_only=restore == "none")
+                share_files(settings, ranks, run_id, imported)
+            with ranks.together():
+                catalog = scan(settings.folder, roots)
+            left = shared_out(settings, ranks, stages)
+            state = None
+            clock = RecoveryClock()
+            if restore != "none":
+                state = recover_together(
+                    settings, attached, catalog, ranks, step, clock, restore=restore
+                )
+            with ranks.together():
+                start = load_start(settings, given, catalog, ranks, state, restore)
+                lock.check()  # recovery may have taken hours
+                story.facts.update(clock.facts(state))
+            fence = _fenced(settings, given, catalog, ranks, start)
+        opened = _begin(settings, given, ranks, fence, start, memory, lock, story, left)
+        undo.pop_all()
+    return opened
+
+
+def _refuse_registered(settings: Settings, attached: Attached, world_size: int) -> None:
+    """See that recovery, and a replica, can build every optimizer that is not torch's own.
+
+    Raises:
+        ConfigError: If a module that a replica is to import is not there.
+        UnsupportedOptimizer: Naming an optimizer that cannot be built, or not there.
+    """
+    if settings.has_replica:
+        refuse_what_a_replica_lacks(attached.specs, settings.imports, world_size)
+    for optimizer, spec in zip(attached.optimizers, attached.specs, strict=True):
+        if is_registered(spec):
+            refuse_unbuildable(attached.layout, spec, hyper_parameters(optimizer), attached.device)
+
+
+def _fenced(
+    settings: Settings, given: Given, catalog: Catalog, ranks: Ranks, start: Start
+) -> Fence:
+    """The new incarnation; on return every rank's fence is durable."""
+    own_names = [sorted(given.stateful), sorted(given.averages)]
+    told = ranks.gather([own_names, catalog.num_incarnations, new_life()])
+    names = [theirs for theirs, *_ in told]
+    if any(other != names[0] for other in names):
+        raise ConfigError(
+            "the ranks attached different objects; every rank attaches all of them, and updates an "
+            f"AveragedModel in the same steps: {names}"
+        )
+    incarnation = max(number for _, number, _ in told)
+    life: str = told[0][2]
+    parent = max(catalog.incarnations, default=None) if start.continues else None
+    compressor = settings.compressor
+    with ranks.together():
+        constants = write_constants(settings.folder, constant_images(given.attached))
+    if len(set(ranks.gather(constants))) > 1:
+        constants = ""  # DDP was told to leave them as they are: every rank stores its own
+    attached, stateful = given.attached, given.stateful
+    fence = Fence(
+        run_id=catalog.run_id,
+        incarnation=incarnation,
+        parent=parent,
+        base_step=start.step,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        environment=environment_of(attached.device),
+        layout=attached.layout,
+        optimizers=attached.specs,
+        compressor={"name": compressor.name, "settings": dict(compressor.settings())},
+        names=attached.names,
+        stateful={name: class_of(thing) for name, thing in stateful.items()},
+        averages=followed_names(given.averages, attached.layout),
+        constants=constants,
+        life=life,
+    )
+    with ranks.together():  # nobody stages before every rank's fence is durable
+        write_fence(settings.folder, fence)
+        note_policy(settings.folder, catalog.run_id, settings.retention)
+    return fence
+
+
+def _begin(
+    settings: Settings,
+    given: Given,
+    ranks: Ranks,
+    fence: Fence,
+    start: Start,
+    memory: Memory,
+    lock: RunLock,
+    story: Story,
+    left: Sequence[StagingFolder],
+) -> Opened:
+    """Make staging, writer and session; on return the base is durable on every rank."""
+    attached, device = given.attached, given.attached.device
+    if any(ranks.gather(any(map(has_replica, left)))) and not settings.has_replica:
+        # Of a life that may never have begun, on whichever machine: only a snapshot after it makes
+        # its memory void.
+        start = replace(start, needs_snapshot=True)
+    folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, ranks.rank)
+    with ExitStack() as undo:
+        with ranks.together():
+            staging = StagingArea(folder, settings.folder, fence.life)
+            undo.callback(staging.release)
+            scaling = Scaling(_hook_scaler(attached, given.stateful))
+            residual = _residual(settings, attached, folder, scaling)
+            if start.residual:
+                residual.load(start.residual)
+            log = StagingLog(
+                folder,
+                run_id=fence.run_id,
+                world_size=ranks.world_size,
+                chunk_bytes=memory.chunk_bytes,
+                cap_bytes=memory.log_bytes,
+            )
+            writer = WriterProcess(
+                WriterSettings(
+                    run=str(settings.run),
+                    staging_root=str(settings.staging_root),
+                    run_id=fence.run_id,
+                    incarnation=fence.incarnation,
+                    rank=ranks.rank,
+                    world_size=ranks.world_size,
+                    base_step=start.step,
+                    trainer_pid=os.getpid(),
+                    batch_size=settings.batch_size,
+                    flush_seconds=settings.flush_seconds,
+                    retention=settings.retention,
+                    store=settings.store,
+                    has_replica=settings.has_replica,
+                    continues=start.continues,
+                    adopts=[stage.root.name for stage in left],
+                )
+            )
+            undo.callback(writer.stop)
+            begin: Callable[..., Stager] = Stager
+            if settings.has_replica:
+                on_host = device.type == "cpu"
+                begin = partial(begin_replicated, makes_images=on_host, specs=attached.specs)
+            stager = begin(log, writer, settings, ranks.rank, ranks.world_size)
+            undo.callback(stager.stop)
+            stager.begin(start.step, story, attached.layout)
+            session = Session(
+                live=Live(
+                    attached=attached,
+                    tracker=given.tracker,
+                    residual=residual,
+                    averages=Averages(given.averages, attached),
+                    shares_constants=fence.constants != "",
+                    rank=ranks.rank,
+                    world_size=ranks.world_size,
+                ),
+                settings=settings,
+                incarnation=fence.incarnation,
+                step=start.step,
+                reducer=settings.compressor.bind(attached.layout, residual, ranks.training_group),
+                items=start.items,
+                stager=stager,
+                staging=staging,
+                lock=lock,
+                scaling=scaling,
+                ranks=ranks,
+                proofs=Proofs(attached, fence, ranks),
+                optimizer_steps=memory.optimizer_steps,
+            )
+            undo.callback(session.detach)
+            # G3 holds from the return of attach: what it starts from is durable by then.
+            if start.needs_snapshot or settings.has_replica:
+                session.snapshot(required=True)
+            # After a snapshot, adoption is not waited for: a replica's memory stays until this rank
+            # has trained, so until no rank can fail to begin.
+            if start.needs_snapshot:
+                stager.wait_for_snapshot()
+            elif start.continues and not settings.has_replica:
+                stager.wait_for_adoption()
+            if settings.store is not None and (start.needs_snapshot or not settings.has_replica):
+                is_rebased = start.needs_snapshot and fence.incarnation > 0
+                stager.wait_for_store(-1 if is_rebased else start.step)
+            stager.meter.note(story.attached())
+        session.start()
+        if ranks.rank == 0:
+            name_large_items(given.tracker)
+        undo.pop_all()
+    return Opened(session, lock, staging, ranks, start.items)
+
+
+def _residual(
+    settings: Settings, attached: Attached, folder: StagingFolder, scaling: Scaling
+) -> RotatingResidual:
+    """Return the error-feedback residual where it is to lie: in staging if it outlives a crash."""
+    kept = settings.compressor.residual_layout(attached.layout)
+    if not kept.parameters or settings.residual == "snapshot":
+        return RotatingResidual.zeros(kept, attached.device, scaling.loss_scale)
+    if attached.device.type == "cpu":
+        return StagedResidual(folder.residual, kept, scaling.loss_scale)
+    return CopiedResidual(folder.residual, kept, attached.device, scaling.loss_scale)
+
+
+def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradScaler | None:
+    """The gradient scaler whose scale the gradients in DDP's hook carry, if there is one."""
+    if attached.ddp is None:
+        return None
+    scalers = [thing for thing in stateful.values() if isinstance(thing, GradScaler)]
+    if len(scalers) > 1:
+        _logger.warning(
+            "%d gradient scalers are attached, and DDP's hook cannot tell whose gradients it gets: "
+            "error feedback goes by the scale of the first; use one scaler for all losses",
+            len(scalers),
+        )
+    return next(iter(scalers), None)

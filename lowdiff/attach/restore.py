@@ -1,0 +1,422 @@
+"""Putting a recovered state into the live model, optimizers and stateful objects, and seeing it there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from lowdiff.core.layout import flat_like, shaped
+from lowdiff.errors import RunMismatch
+from lowdiff.model.averages import LiveAverage
+from lowdiff.model.binding import Attached
+from lowdiff.model.items import ABSENT_ITEM, ExtraStates, Stateful
+from lowdiff.model.shared_memory import FreshTensors, doubtful, is_whole, part_copies, same_bits
+from lowdiff.persistence.format.values import same
+from lowdiff.recovery.replay.optimizers import placed_scalar, take_scales_by_groups
+from lowdiff.recovery.state import (
+    BUFFER_ITEM,
+    EXTRA_ITEM,
+    FROZEN_ITEM,
+    STATEFUL_ITEM,
+    RecoveredState,
+    is_aligned,
+)
+from lowdiff.types import Fence, Layout, ParameterSpec
+
+_NEW_RUN = (
+    "start a new run folder, or take the old weights along, where names and shapes fit with "
+    'attach(..., restore="model"), else with `lowdiff recover RUN --out weights.safetensors`'
+)
+
+
+def check_match(attached: Attached, fence: Fence) -> None:
+    """Compare a run's description with what is attached.
+
+    Raises:
+        RunMismatch: Saying what differs, and how to get the old weights out.
+    """
+    difference = _layout_difference(fence.layout, attached.layout) or _optimizer_difference(
+        attached, fence
+    )
+    if difference:
+        raise RunMismatch(f"the run was trained with another {difference}; {_NEW_RUN}")
+
+
+def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Attached) -> list[str]:
+    """Restore parameters, frozen parameters and buffers, each by its own name, bit for bit.
+
+    Training may have filled a buffer that the model is built without, or given it another shape:
+    then the module that has it gets a new tensor. So does one whose memory another name has as well,
+    with other bytes: names that share memory as the model is built may have parted since.
+
+    Args:
+        state: What was recovered.
+        items: Those of its items that are this rank's.
+        attached: Model and optimizers.
+
+    Returns:
+        Which buffers have another shape or dtype in the run than the model was built with.
+
+    Raises:
+        RunMismatch: If the model has a tensor that the run does not know, or was built without one
+            that the run's model was built with.
+    """
+    fresh = FreshTensors(attached)
+    differences = _load_constants(state, items, attached, fresh)
+    live, tensors = _live(attached), state.tensors()
+    with torch.no_grad():  # last: no buffer's bytes stay on a weight
+        for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
+            parameter.copy_(tensors[spec.name])
+    for name in doubtful(live):
+        if name in items and not same_bits(live[name], value := state.resolved(name, items)):
+            fresh.give(name, live[name], value)
+    return differences
+
+
+def _live(attached: Attached) -> dict[str, torch.Tensor]:
+    """Parameters by name, buffers and frozen parameters by item name."""
+    names = (spec.name for spec in attached.layout.parameters)
+    trained: dict[str, torch.Tensor] = dict(zip(names, attached.parameters, strict=True))
+    return trained | attached.constants()
+
+
+def load_gradients(state: RecoveredState, attached: Attached) -> None:
+    """Give zeros to parameters that held a gradient: absent and zero are not the same."""
+    held = set(state.held)
+    for i, parameter in enumerate(attached.parameters):
+        parameter.grad = torch.zeros_like(parameter) if i in held else None
+
+
+def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
+    """Copy hyper-parameters and optimizer state, bit for bit.
+
+    What an optimizer holds of frozen parameters, which no snapshot does, stays as it is.
+
+    Returns:
+        Where the constructor's hyper-parameters differed from the restored ones, which win.
+    """
+    differences = []
+    for index, optimizer in enumerate(attached.optimizers):
+        recovered = state.optimizers[index]
+        given = [bool(group.get("fused")) for group in optimizer.param_groups]
+        pairs = zip(optimizer.param_groups, recovered.groups, strict=True)
+        for number, (group, hyper) in enumerate(pairs):
+            differences += [
+                f"restored {key}={value!r} of group {number} (given: {group[key]!r})"
+                for key, value in hyper.items()
+                if key in group and not same(group[key], value)
+            ]
+            kept = group["params"]
+            group.clear()
+            group.update(hyper, params=kept)
+            for key, value in optimizer.defaults.items():
+                group.setdefault(key, value)  # the run's PyTorch did not have it yet
+        if given != [bool(group.get("fused")) for group in optimizer.param_groups]:
+            take_scales_by_groups(optimizer)
+        group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+        for i, parameter in enumerate(attached.parameters):
+            spec = attached.layout.parameters[i]
+            entries = recovered.state.get(spec.name)
+            if attached.owner[i] != index or not entries:
+                optimizer.state.pop(parameter, None)
+            else:
+                optimizer.state[parameter] = {
+                    key: shaped(value.to(parameter.device, copy=True), spec)
+                    if is_aligned(key, value, spec.numel)
+                    else placed_scalar(key, value, group_of[parameter], parameter)
+                    if isinstance(value, torch.Tensor)
+                    else value
+                    for key, value in entries.items()
+                }
+    return differences
+
+
+def load_stateful(
+    state: RecoveredState, items: Mapping[str, bytes], stateful: Mapping[str, Stateful]
+) -> None:
+    """Restore one rank's stateful objects.
+
+    Args:
+        state: What was recovered.
+        items: Those of its items that are this rank's.
+        stateful: Name -> live object.
+    """
+    for name, thing in stateful.items():
+        if STATEFUL_ITEM + name in items:
+            value = state.resolved(STATEFUL_ITEM + name, items)
+            thing.load_state_dict(value)
+            if isinstance(thing, torch.nn.Module):  # a copy of the model, an average say
+                part_copies(thing, value)
+
+
+def _load_constants(
+    state: RecoveredState, items: Mapping[str, bytes], attached: Attached, fresh: FreshTensors
+) -> list[str]:
+    live, slots = attached.constants(), attached.buffer_slots()
+    for name in live:
+        if name not in items and ABSENT_ITEM + name not in items:
+            raise RunMismatch(
+                f"{name} is not in the run, whose model had no such tensor; {_NEW_RUN}"
+            )
+    differences = []
+    known = set(state.fence.names.values())  # as the run's model was built
+    for name in [n for n in items if n.startswith((BUFFER_ITEM, FROZEN_ITEM))]:
+        value, tensor = state.resolved(name, items), live.get(name)
+        if tensor is not None and (value.shape, value.dtype) == (tensor.shape, tensor.dtype):
+            if is_whole(tensor):  # else it may hold the bytes once all others do
+                with torch.no_grad():
+                    tensor.copy_(value)  # in place, because other tensors may be views of it
+        elif name not in slots:
+            if tensor is None and name.startswith(BUFFER_ITEM) and name not in known:
+                differences.append(f"{name} is left to the model, which makes it while it trains")
+            else:
+                _refuse(name, tensor, value)
+        else:
+            fresh.give(name, tensor, value)
+            if tensor is not None:
+                forms = _form(value), _form(tensor)
+                differences.append(f"{name} is {forms[0]} in the run, built as {forms[1]}")
+    for name in live:
+        if ABSENT_ITEM + name in items:
+            part, key = slots[name]
+            setattr(part, key, None)
+    return differences
+
+
+def load_weights(
+    state: RecoveredState, items: Mapping[str, bytes], attached: Attached
+) -> list[str]:
+    """Copy a run's weights, buffers and extra states by name into a model that may train others.
+
+    Buffers that are in no state dict of the run are left alone, as by ``load_state_dict``: the model
+    makes them itself, perhaps for another length of its input.
+
+    Args:
+        state: What was recovered.
+        items: Those of its items that are this rank's.
+        attached: Model and optimizers.
+
+    Returns:
+        What keeps the value that the model was built with.
+
+    Raises:
+        RunMismatch: Naming what the model lacks, or has in another shape.
+    """
+    slots, fresh = attached.buffer_slots(), FreshTensors(attached)
+    live = {name.removeprefix(FROZEN_ITEM): tensor for name, tensor in _live(attached).items()}
+    made = {name for name, (part, key) in slots.items() if key in part._non_persistent_buffers_set}
+    wrong, taken = [], set()
+    for name, value in _weights(state, items):
+        tensor = live.get(name)
+        if tensor is None and name not in slots:
+            wrong.append(f"{name} is not in the model")
+        elif tensor is not None and tensor.shape != value.shape:
+            wrong.append(f"{name} is {_form(value)} there and {_form(tensor)} here")
+        else:
+            taken.add(name)
+    if wrong:
+        raise RunMismatch(
+            f"the run's weights do not fit the model: {'; '.join(wrong)}. Rename such parts, or "
+            "load what fits by hand from what `lowdiff recover RUN --out weights.safetensors` writes"
+        )
+    trained, old = {spec.name for spec in attached.layout.parameters}, state.tensors()
+
+    def weight(name: str) -> torch.Tensor:
+        item = name if name.startswith(BUFFER_ITEM) else FROZEN_ITEM + name
+        value: torch.Tensor = old[name] if name in old else state.resolved(item, items)
+        return value
+
+    # Parameters last: no buffer's bytes stay on a weight.
+    for name in sorted(taken, key=trained.__contains__):
+        tensor = live.get(name)
+        if tensor is None:
+            fresh.give(name, None, weight(name))
+        elif is_whole(tensor):
+            with torch.no_grad():
+                tensor.copy_(weight(name))
+    written = {name: tensor for name, tensor in live.items() if name in taken}
+    for name in doubtful(written):
+        value = weight(name).to(written[name].dtype)
+        if name not in trained and not same_bits(written[name], value):
+            fresh.give(name if name in slots else FROZEN_ITEM + name, written[name], value)
+    extra = state.resolved(EXTRA_ITEM, items) if EXTRA_ITEM in items else {}
+    ExtraStates(attached.module, attached.device).load_state_dict(extra)
+    return [name for name in live if name not in taken | made]
+
+
+def _weights(
+    state: RecoveredState, items: Mapping[str, bytes]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters by their own names, frozen or not, and buffers by item name; one at a time."""
+    yield from state.tensors().items()
+    kept = set(state.fence.names.values())
+    for name in items:
+        if name in kept and name.startswith((BUFFER_ITEM, FROZEN_ITEM)):
+            yield name.removeprefix(FROZEN_ITEM), state.resolved(name, items)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _refuse(name: str, tensor: torch.Tensor | None, value: torch.Tensor) -> NoReturn:
+    """Say why a buffer or a frozen parameter has no place to be restored to."""
+    if tensor is not None:
+        raise RunMismatch(
+            f"{name} is {_form(tensor)}, but the run holds {_form(value)}; {_NEW_RUN}"
+        )
+    way = _NEW_RUN
+    if name.startswith(BUFFER_ITEM):
+        key = name.rpartition(".")[2].removeprefix(BUFFER_ITEM)
+        way = f"build the model with register_buffer({key!r}, None) if forward makes it, else {way}"
+    raise RunMismatch(f"{name} is in the run and not in the model; {way}")
+
+
+def check_restored(state: RecoveredState, items: Mapping[str, bytes], attached: Attached) -> None:
+    """Compare model and optimizers with the state that was loaded into them, in one pass.
+
+    Raises:
+        RunMismatch: Naming the first that differs.
+    """
+    _refuse_difference(state.step, _unlike_model(state, items, attached))
+    _refuse_difference(state.step, _unlike_optimizers(state, attached))
+
+
+def check_averages(state: RecoveredState, averages: Mapping[str, LiveAverage]) -> None:
+    """Compare averages of the parameters that replay goes on with.
+
+    Raises:
+        RunMismatch: Naming the first that differs.
+    """
+
+    def differing() -> Iterator[str]:
+        for name, average in averages.items():
+            known = state.averages.get(name, {})
+            for i, tensor in average.parameters.items():
+                spec = state.fence.layout.parameters[i]
+                if spec.name in known and not same_bits(flat_like(tensor, spec), known[spec.name]):
+                    yield f"the average of {spec.name!r} in {name!r}"
+
+    _refuse_difference(state.step, differing())
+
+
+def _refuse_difference(step: int, names: Iterator[str]) -> None:
+    first = next(names, None)
+    if first is not None:
+        raise RunMismatch(
+            f"{first} is not what step {step} of the run holds, although attach has just restored "
+            "it: something that attach called wrote to it, most likely load_state_dict() of an "
+            "attached object or a hook of the model or its optimizer; leave what the model and its "
+            "optimizers hold to attach. Nothing of the run was changed"
+        )
+
+
+def _unlike_model(
+    state: RecoveredState, items: Mapping[str, bytes], attached: Attached
+) -> Iterator[str]:
+    for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
+        if not same_bits(flat_like(parameter.detach(), spec), state.parameters[spec.name]):
+            yield f"parameter {spec.name!r}"
+    constants = attached.constants()
+    for name, tensor in constants.items():
+        if name not in items or not same_bits(tensor, state.resolved(name, items)):
+            yield _worded(name)
+    for name in items:
+        # One that forward registers is left to the model.
+        is_absent = name in attached.frozen or name in attached.buffer_slots()
+        if is_absent and name not in constants:
+            yield _worded(name)
+
+
+def _worded(item: str) -> str:
+    kind = "frozen parameter" if item.startswith(FROZEN_ITEM) else "buffer"
+    return f"{kind} {item.removeprefix(FROZEN_ITEM).removeprefix(BUFFER_ITEM)!r}"
+
+
+def _unlike_optimizers(state: RecoveredState, attached: Attached) -> Iterator[str]:
+    for index, (optimizer, recovered) in enumerate(
+        zip(attached.optimizers, state.optimizers, strict=True)
+    ):
+        whose = f"of optimizer {index} ({type(optimizer).__name__})"
+        pairs = zip(optimizer.param_groups, recovered.groups, strict=True)
+        for number, (group, hyper) in enumerate(pairs):
+            for key, value in hyper.items():
+                if key not in group or not same(group[key], value):
+                    yield f"{key!r} of group {number} {whose}"
+        for i, spec in enumerate(attached.layout.parameters):
+            if attached.owner[i] != index:
+                continue
+            live = optimizer.state.get(attached.parameters[i], {})
+            known = recovered.state.get(spec.name, {})
+            for key in live.keys() | known.keys():
+                if (
+                    key not in live
+                    or key not in known
+                    or not _is_same_entry(key, live[key], known[key], spec)
+                ):
+                    yield f"{key!r} of {spec.name!r} {whose}"
+
+
+def _is_same_entry(key: str, live: Any, known: Any, spec: ParameterSpec) -> bool:
+    if not isinstance(live, torch.Tensor) or not isinstance(known, torch.Tensor):
+        return same(live, known)
+    if is_aligned(key, known, spec.numel):
+        return same_bits(flat_like(live, spec), known.flatten())
+    return same_bits(live, known)
+
+
+def unlike(
+    state: RecoveredState, items: Mapping[str, bytes], stateful: Mapping[str, Stateful]
+) -> list[str]:
+    """Names of stateful objects that do not return the state that they were given."""
+    return [
+        name
+        for name, thing in stateful.items()
+        if STATEFUL_ITEM + name in items
+        and not _is_same_value(thing.state_dict(), state.resolved(STATEFUL_ITEM + name, items))
+    ]
+
+
+def _is_same_value(live: Any, known: Any) -> bool:
+    """Whether two states are the same, without copying large tensors; the order of keys is free."""
+    if isinstance(live, torch.Tensor) and isinstance(known, torch.Tensor):
+        return same_bits(live, known) if live.layout is known.layout else same(live, known)
+    # An average's state is an OrderedDict, and is stored as a plain one.
+    if isinstance(live, dict) and isinstance(known, dict):
+        return live.keys() == known.keys() and all(
+            _is_same_value(value, known[key]) for key, value in live.items()
+        )
+    if type(live) is not type(known):
+        return False
+    if type(live) in (list, tuple):
+        return len(live) == len(known) and all(map(_is_same_value, live, known))
+    return same(live, known)
+
+
+def _layout_difference(old: Layout, new: Layout) -> str | None:
+    before = {spec.name: spec for spec in old.parameters}
+    after = {spec.name: spec for spec in new.parameters}
+    for name in [*before, *after]:
+        if name not in after:
+            return f"model: parameter {name!r} is gone"
+        if name not in before:
+            return f"model: parameter {name!r} is new"
+        left, right = before[name], after[name]
+        if (left.shape, left.dtype) != (right.shape, right.dtype):
+            return f"model: {name!r} was {left.dtype} {left.shape}, now {right.dtype} {right.shape}"
+        if left.strides != right.strides:
+            return f"memory format: {name!r} had strides {left.strides}, now {right.strides}"
+    return None if old == new else "model: its parameters come in another order"
+
+
+def _optimizer_difference(attached: Attached, fence: Fence) -> str | None:
+    if len(attached.specs) != len(fence.optimizers):
+        return f"number of optimizers: {len(fence.optimizers)}, now {len(attached.specs)}"
+    for old, new in zip(fence.optimizers, attached.specs, strict=True):
+        if old.class_name != new.class_name:
+            return f"optimizer: {old.class_name}, now {new.class_name}"
+        if old.groups != new.groups:
+            return "division of the parameters into optimizer groups"
+    return None

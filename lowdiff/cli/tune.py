@@ -1,0 +1,181 @@
+"""Options of ``lowdiff tune`` and ``lowdiff plan``. The work is loaded only when it is to be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from lowdiff.cli.output import AsJson
+
+#: Beyond any machine, and still a number that a model can calculate with.
+_MOST_RANKS = 10_000_000
+
+# What both commands take.
+Html = Annotated[
+    Path | None, Option(metavar="FILE", help="Write the report with charts as one HTML file.")
+]
+NodeShare = Annotated[
+    float,
+    Option(min=0, max=1, metavar="P", help="Share of failures that lose a node's memory, 0 to 1."),
+]
+FailureShape = Annotated[
+    float,
+    Option(
+        min=0.1, metavar="K", help="Weibull shape of the simulated failures; below 1 they cluster."
+    ),
+]
+MaxLoss = Annotated[
+    int | None, Option(min=2, metavar="STEPS", help="Most steps the loss of a node may take.")
+]
+Memory = Annotated[
+    str | None,
+    Option(
+        metavar="SIZE",
+        help="Staging memory of a rank for a snapshot and two batches, e.g. 16GB; the copies of "
+        "its error-feedback residual come on top.",
+    ),
+]
+PerHour = Annotated[
+    str | None, Option(metavar="SIZE", help="Most bytes all ranks write in an hour.")
+]
+Total = Annotated[
+    str | None, Option(metavar="SIZE", help="Most bytes the run may hold, of all ranks.")
+]
+
+
+def tune(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
+    mtbf: Annotated[
+        str | None,
+        Option(
+            metavar="TIME",
+            help="Expected time between failures of the whole job, e.g. 4h; blended with those the "
+            "run has had. Needed until it has had one.",
+        ),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        Option(
+            min=1,
+            max=_MOST_RANKS,
+            metavar="N",
+            help="Ranks of the job in question, if not the run's; failures it has had count so "
+            "many times as often.",
+        ),
+    ] = None,
+    staging: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Folder given to Checkpointer(staging=...), if one was."),
+    ] = None,
+    node_share: NodeShare = 0.5,
+    max_loss: MaxLoss = None,
+    memory: Memory = None,
+    per_hour: PerHour = None,
+    total: Total = None,
+    failure_shape: FailureShape = 1.0,
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how often a run should snapshot and how much it should write at once, and why.
+
+    From what the run measured of itself: steps, stalls, writes, restarts and failures. Reads only;
+    works while the run is training, and after a crash.
+    """
+    from lowdiff.cli.tuning_report import limits_of, print_report, question_of_run
+    from lowdiff.tuner import units
+
+    question = question_of_run(
+        run,
+        staging=staging,
+        mtbf_seconds=None if mtbf is None else units.seconds(mtbf),
+        node_share=node_share,
+        world_size=world_size,
+        limits=limits_of(max_loss, memory, per_hour, total),
+        failure_shape=failure_shape,
+    )
+    print_report(question, html, as_json=as_json)
+
+
+def plan(
+    context: typer.Context,
+    params: Annotated[str, Option(metavar="N", help="Parameters of the model, e.g. 7e9.")],
+    gpus: Annotated[int, Option(min=1, max=_MOST_RANKS, metavar="N", help="GPUs, each a rank.")],
+    mtbf: Annotated[
+        str, Option(metavar="TIME", help="Time between failures of the whole job, e.g. 6h.")
+    ],
+    disk: Annotated[str, Option(metavar="RATE", help="Durable bandwidth of one node, e.g. 2GB/s.")],
+    store: Annotated[
+        str | None,
+        Option(metavar="RATE", help="What one node uploads to an object store, if there is one."),
+    ] = None,
+    optimizer: Annotated[
+        str, Option(metavar="NAME", help="sgd, momentum, adagrad, rmsprop, lion, adam, adamw.")
+    ] = "adamw",
+    density: Annotated[
+        float,
+        Option(
+            metavar="P",
+            help="Share of each gradient that TopK keeps; the residual that it needs is counted.",
+        ),
+    ] = 0.01,
+    step_time: Annotated[
+        str | None, Option(metavar="TIME", help="One training step, e.g. 5s.")
+    ] = None,
+    gpus_per_node: Annotated[
+        int, Option(min=1, max=_MOST_RANKS, metavar="N", help="Ranks that share a node's disk.")
+    ] = 8,
+    copy: Annotated[
+        str, Option(metavar="RATE", help="From a GPU to the node's memory.")
+    ] = "10GB/s",
+    network: Annotated[
+        str,
+        Option(metavar="RATE", help="Of one node, to the other nodes, for comparison with Gemini."),
+    ] = "10GB/s",
+    restart: Annotated[
+        str, Option(metavar="TIME", help="From a failure until loading begins.")
+    ] = "2min",
+    node_share: NodeShare = 0.5,
+    max_loss: MaxLoss = None,
+    memory: Memory = None,
+    per_hour: PerHour = None,
+    total: Total = None,
+    failure_shape: FailureShape = 1.0,
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how often a job that does not exist yet should snapshot, and how much to write at once.
+
+    From the sizes of model and machines. What is not given is assumed, and the report says so.
+    """
+    from lowdiff.cli.tuning_report import limits_of, print_report, question_of_plan
+    from lowdiff.tuner import units
+    from lowdiff.tuner.plan import ASSUMED_STEP_SECONDS, Job
+
+    job = Job(
+        params=units.count(params),
+        optimizer=optimizer,
+        density=density,
+        gpus=gpus,
+        step_seconds=ASSUMED_STEP_SECONDS if step_time is None else units.seconds(step_time),
+        disk_bytes_per_second=units.bytes_per_second(disk),
+        gpus_per_node=gpus_per_node,
+        copy_bytes_per_second=units.bytes_per_second(copy),
+        restart_seconds=units.seconds(restart),
+        store_bytes_per_second=0.0 if store is None else units.bytes_per_second(store),
+    )
+    # Options that somebody typed, which their values do not tell: a default may be typed as well.
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    question = question_of_plan(
+        job,
+        mtbf_seconds=units.seconds(mtbf),
+        node_share=node_share,
+        limits=limits_of(max_loss, memory, per_hour, total),
+        failure_shape=failure_shape,
+        network_bytes_per_second=units.bytes_per_second(network),
+        # By its name, because which package the enumeration is in depends on the release of typer.
+        given={name for name, source in sources.items() if source and source.name == "COMMANDLINE"},
+    )
+    print_report(question, html, as_json=as_json)

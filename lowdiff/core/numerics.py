@@ -1,0 +1,117 @@
+"""Facts on which the last bits of the arithmetic can depend."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lowdiff.core.layout import torch_dtype
+from lowdiff.types import Environment
+
+
+def process_modes() -> tuple[str, str]:
+    """Default dtype, and precision of float32 products; "" where torch cannot tell."""
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set for one backend or the other, by `fp32_precision`
+        precision = ""
+    return str(torch.get_default_dtype()).removeprefix("torch."), precision
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread takes numbers below the smallest normal one for zero."""
+    return sys.float_info.min * 0.5 == 0.0
+
+
+@contextmanager
+def arithmetic_of(environment: Environment) -> Iterator[None]:
+    """Reckon as a run did, in this thread; what is not recorded stays as it is.
+
+    Denormals are a thread's own matter. The other modes are the whole process's: threads that want
+    the same share them, and one that wants others waits until those are done.
+    """
+    before = flushes_denormals()
+    with _shared_modes.lent((environment.default_dtype, environment.matmul_precision)):
+        torch.set_flush_denormal(environment.flush_denormal)
+        try:
+            yield
+        finally:
+            torch.set_flush_denormal(before)
+
+
+class _SharedModes:
+    """The process's modes, changed while somebody uses others."""
+
+    def __init__(self) -> None:
+        self._given_back = threading.Condition()
+        self._users = 0
+        self._lent = self._own = ("", "")
+
+    @contextmanager
+    def lent(self, wanted: tuple[str, str]) -> Iterator[None]:
+        """Have these modes, or wait for them."""
+        with self._given_back:
+            self._given_back.wait_for(lambda: not self._users or self._lent == wanted)
+            if not self._users:
+                self._own, self._lent = process_modes(), wanted
+                _set_process_modes(wanted)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._given_back:
+                self._users -= 1
+                if not self._users:
+                    _set_process_modes(self._own)
+                    self._given_back.notify_all()
+
+
+def _set_process_modes(wanted: tuple[str, str]) -> None:
+    """Set those that are known to be others: of what torch cannot tell nothing could be put back."""
+    dtype, precision = wanted
+    dtype_now, precision_now = process_modes()
+    if dtype and dtype != dtype_now:
+        torch.set_default_dtype(torch_dtype(dtype))
+    if precision and precision_now and precision != precision_now:
+        torch.set_float32_matmul_precision(precision)
+
+
+_shared_modes = _SharedModes()
+
+
+def environment_of(device: torch.device) -> Environment:
+    """Describe this process on this machine."""
+    default_dtype, matmul_precision = process_modes()
+    return Environment(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        torch_version=torch.__version__,
+        processor=_processor(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        num_threads=torch.get_num_threads(),
+        flush_denormal=flushes_denormals(),
+        mkl=_mkl_version(),
+        default_dtype=default_dtype,
+        matmul_precision=matmul_precision,
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
+
+
+def _mkl_version() -> str:
+    lines = torch.__config__.show().splitlines()
+    return next((line.strip(" -") for line in lines if "Math Kernel Library" in line), "none")

@@ -1,0 +1,369 @@
+"""A DataLoader that knows which batches were consumed, and draws each sample the same way again."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from lowdiff.errors import ConfigError, UsageError
+from lowdiff.model.items import Stateful
+
+_logger = logging.getLogger(__name__)
+
+_NUM_SEEDS = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What the order and the augmentation of an epoch are made from."""
+
+    seed: int
+    shuffle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Where a loop over ``steps()`` is.
+
+    Attributes:
+        step: Number of completed steps.
+        is_over: Whether its body has made its step, which is committed when it ends.
+    """
+
+    step: int
+    is_over: bool
+
+
+class ResumableLoader:
+    """One epoch per iteration; an interrupted epoch goes on after its last consumed batch.
+
+    What counts is the batches handed out, not what prefetching workers have drawn. The order of an
+    epoch is a permutation made from ``(seed, epoch)``, and random augmentation of a sample from
+    ``(seed, epoch, index)``, so neither depends on where an epoch was resumed.
+
+    Attributes:
+        epoch: Epochs completed.
+        consumed: Batches of the current epoch handed out on this rank.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int | None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        before_batch: Callable[[], None] | None = None,
+        body: Callable[[], Body] | None = None,
+        **options: Any,
+    ) -> None:
+        """Describe the data.
+
+        Args:
+            dataset: Map-style dataset, the same on every rank.
+            batch_size: Samples per batch and rank.
+            shuffle: Whether each epoch has an order of its own.
+            drop_last: Whether an incomplete last batch is left out.
+            seed: Seeds orders and augmentation. A run that resumes in the middle of an epoch
+                ends it with the seed and the ``shuffle`` that it was begun with.
+            before_batch: Called before the first batch is fetched, which is where a step begins.
+            body: Where the loop is: once a step is made and not committed yet it is too early to
+                fetch the next one's batch, which would count to it.
+            options: Further arguments of ``torch.utils.data.DataLoader``.
+
+        Raises:
+            ConfigError: If the dataset has no length or an option is lowdiff's own business.
+        """
+        if isinstance(dataset, IterableDataset):
+            raise ConfigError(
+                "an IterableDataset keeps its position to itself; give "
+                "checkpointer.dataloader(...) a StatefulDataLoader of torchdata instead"
+            )
+        if not isinstance(dataset, Sized):
+            raise ConfigError(
+                f"a {type(dataset).__name__} has no length, so its samples cannot be put in an "
+                "order; give it a __len__"
+            )
+        if batch_size is None or batch_size < 1:
+            raise ConfigError(f"batch_size counts samples, at least 1, got {batch_size}")
+        own = {"sampler", "batch_sampler", "generator", "worker_init_fn"} & set(options)
+        if own:
+            raise ConfigError(f"{min(own)} is what makes this loader resumable; leave it out")
+        _refuse_out_of_order(options.get("in_order", True))
+        self.epoch = 0
+        self.consumed = 0
+        self._dataset = dataset
+        self._samples: Sized = dataset
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._given = _Order(int(seed) % _NUM_SEEDS, bool(shuffle))
+        self._order = self._given  # of the epoch at hand
+        self._before_batch = before_batch or (lambda: None)
+        self._body = body or (lambda: Body(0, is_over=False))
+        self._options = options
+        # What is known by now; a launcher may form the group later, and `attach` knows it.
+        joined = dist.is_available() and dist.is_initialized()
+        self.share(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1)
+
+    def share(self, rank: int, world_size: int) -> None:
+        """Hand out the batches of one of so many ranks; ``attach`` says which."""
+        self._rank, self._world_size = rank, world_size
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank; before ``attach``, of those that have met by then."""
+        count = len(self._samples)
+        return count // self._stride if self._drop_last else -(-count // self._stride)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of the current epoch that were not consumed yet.
+
+        Raises:
+            UsageError: If a body of ``steps()`` fetches the next step's batch.
+        """
+        loader = DataLoader(
+            _SeededSamples(self._dataset, self._order.seed, self.epoch),
+            batch_sampler=self._batches()[self.consumed :],
+            generator=torch.Generator().manual_seed(_mixed(self._order.seed, self.epoch)),
+            **self._options,
+        )
+        # It draws a seed with its generator, where that is not on the default device; and forked
+        # workers keep what they begin in.
+        is_usual = torch.get_default_device().type == "cpu"
+        with nullcontext() if is_usual else torch.device("cpu"):
+            batches = iter(loader)
+        # Without workers, collating a batch may draw from the generators of the step; and so may
+        # what follows an epoch of which nothing is left.
+        self._before_batch()
+        for batch in _in_time(batches, self._body):
+            self.consumed += 1
+            yield batch
+        self.epoch += 1
+        self.consumed = 0
+        self._order = self._given
+
+    def state_dict(self) -> dict[str, int]:
+        """Position in the data, and what the epoch is made from."""
+        return {
+            "epoch": self.epoch,
+            "samples": self.consumed * self._stride,
+            "is_over": 0 < len(self) <= self.consumed,
+            "length": len(self._samples),
+            "seed": self._order.seed,
+            "shuffle": self._order.shuffle,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Take a position; with another world size rounded down to whole batches.
+
+        Raises:
+            ConfigError: If it is in the middle of an epoch, and the dataset has another length.
+        """
+        self.epoch = state_dict["epoch"]
+        self.consumed = state_dict["samples"] // self._stride
+        self._order = self._given
+        if state_dict.get("is_over"):
+            self.consumed = len(self)  # whatever is different now
+        elif state_dict["samples"]:
+            self._order = self._begun(state_dict)
+
+    def _begun(self, epoch: Mapping[str, int]) -> _Order:
+        """What an epoch that is half seen was begun with; nothing else shows the other half."""
+        length = len(self._samples)
+        if epoch.get("length", length) != length:
+            raise ConfigError(
+                f"the dataset has {length} samples, but the run is in the middle of an epoch of "
+                f"{epoch['length']}, and which of them it has not seen cannot be told; give it the "
+                "dataset that it had until that epoch is over: then another is welcome"
+            )
+        given = self._given
+        begun = _Order(epoch.get("seed", given.seed), bool(epoch.get("shuffle", given.shuffle)))
+        if begun != given and self._rank == 0:
+            _logger.warning(
+                "epoch %d was begun with seed=%d and shuffle=%s and goes on with them, so that it "
+                "has every sample once; seed=%d and shuffle=%s hold from the next epoch on",
+                self.epoch,
+                begun.seed,
+                begun.shuffle,
+                given.seed,
+                given.shuffle,
+            )
+        return begun
+
+    @property
+    def _stride(self) -> int:
+        """Samples of a round: one batch per rank."""
+        return self._batch_size * self._world_size
+
+    def _batches(self) -> list[list[int]]:
+        count, stride = len(self._samples), self._stride
+        order = torch.arange(count, device="cpu")
+        if self._order.shuffle:
+            generator = torch.Generator().manual_seed(_mixed(self._order.seed, self.epoch))
+            order = torch.randperm(count, generator=generator, device="cpu")
+        # In rounds, so that whatever the world size, a prefix of the epoch is a prefix of the same
+        # permutation.
+        batches = []
+        for start in range(0, count, stride):
+            share = order[start : start + stride][self._rank :: self._world_size].tolist()
+            if len(order[start : start + stride]) < stride and self._drop_last:
+                break
+            # Every rank must join every step: a rank left without a sample repeats the first.
+            batches.append(share or order[:1].tolist())
+        return batches
+
+
+class StatefulEpochs:
+    """The epochs of a loader that keeps its own position: torchdata's ``StatefulDataLoader``.
+
+    Adds what a resumed run needs and the loader does not know: how many epochs are completed, and
+    when the random generators must be restored. Building an iterator draws from them, fetching the
+    first batch may do so as well, so it is done in between.
+
+    Attributes:
+        epoch: Epochs completed.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        before_batch: Callable[[], None],
+        body: Callable[[], Body],
+    ) -> None:
+        """Wrap a loader.
+
+        Args:
+            loader: Any ``DataLoader`` with ``state_dict`` and ``load_state_dict``.
+            before_batch: Called before the first batch is fetched, which is where a step begins.
+            body: As of `ResumableLoader`.
+
+        Raises:
+            ConfigError: If the loader does not know its position, or hands out batches out of order.
+        """
+        if not isinstance(loader, Stateful):
+            raise ConfigError(
+                f"a {type(loader).__name__} does not know its position; pass its dataset and "
+                "batch_size to checkpointer.dataloader(...), or a StatefulDataLoader of torchdata"
+            )
+        _refuse_out_of_order(getattr(loader, "in_order", True))
+        self.epoch = 0
+        self._loader = loader
+        self._before_batch = before_batch
+        self._body = body
+        # Until it is iterated over: asked for its state, the loader would start its workers.
+        self._waiting: dict[str, Any] = {"position": None, "generator": None}
+        self._started = False
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of the current epoch that were not consumed yet.
+
+        Raises:
+            UsageError: If a body of ``steps()`` fetches the next step's batch.
+        """
+        before = torch.get_rng_state()
+        iterator = iter(self._loader)
+        position = None if self._started else self._waiting["position"]
+        is_finished = isinstance(position, Mapping) and position.get("_iterator_finished")
+        if position is not None and not is_finished:
+            # The epoch was begun before; and steps() may have restored the generators already.
+            torch.set_rng_state(before)
+        if self._waiting["generator"] is not None and not self._started:
+            # Drawing the seed of its workers is something that the loader does not repeat.
+            self._loader.generator.set_state(self._waiting["generator"])
+        self._started = True
+        self._before_batch()
+        yield from _in_time(iterator, self._body)
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, position in it, and the loader's own generator if it has one."""
+        if not self._started:
+            return {"epoch": self.epoch, **self._waiting}
+        generator = self._loader.generator
+        return {
+            "epoch": self.epoch,
+            "position": self._loader.state_dict(),
+            "generator": None if generator is None else generator.get_state(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a position; the next iteration goes on there."""
+        self._waiting = {name: state_dict[name] for name in ("position", "generator")}
+        self.epoch, self._started = state_dict["epoch"], False
+        if self._waiting["position"] is not None:
+            self._loader.load_state_dict(self._waiting["position"])
+
+
+def _in_time(batches: Iterator[Any], body: Callable[[], Body]) -> Iterator[Any]:
+    """Hand batches out, each in the step that it counts to."""
+    # Who begins with a loader after the step evaluates, say: such batches are of that step. So are those
+    # after it where others of the same body came before it.
+    is_behind, fetched_in = body().is_over, -1
+    for batch in batches:
+        now = body()
+        is_behind &= now.is_over
+        if now.is_over and not is_behind and fetched_in not in (-1, now.step):
+            raise UsageError(
+                "the next batch was fetched after optimizer.step() and before steps() committed the "
+                "body, so a run that resumes there would leave that batch out; begin each body with "
+                "its batch: for step, batch in zip(checkpointer.steps(N), loader), in this order"
+            )
+        fetched_in = now.step
+        yield batch
+
+
+def _refuse_out_of_order(in_order: bool) -> None:
+    if not in_order:
+        raise ConfigError(
+            "in_order=False hands batches out as they come, so their number does not say which were "
+            "seen, and a resumed run would repeat some and leave others out; leave it out"
+        )
+
+
+class _SeededSamples(Dataset[Any]):
+    """A dataset whose random augmentation depends on the sample alone."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        if get_worker_info() is not None:  # a worker process has the generators to itself
+            _seed_all(_mixed(self._seed, self._epoch, index))
+            return self._dataset[index]
+        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            _seed_all(_mixed(self._seed, self._epoch, index))
+            return self._dataset[index]
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            torch.set_rng_state(before[2])
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def _mixed(*parts: int) -> int:
+    """One seed from several numbers, as NumPy mixes them."""
+    words = np.random.SeedSequence([part % _NUM_SEEDS for part in parts]).generate_state(
+        1, np.uint64
+    )
+    return int(words[0]) % _NUM_SEEDS

@@ -1,0 +1,57 @@
+"""Pinning a step of a run that is being trained."""
+
+from __future__ import annotations
+
+from lowdiff.attach.open import Opened
+from lowdiff.errors import ConfigError, StepNotFound
+from lowdiff.persistence.retention.collect import retention_locked, take_inventory
+from lowdiff.persistence.retention.journal import check_label, write_pin
+from lowdiff.persistence.retention.plan import Pin, is_on, owner_of
+from lowdiff.persistence.run.catalog import begun_fences, scan
+from lowdiff.persistence.run.fences import read_fence, read_run_id
+from lowdiff.persistence.run.lineage import lineage
+from lowdiff.recovery.plan import plan_recovery, recoverable
+from lowdiff.settings import Settings
+
+
+def keep_step(settings: Settings, opened: Opened, step: int | None, label: str | None) -> int:
+    """Pin a step in this rank's run folder.
+
+    Returns:
+        The step.
+
+    Raises:
+        ConfigError: If the label is no name for a file.
+        StepNotFound: If the step is not there any more, or not yet.
+        RunInUse: If old files are being removed for longer than ``settings.lock_seconds``.
+    """
+    folder, session = settings.folder, opened.session
+    if step is None:
+        step = session.committed_step
+    if step < 0:
+        raise ConfigError(f"steps count from 0, got {step}")
+    label = f"step-{step}" if label is None else label
+    check_label(label)
+    run_id = read_run_id(folder)
+    if step > session.step:
+        raise _not_found(settings, step, "it is not committed yet")
+    with retention_locked(folder, timeout_seconds=settings.lock_seconds, shared=True):
+        inventory = take_inventory(folder, run_id)
+        whole = [s.step for s in inventory.snapshots if s.complete and is_on(inventory.spans, s)]
+        # Nothing after the newest snapshot is ever removed, and it may be in staging only, also
+        # that of another machine; everything before it is durable.
+        if step < max(whole, default=0):
+            plan_recovery(scan(folder), step)
+        fences = {**begun_fences(folder, run_id)}
+        # With a run folder on each node, the others' fences of this life are not here yet.
+        own = read_fence(folder.fence(opened.staging.folder.incarnation, opened.ranks.rank))
+        owner = owner_of(lineage({**fences, own.incarnation: own}), step)
+        if owner is None:
+            raise _not_found(settings, step, "it is not part of the run's history")
+        write_pin(folder, run_id, Pin(label, step, owner))
+    return step
+
+
+def _not_found(settings: Settings, step: int, why: str) -> StepNotFound:
+    ranges = recoverable(scan(settings.folder, [settings.staging_root]))
+    return StepNotFound(settings.run, step, ranges, why)

@@ -1,0 +1,291 @@
+"""The user's loop, as far as it shows: where its first body begins, and what ends a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from lowdiff.commit.session import Session
+from lowdiff.errors import UsageError
+from lowdiff.loop.dataloader import Body
+from lowdiff.model.binding import Attached
+from lowdiff.model.items import random_states, restore_random_states
+from lowdiff.recovery.state import RNG_ITEM
+
+_logger = logging.getLogger(__name__)
+
+
+class LoopState(dict[str, Any]):
+    """A dict that is logged in every step that changes it, and restored by ``attach``.
+
+    Values are tensors, numbers, strings, None, and lists, tuples and dicts of them. Each rank has its
+    own. Tensors come back on the CPU.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it holds."""
+        return dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hold this instead."""
+        self.clear()
+        self.update(state_dict)
+
+
+#: An iterator of a DataLoader draws one number for its workers, and one for a shuffled order. What
+#: that moves comes to the same in a resumed run: the generators are restored behind it.
+_MOST_SEEDS = 2
+
+
+class Draws:
+    """Watches the global generators from its making on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._readers = {
+            name.removeprefix(RNG_ITEM): read for name, read in random_states(device).items()
+        }
+        self._before: Mapping[str, Any] = {name: read() for name, read in self._readers.items()}
+
+    def names(self) -> list[str]:
+        """Generators that were drawn from, but for the seeds of data loaders' iterators."""
+        return [
+            name
+            for name, read in self._readers.items()
+            if not _same(self._before[name], read(), may_seed=name == "torch")
+        ]
+
+
+def _same(before: Any, now: Any, *, may_seed: bool) -> bool:
+    if not isinstance(before, torch.Tensor):
+        return all(np.array_equal(old, new) for old, new in zip(before, now, strict=True))
+    generator = torch.Generator()
+    for _ in range(_MOST_SEEDS if may_seed else 0):
+        if torch.equal(before, now):
+            return True
+        generator.set_state(before)
+        torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+        before = generator.get_state()
+    return torch.equal(before, now)
+
+
+#: Where the generators were restored, each a surer sign of the first body than the one before it: a
+#: model may be tried out, also in training mode, between attach and the loop.
+_NOWHERE, _IN_EVALUATION, _IN_TRAINING, _IN_BODY = range(4)
+
+_CLOSED = (
+    "the Checkpointer was closed inside its own loop; leave the loop with break, and close it "
+    "afterwards"
+)
+
+
+class TrainingLoop:
+    """Restores the random generators when the first body begins, and ends steps as the loop does.
+
+    A loop ends them by ``steps()`` or by ``commit()``.
+    """
+
+    def __init__(
+        self, attached: Attached, session: Session, random_states: Mapping[str, bytes]
+    ) -> None:
+        """Watch a model and its optimizers.
+
+        Args:
+            attached: What trains.
+            session: What commits.
+            random_states: Generators to restore when the first body begins: building a
+                DataLoader's iterator draws from them before. A run that is at step 0 has drawn
+                nothing, so its generators stay as the script seeded them, also after attach.
+        """
+        self._model, self._device = attached.model, attached.device
+        self._session = session
+        self._random_states = random_states
+        self._restored = _NOWHERE if session.step else _IN_BODY
+        self._draws = Draws(attached.device) if session.step else None
+        self._why_over = ""
+        self._detached: DetachedLoop | None = None
+        self._is_in_body = False
+        self._ends_bodies = False  # by steps()
+        self._entries: set[torch.nn.Module] = set()
+        hook = _Hook(self._before_forward)
+        self._forward_hooks = {
+            part: part.register_forward_pre_hook(hook) for part in _hooked(self._model)
+        }
+        self._step_hooks = [
+            optimizer.register_step_post_hook(lambda *_: self._leave_generators())
+            for optimizer in attached.optimizers
+        ]
+
+    def steps(self, until: int) -> Iterator[int]:
+        """See ``Checkpointer.steps``."""
+        session = self._session
+        if session.has_finished_step:  # in a body that was left
+            session.commit()
+        self._ends_bodies = True
+        while session.step < until:
+            self.body_begins()
+            step = session.step
+            self._is_in_body = True
+            try:
+                yield step
+            finally:
+                self._is_in_body = False
+            if self._detached is not None:
+                self._detached.step = step + 1
+                yield from self._detached.steps(until)
+                return
+            if self._why_over:
+                raise UsageError(self._why_over)
+            if session.step != step:
+                raise UsageError(
+                    f"the body of step {step} in steps() called commit(), but steps() commits each "
+                    "body when it ends, so every other one would be left out; take commit() out, or "
+                    "end steps by commit() alone, in a loop of your own"
+                )
+            session.commit()
+
+    def body_begins(self) -> None:
+        """Restore the generators, if this is the first body; commit one that was left.
+
+        A loop leaves it by ``break``, or by ``zip`` where the loader in front of ``steps()`` ends.
+        """
+        is_left = self._ends_bodies and not self._is_in_body
+        if is_left and self._session.has_finished_step:
+            self._session.commit()
+        self._restore(_IN_BODY)
+
+    @property
+    def body(self) -> Body:
+        """Which one of ``steps()`` it is, and whether it is over."""
+        is_over = self._is_in_body and self._session.has_finished_step
+        return Body(self._session.step, is_over)
+
+    def commit(self) -> None:
+        """End a step by the user's call."""
+        self._ends_bodies = False
+        self._leave_generators()
+        self._session.commit()
+
+    def detach(self) -> DetachedLoop:
+        """Take the hooks out; what goes on counting steps, from here on without the session."""
+        is_left = self._ends_bodies and not self._is_in_body
+        is_made = is_left and self._session.has_finished_step
+        self.remove()
+        self._detached = DetachedLoop(self._session.step + is_made)
+        return self._detached
+
+    def remove(self, why: str = _CLOSED) -> None:
+        """Take the hooks out; a loop that goes on all the same is told why it must not."""
+        self._why_over = why
+        for handle in (*self._forward_hooks.values(), *self._step_hooks):
+            handle.remove()
+        self._forward_hooks.clear()
+        self._step_hooks.clear()
+
+    def _before_forward(self, module: torch.nn.Module) -> None:
+        # A pass that activation checkpointing repeats in the backward pass begins nothing.
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        self._enter(module)
+        if self._restored < _IN_BODY:
+            is_training = any(part.training for part in self._model.modules())
+            self._restore(_IN_TRAINING if is_training else _IN_EVALUATION)
+
+    def _enter(self, module: torch.nn.Module) -> None:
+        """Unhook the parts of a module that the loop calls; which it does was not known before."""
+        if module in self._entries:
+            return
+        self._entries.add(module)
+        for part in module.modules():
+            if part is not module and part in self._forward_hooks:
+                self._forward_hooks.pop(part).remove()
+
+    def _restore(self, place: int) -> None:
+        if place > self._restored:
+            self._warn_about_draws()
+            restore_random_states(self._random_states, self._device)
+            self._restored = place
+
+    def _warn_about_draws(self) -> None:
+        """What a loop fetches ahead is drawn before the generators are restored."""
+        if self._draws is None:
+            return
+        names = self._draws.names()
+        self._draws = None
+        if names:
+            _logger.warning(
+                "%s drawn from between attach and the first step, and restored now: an uninterrupted "
+                "run drew other numbers there. If the loop trains with them, as with a batch that is "
+                "fetched ahead, keep them in checkpointer.state, which attach restores, and draw only "
+                "where that lacks them",
+                f"the random generator{'s' * (len(names) > 1)} of {' and '.join(names)} "
+                + ("were" if len(names) > 1 else "was"),
+            )
+
+    def _leave_generators(self) -> None:
+        """The first body is over: to restore them now would repeat its numbers in the second."""
+        if self._restored == _NOWHERE:
+            _logger.warning(
+                "the random generators were not restored, because the first step after attach "
+                "began without a forward pass of the attached model with gradients on: this run "
+                "draws other numbers than an uninterrupted one; loop over checkpointer.steps(...) "
+                "or a checkpointer.dataloader(...), which restore them"
+            )
+        self._restored = _IN_BODY
+
+
+class DetachedLoop:
+    """Counts the steps of a loop after ``detach()``, and commits nothing.
+
+    Attributes:
+        step: Number of steps that have ended.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def steps(self, until: int) -> Iterator[int]:
+        """See ``Checkpointer.steps``."""
+        while self.step < until:
+            step = self.step
+            yield step
+            self.step = step + 1
+
+    def commit(self) -> None:
+        """Count a step that the user's call ends."""
+        self.step += 1
+
+
+class _Hook:
+    """Called before a forward pass; in a copy of the model, deep or pickled, it does nothing."""
+
+    __name__ = "lowdiff"  # torch.jit.script asks every hook for one
+
+    def __init__(self, call: Callable[[torch.nn.Module], None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, module: torch.nn.Module, _: object) -> None:
+        if self._call is not None and not torch.compiler.is_compiling():
+            self._call(module)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+def _hooked(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module and those in it whose calls pass through Python, each once."""
+    found: dict[torch.nn.Module, None] = {}
+    waiting = [model]
+    while waiting:
+        part = waiting.pop()
+        if part in found or isinstance(part, torch.jit.ScriptModule):
+            continue
+        if getattr(part, "_compiled_call_impl", None) is not None:
+            continue  # by compile(), which compiles its hooks as well
+        found[part] = None
+        if getattr(part, "_orig_mod", None) is None:  # else the rest is compiled
+            waiting += part.children()
+    return list(found)

@@ -1,0 +1,420 @@
+"""What a trainer attached: the model's layout and how its optimizers divide it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lowdiff.core.layout import dtype_name, flat_like, layout_of, own_name
+from lowdiff.errors import ConfigError, UnsupportedModel, UnsupportedOptimizer
+from lowdiff.model.items import extra_state_keys
+from lowdiff.recovery.images import holds
+from lowdiff.recovery.replay.optimizers import class_name, refuse_foreign_state
+from lowdiff.recovery.state import BUFFER_ITEM, EXTRA_ITEM, FROZEN_ITEM
+from lowdiff.types import Layout, OptimizerSpec
+
+#: Packages whose wrappers around an optimizer leave its update as it is. Others, a Lookahead say,
+#: have an optimizer inside as well, but do more than that one does.
+_TRANSPARENT = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
+
+
+#: Module and attribute under which a tensor is found.
+Slot: TypeAlias = "tuple[torch.nn.Module, str]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attached:
+    """The attached model and optimizers, described.
+
+    Attributes:
+        model: As given, perhaps wrapped in DDP.
+        module: The model inside the wrappers.
+        optimizers: As given.
+        layout: Trainable parameters that an optimizer owns.
+        parameters: In layout order.
+        owner: Per parameter: index of its optimizer.
+        specs: One per optimizer.
+        frozen: Item name -> module and attribute of a parameter that no optimizer trains.
+        names: Keys of the model's state dict -> parameter, item, or key within the item of extra
+            states.
+    """
+
+    model: torch.nn.Module
+    module: torch.nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    layout: Layout
+    parameters: tuple[torch.nn.Parameter, ...]
+    owner: tuple[int, ...]
+    specs: tuple[OptimizerSpec, ...]
+    frozen: Mapping[str, Slot]
+    names: Mapping[str, str]
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DDP wrapper, if there is one."""
+        return ddp_of(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.parameters[0].device
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the parameters' values can be read without making the host wait."""
+        return self.device.type == "cpu"
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Item name -> tensor that no optimizer updates: buffers and frozen parameters.
+
+        They are looked up anew, because models may assign new ones. Each is an item of its own, also
+        where two names hold one tensor: either may be given another.
+        """
+        found = {n: buffer for n, buffer, _, _ in _buffers(self.module) if buffer is not None}
+        return found | {name: p.detach() for name, p in self.frozen_parameters().items()}
+
+    def frozen_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Item name -> parameter that no optimizer trains."""
+        found = ((name, part._parameters.get(key)) for name, (part, key) in self.frozen.items())
+        return {name: parameter for name, parameter in found if parameter is not None}
+
+    def buffer_slots(self) -> dict[str, Slot]:
+        """Item name -> module and attribute of every buffer, whether it holds a tensor or None."""
+        return {name: (owner, key) for name, _, owner, key in _buffers(self.module)}
+
+    def gradients(self, optimizer: int) -> list[torch.Tensor | None]:
+        """Flat gradients in layout order; None where absent or owned by another optimizer."""
+        return [
+            None
+            if owner != optimizer or parameter.grad is None
+            else flat_like(parameter.grad, spec)
+            for parameter, owner, spec in zip(
+                self.parameters, self.owner, self.layout.parameters, strict=True
+            )
+        ]
+
+    def held(self) -> list[int]:
+        """Parameters that hold a gradient tensor now."""
+        return [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
+
+    def kept_gradients(self, optimizer: int) -> list[int]:
+        """Parameters of an optimizer that hold gradients which a later step of it could use.
+
+        After an overflow that a scaler skipped, they are not finite and of no further use.
+        """
+        found = {i: p.grad for i, p in self._owned(optimizer) if p.grad is not None}
+        is_of_use = any(bool(g.any()) for g in found.values()) and all(
+            bool(g.isfinite().all()) for g in found.values()
+        )
+        return list(found) if is_of_use else []
+
+    def absent(self, optimizer: int) -> list[int]:
+        """Parameters of an optimizer whose gradient is None."""
+        return [i for i, parameter in self._owned(optimizer) if parameter.grad is None]
+
+    def _owned(self, optimizer: int) -> Iterator[tuple[int, torch.nn.Parameter]]:
+        return ((i, p) for i, p in enumerate(self.parameters) if self.owner[i] == optimizer)
+
+
+def ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper of a model, if there is one."""
+    parts = wrappers(model)
+    return next((part for part in parts if isinstance(part, DistributedDataParallel)), None)
+
+
+def bare_optimizers(given: object) -> tuple[torch.optim.Optimizer, ...]:
+    """The torch optimizers among what ``attach`` was given, out of accelerate's and Lightning's."""
+    several = given if isinstance(given, Sequence) else (given,)
+    return tuple(_bare(optimizer) for optimizer in several)
+
+
+def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Attached:
+    """Check a model and its optimizers, and lay the model out.
+
+    Raises:
+        UnsupportedModel: For sharded modules and unusual parameters.
+        UnsupportedOptimizer: If replay cannot reproduce an optimizer.
+        ConfigError: If optimizers overlap, hold foreign parameters or miss trainable ones.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"attach takes one module, got a {type(model).__name__}; wrap several in one "
+            'torch.nn.ModuleDict, e.g. {"generator": ..., "discriminator": ...}, and attach it '
+            "with the list of their optimizers"
+        )
+    if not optimizers:
+        raise ConfigError("attach needs the optimizer that trains the model, or a list of several")
+    _refuse_sharded(model)
+    module = wrappers(model)[-1]
+    _refuse_one_name(module)
+    named = {own_name(n): p for n, p in module.named_parameters()}
+    name_of = {id(p): n for n, p in named.items()}
+    owner_of, specs = _divided(optimizers, name_of)
+    trained = {n: p for n, p in named.items() if n in owner_of and p.requires_grad}
+    forgotten = [n for n, p in named.items() if p.requires_grad and n not in owner_of]
+    if forgotten:
+        raise ConfigError(
+            f"{len(forgotten)} trainable parameters belong to no attached optimizer, among them "
+            f"{forgotten[0]!r}; attach all optimizers, or freeze them with requires_grad_(False) and "
+            "wrap the module anew, if it is in DistributedDataParallel"
+        )
+    devices = sorted({str(p.device) for p in trained.values()})
+    if len(devices) > 1:
+        raise UnsupportedModel(
+            f"parameters lie on {', '.join(devices)}; lowdiff copies from one device: move them to "
+            "one, or train the parts in processes of their own"
+        )
+    layout = layout_of(trained.items())
+    source_of = {id(p): n if n in trained else FROZEN_ITEM + n for n, p in named.items()}
+    _refuse_unstorable(module)
+    _refuse_sparse(module)
+    ddp = ddp_of(model)
+    if ddp is not None:
+        _compare_with_averaged(ddp, trained, name_of)
+    return Attached(
+        model=model,
+        module=module,
+        optimizers=tuple(optimizers),
+        layout=layout,
+        parameters=tuple(trained.values()),
+        owner=tuple(owner_of[spec.name] for spec in layout.parameters),
+        specs=tuple(specs),
+        frozen=_frozen_slots(module, source_of),
+        names=_state_dict_names(module, source_of),
+    )
+
+
+def _divided(
+    optimizers: Sequence[torch.optim.Optimizer], name_of: Mapping[int, str]
+) -> tuple[dict[str, int], list[OptimizerSpec]]:
+    """Parameter name -> which optimizer has it, and the groups of each by name."""
+    owner_of: dict[str, int] = {}
+    specs = []
+    for index, optimizer in enumerate(optimizers):
+        groups = []
+        for group in optimizer.param_groups:
+            names = [_owned_name(p, name_of) for p in group["params"]]
+            for name in names:
+                if name in owner_of:
+                    raise ConfigError(f"parameter {name!r} is in two optimizers; give it to one")
+                owner_of[name] = index
+            groups.append(tuple(names))
+        specs.append(OptimizerSpec(class_name(optimizer), tuple(groups)))
+        refuse_foreign_state(optimizer)
+        _refuse_master_copies(optimizer, name_of)
+    return owner_of, specs
+
+
+def _buffers(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str, torch.Tensor | None, torch.nn.Module, str]]:
+    """Item name, tensor, owner and attribute of every buffer, also of those that are None."""
+    for prefix, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            yield BUFFER_ITEM + own_name(f"{prefix}.{key}" if prefix else key), buffer, part, key
+
+
+def _frozen_slots(module: torch.nn.Module, source_of: Mapping[int, str]) -> dict[str, Slot]:
+    """Item name -> where each frozen parameter is found; the first place of one that is tied."""
+    found: dict[str, Slot] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            source = source_of.get(id(parameter), "")
+            if source.startswith(FROZEN_ITEM):
+                found.setdefault(source, (part, key))
+    return found
+
+
+def _refuse_one_name(module: torch.nn.Module) -> None:
+    """See that no two tensors get one name where what `torch.compile` puts in is left out."""
+    given: dict[str, str] = {}
+    tensors = [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
+    for name in (name for name, _ in tensors):
+        other = given.setdefault(own_name(name), name)
+        if other != name:
+            raise UnsupportedModel(
+                f"{other!r} and {name!r} are one name to lowdiff, which leaves out _orig_mod, the "
+                "part that torch.compile puts in; register the tensor inside the compiled module"
+            )
+
+
+def _refuse_sharded(model: torch.nn.Module) -> None:
+    for part in model.modules():
+        if "FullyShardedDataParallel" in type(part).__name__ or "FSDP" in type(part).__name__:
+            raise UnsupportedModel(
+                f"{type(part).__name__} shards its parameters; lowdiff checkpoints replicated "
+                "models: wrap the model in DistributedDataParallel instead"
+            )
+
+
+def _refuse_unstorable(module: torch.nn.Module) -> None:
+    for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
+        if tensor.is_complex():
+            what = "is complex", "register torch.view_as_real(...) of it instead"
+        elif tensor.layout is not torch.strided or tensor.is_nested:
+            what = f"has layout {tensor.layout}", "register its indices and values, each dense"
+        elif tensor.is_meta:
+            what = "is on the meta device", "give it memory before attach"
+        elif not holds(tensor.dtype):
+            what = f"is {dtype_name(tensor.dtype)}", "register its bytes, tensor.view(torch.uint8)"
+        else:
+            continue
+        raise UnsupportedModel(
+            f"{name!r} {what[0]}, which snapshots cannot hold; {what[1]}, or keep what never "
+            "changes as a plain attribute"
+        )
+
+
+def _refuse_sparse(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        if isinstance(part, kinds) and part.sparse and part.weight.requires_grad:
+            raise UnsupportedModel(
+                f"{type(part).__name__} {name!r} makes sparse gradients, which no compressor takes; "
+                "build it with sparse=False: top-k compression sends as little of them"
+            )
+
+
+def _compare_with_averaged(
+    ddp: DistributedDataParallel,
+    trained: Mapping[str, torch.nn.Parameter],
+    name_of: Mapping[int, str],
+) -> None:
+    """DDP averages for life what was trainable when it was built, and nothing else."""
+    try:
+        # Also DDP's own `join` goes by these buckets; no other way shows what they hold.
+        buckets = ddp.reducer._get_zeros_like_grad_buckets() if hasattr(ddp, "reducer") else []
+    except torch.OutOfMemoryError:  # a RuntimeError as well
+        raise
+    except RuntimeError as error:  # it has no zeros of a sparse layout
+        raise UnsupportedModel(
+            "DistributedDataParallel was built with an embedding that makes sparse gradients, which "
+            "no compressor takes; build it with sparse=False, or freeze it before wrapping"
+        ) from error
+    averaged = {id(p): p for bucket in buckets for p in bucket.parameters()}
+    del buckets  # as large as all gradients
+    alone = [name for name, parameter in trained.items() if id(parameter) not in averaged]
+    owned = {id(parameter) for parameter in trained.values()}
+    others = [parameter for key, parameter in averaged.items() if key not in owned]
+    if alone:
+        what = f"does not average {alone[0]!r}, which an attached optimizer trains"
+    elif others and id(others[0]) in name_of:
+        what = f"averages {name_of[id(others[0])]!r}, which is frozen"
+    elif others:
+        what = f"averages a parameter of shape {tuple(others[0].shape)} that is not in the model any more"
+    else:
+        return
+    raise ConfigError(
+        f"DistributedDataParallel {what}: it goes by what was trainable, and not to be ignored, when "
+        "it was built; wrap the module in DistributedDataParallel anew after freezing or unfreezing"
+    )
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """Every group without its parameters."""
+    return tuple(
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    )
+
+
+def number_or_none(value: Any) -> float | None:
+    """A scaler's tensor as a number."""
+    return None if value is None else float(value)
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    while type(optimizer).__module__.partition(".")[0] in _TRANSPARENT:
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:  # an optimizer that such a package defines
+            break
+        optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"attach takes a torch optimizer or a list of them, got a {type(optimizer).__name__}; "
+            "schedulers and the like go by name: attach(model, optimizer, scheduler=scheduler)"
+        )
+    return optimizer
+
+
+def wrappers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model as given, what DDP, DataParallel and torch.compile wrapped, and last the user's own."""
+    found = [model]
+    while True:
+        if isinstance(found[-1], DistributedDataParallel | torch.nn.DataParallel):
+            found.append(found[-1].module)
+        elif isinstance(inner := getattr(found[-1], "_orig_mod", None), torch.nn.Module):
+            found.append(inner)
+        else:
+            return found
+
+
+def _owned_name(parameter: torch.Tensor, name_of: Mapping[int, str]) -> str:
+    if id(parameter) in name_of:
+        return name_of[id(parameter)]
+    twin = dtype_name(parameter.dtype)
+    raise UnsupportedOptimizer(
+        f"the optimizer holds a {twin} tensor of shape {tuple(parameter.shape)} that is no "
+        "parameter of the model; if these are fp32 master copies, train fp32 parameters under "
+        "torch.autocast instead: then the logged gradient is all that changes them"
+    )
+
+
+def _refuse_master_copies(optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> None:
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if "master" in str(key) and isinstance(value, torch.Tensor):
+                raise UnsupportedOptimizer(
+                    f"the optimizer keeps master copies of {name_of.get(id(parameter), '?')!r}; "
+                    "train fp32 parameters under torch.autocast instead"
+                )
+
+
+def _state_dict_names(module: torch.nn.Module, source_of: Mapping[int, str]) -> dict[str, str]:
+    """Key of the model's state dict -> parameter, item, or key within the item of extra states.
+
+    Args:
+        module: The user's own model.
+        source_of: Id of every parameter -> its name, or that of its item.
+    """
+    by_path, unfilled = _sources_by_path(module, source_of)
+    extra = {
+        key: f"{EXTRA_ITEM}/{keys[0]}" for keys in extra_state_keys(module).values() for key in keys
+    }
+    item_of = {id(buffer): name for name, buffer, _, _ in _buffers(module)}
+    names = {}
+    for given, value in module.state_dict(keep_vars=True).items():
+        key = own_name(given)
+        # A state-dict hook may call a tensor otherwise, as activation checkpointing's wrapper does.
+        source = (
+            extra.get(key)
+            or by_path.get(key)
+            or source_of.get(id(value))
+            or (item_of.get(id(value)) if isinstance(value, torch.Tensor) else None)
+        )
+        if source is not None:
+            names[key] = source
+    return names | unfilled
+
+
+def _sources_by_path(
+    module: torch.nn.Module, source_of: Mapping[int, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Path of every tensor in the model -> its source; those that training may fill apart."""
+    found: dict[str, str] = {}
+    unfilled: dict[str, str] = {}
+    item_of = {(id(part), key): name for name, _, part, key in _buffers(module)}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        path = own_name(f"{prefix}." if prefix else "")
+        for key, parameter in part._parameters.items():
+            if id(parameter) in source_of:
+                found[path + key] = source_of[id(parameter)]
+        for key, buffer in part._buffers.items():
+            found[path + key] = item_of[id(part), key]
+            if buffer is None and key not in part._non_persistent_buffers_set:
+                unfilled[path + key] = found[path + key]  # and only then the state dict has it
+    return found, unfilled

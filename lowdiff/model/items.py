@@ -1,0 +1,498 @@
+"""What modules of the model keep beside parameters and buffers: their ``get_extra_state()``."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from crc32c import crc32c
+
+from lowdiff.core.layout import INT_OF_BYTES, byte_view, dtype_name, flat, is_dense, own_name
+from lowdiff.errors import ConfigError
+from lowdiff.persistence.format.values import decode, encode, same
+from lowdiff.recovery.state import (
+    BUFFER_ITEM,
+    EXTRA_STATE,
+    FROZEN_ITEM,
+    RNG_ITEM,
+    STATEFUL_ITEM,
+    TENSOR_ITEM,
+)
+from lowdiff.types import ITEM_BYTES, ItemRef
+
+_logger = logging.getLogger(__name__)
+
+
+#: Elements of each, at least, if it has so many: reading them in every step must cost little.
+_NUM_ELEMENTS = 8
+_INTEGERS = {1: torch.int8, **INT_OF_BYTES}
+
+
+class FrozenSamples:
+    """What a few elements of each frozen parameter were when it was last read whole.
+
+    A target network or a momentum encoder that is written through ``.data`` changes everywhere, so
+    these tell. A write to a part may pass between them.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[str, torch.Tensor] = {}
+        self._seen: dict[str, torch.Tensor] = {}
+        #: By device, names and what was seen of all of them: joining that costs as much as looking.
+        self._joined: dict[torch.device, tuple[list[str], torch.Tensor]] = {}
+
+    def note(self, name: str, parameter: torch.Tensor) -> None:
+        """A parameter is being read whole."""
+        self._live[name] = _sampled(parameter)
+        self._seen[name] = self._live[name].clone()
+        self._joined.clear()
+
+    def have_moved(self, names: Iterable[str]) -> bool:
+        """Whether any of these is not as it was noted; their memory must be where it was."""
+        by_device: dict[torch.device, list[str]] = {}
+        for name in names:
+            by_device.setdefault(self._live[name].device, []).append(name)
+        return any(
+            not torch.equal(
+                torch.cat([self._live[name] for name in own]), self._seen_of(own, device)
+            )
+            for device, own in by_device.items()
+        )
+
+    def _seen_of(self, names: list[str], device: torch.device) -> torch.Tensor:
+        if device not in self._joined or self._joined[device][0] != names:
+            self._joined[device] = names, torch.cat([self._seen[name] for name in names])
+        return self._joined[device][1]
+
+
+def _sampled(parameter: torch.Tensor) -> torch.Tensor:
+    """Some of its elements, as integers of their bits; shares its memory."""
+    # Where there are holes in its memory, only rows of it are known to be within.
+    line = (
+        flat(parameter) if is_dense(parameter) else parameter.detach()[(0,) * (parameter.dim() - 1)]
+    )
+    # An odd step, because rows are often a power of two long: else all would be of one column.
+    picked = line[:: line.numel() // _NUM_ELEMENTS | 1]
+    return picked.view(_INTEGERS[parameter.element_size()])
+
+
+#: Prefix of the name of a buffer that held a tensor once and is None now.
+ABSENT_ITEM = "absent/"
+_ABSENT = encode(None)
+#: An item of more than this in one step is named to the user.
+LARGE_ITEM_BYTES = 1 << 20
+#: Tensors in stateful objects from this size on are logged apart, and only when they changed.
+_APART_BYTES = 4096
+_APART_DEPTH = 32
+_APART_DTYPES = frozenset({*ITEM_BYTES, "int64", "int32", "int16", "int8", "uint8", "bool"})
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """PyTorch's own protocol for objects that checkpoint themselves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State as plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take a state back."""
+        ...
+
+
+def _generators(
+    device: torch.device,
+) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Item name -> what reads and what sets each global random generator."""
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        RNG_ITEM + "python": (random.getstate, random.setstate),
+        RNG_ITEM + "numpy": (lambda: np.random.get_state(legacy=True), np.random.set_state),
+        RNG_ITEM + "torch": (torch.get_rng_state, torch.set_rng_state),
+    }
+    if device.type == "cuda":
+        found[RNG_ITEM + "cuda"] = (
+            lambda: torch.cuda.get_rng_state(device),
+            lambda state: torch.cuda.set_rng_state(state, device),
+        )
+    return found
+
+
+def random_states(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Item name -> reader of each global random generator."""
+    return {name: read for name, (read, _) in _generators(device).items()}
+
+
+def restore_random_states(items: Mapping[str, bytes], device: torch.device) -> None:
+    """Set every global random generator that the items hold."""
+    for name, (_, write) in _generators(device).items():
+        if name in items:
+            write(decode(items[name]))
+
+
+class ItemTracker:
+    """Finds which items changed since they were last asked for."""
+
+    def __init__(
+        self,
+        constants: Callable[[], Mapping[str, torch.Tensor]],
+        stateful: Mapping[str, Callable[[], Any]],
+        device: torch.device,
+    ) -> None:
+        """Watch the tensors that ``constants`` looks up, and what ``stateful`` reads by name.
+
+        Raises:
+            ConfigError: Naming an object whose state does not survive encoding.
+        """
+        self._constants = constants
+        self._random = random_states(device)
+        self._stateful = dict(stateful)
+        self._versions: dict[str, tuple[int, int] | None] = {}
+        self._checksums: dict[str, int] = {}
+        self._committed: dict[str, bytes] = {}
+        self._seen_random: dict[str, tuple[Any, bytes]] = {}
+        self._apart: dict[str, torch.Tensor] = {}
+        self._frozen_at_start: dict[str, int] = {}
+        self._trusts_versions = True
+        self._samples = FrozenSamples()
+        self._buffers = {name for name in constants() if name.startswith(BUFFER_ITEM)}
+        self._absent: frozenset[str] = frozenset()
+        #: Item name -> most bytes that one step logged of it, of those over `LARGE_ITEM_BYTES`.
+        self.large_items: dict[str, int] = {}
+        for name, read in self._stateful.items():
+            outline, _ = outlined(name, read())
+            if not same(decode(encode(outline, name=name)), outline):
+                raise ConfigError(
+                    f"{name} does not survive encoding; return plain values and tensors from "
+                    "state_dict()"
+                )
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Buffers, frozen parameters and large tensors of stateful objects, by item name."""
+        return {**self._constants(), **self._apart}
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes that a step logs of each item if it changes it; but of frozen parameters."""
+        tensors = {n: t.nbytes for n, t in self.tensors.items() if not n.startswith(FROZEN_ITEM)}
+        return tensors | {name: len(data) for name, data in self._committed.items()}
+
+    def is_as_started(self, name: str) -> bool:
+        """Whether a frozen parameter still is what it was at `start`."""
+        return name in self._frozen_at_start and self._frozen_at_start[name] == self._checksums.get(
+            name
+        )
+
+    @property
+    def committed(self) -> Mapping[str, bytes]:
+        """Every item but the tensors, as of the last ``start`` or ``changed``."""
+        return self._committed | {ABSENT_ITEM + name: _ABSENT for name in self._absent}
+
+    def read(self) -> dict[str, bytes]:
+        """Every item but the tensors, as it is now."""
+        found = {}
+        for name, read in self._random.items():
+            raw = read()
+            # Python's and NumPy's generators seldom move, and comparing is cheaper than encoding.
+            seen, data = self._seen_random.get(name, (None, b""))
+            if not _equal(seen, raw):
+                data = encode(raw, name=name)
+                self._seen_random[name] = (raw, data)
+            found[name] = data
+        self._apart = {}
+        for name, read in self._stateful.items():
+            outline, apart = outlined(name, read())
+            self._apart |= apart
+            found[STATEFUL_ITEM + name] = encode(outline, name=name)
+        return found
+
+    def is_as_committed(self) -> bool:
+        """Whether buffers and frozen parameters are those of the last call.
+
+        Generators and stateful objects are left out: of these a snapshot holds what was committed,
+        and a data loader moves on when its epoch ends, after the last commit.
+        """
+        tensors = self.tensors
+        return not self._changed_tensors(tensors) and self._now_absent(tensors) == self._absent
+
+    def start(self, items: Mapping[str, bytes]) -> None:
+        """Begin with what recovery knows, whatever the generators hold at the moment."""
+        names = [*self._random, *(STATEFUL_ITEM + name for name in self._stateful)]
+        self._committed = {name: items[name] for name in names if name in items}
+        self.read()
+        tensors = self.tensors
+        self._changed_tensors(tensors)
+        self._buffers |= {
+            name.removeprefix(ABSENT_ITEM)
+            for name in items
+            if name.startswith((ABSENT_ITEM, BUFFER_ITEM))
+        }
+        self._absent = self._now_absent(tensors)
+        for name, tensor in self._apart.items():
+            # What no record holds is logged with the first step: an object may be new, or may not
+            # have taken its tensor back.
+            if items.get(name) != encode(tensor.detach().cpu().contiguous(), name=name):
+                self._checksums.pop(name, None)
+        self._frozen_at_start = {
+            name: checksum
+            for name, checksum in self._checksums.items()
+            if name.startswith(FROZEN_ITEM)
+        }
+
+    def changed(self, *, thorough: bool = True) -> dict[str, bytes]:
+        """Items whose bytes differ from those of the last call; no bytes for one that is gone.
+
+        Args:
+            thorough: Whether to read frozen parameters whole that neither a version counter nor
+                a few of their elements say were written.
+        """
+        found = {
+            name: data for name, data in self.read().items() if self._committed.get(name) != data
+        }
+        tensors = self.tensors
+        absent = self._now_absent(tensors)
+        changed_tensors = self._changed_tensors(tensors, thorough=thorough)
+        # Only now: whoever calls again after an error, of the user's object perhaps, finds it all.
+        self._committed.update(found)
+        found |= {ABSENT_ITEM + name: _ABSENT for name in absent - self._absent}
+        found |= {ABSENT_ITEM + name: b"" for name in self._absent - absent}
+        self._absent = absent
+        found |= {name: encode(tensor, name=name) for name, tensor in changed_tensors.items()}
+        for name in [n for n in self._checksums if n not in tensors]:
+            del self._checksums[name]
+            found[name] = b""
+        for name, data in found.items():
+            if len(data) > max(LARGE_ITEM_BYTES, self.large_items.get(name, 0)):
+                self.large_items[name] = len(data)
+        return found
+
+    def _now_absent(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+        """Buffers that held a tensor once and are not among ``tensors``, which it learns."""
+        self._buffers.update(name for name in tensors if name.startswith(BUFFER_ITEM))
+        return frozenset(self._buffers.difference(tensors))
+
+    def _changed_tensors(
+        self, tensors: Mapping[str, torch.Tensor], *, thorough: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Those of `tensors` that differ from the last call's, on the host."""
+        found: dict[str, torch.Tensor] = {}
+        versions: dict[str, tuple[int, int] | None] = {}
+        checksums: dict[str, int] = {}
+        trusted: list[str] = []
+
+        def compare(name: str, tensor: torch.Tensor, *, is_known: bool = False) -> None:
+            host = tensor.detach().cpu().contiguous()
+            # With its form: another shape of the same bytes is another value.
+            form = crc32c(f"{host.dtype}{tuple(host.shape)}".encode())
+            checksum = crc32c(byte_view(host), form) if host.numel() else form
+            if self._checksums.get(name) != checksum:
+                if is_known:
+                    self._distrust_versions(name)
+                checksums[name] = checksum
+                found[name] = host
+
+        for name, tensor in tensors.items():
+            # Version counters are right for frozen parameters, which only in-place operations
+            # write, but not for buffers: batch norm updates its statistics behind their back.
+            if not name.startswith(FROZEN_ITEM):
+                compare(name, tensor)
+                continue
+            version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+            is_known = version is not None and self._versions.get(name) == version
+            if not is_known or thorough or not self._trusts_versions:
+                versions[name] = version
+                if version is not None:
+                    self._samples.note(name, tensor)
+                compare(name, tensor, is_known=is_known)
+            else:
+                trusted.append(name)
+        if self._samples.have_moved(trusted):
+            for name in trusted:
+                compare(name, tensors[name], is_known=True)
+        self._versions |= versions
+        self._checksums |= checksums
+        return found
+
+    def _distrust_versions(self, name: str) -> None:
+        """A frozen parameter was written through ``.data``, as momentum encoders are."""
+        if self._trusts_versions:
+            _logger.warning(
+                "%s is frozen but was written through .data; from now on every frozen parameter is "
+                "read at every step; write it under torch.no_grad() instead, or attach an "
+                "AveragedModel, which is replayed",
+                name,
+            )
+        self._trusts_versions = False
+
+
+def name_large_items(tracker: ItemTracker) -> None:
+    """Tell the user what costs much in every step that changes it."""
+    large = {name: size for name, size in tracker.sizes().items() if size > LARGE_ITEM_BYTES}
+    if large:
+        _logger.info(
+            "a step logs these whole if it changes them: %s",
+            ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items()),
+        )
+
+
+def _equal(left: Any, right: Any) -> bool:
+    """Whether two states of one generator are the same; they hold tuples, arrays and tensors."""
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        if any(isinstance(part, np.ndarray) for part in left):
+            return len(left) == len(right) and all(map(_equal, left, right))
+        return left == right
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return np.array_equal(left, right)
+    return bool(left == right)
+
+
+def outlined(name: str, state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A stateful object's state with references in place of large tensors, and these by item name.
+
+    Args:
+        name: Name of the object.
+        state: What its ``state_dict`` returned; left as it is.
+    """
+    apart: dict[str, torch.Tensor] = {}
+
+    def walk(value: Any, path: str, depth: int = 0) -> Any:
+        kind = type(value)
+        if depth > _APART_DEPTH:
+            return value
+        if kind is dict or kind is OrderedDict:
+            parts = ((key, walk(part, f"{path}/{key}", depth + 1)) for key, part in value.items())
+            return kind(parts)
+        if kind is list or kind is tuple:
+            return kind(walk(part, f"{path}/{i}", depth + 1) for i, part in enumerate(value))
+        if kind is not torch.Tensor or path in apart or not _is_worth_it(value):
+            return value
+        apart[path] = value.detach()
+        return ItemRef(path)
+
+    return walk(state, TENSOR_ITEM + name), apart
+
+
+def _is_worth_it(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided  # asked first: a sparse tensor has no nbytes
+        and tensor.nbytes >= _APART_BYTES
+        and dtype_name(tensor.dtype) in _APART_DTYPES
+    )
+
+
+#: What torch appends to a module's prefix in a state dict.
+_SUFFIX = "_extra_state"
+
+
+class ExtraStates:
+    """The extra state of all modules of a model, as one stateful object."""
+
+    def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
+        """Speak for the modules in ``module``, whose parameters are on ``device``.
+
+        Raises:
+            ConfigError: If one could not take its state back.
+        """
+        self._device = device
+        self._modules: dict[str, torch.nn.Module] = {}
+        for part, (key, *_) in extra_state_keys(module).items():
+            if type(part).set_extra_state is torch.nn.Module.set_extra_state:
+                raise ConfigError(
+                    f"{type(part).__name__} has get_extra_state() and no set_extra_state(), so that "
+                    f"{key} could not be restored; define both"
+                )
+            self._modules[key] = part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Key in the model's state dict -> the state, and which of its tensors are on a device."""
+        found = {}
+        for key, part in self._modules.items():
+            value = part.get_extra_state()
+            found[key] = {"value": value, "on_device": _on_device(value)}
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give every module its own; who has none keeps what it was built with, and is named."""
+        for key, part in self._modules.items():
+            if key in state:
+                part.set_extra_state(self._placed(**state[key]))
+        new = [key for key in self._modules if key not in state]
+        gone = [key for key in state if key not in self._modules]
+        if new:
+            _logger.warning(
+                "the run has no state of these modules, which keep what they were built with: %s",
+                ", ".join(new),
+            )
+        if gone:
+            _logger.warning(
+                "no module of the model takes these states of the run, which are left out: %s",
+                ", ".join(gone),
+            )
+
+    def _placed(self, value: Any, on_device: list[bool]) -> Any:
+        """``value`` with its tensors where they were: modules may keep them as they get them."""
+        marks = iter(on_device)
+        return _each_tensor(value, lambda t: t.to(self._device) if next(marks) else t)
+
+
+def with_extra_states(
+    stateful: Mapping[str, Stateful], module: torch.nn.Module, device: torch.device
+) -> dict[str, Stateful]:
+    """What was attached by name, and the extra states of the model if its modules have any.
+
+    Args:
+        stateful: What was attached by name.
+        module: The user's own model.
+        device: Where its parameters live.
+
+    Raises:
+        ConfigError: If their name is taken, or a module could not take its state back.
+    """
+    if EXTRA_STATE in stateful:
+        raise ConfigError(
+            f"{EXTRA_STATE!r} is the name of what the model's modules keep; attach the object by "
+            "another one"
+        )
+    if not extra_state_keys(module):
+        return dict(stateful)
+    return {**stateful, EXTRA_STATE: ExtraStates(module, device)}
+
+
+def extra_state_keys(module: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
+    """Every module that has extra state -> its keys in the state dict, as parameters are named."""
+    found: dict[torch.nn.Module, list[str]] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+            key = f"{prefix}.{_SUFFIX}" if prefix else _SUFFIX
+            found.setdefault(part, []).append(own_name(key))
+    return found
+
+
+def _on_device(value: Any) -> list[bool]:
+    """Of each tensor in ``value``, whether it is on an accelerator."""
+    found: list[bool] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(not tensor.is_cpu)
+        return tensor
+
+    _each_tensor(value, note)
+    return found
+
+
+def _each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with what ``change`` makes of each tensor in it, in an order that encoding keeps."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if kind is dict or kind is OrderedDict:
+        return kind((key, _each_tensor(part, change)) for key, part in value.items())
+    if kind is list or kind is tuple:
+        return kind(_each_tensor(part, change) for part in value)
+    return value

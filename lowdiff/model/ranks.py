@@ -1,0 +1,189 @@
+"""What ranks tell each other at attach and at close, over a process group of lowdiff's own.
+
+Background collectives on the training group would deadlock with DDP's, so every exchange here uses
+a Gloo group made for it. Nothing is pickled: values travel in the run's own encoding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lowdiff.compressors.groups import leave, own_group
+from lowdiff.errors import ConfigError, LowDiffError
+from lowdiff.persistence.files.durable import make_directory, write_file
+from lowdiff.persistence.format.values import decode, encode
+from lowdiff.protocols import Compressor
+from lowdiff.types import Layout
+
+
+class Ranks:
+    """The ranks of one run. A single process is a group of one without a process group."""
+
+    def __init__(self, training_group: dist.ProcessGroup | None) -> None:
+        self.training_group = training_group
+        self._group: dist.ProcessGroup | None = None
+        self.rank, self.world_size = 0, 1
+        if training_group is not None:
+            self._group = own_group(training_group)
+            self.rank, self.world_size = dist.get_rank(training_group), training_group.size()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The Gloo group of lowdiff's own, on which every rank starts the same collectives in turn."""
+        return self._group
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, in rank order."""
+        if self._group is None:
+            return [value]
+        mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()], device="cpu"), group=self._group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+        padded[: mine.numel()] = mine
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded, group=self._group)
+        return [
+            decode(part[: int(size)].numpy().tobytes())
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def meet(self, timeout_seconds: float) -> str:
+        """Wait for everybody at the end of a run; why that was in vain, or nothing.
+
+        Messages from rank to rank, because in a barrier only rank 0 goes by a time limit.
+        """
+        if self._group is None:
+            return ""
+        if not dist.is_initialized():
+            return "the process group was destroyed before close()"
+        deadline = time.monotonic() + timeout_seconds
+        word = torch.zeros(1, dtype=torch.int64, device="cpu")
+        members = dist.get_process_group_ranks(self._group)
+        others = members[1:] if self.rank == 0 else members[:1]
+
+        def exchange(start: Callable[..., dist.Work | None]) -> None:
+            for other in others:
+                work = start(word, other, self._group)
+                assert work is not None
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+        try:
+            for start in (dist.irecv, dist.isend) if self.rank == 0 else (dist.isend, dist.irecv):
+                exchange(start)
+        except RuntimeError:
+            return f"another rank did not reach close() within {timeout_seconds:.0f} s"
+        return ""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the body on every rank; if it fails on any, fail on all.
+
+        So that no rank waits for one that gave up, the body itself must not wait for others. It
+        also ends as a barrier does: where it is left, every rank has been through it.
+
+        Raises:
+            LowDiffError: On the ranks whose own body succeeded, naming one that failed; the
+                others raise what their body raised.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.gather(f"{type(error).__name__}: {error}")
+            raise
+        for rank, text in enumerate(self.gather(None)):
+            if text is not None:
+                raise LowDiffError(
+                    f"rank {rank} failed: {text}. Mend that, and start all ranks again"
+                )
+
+    def share_files(
+        self, visible: Sequence[tuple[str, Path]], imported: Path, *, grow: bool = False
+    ) -> None:
+        """Bring files that only other ranks can see into a folder of this rank's own.
+
+        Equal names are the same file, but for those that grow: there the longest version counts.
+
+        Args:
+            visible: ``(name, path)`` of files this rank sees.
+            imported: Where missing ones are written, under their names.
+            grow: Whether they are written little by little. A copy of what a killed writer had only
+                begun is shorter than what was written in its place since.
+        """
+        mine = dict(visible)
+        with self.together():
+            sizes = {name: _size(path) if grow else 0 for name, path in mine.items()}
+        tables: list[dict[str, int]] = self.gather(sizes)
+        for name in sorted(set().union(*tables)):
+            found = [table.get(name, -1) for table in tables]
+            longest = max(found)
+            if all(size == longest for size in found):
+                continue
+            owner = found.index(longest)
+            with self.together():
+                content = mine[name].read_bytes() if self.rank == owner else b""
+            data = self._broadcast(content, owner)
+            target = imported / name
+            with self.together():
+                # On a shared folder it may have appeared, or grown, since this rank looked.
+                if found[self.rank] < longest and _size(target) < (len(data) if grow else 0):
+                    make_directory(target.parent)
+                    write_file(target, data)
+
+    def _broadcast(self, content: bytes, owner: int) -> bytes:
+        assert self._group is not None
+        source = dist.get_global_rank(self._group, owner)
+        size = torch.tensor([len(content)], device="cpu")
+        dist.broadcast(size, source, group=self._group)
+        buffer = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        if self.rank == owner and content:
+            buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        if len(buffer):
+            dist.broadcast(buffer, source, group=self._group)
+        return buffer.numpy().tobytes()
+
+    def close(self) -> None:
+        """Leave the group."""
+        leave(self._group)
+        self._group = None
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; -1 if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
+
+
+def refuse_disagreement(
+    ranks: Ranks, compressor: Compressor, layout: Layout, modes: Mapping[str, object]
+) -> None:
+    """Compare what must be equal on all ranks before anything is exchanged, in one collective.
+
+    Raises:
+        ConfigError: On all ranks, naming the first that differs from rank 0.
+    """
+    own = [
+        f"compresses with {compressor.name}({dict(compressor.settings())})",
+        "has " + ", ".join(f"{key}={value!r}" for key, value in modes.items()),
+        *(f"trains {s.name} {s.dtype}{list(s.shape)}" for s in layout.parameters),
+    ]
+    first, *others = ranks.gather(own)
+    for rank, theirs in enumerate(others, start=1):
+        for here, there in zip_longest(first, theirs, fillvalue="trains no further parameter"):
+            if here != there:
+                raise ConfigError(
+                    f"rank {rank} {there} where rank 0 {here}; give every rank the same compressor, "
+                    "modes and model, with the same parameters frozen"
+                )

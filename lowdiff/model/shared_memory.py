@@ -1,0 +1,121 @@
+"""Tensors of a model that share memory: names decide what they hold, not addresses.
+
+A buffer may be made from a weight, or two names may hold one tensor. What is restored may have
+parted since: then the module gets a tensor of its own, and stays apart from what it shared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lowdiff.core.layout import INT_OF_BYTES
+from lowdiff.model.binding import Attached, Slot
+from lowdiff.recovery.state import FROZEN_ITEM
+
+_INTEGERS = {1: torch.int8, **INT_OF_BYTES}
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two dense tensors have one shape, one dtype and the same bits, on whatever device."""
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
+        return False
+    integer = _INTEGERS[left.element_size()]
+    ours, theirs = left.detach().view(integer), right.detach().to(left.device).view(integer)
+    return torch.equal(ours, theirs)
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether every element has memory of its own, which those of an expanded tensor do not."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return False
+        reach += (size - 1) * stride
+    return True
+
+
+def doubtful(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names whose tensors cannot be written without writing to another name, or not at all."""
+    found = {name for name, tensor in tensors.items() if tensor.numel() and not is_whole(tensor)}
+    ranges = sorted(
+        (str(tensor.device), *_extent(tensor), name)
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    )
+    widest: tuple[str, int, int, str] | None = None
+    for this in ranges:
+        device, start, end, name = this
+        if widest is not None and device == widest[0] and start < widest[2]:
+            found |= {name, widest[3]}
+        if widest is None or device != widest[0] or end > widest[2]:
+            widest = this
+    return [name for name in tensors if name in found]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First address of its elements, and the first one behind them."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+class FreshTensors:
+    """New tensors for buffers and frozen parameters of a model whose old ones cannot hold a value.
+
+    Names that had one tensor and get the same bits have one tensor again.
+    """
+
+    def __init__(self, attached: Attached) -> None:
+        """Give them to the modules of ``attached``."""
+        self._slots: dict[str, Slot] = {**attached.buffer_slots(), **attached.frozen}
+        self._device = attached.device
+        self._given: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def give(self, name: str, old: torch.Tensor | None, value: torch.Tensor) -> None:
+        """Put a copy of ``value`` in the place of ``old``, which ``name`` has held so far."""
+        new = _copied(value, self._device if old is None else old.device, old)
+        if old is not None and old.numel():
+            place = (old.device, old.data_ptr(), old.shape, old.stride(), old.dtype)
+            earlier = self._given.setdefault(place, [])
+            new = next((tensor for tensor in earlier if same_bits(tensor, new)), new)
+            earlier.append(new)
+        put(self._slots[name], new, is_parameter=name.startswith(FROZEN_ITEM))
+
+
+def _copied(value: torch.Tensor, device: torch.device, like: torch.Tensor | None) -> torch.Tensor:
+    """``value`` on a device, in the memory format of ``like`` if that has its shape."""
+    if like is None or like.shape != value.shape:
+        return value.to(device, copy=True)
+    return torch.empty_like(like, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def put(slot: Slot, value: torch.Tensor, *, is_parameter: bool) -> None:
+    """Let a module hold ``value``: a parameter stays the same object."""
+    part, key = slot
+    if is_parameter:
+        part.get_parameter(key).data = value
+    else:
+        setattr(part, key, value)
+
+
+def part_copies(module: torch.nn.Module, values: Mapping[str, Any]) -> None:
+    """Part what a module restored from ``values`` shares, where its names have other bits there.
+
+    A copy of a model shares memory within itself as the model does, and ``load_state_dict`` writes
+    one name after the other into it.
+    """
+    slots: dict[str, tuple[Slot, bool]] = {}
+    for prefix, owner in module.named_modules():
+        path = f"{prefix}." if prefix else ""
+        slots |= {path + key: ((owner, key), True) for key in owner._parameters}
+        slots |= {path + key: ((owner, key), False) for key in owner._buffers}
+    tensors = [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
+    live = {name: tensor for name, tensor in tensors if name in values}
+    for name in doubtful(live):
+        if not same_bits(live[name], value := values[name]):
+            new = _copied(value, live[name].device, live[name])
+            put(slots[name][0], new, is_parameter=slots[name][1])

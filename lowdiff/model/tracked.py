@@ -1,0 +1,52 @@
+"""What a trainer gave to ``attach``, and what watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from lowdiff.errors import ConfigError
+from lowdiff.model.averages import LiveAverage, find_averages
+from lowdiff.model.binding import Attached
+from lowdiff.model.items import ItemTracker, Stateful
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Everything whose state is checkpointed.
+
+    Attributes:
+        attached: Model and optimizers.
+        stateful: Further objects by name.
+        averages: Those of them that are replayed averages of the parameters.
+        tracker: Finds what changed of buffers, generators and stateful objects.
+    """
+
+    attached: Attached
+    stateful: Mapping[str, Stateful]
+    averages: Mapping[str, LiveAverage]
+    tracker: ItemTracker
+
+
+def watch(attached: Attached, stateful: Mapping[str, Stateful]) -> Given:
+    """Look at what is given.
+
+    Raises:
+        ConfigError: If an object cannot be saved and restored.
+    """
+    for name, thing in stateful.items():
+        if not isinstance(thing, Stateful):
+            raise ConfigError(
+                f"{name}={type(thing).__name__} has no state_dict and load_state_dict; wrap "
+                "it in an object that has both, or leave it out"
+            )
+    averages = find_averages(stateful, attached)
+    for name in averages:
+        if "/" in name:  # in snapshots one ends it, and a parameter's name follows
+            raise ConfigError(f"the average {name!r} cannot have a slash in its name; leave it out")
+    readers = {name: thing.state_dict for name, thing in stateful.items()} | {
+        name: partial(average.outline, attached.layout) for name, average in averages.items()
+    }
+    tracker = ItemTracker(attached.constants, readers, attached.device)
+    return Given(attached, stateful, averages, tracker)

@@ -1,0 +1,210 @@
+"""The DDP communication hook: from a bucket to the run's reducer and back."""
+
+# No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, known to type checkers
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from lowdiff.compressors.futures import completed
+from lowdiff.core.layout import flat
+from lowdiff.errors import ConfigError, LowDiffError, RankLost, UnsupportedModel, UsageError
+from lowdiff.protocols import Reducer
+
+#: Averages a bucket over the ranks, in place.
+Average = Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]]
+
+_OUTSIDE = (
+    "a backward pass ran outside the life of its Checkpointer; call attach(...) before training, and "
+    "close() after it"
+)
+
+
+class HookState:
+    """What `comm_hook` needs; a `Checkpointer` owns one and fills it at ``attach``.
+
+    A copy of the model, deep or pickled, gets an empty one.
+
+    Attributes:
+        is_copy: Whether it came with a copy of a model.
+        averaged: Layout indices of what was reduced and not consumed since; who sees it consumed
+            takes it out.
+        has_failed: Whether the last backward pass failed, so that its gradients mean nothing.
+    """
+
+    def __init__(self, *, is_copy: bool = False) -> None:
+        self.is_copy = is_copy
+        self._why_closed = _OUTSIDE
+        self._reducer: Reducer | None = None
+        self._average: Average | None = None
+        self._index_of: dict[int, int] = {}
+        self.averaged: set[int] = set()
+        self.has_failed = False
+        self._failure: Exception | None = None
+
+    def __reduce__(self) -> tuple[Callable[[], "HookState"], tuple[()]]:
+        return _state_of_a_copy, ()
+
+    def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
+        """Start to reduce for these parameters, in layout order."""
+        self._reducer = reducer
+        self._average = None
+        self._why_closed = _OUTSIDE
+        self.averaged.clear()
+        self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
+
+    def close(self, reducer: Reducer) -> None:
+        """Stop, unless another has taken this reducer's place: a hook call after this is an error."""
+        if self._reducer is reducer:
+            self._reducer = None
+
+    def detach(self, average: Average) -> None:
+        """Average buckets from now on, and remember nothing: DDP keeps its hook for life."""
+        self._reducer, self._average = None, average
+        self.has_failed = False
+        self.averaged.clear()
+
+    def leave(self, why: str) -> None:
+        """Stop without giving anything back, in a process that only got a copy of what is open."""
+        self._reducer = self._average = None
+        self._why_closed = why
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Compress, exchange and average one bucket.
+
+        DDP hears of no error: it would make a RuntimeError of what a future failed with, and does
+        not work any more after a hook that raised. The first error is raised when DDP is done with
+        the backward pass, so that ``backward()`` raises it as it is.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            return self._reduce(bucket)  # by ddp.join(), in whose call no callback can be queued
+        if bucket.index() == 0:
+            self._failure = None  # of a pass that the user's code broke off
+            self.has_failed = False
+        if bucket.is_last():
+            # Twice, because the callback in which DDP writes its averages is queued after this call.
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._raise_failure))
+        buffer = bucket.buffer()
+        try:
+            future = self._reduce(bucket)
+        except Exception as error:  # noqa: BLE001  raised when DDP is done
+            self._fail(error)
+            return completed(buffer)
+        return future.then(partial(self._settled, buffer))
+
+    def _settled(
+        self, buffer: torch.Tensor, done: torch.futures.Future[torch.Tensor]
+    ) -> torch.Tensor:
+        """What DDP gets; on whichever thread ends the exchange."""
+        try:
+            return done.value()
+        except (LowDiffError, torch.OutOfMemoryError) as error:
+            self._fail(error)
+        except RuntimeError as error:  # the backend's
+            lost = RankLost(error)
+            lost.__cause__ = error
+            self._fail(lost)
+        except Exception as error:  # noqa: BLE001  raised when DDP is done
+            self._fail(error)
+        return buffer
+
+    def _fail(self, error: Exception) -> None:
+        # Buckets settle in order, and what follows a failure says less.
+        if self._failure is None:
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self.has_failed = True
+            raise failure
+
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._average is not None:
+            return self._average(bucket.buffer())
+        if self._reducer is None:
+            raise UsageError(self._why_closed)
+        if bucket.buffer().layout != torch.strided:
+            raise UnsupportedModel(
+                "a parameter has sparse gradients, which no compressor takes; build embeddings with "
+                "sparse=False"
+            )
+        parameters = [self._index_of[id(parameter)] for parameter in bucket.parameters()]
+        self.averaged.update(parameters)
+        with without_autocast(bucket.buffer().device):
+            return self._reducer.reduce(
+                parameters,
+                [flat(gradient) for gradient in bucket.gradients()],
+                bucket.buffer(),
+            )
+
+
+def _state_of_a_copy() -> HookState:
+    return HookState(is_copy=True)
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether this thread is inside ``torch.autocast`` for a device."""
+    is_known = torch.amp.is_autocast_available(device.type)
+    return is_known and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, arithmetic is of the width that is written, also in a user's ``torch.autocast``.
+
+    It would multiply matrices in half width, and refuses to join tensors of the other half.
+    """
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
+
+
+def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook that compresses gradients and remembers what this rank sent.
+
+    ``Checkpointer.attach`` registers it. By hand:
+    ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
+
+    Args:
+        state: ``checkpointer.hook_state``.
+        bucket: DDP's bucket of gradients; overwritten with the average over ranks.
+
+    Returns:
+        Future of the bucket's flat buffer, shape ``[n]``, same dtype and device.
+
+    Raises:
+        UsageError: If the checkpointer is not attached.
+    """
+    return state.reduce(bucket)
+
+
+def hook_of(ddp: DistributedDataParallel) -> HookState | None:
+    """The state of our hook, if that is the one which DDP has."""
+    for hook, state in getattr(ddp, "_comm_hooks", []):
+        if hook is comm_hook and isinstance(state, HookState):
+            return state
+    return None
+
+
+def registered(ddp: DistributedDataParallel, state: HookState) -> HookState:
+    """The state that DDP's hook gets: DDP takes one hook for life, perhaps an earlier one of ours."""
+    # A copy of a DDP module lists its original's hooks, but its reducer, which is new, has none.
+    ddp._comm_hooks = [
+        (hook, of_hook)
+        for hook, of_hook in getattr(ddp, "_comm_hooks", [])
+        if not (isinstance(of_hook, HookState) and of_hook.is_copy)
+    ]
+    earlier = hook_of(ddp)
+    if earlier is not None:
+        return earlier
+    for hook, _ in getattr(ddp, "_comm_hooks", []):
+        raise ConfigError(
+            f"the model has the communication hook {getattr(hook, '__name__', hook)!r} already, "
+            "and DDP takes one for life; wrap the module anew, and choose lowdiff's compressor"
+        )
+    ddp.register_comm_hook(state, comm_hook)
+    return state

@@ -1,0 +1,112 @@
+"""The residual in staging: written where it survives the process, at no extra copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lowdiff.compressors.feedback import (
+    NUM_SLOTS,
+    RotatingResidual,
+    zero_slots,
+)
+from lowdiff.core.layout import torch_dtype
+from lowdiff.persistence.staging.residual_slots import ResidualSlots, read_slot
+from lowdiff.types import Layout, ResidualMark
+
+#: Steps between two copies of an accelerator's residual; not measured yet.
+COPIED_EVERY = 16
+
+
+class StagedResidual(RotatingResidual):
+    """A CPU residual whose slots lie in staging, where records name them."""
+
+    def __init__(self, path: Path, layout: Layout, loss_scale: Callable[[], float]) -> None:
+        self._file = ResidualSlots(path, layout, NUM_SLOTS)
+        super().__init__(
+            [_tensors(views, layout) for views in self._file.views], layout, loss_scale
+        )
+        self._mark = self._file.complete(self.slot)
+
+    def load(self, residuals: Sequence[torch.Tensor | None]) -> None:
+        """See ``RotatingResidual.load``."""
+        self._reuse(self.slot)
+        super().load(residuals)
+        self._complete(self.slot)
+
+    def move(self, path: Path) -> None:
+        """See ``RotatingResidual.move``."""
+        file = ResidualSlots(path, self.layout, NUM_SLOTS)
+        # All slots: the residual of the step under way lies in the next one already.
+        for new, old in zip(file.views, self._file.views, strict=True):
+            for target, values in zip(new, old, strict=True):
+                target[:] = values
+        self._file, self._slots = file, [_tensors(views, self.layout) for views in file.views]
+        self._complete(self.slot)
+
+    def mark(self) -> ResidualMark:
+        """Names the current residual in a record."""
+        return self._mark
+
+    def _reuse(self, slot: int) -> None:
+        self._file.reuse(slot)
+
+    def _complete(self, slot: int) -> None:
+        self._mark = self._file.complete(slot)
+
+
+class CopiedResidual(RotatingResidual):
+    """A residual on an accelerator, of which staging gets a copy every few steps.
+
+    A copy at every step would cost more than all else. Of the steps between two copies recovery is
+    exact in state, and goes on with the last copy.
+    """
+
+    def __init__(
+        self, path: Path, layout: Layout, device: torch.device, loss_scale: Callable[[], float]
+    ) -> None:
+        super().__init__(zero_slots(layout, device), layout, loss_scale)
+        self._file = ResidualSlots(path, layout, NUM_SLOTS)
+        self._targets = [_tensors(views, layout) for views in self._file.views]
+        self._target = 0
+        self._mark: ResidualMark | None = None
+
+    def copy(self, step: int, *, is_first: bool = False) -> None:
+        """See ``RotatingResidual.copy``."""
+        self._mark = None
+        if not is_first and step % COPIED_EVERY:
+            return
+        self._target = (self._target + 1) % NUM_SLOTS
+        self._file.reuse(self._target)
+        current = self._slots[self.slot]
+        for target, values in zip(self._targets[self._target], current, strict=True):
+            target.copy_(values)
+        self._mark = self._file.complete(self._target)
+
+    def move(self, path: Path) -> None:
+        """See ``RotatingResidual.move``; there is no copy in the new file yet."""
+        self._file = ResidualSlots(path, self.layout, NUM_SLOTS)
+        self._targets = [_tensors(views, self.layout) for views in self._file.views]
+        self._mark = None
+
+    def mark(self) -> ResidualMark | None:
+        """Names the copy in the record of its step; None in all others."""
+        return self._mark
+
+
+def read_residual(path: Path, layout: Layout, mark: ResidualMark) -> list[torch.Tensor] | None:
+    """The residual a record names, or None if it is not there any more."""
+    views = read_slot(path, layout, mark)
+    if views is None:
+        return None
+    return _tensors([memoryview(bytearray(view)) for view in views], layout)
+
+
+def _tensors(views: Sequence[memoryview], layout: Layout) -> list[torch.Tensor]:
+    return [
+        torch.from_numpy(np.frombuffer(view, np.uint8)).view(torch_dtype(spec.dtype))
+        for view, spec in zip(views, layout.parameters, strict=True)
+    ]

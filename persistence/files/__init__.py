@@ -1,0 +1,1 @@
+"""Files, memory files and processes, as the other rooms use them."""

@@ -1,0 +1,331 @@
+"""Names of everything on disk and in staging, in one place.
+
+::
+
+    RUN/run.json                                         identity of the run
+    RUN/incarnations/i000002/rank-0000.json              fences
+    RUN/snapshots/i000002-s0000000200/rank-0000.*        .safetensors, .json (manifest)
+    RUN/segments/rank-0000/i000002-s0000000201.seg       differentials 201, 202, ...
+    RUN/constants/0123...def.safetensors                 frozen parameters, by SHA-256
+    RUN/locks/rank-0000.lock, lease, retention.lock
+    RUN/pins/LABEL.json                                  steps that retention spares
+    RUN/retention.json                                   policy, and what it has removed
+    RUN/measurements/i000002-rank-0000.json              what one rank measured in one life
+
+    STAGING/RUN_ID/i000002-r0000/log-00000000.chunk      staging log
+    STAGING/RUN_ID/i000002-r0000/residual                error-feedback slots
+    STAGING/RUN_ID/i000002-r0000/snapshot                image of the snapshot being persisted
+    STAGING/RUN_ID/i000002-r0000/status                  the writer's status page
+    STAGING/RUN_ID/i000002-r0000/trainer                 the trainer's
+    STAGING/RUN_ID/i000002-r0000/measured-by-trainer     pages of recent measurements
+    STAGING/RUN_ID/i000002-r0000/measured-by-writer
+    STAGING/RUN_ID/i000002-r0000/decisions               of the tuner, a JSON text per line
+    STAGING/RUN_ID/i000002-r0000/replica-00000001        state of the replica (LowDiff+)
+    STAGING/RUN_ID/i000002-r0000/replica, replica.lock, replica.log    its status page
+    STAGING/RUN_ID/i000002-r0000/replica.boot            kernel under which it was written
+    STAGING/RUN_ID/i000002-r0000/replica.image     its image, being persisted
+    STAGING/RUN_ID/i000002-r0000/owner.json              which run folder it is for
+    STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowdiff.persistence.files.network_fs import remove_folder
+from lowdiff.persistence.files.trust import readable_root, shared_staging_root, trusted_folders
+
+RUN_FILE = "run.json"
+_CONSTANTS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+_PIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
+NOTES_NAME = re.compile(rf"retention\.json|pins/{_PIN_NAME.pattern}")
+CONSTANTS_NAME = re.compile(rf"constants/{_CONSTANTS_NAME.pattern}")
+
+_IN_SNAPSHOT = r"snapshots/i(?P<incarnation>\d{6})-s(?P<step>\d{10})/rank-(?P<rank>\d{4})"
+_FILE_NAMES = {
+    "fence": re.compile(r"incarnations/i(?P<incarnation>\d{6})/rank-(?P<rank>\d{4})\.json"),
+    "manifest": re.compile(rf"{_IN_SNAPSHOT}\.json"),
+    "shard": re.compile(rf"{_IN_SNAPSHOT}\.safetensors"),
+    "segment": re.compile(
+        r"segments/rank-(?P<rank>\d{4})/i(?P<incarnation>\d{6})-s(?P<step>\d{10})\.seg"
+    ),
+}
+_STAGING_NAME = re.compile(r"i(\d{6})-r(\d{4})")
+_SNAPSHOT_NAME = re.compile(r"i(\d{6})-s(\d{10})")
+_SEGMENT_NAME = re.compile(r"i(\d{6})-s(\d{10})\.seg")
+_RANK_NAME = re.compile(r"rank-(\d{4})(?:\.json)?")
+_INCARNATION_NAME = re.compile(r"i(\d{6})")
+_MEASUREMENTS_NAME = re.compile(r"i(\d{6})-rank-(\d{4})\.json")
+_CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def staging_to_read(staging: str | Path | None) -> Path:
+    """Return the folder in which a command that changes nothing looks for staged steps.
+
+    A folder that others could have written is named in a warning, and one that holds nothing is
+    returned in its place.
+
+    Args:
+        staging: The staging root, if it was given by hand; None for the default one.
+    """
+    return readable_root(shared_staging_root() if staging is None else Path(staging))
+
+
+def file_bytes(path: Path) -> int:
+    """Length of a file; 0 if it is gone, as a live run's may be at any moment."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """What the name of a file of a run, relative to the run, says about it.
+
+    Attributes:
+        kind: ``"fence"``, ``"manifest"``, ``"shard"`` or ``"segment"``.
+        step: Of the snapshot; of the segment's first record; 0 for a fence.
+    """
+
+    name: str
+    kind: str
+    incarnation: int
+    rank: int
+    step: int
+
+    @classmethod
+    def parse(cls, name: str) -> RunFile | None:
+        """The file of this name, or None for any other name."""
+        for kind, pattern in _FILE_NAMES.items():
+            match = pattern.fullmatch(name)
+            if match:
+                numbers = {key: int(value) for key, value in match.groupdict().items()}
+                return cls(
+                    name, kind, numbers["incarnation"], numbers["rank"], numbers.get("step", 0)
+                )
+        return None
+
+
+class _File:
+    """A file of one name in a folder; read from the folder, it is the file's path."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder | StagingFolder, owner: object = None) -> Path:
+        return folder.root / self._name
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Names inside one run folder."""
+
+    root: Path
+
+    #: Identity of the run.
+    run_file = _File(RUN_FILE)
+    #: Renewed by the trainer of rank 0, for those on machines that its lock does not reach.
+    lease = _File("locks/lease")
+    #: Lock held while old files are removed, and shared by whoever must not lose any.
+    retention_lock = _File("locks/retention.lock")
+    #: Policy of the run, and what retention has removed.
+    retention_file = _File("retention.json")
+
+    def name(self, path: Path) -> str:
+        """A path's name inside the run, as a store knows it."""
+        return path.relative_to(self.root).as_posix()
+
+    def fence(self, incarnation: int, rank: int) -> Path:
+        """Fence of one rank."""
+        return self.root / "incarnations" / f"i{incarnation:06d}" / f"rank-{rank:04d}.json"
+
+    def fences(self) -> Iterator[tuple[int, int, Path]]:
+        """``(incarnation, rank, path)`` of every fence."""
+        for folder, (incarnation,) in _matching(self.root / "incarnations", _INCARNATION_NAME):
+            for path, (rank,) in _matching(folder, _RANK_NAME):
+                yield incarnation, rank, path
+
+    def incarnations(self) -> set[int]:
+        """Numbers of which a fence is there, readable or not; also of those that died in attach."""
+        return {incarnation for incarnation, _, _ in self.fences()}
+
+    def snapshot(self, incarnation: int, step: int) -> Path:
+        """Folder of one snapshot."""
+        return self.root / "snapshots" / f"i{incarnation:06d}-s{step:010d}"
+
+    def snapshots(self) -> Iterator[tuple[int, int, Path]]:
+        """``(incarnation, step, folder)`` of every snapshot folder, complete or not."""
+        for path, (incarnation, step) in _matching(self.root / "snapshots", _SNAPSHOT_NAME):
+            yield incarnation, step, path
+
+    def segments_of(self, rank: int) -> Path:
+        """Folder of one rank's segments."""
+        return self.root / "segments" / f"rank-{rank:04d}"
+
+    def segments(
+        self, is_wanted: Callable[[int], bool] = lambda rank: True
+    ) -> Iterator[tuple[int, int, int, Path]]:
+        """``(incarnation, rank, first step, path)`` of every segment of the wanted ranks, sorted."""
+        for folder, (rank,) in _matching(self.root / "segments", _RANK_NAME):
+            if is_wanted(rank):
+                for path, (incarnation, first) in _matching(folder, _SEGMENT_NAME):
+                    yield incarnation, rank, first, path
+
+    def segment(self, incarnation: int, rank: int, first: int) -> Path:
+        """One segment, by the step of its first record."""
+        return self.segments_of(rank) / f"i{incarnation:06d}-s{first:010d}.seg"
+
+    def constants(self, content_hash: str) -> Path:
+        """Frozen parameters that snapshots share."""
+        return self.root / "constants" / f"{content_hash}.safetensors"
+
+    def all_constants(self) -> Iterator[tuple[str, Path]]:
+        """``(content hash, path)`` of every file of frozen parameters."""
+        for path in _named(self.root / "constants", _CONSTANTS_NAME):
+            yield path.stem, path
+
+    def lock(self, rank: int) -> Path:
+        """Lock held by the trainer of this rank."""
+        return self.root / "locks" / f"rank-{rank:04d}.lock"
+
+    def pin(self, label: str) -> Path:
+        """One pin."""
+        return self.root / "pins" / f"{label}.json"
+
+    def pins(self) -> Iterator[tuple[str, Path]]:
+        """``(label, path)`` of every pin."""
+        for path in _named(self.root / "pins", _PIN_NAME):
+            yield path.stem, path
+
+    def measurements(self, incarnation: int, rank: int) -> Path:
+        """What one rank measured in one life."""
+        return self.root / "measurements" / f"i{incarnation:06d}-rank-{rank:04d}.json"
+
+    def all_measurements(self) -> Iterator[Path]:
+        """Every document of measurements, oldest life first."""
+        yield from (path for path, _ in _matching(self.root / "measurements", _MEASUREMENTS_NAME))
+
+
+@dataclass(frozen=True, slots=True)
+class StagingFolder:
+    """Names inside one rank's staging folder of one incarnation."""
+
+    root: Path
+    incarnation: int
+    rank: int
+
+    #: Residual slots.
+    residual = _File("residual")
+    #: Image of the snapshot that the writer is persisting.
+    snapshot = _File("snapshot")
+    #: The writer's status page.
+    status = _File("status")
+    #: The trainer's status page.
+    trainer_status = _File("trainer")
+    #: The trainer's page of measurements.
+    measured_by_trainer = _File("measured-by-trainer")
+    #: The writer's page of measurements.
+    measured_by_writer = _File("measured-by-writer")
+    #: What the tuner decided in this life.
+    decisions = _File("decisions")
+    #: Names the run folder that this memory is for.
+    owner = _File("owner.json")
+    #: Lock held by the trainer.
+    trainer_lock = _File("trainer.lock")
+    #: Lock held by the writer.
+    writer_lock = _File("writer.lock")
+    #: The replica's status page; there from the first moment of a life that has a replica.
+    replica_status = _File("replica")
+    #: Lock held by the replica process.
+    replica_lock = _File("replica.lock")
+    #: The replica process's output.
+    replica_log = _File("replica.log")
+    #: Image of the replica's state that the writer is persisting.
+    replica_image = _File("replica.image")
+    #: The writer's output.
+    writer_log = _File("writer.log")
+
+    @classmethod
+    def of(cls, staging_root: Path, run_id: str, incarnation: int, rank: int) -> StagingFolder:
+        """The folder's name; nothing is created."""
+        name = f"i{incarnation:06d}-r{rank:04d}"
+        return cls(staging_root / run_id / name, incarnation, rank)
+
+    @classmethod
+    def all_of_run(cls, staging_root: Path, run_id: str) -> list[StagingFolder]:
+        """Every staging folder under a run id, oldest incarnation first, also of its copies.
+
+        Without those that somebody else could have made or written, which are named in a warning.
+        """
+        found = []
+        for name in trusted_folders(staging_root, run_id):
+            match = _STAGING_NAME.fullmatch(name)
+            if match is not None:
+                found.append(cls(staging_root / run_id / name, int(match[1]), int(match[2])))
+        return found
+
+    @classmethod
+    def all(cls, staging_root: Path) -> Iterator[StagingFolder]:
+        """Every staging folder of every run on this machine; none if the root is not trusted."""
+        for path in _named(readable_root(staging_root), _RUN_ID):
+            yield from cls.all_of_run(staging_root, path.name)
+
+    @property
+    def run_id(self) -> str:
+        """The run it belongs to."""
+        return self.root.parent.name
+
+    def chunk(self, sequence: int) -> Path:
+        """One chunk of the log."""
+        return self.root / f"log-{sequence:08d}.chunk"
+
+    def chunks(self) -> list[tuple[int, Path]]:
+        """``(sequence, path)`` of every chunk, oldest first."""
+        return [(sequence, path) for path, (sequence,) in _matching(self.root, _CHUNK_NAME)]
+
+    def remove(self) -> None:
+        """Delete the folder and all that is in it, and its parent with the last of a run."""
+        remove_folder(self.root)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Delete the folder if it is empty, now that what was in it is not open any more."""
+        with contextlib.suppress(OSError):  # it is gone, or in use
+            self.root.rmdir()
+        with contextlib.suppress(OSError):  # other ranks' folders are still there
+            self.root.parent.rmdir()
+
+    def replica_state(self, generation: int) -> Path:
+        """One file of the replica's state."""
+        return self.root / f"replica-{generation:08d}"
+
+    def replica_files(self) -> list[Path]:
+        """What recovery reads of a replica's; none in a life without one."""
+        if not self.replica_status.exists():
+            return []
+        names = (self.replica_status, self.trainer_status, self.snapshot)
+        states = _named(self.root, re.compile(r"replica-\d{8}"))
+        return [*(path for path in names if path.exists()), *states]
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, tuple[int, ...]]]:
+    """Entries whose whole name matches, sorted, with the numbers in it."""
+    for path in _named(folder, pattern):
+        match = pattern.fullmatch(path.name)
+        assert match is not None
+        yield path, tuple(int(group) for group in match.groups())
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
+    """Entries whose whole name matches, sorted. Never follows links."""
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_symlink())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    yield from (folder / name for name in names if pattern.fullmatch(name))

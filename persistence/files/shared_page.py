@@ -1,0 +1,92 @@
+"""A page of shared memory through which one process tells others how far it is."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from crc32c import crc32c
+
+from lowdiff.persistence.files.mapped_file import MappedFile, read_view
+
+_SLOT_BYTES = 4096
+_HEAD = struct.Struct("<QII")
+
+
+class Page:
+    """Two alternating checksummed slots of a fixed size: a reader always finds one whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = MappedFile(path, 2 * _SLOT_BYTES)
+        self._sequence = _newest(self._file.view, (0, {}))[0]
+
+    def publish(self, content: Mapping[str, Any]) -> None:
+        """Replace what readers find. Plain values, in at most ``_SLOT_BYTES`` with the head."""
+        body = msgpack.packb(content)
+        self._sequence += 1
+        start = (self._sequence % 2) * _SLOT_BYTES
+        head = _HEAD.pack(self._sequence, len(body), _checksum(self._sequence, body))
+        self._file.view[start + _HEAD.size : start + _HEAD.size + len(body)] = body
+        self._file.view[start : start + _HEAD.size] = head
+
+
+class PageReader:
+    """The other end; keeps the page mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._view = read_view(path)
+        self._last: tuple[int, dict[str, Any]] = (0, {})
+
+    def read(self) -> dict[str, Any]:
+        """The newest whole content; empty while there is none."""
+        # A reader that was held up between the slots may find both in the middle of an update.
+        self._last = _newest(self._view, self._last)
+        return self._last[1]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageMark:
+    """Says on its maker's page that a staged image is whole, and stays until it is durable.
+
+    Attributes:
+        step: The step it is of.
+        bytes: Its length.
+        checksum: CRC-32C of all of it.
+    """
+
+    step: int
+    bytes: int
+    checksum: int
+
+
+def with_mark(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a page whose field ``image`` is an `ImageMark` or None."""
+    mark = content["image"]
+    return {**content, "image": None if mark is None else ImageMark(**mark)}
+
+
+def fitting(error: str, most_bytes: int) -> str:
+    """The beginning of a message, so that it fits a slot whatever its alphabet."""
+    return error.encode(errors="replace")[:most_bytes].decode(errors="ignore")
+
+
+def _newest(view: memoryview, known: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    """Sequence and content of the newest whole slot, or what is known if none is newer."""
+    found = known
+    # Whoever opens the page while it is being created finds a file of no length.
+    for start in range(0, len(view), _SLOT_BYTES):
+        sequence, size, checksum = _HEAD.unpack_from(view, start)
+        if sequence > found[0]:
+            body = bytes(view[start + _HEAD.size : start + _HEAD.size + min(size, _SLOT_BYTES)])
+            if len(body) == size and checksum == _checksum(sequence, body):
+                found = (sequence, msgpack.unpackb(body))
+    return found
+
+
+def _checksum(sequence: int, body: bytes) -> int:
+    # With the sequence, or a torn head could pass an old body off as the newest.
+    return int(crc32c(body, crc32c(sequence.to_bytes(8, "little"))))

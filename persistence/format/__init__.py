@@ -1,0 +1,1 @@
+"""How bytes lie in records, segments, images and documents."""

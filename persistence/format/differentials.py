@@ -1,0 +1,238 @@
+"""A differential's scalars as bytes, and a stored record as a differential."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.sections import read_sections
+from lowdiff.persistence.format.value_types import BadEncoding
+from lowdiff.persistence.format.values import decode, encode
+from lowdiff.persistence.run.records import StoredRecord
+from lowdiff.types import (
+    AverageStep,
+    Bits,
+    Differential,
+    EarlierStep,
+    OptimizerStep,
+    Payload,
+    ResidualMark,
+    Section,
+    Written,
+)
+
+#: Sections of a record that are not the payload's: ``written/before/INDEX``, ``written/after/INDEX``
+#: and ``written/average/INDEX/NAME``.
+_WRITTEN = "written/"
+#: Beginning of the names of sections of an optimizer step that is not the first of its loop body.
+_LATER_STEP = "step/"
+
+
+def encode_scalars(differential: Differential) -> bytes:
+    """Everything but the payload, as the meta part of a record."""
+    residual = differential.residual
+    scalars: dict[str, Any] = {
+        "steps": [_step_part(step) for step in differential.steps],
+        "held": _bitmap(differential.held),
+        "items": dict(differential.items),
+        "residual": residual and [residual.slot, residual.generation],
+        "digests": _numbers(differential.digests),
+    }
+    if differential.averages:
+        scalars["averages"] = _averages_part(differential.averages)
+    return encode(scalars)
+
+
+def sections_of(differential: Differential) -> tuple[Section, ...]:
+    """Everything of a differential that is no scalar: the payload, and what else was written."""
+    return tuple(
+        section
+        for number, step in enumerate(differential.steps)
+        for section in _numbered((*step.payload.sections, *_written_sections(step.written)), number)
+    )
+
+
+def sections_of_step(payload: Payload, number: int) -> tuple[Section, ...]:
+    """The payload of one optimizer step of a loop body, counted from 0, as `sections_of` names it."""
+    return _numbered(payload.sections, number)
+
+
+def _numbered(sections: tuple[Section, ...], number: int) -> tuple[Section, ...]:
+    prefix = f"{_LATER_STEP}{number}/"
+    return tuple(replace(s, name=prefix + s.name) for s in sections) if number else sections
+
+
+def _by_step(sections: Sequence[Section], num_steps: int) -> list[list[Section]]:
+    """Undo `_numbered`: the sections of each optimizer step.
+
+    Raises:
+        ValueError: If one is of none of the steps.
+    """
+    found: list[list[Section]] = [[] for _ in range(num_steps)]
+    for section in sections:
+        number, name = 0, section.name
+        if name.startswith(_LATER_STEP):
+            digits, _, name = name.removeprefix(_LATER_STEP).partition("/")
+            number = int(digits)
+        if not 0 <= number < num_steps:
+            raise ValueError(f"section {section.name!r} is of none of {num_steps} steps")
+        found[number].append(replace(section, name=name))
+    return found
+
+
+def _written_sections(written: Written) -> tuple[Section, ...]:
+    named = {
+        **{f"before/{i}": values for i, values in written.before.items()},
+        **{f"after/{i}": values for i, values in written.after.items()},
+        **{
+            f"average/{i}/{name}": values
+            for name, of_average in written.averages.items()
+            for i, values in of_average.items()
+        },
+    }
+    return tuple(Section(_WRITTEN + name, "planes", values) for name, values in named.items())
+
+
+def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
+    """Decode a stored record.
+
+    Raises:
+        DamagedFile: If the checksummed bytes are still not a differential, or if a live trainer
+            has reused the staging memory they were in.
+    """
+    header = stored.record.header
+    record = stored.record
+    if stored.staged:
+        record = replace(record, body=memoryview(bytes(record.body)))
+        if not record.is_intact():
+            raise DamagedFile(stored.path, f"step {header.step} was overwritten by its trainer")
+    try:
+        scalars = decode(codec.expand(record.meta) if header.meta_coded else bytes(record.meta))
+        sections = read_sections(record.sections, codec, coded=header.coded)
+        *earlier, last = _read_steps(scalars["steps"], sections)
+        return Differential(
+            step=header.step,
+            incarnation=header.incarnation,
+            rank=header.rank,
+            world_size=header.world_size,
+            optimizers=last.optimizers,
+            absent=last.absent,
+            held=_indices(scalars["held"]),
+            payload=last.payload,
+            items=scalars["items"],
+            residual=scalars["residual"] and ResidualMark(*scalars["residual"]),
+            digests=_tuple_of(scalars["digests"]),
+            averages=_averages(scalars.get("averages", {})),
+            written=last.written,
+            earlier=tuple(earlier),
+        )
+    except (BadEncoding, KeyError, TypeError, ValueError) as error:
+        raise DamagedFile(
+            stored.path, f"step {header.step} is no differential ({error})"
+        ) from error
+
+
+def _step_part(step: EarlierStep | Differential) -> dict[str, Any]:
+    part: dict[str, Any] = {
+        "optimizers": [_optimizer_part(o) for o in step.optimizers],
+        "absent": _bitmap(step.absent),
+    }
+    if isinstance(step, EarlierStep) and step.averages:
+        part["averages"] = _averages_part(step.averages)
+    return part
+
+
+def _read_steps(parts: Sequence[dict[str, Any]], sections: Sequence[Section]) -> list[EarlierStep]:
+    """All optimizer steps of a loop body, the last one among them.
+
+    Raises:
+        ValueError: If there is none, or a section belongs to none.
+    """
+    if not parts:
+        raise ValueError("it has no optimizer step")
+    return [
+        EarlierStep(
+            optimizers=tuple(_optimizer_step(*o) for o in part["optimizers"]),
+            absent=_indices(part["absent"]),
+            payload=Payload(tuple(s for s in own if not s.name.startswith(_WRITTEN))),
+            averages=_averages(part.get("averages", {})),
+            written=_written(own),
+        )
+        for part, own in zip(parts, _by_step(sections, len(parts)), strict=True)
+    ]
+
+
+def _averages_part(averages: Mapping[str, AverageStep]) -> dict[str, list[Any]]:
+    return {
+        name: [a.updated, a.function, a.decay, a.count, _numbers(a.digests)]
+        for name, a in averages.items()
+    }
+
+
+def _averages(part: Mapping[str, Sequence[Any]]) -> dict[str, AverageStep]:
+    return {
+        name: AverageStep(updated, function, decay, count, _tuple_of(digests))
+        for name, (updated, function, decay, count, digests) in part.items()
+    }
+
+
+def _written(sections: Sequence[Section]) -> Written:
+    """Undo `_written_sections`.
+
+    Raises:
+        ValueError: If a section names no parameter.
+    """
+    before: dict[int, Bits] = {}
+    after: dict[int, Bits] = {}
+    averages: dict[str, dict[int, Bits]] = {}
+    for section in sections:
+        if not section.name.startswith(_WRITTEN):
+            continue
+        side, index, *name = section.name.removeprefix(_WRITTEN).split("/", 2)
+        if side == "average" and name:
+            averages.setdefault(name[0], {})[int(index)] = section.data
+        else:
+            {"before": before, "after": after}[side][int(index)] = section.data
+    return Written(before, after, averages)
+
+
+def _numbers(checksums: Sequence[int]) -> bytes:
+    """Little-endian uint32 each."""
+    return np.array(checksums, dtype="<u4").tobytes()
+
+
+def _tuple_of(data: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(data, dtype="<u4").tolist())
+
+
+def _bitmap(indices: tuple[int, ...]) -> bytes:
+    """Bit ``i % 8`` of byte ``i // 8`` is set for every index ``i``."""
+    flags = np.zeros(max(indices, default=-1) + 1, np.uint8)
+    flags[list(indices)] = 1
+    return np.packbits(flags, bitorder="little").tobytes()
+
+
+def _indices(bitmap: bytes) -> tuple[int, ...]:
+    flags = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
+    return tuple(int(i) for i in np.flatnonzero(flags))
+
+
+def _optimizer_part(step: OptimizerStep) -> list[Any]:
+    committed = None if step.committed is None else list(step.committed)
+    return [step.stepped, list(step.consumed), committed, step.grad_scale, step.found_inf]
+
+
+def _optimizer_step(
+    stepped: bool,
+    consumed: list[dict[str, Any]],
+    committed: list[dict[str, Any]] | None,
+    grad_scale: float | None,
+    found_inf: float | None,
+) -> OptimizerStep:
+    after = None if committed is None else tuple(committed)
+    return OptimizerStep(stepped, tuple(consumed), after, grad_scale, found_inf)

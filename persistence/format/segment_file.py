@@ -1,0 +1,351 @@
+"""A segment as a file: read record by record, a piece in memory at a time, and sealed with a footer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from crc32c import crc32c
+
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.files.checked_copy import checksum_of
+from lowdiff.persistence.format.framing import (
+    HEADER_BYTES,
+    FileHeader,
+    RecordHeader,
+    RecordRef,
+    padded,
+)
+
+_logger = logging.getLogger(__name__)
+
+_FOOTER_MAGIC, _TRAILER_MAGIC = b"LDFOOTER", b"LDSEALED"
+_TRAILER = struct.Struct("<QQQQQII4x8sI")
+TRAILER_BYTES = 64
+assert _TRAILER.size == TRAILER_BYTES
+
+#: Recovery of a run with many ranks holds one of each.
+_PIECE_BYTES = 256 << 10
+#: A longer body is checked a piece at a time before it is loaded: its length may be a stranger's.
+_WHOLE_BYTES = 16 << 20
+#: More than a machine stages; a file with holes may claim any length.
+_MAX_BODY_BYTES = 1 << 38
+
+
+def footer_bytes(num_steps: int, num_rebases: int) -> int:
+    """Length of the footer of a segment with so many steps, of which so many cannot be replayed."""
+    return len(_FOOTER_MAGIC) + 8 * (num_steps + num_rebases) + TRAILER_BYTES
+
+
+def pack_footer(
+    header: FileHeader, offsets: Sequence[int], rebases: Sequence[int], end: int
+) -> bytes:
+    """The footer of a segment, which stands where its records end.
+
+    Args:
+        header: Of the segment; its sequence is the first step.
+        offsets: Where the record of each step starts, in order of the steps.
+        rebases: Steps that cannot be replayed, ascending.
+        end: Where the records end.
+    """
+    body = _FOOTER_MAGIC + b"".join(np.array(n, "<u8").tobytes() for n in (offsets, rebases))
+    trailer = _TRAILER.pack(
+        header.sequence,
+        header.sequence + len(offsets) - 1,
+        len(rebases),
+        end,
+        len(body) + TRAILER_BYTES,
+        _checksum_of(header),
+        crc32c(body),
+        _TRAILER_MAGIC,
+        0,
+    )
+    return body + trailer[:-4] + struct.pack("<I", crc32c(trailer[:-4]))
+
+
+def _checksum_of(header: FileHeader) -> int:
+    """Its own, from its last bytes: one over these as well would be the same for every header."""
+    return int.from_bytes(header.pack()[-4:], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """The last bytes of a sealed segment.
+
+    Attributes:
+        first: Step of the first record.
+        last: Step of the last.
+        num_rebases: How many of its steps cannot be replayed.
+        start: Where the footer starts, and the records end.
+        checksum: Of the footer before it.
+    """
+
+    first: int
+    last: int
+    num_rebases: int
+    start: int
+    checksum: int
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview, header: FileHeader, size: int) -> Trailer | None:
+        """Parse and check; None if these bytes do not end a segment with this header and length."""
+        if len(data) < TRAILER_BYTES:
+            return None
+        first, last, num_rebases, start, length, of_header, of_body, magic, crc = _TRAILER.unpack(
+            data
+        )
+        is_whole = magic == _TRAILER_MAGIC and crc == crc32c(bytes(data[:-4]))
+        if not is_whole or of_header != _checksum_of(header):
+            return None
+        fits = first == header.sequence and first <= last and num_rebases <= last - first + 1
+        if not fits or length != footer_bytes(last - first + 1, num_rebases):
+            return None
+        return cls(first, last, num_rebases, start, of_body) if start + length == size else None
+
+    def place_of(self, step: int) -> int:
+        """Where the footer says at which byte the record of one of its steps starts."""
+        return self.start + len(_FOOTER_MAGIC) + 8 * (step - self.first)
+
+
+class SegmentFile:
+    """One segment. Read, not mapped: processes may map some 65,000 files, and runs have more.
+
+    Every record that it hands out has passed its checksums. Read in order, a record whose step is not
+    above that of the one before it is none: there the file ends. In a sealed segment a single step is
+    found by the footer, without what is before it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the header.
+
+        Raises:
+            FileNotFoundError: If the file is not there.
+            DamagedFile: If it cannot be read, or is no file of ours.
+        """
+        self.path = path
+        self._piece, self._at = memoryview(b""), 0
+        with _reading(path) as file:
+            self.size = os.fstat(file.fileno()).st_size
+            self._piece = memoryview(file.read(HEADER_BYTES))
+        self.header = FileHeader.unpack(self._piece, path)
+        self._steps, self._offsets = array("q"), array("q")
+        self._rebases = array("q")
+        self._trailer: Trailer | None = None
+        self._has_looked = False  # for the trailer
+        #: Whether the file ends within its footer: whoever sealed it was killed.
+        self.is_cut_in_footer = False
+        self._newest: RecordRef | None = None
+        self._is_read = False
+        #: Where the records read so far end; whoever has read some before may go on from there.
+        self.end = HEADER_BYTES
+
+    def next(self) -> RecordRef | None:
+        """The first record that was not read yet, or None at the end of the file.
+
+        Raises:
+            DamagedFile: If the file cannot be read, or the record does not fit in memory.
+        """
+        record = None if self._is_read else self._read(self.end)
+        if record is None or (self._steps and record.header.step <= self._steps[-1]):
+            self._is_read = True
+            return None
+        self._steps.append(record.header.step)
+        self._offsets.append(record.offset)
+        if record.header.rebases:
+            self._rebases.append(record.header.step)
+        self._newest, self.end = record, record.end
+        return record
+
+    def damage(self) -> DamagedFile | None:
+        """What lies behind its last record; None if nothing does, or a footer that is right."""
+        while self.next() is not None:
+            pass
+        rest = self.size - self.end
+        if rest == 0:
+            return None
+        what, footer = f"{rest} bytes are no record", self.footer() or b""
+        begins = bytes(self._bytes(self.end, min(rest, len(footer))) or b"")
+        if footer and footer.startswith(begins):
+            if rest == len(footer):
+                return None
+            self.is_cut_in_footer = rest < len(footer)
+            what = "its footer is cut short" if self.is_cut_in_footer else what
+        elif begins[: len(_FOOTER_MAGIC)] == _FOOTER_MAGIC:
+            what = "its footer is not that of its records, which can all be read"
+        return DamagedFile(self.path, what, offset=self.end)
+
+    def footer(self) -> bytes | None:
+        """The footer of its records; None if these are not one unbroken sequence. Reads them all."""
+        while self.next() is not None:
+            pass
+        first = self.header.sequence
+        if not self._steps or (self._steps[0], len(self._steps)) != (
+            first,
+            self._steps[-1] - first + 1,
+        ):
+            return None
+        return pack_footer(self.header, self._offsets, self._rebases, self.end)
+
+    def record(self, step: int) -> RecordRef | None:
+        """The record of a step, if the file holds it; cheap for ascending steps, or once sealed."""
+        if self._newest is not None and self._newest.header.step == step:
+            return self._newest
+        read_to = self._steps[-1] if self._steps else self.header.sequence - 1
+        if step > read_to + 1:
+            found = self._by_footer(step)
+            if found is not None:
+                return found
+        while (not self._steps or self._steps[-1] < step) and self.next() is not None:
+            pass
+        if self._newest is not None and self._newest.header.step == step:
+            return self._newest
+        index = bisect_left(self._steps, step)
+        if index == len(self._steps) or self._steps[index] != step:
+            return None
+        return self._read(self._offsets[index])
+
+    @property
+    def trailer(self) -> Trailer | None:
+        """The end of its footer, or None: it was not sealed, or that is damaged."""
+        if not self._has_looked:
+            self._has_looked = True
+            data = self._apart(self.size - TRAILER_BYTES, TRAILER_BYTES)
+            self._trailer = Trailer.unpack(data, self.header, self.size)
+        return self._trailer
+
+    def sealed_rebases(self) -> tuple[int, ...] | None:
+        """Steps that cannot be replayed, as the footer lists them; None if that is damaged."""
+        trailer = self.trailer
+        if trailer is None:
+            return None
+        footer = self._apart(trailer.start, self.size - TRAILER_BYTES - trailer.start)
+        if crc32c(footer) != trailer.checksum:
+            return None
+        marked = footer[len(footer) - 8 * trailer.num_rebases :]
+        return tuple(np.frombuffer(marked, "<u8").tolist())
+
+    def _apart(self, offset: int, size: int) -> bytes:
+        """A part of the file, without forgetting the piece in memory."""
+        with _reading(self.path) as file:
+            file.seek(max(0, offset))
+            return file.read(size)
+
+    def _by_footer(self, step: int) -> RecordRef | None:
+        """A record where the footer says that it is; None if that does not say, or is wrong."""
+        trailer = self.trailer
+        if trailer is None or not trailer.first <= step <= trailer.last:
+            return None
+        if self._newest is not None and self._newest.header.step == step - 1:
+            offset = self._newest.end
+        else:
+            # It needs no checksum of its own: it is right if the record of that step is there.
+            offset = int.from_bytes(self._apart(trailer.place_of(step), 8), "little")
+        found = self._read(offset) if offset < trailer.start else None
+        if found is None or found.header.step != step:
+            return None
+        self._newest = found
+        return found
+
+    def _read(self, offset: int) -> RecordRef | None:
+        head = self._bytes(offset, HEADER_BYTES)
+        header = None if head is None else RecordHeader.unpack(head)
+        if header is None or header.step >= 1 << 63 or not self.header.owns(header):
+            return None
+        start, size = offset + HEADER_BYTES, header.body_bytes
+        if size > _MAX_BODY_BYTES:
+            return None
+        if size > _WHOLE_BYTES and self._checksum(start, size) != header.body_checksum:
+            return None
+        body = self._bytes(start, size)
+        record = None if body is None else RecordRef(header, offset, body)
+        return record if record is not None and record.is_intact() else None
+
+    def _checksum(self, offset: int, size: int) -> int | None:
+        """Of a part of the file, which is not kept; None if the file ends before."""
+        if offset + size > self.size:
+            return None
+        with _reading(self.path) as file, suppress(EOFError):
+            return checksum_of(file.fileno(), offset, size)
+        return None
+
+    def _bytes(self, offset: int, size: int) -> memoryview | None:
+        """A part of the file; None if it ends before."""
+        start = offset - self._at
+        if start < 0 or start + size > len(self._piece):
+            if offset + size > self.size:
+                return None
+            with _reading(self.path) as file:
+                file.seek(offset)
+                wanted = max(padded(size), min(_PIECE_BYTES, self.size - offset))
+                self._piece, self._at = memoryview(file.read(wanted)), offset
+            start = 0
+        part = self._piece[start : start + size]
+        return part if len(part) == size else None
+
+
+def write_footer(path: Path, footer: bytes, end: int) -> bool:
+    """Put a footer behind the records of a segment; whether that went well.
+
+    A segment without one counts like any other, so trouble is not worth more than a line in the log.
+    """
+    try:
+        with path.open("r+b", buffering=0) as file:
+            try:
+                file.seek(end)
+                is_whole = file.write(footer) == len(footer)
+                file.truncate(end + len(footer) if is_whole else end)
+                os.fdatasync(file.fileno())
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(end)
+                raise
+    except OSError as error:
+        _logger.info("%s is not sealed: %s", path, error)
+        return False
+    return is_whole
+
+
+def seal_left(path: Path, owner: tuple[str, int, int]) -> bool:
+    """Seal a segment whose writer died before it could, unless anything else is wrong with it.
+
+    Bytes that are no piece of its footer stay: they may be records behind a damaged one.
+
+    Args:
+        path: The segment, which no other process writes to.
+        owner: Run, incarnation and rank that it must be of.
+
+    Returns:
+        Whether it was sealed now.
+    """
+    try:
+        file = SegmentFile(path)
+        if file.header.owner != owner or file.trailer is not None:
+            return False
+        damage, footer = file.damage(), file.footer()
+    except (DamagedFile, FileNotFoundError):
+        return False
+    if footer is None or (damage is not None and not file.is_cut_in_footer):
+        return False
+    return write_footer(path, footer, file.end)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DamagedFile(path, f"it cannot be read ({error})") from error
+    except (MemoryError, OverflowError) as error:
+        raise DamagedFile(path, "one of its records does not fit in memory") from error

@@ -1,0 +1,268 @@
+"""Removing what a policy no longer keeps, and pinning what it must.
+
+Whoever removes holds the run's retention lock alone; whoever must not lose a file between looking
+and acting (an attach, a pin) shares it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowdiff.errors import DamagedFile, RunInUse
+from lowdiff.persistence.files.durable import fsync_directory
+from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.files.network_fs import is_still_open, remove_empty_folder
+from lowdiff.persistence.files.paths import RunFolder, file_bytes
+from lowdiff.persistence.format.image import check_shard, shard_file
+from lowdiff.persistence.retention.journal import note_collected, read_pins
+from lowdiff.persistence.retention.plan import (
+    CollectionPlan,
+    Inventory,
+    Removal,
+    Retention,
+    StoredSegment,
+    StoredSnapshot,
+    is_on,
+    plan_collection,
+)
+from lowdiff.persistence.run.catalog import SnapshotSet, begun_fences, complete_snapshots
+from lowdiff.persistence.run.fences import read_fence
+from lowdiff.persistence.run.lineage import lineage
+
+_logger = logging.getLogger(__name__)
+
+#: What the system says where the disk, or the user's share of it, is full.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Snapshots whose shards were compared with their checksums, and those that passed.
+
+    Attributes:
+        unreadable: Those of which a shard could not be read, so that nobody knows.
+    """
+
+    snapshots: tuple[SnapshotSet, ...] = ()
+    whole: tuple[SnapshotSet, ...] = ()
+    unreadable: tuple[SnapshotSet, ...] = ()
+
+
+@contextmanager
+def retention_locked(
+    folder: RunFolder, *, timeout_seconds: float, shared: bool = False
+) -> Iterator[None]:
+    """Hold the run's retention lock.
+
+    Args:
+        folder: The run.
+        timeout_seconds: How long to wait for others.
+        shared: To keep files from being removed, instead of to remove some.
+
+    Raises:
+        RunInUse: If others hold it for longer.
+        FileNotFoundError: If the run is gone.
+    """
+    lock = FileLock(folder.retention_lock)
+    # Not with its parents: where a run was unmounted, nothing of it may appear in its place.
+    lock.path.parent.mkdir(exist_ok=True)
+    if not lock.acquire(
+        f"process {os.getpid()}, removing old files",
+        timeout_seconds=timeout_seconds,
+        shared=shared,
+    ):
+        raise RunInUse(folder.root, lock.holder(), timeout_seconds)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def collect(folder: RunFolder, run_id: str, policy: Retention) -> None:
+    """Remove what the policy does not keep, of every rank; several ranks may do it at once.
+
+    Raises:
+        RunInUse: If the lock is held elsewhere, as during an attach: the next time will do.
+        DamagedFile: If a fence or a pin is damaged: then it is not known what must stay.
+    """
+    with retention_locked(folder, timeout_seconds=5.0):
+        inventory = take_inventory(folder, run_id)
+        pins = read_pins(folder, run_id)
+        plan = plan_collection(inventory, policy, pins, now_seconds=time.time())
+        carry_out(folder, run_id, plan)
+
+
+def check_snapshots(folder: RunFolder, run_id: str, before: Checked | None = None) -> Checked:
+    """Read the shards of all snapshots that are there.
+
+    It takes minutes for a large model, so it is for before the retention lock is taken: an attach
+    would wait for it, and so would a training loop that pins a step.
+
+    Args:
+        folder: The run.
+        run_id: Its identity.
+        before: What need not be read again.
+    """
+    before = before or Checked()
+    new = [s for s in complete_snapshots(folder, run_id) if s not in before.snapshots]
+    passed = {s.folder: _passes(s) for s in new if _has_lengths(s)}
+    return Checked(
+        (*before.snapshots, *new),
+        (*before.whole, *(s for s in new if passed.get(s.folder, False))),
+        (*before.unreadable, *(s for s in new if passed.get(s.folder, False) is None)),
+    )
+
+
+def is_overtaken(folder: RunFolder, run_id: str, inventory: Inventory, checked: Checked) -> bool:
+    """Whether a snapshot that an inventory does not count, as it was not checked, is an old one.
+
+    New ones come after all that are counted, where nothing is removed. One that comes before them,
+    as when a dead life's is adopted, may be what a pinned step is replayed on.
+    """
+    counted = [s.step for s in inventory.snapshots if s.complete and is_on(inventory.spans, s)]
+    return any(
+        snapshot.step <= max(counted, default=-1) and snapshot not in checked.snapshots
+        for snapshot in complete_snapshots(folder, run_id)
+    )
+
+
+def take_inventory(folder: RunFolder, run_id: str, *, checked: Checked | None = None) -> Inventory:
+    """List what retention decides about.
+
+    A snapshot counts if its manifests are all there and its shards have the lengths they say. One
+    that is there and cannot be read does not count, and is said to stay.
+
+    Args:
+        folder: The run.
+        run_id: Its identity.
+        checked: Count only those that passed.
+
+    Raises:
+        DamagedFile: If a fence is damaged.
+    """
+    fences = begun_fences(folder, run_id)
+    newest = max(fences, default=-1)
+    beginning = [read_fence(path) for number, _, path in folder.fences() if number > newest]
+    damage: list[DamagedFile] = []
+    whole = {
+        snapshot.folder: snapshot
+        for snapshot in complete_snapshots(folder, run_id, damage)
+        if _has_lengths(snapshot) and (checked is None or snapshot in checked.whole)
+    }
+    unreadable = {error.path.parent: error.what for error in damage}
+    for snapshot in () if checked is None else checked.unreadable:
+        unreadable.setdefault(snapshot.folder, "a shard of it cannot be read")
+    for path, why in sorted(unreadable.items()):
+        text = (
+            "old files stay: %s may be needed, but %s; it stays, and what could depend on it, until it "
+            "can be read or you delete it"
+        )
+        _logger.warning(text, path, why)
+    return Inventory(
+        spans=lineage(fences),
+        snapshots=tuple(
+            StoredSnapshot(
+                incarnation,
+                step,
+                path,
+                bytes=sum(file_bytes(file) for file in path.glob("*")),
+                complete=path in whole,
+                written_seconds=_written_seconds(path)
+                if path in whole or path in unreadable
+                else 0.0,
+                unreadable=path in unreadable,
+            )
+            for incarnation, step, path in folder.snapshots()
+        ),
+        segments=tuple(
+            StoredSegment(incarnation, rank, first, path, file_bytes(path))
+            for incarnation, rank, first, path in folder.segments()
+        ),
+        bases=tuple(fence.base_step for fence in beginning if fence.parent is not None),
+    )
+
+
+def carry_out(folder: RunFolder, run_id: str, plan: CollectionPlan) -> None:
+    """Remove what a plan says; a crash in the middle leaves nothing that looks like damage.
+
+    What will be missing is written down first. A snapshot's manifests go before its tensors:
+    without them it no longer exists by the one definition there is. On a full disk snapshots go
+    until there is room to write that down: it is about differentials, and these go after them.
+    """
+    if not plan.removals:
+        return
+    is_noted = False
+    for removal in plan.removals:
+        is_noted = is_noted or _is_noted(folder, run_id, plan, must=not removal.is_snapshot)
+        if removal.is_snapshot:
+            _remove_snapshot(removal)
+        else:
+            removal.path.unlink(missing_ok=True)
+    if not is_noted:
+        note_collected(folder, run_id, plan.collected)
+    _remove_unused_constants(folder)
+
+
+def _is_noted(folder: RunFolder, run_id: str, plan: CollectionPlan, *, must: bool) -> bool:
+    """Write down what will be missing; false if the disk is full, which is an error if it must be."""
+    try:
+        note_collected(folder, run_id, plan.collected)
+    except OSError as error:
+        if must or error.errno not in DISK_FULL:
+            raise
+        return False
+    return True
+
+
+def _remove_unused_constants(folder: RunFolder) -> None:
+    """Frozen parameters that no snapshot shares any more, nor the newest life."""
+    in_use = {incarnation for incarnation, _, _ in folder.snapshots()}
+    fences = [(number, read_fence(path).constants) for number, _, path in folder.fences()]
+    newest = max((number for number, _ in fences), default=-1)
+    needed = {found for number, found in fences if number in in_use or number >= newest}
+    for content_hash, path in folder.all_constants():
+        if content_hash not in needed:
+            path.unlink(missing_ok=True)
+
+
+def _remove_snapshot(removal: Removal) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another rank's writer may be at it as well
+        for manifest in sorted(removal.path.glob("rank-*.json")):
+            manifest.unlink(missing_ok=True)
+        fsync_directory(removal.path)  # a power failure must not bring back manifests alone
+        for file in sorted(removal.path.iterdir()):
+            if not is_still_open(file):
+                file.unlink(missing_ok=True)
+        remove_empty_folder(removal.path)
+
+
+def _has_lengths(snapshot: SnapshotSet) -> bool:
+    return all(
+        file_bytes(shard_file(snapshot.folder, manifest.rank)) == manifest.bytes
+        for manifest in snapshot.manifests
+    )
+
+
+def _passes(snapshot: SnapshotSet) -> bool | None:
+    """Whether its shards have their checksums; None if one cannot be read."""
+    try:
+        for manifest in snapshot.manifests:
+            check_shard(snapshot.folder, manifest)
+    except DamagedFile as error:
+        return None if error.is_unreadable else False
+    return True
+
+
+def _written_seconds(snapshot: Path) -> float:
+    """When the last manifest was written; long ago if they are just being removed."""
+    with contextlib.suppress(FileNotFoundError):
+        return max((f.stat().st_mtime for f in snapshot.glob("rank-*.json")), default=0.0)
+    return 0.0

@@ -1,0 +1,358 @@
+"""Which snapshots and segments may go: a pure function of what there is and what is to be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from lowdiff.errors import ConfigError
+from lowdiff.persistence.run.lineage import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which steps of a run stay; a step stays if any rule keeps it.
+
+    The *window* are the newest snapshots and every step after the oldest of them. The newest
+    snapshot, what is after it, and pinned steps stay whatever the rules say.
+
+    Attributes:
+        snapshots: The window holds at least so many of the newest snapshots; None for all.
+        every_steps: Each step that is a multiple of this stays for ever; None for no such steps.
+            The trainer takes a snapshot at each, which then stays alone, without differentials.
+        age_hours: The window also holds every snapshot younger than this.
+        total_bytes: The window shrinks until all that stays, of all ranks, fits into so many
+            bytes. Kept and pinned steps count but never go.
+
+    Raises:
+        ConfigError: If a value cannot work.
+    """
+
+    snapshots: int | None = 2
+    every_steps: int | None = None
+    age_hours: float | None = None
+    total_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.snapshots is not None and self.snapshots < 1:
+            raise ConfigError(
+                f"retention keeps at least 1 snapshot, got {self.snapshots}; None keeps all"
+            )
+        if self.every_steps is not None and self.every_steps < 1:
+            raise ConfigError(f"every_steps counts steps, at least 1, got {self.every_steps}")
+        if self.age_hours is not None and not self.age_hours > 0:
+            raise ConfigError(f"age_hours must be positive, got {self.age_hours}")
+        if self.total_bytes is not None and self.total_bytes < 1:
+            raise ConfigError(f"total_bytes must be positive, got {self.total_bytes}")
+
+    def last_kept_step(self, first: int, last: int) -> int | None:
+        """Largest step in ``first ... last``, inclusive, that is kept for ever; None for none."""
+        if self.every_steps is None:
+            return None
+        step = last - last % self.every_steps
+        return step if step >= max(first, 1) else None
+
+
+_HOUR_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSnapshot:
+    """One snapshot folder.
+
+    Attributes:
+        complete: Whether it exists, all manifests being there; a leftover otherwise.
+        written_seconds: When it became complete, in seconds since the epoch.
+        unreadable: Whether it may be complete, but that cannot be read now: it stays, and so does
+            what could be needed in its place.
+    """
+
+    incarnation: int
+    step: int
+    path: Path
+    bytes: int
+    complete: bool
+    written_seconds: float
+    unreadable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSegment:
+    """One segment of one rank, which ends where the next one begins."""
+
+    incarnation: int
+    rank: int
+    first: int
+    path: Path
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A step that stays.
+
+    Attributes:
+        incarnation: Whose step it is: after going back before it, the same number is another step.
+    """
+
+    label: str
+    step: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All of a run that retention decides about.
+
+    Attributes:
+        spans: The run's lineage.
+        bases: Steps that incarnations which have not begun yet will start from.
+    """
+
+    spans: tuple[Span, ...]
+    snapshots: tuple[StoredSnapshot, ...]
+    segments: tuple[StoredSegment, ...]
+    bases: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A snapshot's folder or a segment that goes."""
+
+    path: Path
+    is_snapshot: bool
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Steps that stay, ``first`` to ``last`` inclusive, or all from ``first`` on if None.
+
+    Attributes:
+        first: A step with a snapshot, on which the others are replayed.
+    """
+
+    first: int
+    last: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionPlan:
+    """What goes and what stays.
+
+    Attributes:
+        removals: In the order in which they go.
+        kept: What stays, ascending.
+        collected: ``(incarnation, first, last)``, inclusive: steps of the run's history that need
+            not be there any more.
+        bytes_kept: Bytes of all that stays.
+    """
+
+    removals: tuple[Removal, ...] = ()
+    kept: tuple[Kept, ...] = ()
+    collected: tuple[tuple[int, int, int], ...] = ()
+    bytes_kept: int = 0
+
+    @property
+    def bytes_removed(self) -> int:
+        """Bytes of all that goes."""
+        return sum(removal.bytes for removal in self.removals)
+
+
+def plan_collection(
+    inventory: Inventory, policy: Retention, pins: Sequence[Pin], *, now_seconds: float
+) -> CollectionPlan:
+    """Decide what goes.
+
+    Snapshots off the lineage never count as kept; without one on it nothing goes.
+
+    Args:
+        inventory: What there is.
+        policy: What is to be kept.
+        pins: Steps that stay; those that are void keep nothing.
+        now_seconds: The time, in seconds since the epoch.
+    """
+    valid = [s for s in inventory.snapshots if s.complete and is_on(inventory.spans, s)]
+    # A set: a run that is closed and opened again takes its last snapshot twice.
+    steps = sorted({s.step for s in valid})
+    if not steps:
+        return CollectionPlan(bytes_kept=_total_bytes(inventory))
+    targets = {pin.step: f"pinned: {pin.label}" for pin in pins if is_valid(inventory.spans, pin)}
+    targets.update(dict.fromkeys(inventory.bases, "where an incarnation begins"))
+    unreadable = [s for s in inventory.snapshots if s.unreadable and is_on(inventory.spans, s)]
+    start = _window(valid, unreadable, steps, policy, now_seconds)
+    planner = _Planner(inventory, policy, steps, targets, unreadable)
+    if policy.snapshots is None or len(steps) < policy.snapshots:
+        everything = (Kept(start, None, "the newest snapshots"),)
+        plan = CollectionPlan(kept=everything, bytes_kept=_total_bytes(inventory))
+    else:
+        plan = planner.plan(start, void_stays=True)
+    # Under pressure what is void goes first, then the window's oldest snapshot, and so on; but not
+    # to make room for what only stays until it can be read again.
+    for shorter in (step for step in steps if start <= step and not unreadable):
+        if policy.total_bytes is None or plan.bytes_kept <= policy.total_bytes:
+            break
+        plan = planner.plan(shorter, void_stays=False)
+    return plan
+
+
+def is_on(spans: Sequence[Span], snapshot: StoredSnapshot) -> bool:
+    """Whether a snapshot lies on the lineage."""
+    return any(s.incarnation == snapshot.incarnation and s.holds(snapshot.step) for s in spans)
+
+
+def is_valid(spans: Sequence[Span], pin: Pin) -> bool:
+    """Whether a pinned step is still part of the run's history."""
+    return owner_of(spans, pin.step) == pin.incarnation
+
+
+def owner_of(spans: Sequence[Span], step: int) -> int | None:
+    """The incarnation whose step this is; the first one's base is its own."""
+    if spans and step == spans[0].base:
+        return spans[0].incarnation
+    return next((span.incarnation for span in spans if span.owns(step)), None)
+
+
+def _total_bytes(inventory: Inventory) -> int:
+    return sum(s.bytes for s in inventory.snapshots) + sum(s.bytes for s in inventory.segments)
+
+
+def _window(
+    valid: Sequence[StoredSnapshot],
+    unreadable: Sequence[StoredSnapshot],
+    steps: Sequence[int],
+    policy: Retention,
+    now_seconds: float,
+) -> int:
+    """Step of the oldest snapshot in the window."""
+    start = steps[0 if policy.snapshots is None else -min(policy.snapshots, len(steps))]
+    if policy.age_hours is not None:
+        oldest_seconds = now_seconds - policy.age_hours * _HOUR_SECONDS
+        young = (s.step for s in (*valid, *unreadable) if s.written_seconds > oldest_seconds)
+        start = min([start, *young])
+    return start
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    """Plans for one inventory and several windows.
+
+    Attributes:
+        steps: Steps of the snapshots on the lineage, ascending.
+        targets: Single steps that stay, and why.
+        unreadable: Snapshots on the lineage that may be complete.
+    """
+
+    inventory: Inventory
+    policy: Retention
+    steps: Sequence[int]
+    targets: Mapping[int, str]
+    unreadable: Sequence[StoredSnapshot]
+
+    def plan(self, start: int, *, void_stays: bool) -> CollectionPlan:
+        """Decide for the window that begins at ``start``."""
+        kept = [*self._kept_before(start), Kept(start, None, "the newest snapshots")]
+        removals = [
+            *self._old_snapshots(kept, start, void_stays),
+            *self._old_segments(kept, start, void_stays),
+        ]
+        removed = sum(removal.bytes for removal in removals)
+        return CollectionPlan(
+            removals=tuple(removals),
+            kept=tuple(kept),
+            collected=tuple(self._collected(kept, start)),
+            bytes_kept=_total_bytes(self.inventory) - removed,
+        )
+
+    def _kept_before(self, start: int) -> Iterator[Kept]:
+        """What stays of each stretch between two snapshots: up to the last step that is wanted.
+
+        A stretch reaches across a snapshot that cannot be read, as if it were not there.
+        """
+        # Before the first of the others, all that is wanted may rest on it.
+        oldest = [s.step for s in self.unreadable if s.step < self.steps[0]]
+        for base, following in pairwise([*sorted(oldest)[:1], *self.steps]):
+            if base >= start:
+                break
+            wanted = {step: why for step, why in self.targets.items() if base <= step < following}
+            for_ever = self.policy.last_kept_step(base, following - 1)
+            if for_ever is not None:
+                wanted.setdefault(for_ever, f"every {self.policy.every_steps} steps")
+            if wanted:
+                reasons = "; ".join(wanted[step] for step in sorted(wanted))
+                yield Kept(base, max(wanted), reasons)
+
+    def _old_snapshots(
+        self, kept: Sequence[Kept], start: int, void_stays: bool
+    ) -> Iterator[Removal]:
+        bases = {stretch.first for stretch in kept}
+        newest = self.inventory.spans[-1].incarnation
+        done = [s.step for s in self.inventory.snapshots if s.complete and s.incarnation == newest]
+        for s in sorted(self.inventory.snapshots, key=lambda s: (s.step, s.incarnation)):
+            if s.incarnation > newest:
+                continue  # of an incarnation that is just beginning
+            if s.unreadable:
+                continue
+            if s.complete and is_on(self.inventory.spans, s):
+                goes, why = s.step < start and s.step not in bases, "older than what is kept"
+            elif s.complete:
+                goes, why = s.step < start or not void_stays, "void: the run went back before it"
+            else:
+                # Ranks take snapshots in step order: before a complete one none is being written.
+                finished = s.incarnation < newest or s.step < max(done, default=-1)
+                goes, why = finished and s.step < start, "never completed"
+            if goes:
+                yield Removal(s.path, True, s.bytes, why)
+
+    def _old_segments(
+        self, kept: Sequence[Kept], start: int, void_stays: bool
+    ) -> Iterator[Removal]:
+        spans = {span.incarnation: span for span in self.inventory.spans}
+        newest = self.inventory.spans[-1].incarnation
+        for segment, end in _ends(self.inventory.segments):
+            owner = spans.get(segment.incarnation)
+            if segment.incarnation > newest:
+                continue
+            if owner is None or (owner.last is not None and segment.first > owner.last):
+                passed = segment.first if owner is None else owner.last
+                if not void_stays or (passed is not None and passed <= start):
+                    yield _gone(segment, "void: the run went back before it")
+                continue
+            last = min((e for e in (end, owner.last) if e is not None), default=None)
+            if last is not None and not any(
+                max(segment.first, k.first + 1) <= (last if k.last is None else min(last, k.last))
+                for k in kept
+            ):
+                yield _gone(segment, "older than what is kept")
+
+    def _collected(self, kept: Sequence[Kept], start: int) -> Iterator[tuple[int, int, int]]:
+        """Differentials up to ``start``, where the window's begin, that nothing keeps."""
+        for span in self.inventory.spans:
+            first, limit = span.base + 1, start if span.last is None else min(span.last, start)
+            for stretch in kept:
+                if stretch.last is not None and stretch.last >= first and stretch.first < limit:
+                    if first <= stretch.first:
+                        yield span.incarnation, first, stretch.first
+                    first = stretch.last + 1
+            if first <= limit:
+                yield span.incarnation, first, limit
+
+
+def _ends(segments: Sequence[StoredSegment]) -> Iterator[tuple[StoredSegment, int | None]]:
+    """Each segment with its last step, as far as the beginning of the next one tells."""
+    ordered = sorted(segments, key=lambda s: (s.incarnation, s.rank, s.first))
+    for segment, after in pairwise([*ordered, None]):
+        assert segment is not None
+        same = after is not None and (after.incarnation, after.rank) == (
+            segment.incarnation,
+            segment.rank,
+        )
+        yield segment, after.first - 1 if after is not None and same else None
+
+
+def _gone(segment: StoredSegment, reason: str) -> Removal:
+    return Removal(segment.path, False, segment.bytes, reason)

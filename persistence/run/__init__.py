@@ -1,0 +1,1 @@
+"""What exists of a run and who owns which step."""

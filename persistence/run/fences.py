@@ -1,0 +1,198 @@
+"""A run's identity and its fences, as JSON on disk."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lowdiff.errors import DamagedFile, LowDiffError, NotARun, RunInUse
+from lowdiff.persistence.files.durable import check_types, make_directory, read_json, write_json
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.run.foreign_files import refuse_strange_entries
+from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
+
+_CONTENT_HASH = re.compile("[0-9a-f]{64}")
+_LIFE = re.compile("[0-9a-f]{32}")
+_RUNS_NAMED = 5
+#: What `torch.set_float32_matmul_precision` takes.
+_PRECISIONS = ("highest", "high", "medium")
+
+
+def new_run_id() -> str:
+    """32 hexadecimal digits that tell this run from every other."""
+    return uuid.uuid4().hex
+
+
+def new_life() -> str:
+    """32 hexadecimal digits that tell this life from every other, also of the same number."""
+    return uuid.uuid4().hex
+
+
+def create_run(folder: RunFolder, run_id: str) -> None:
+    """Write ``run.json`` unless it exists; idempotent."""
+    make_directory(folder.root)
+    if not folder.run_file.exists():
+        write_json(folder.run_file, {"run_id": run_id})
+
+
+def known_run_id(folder: RunFolder) -> str | None:
+    """The identity of the run that a trainer is about to go on with, or None for a new run.
+
+    Raises:
+        DamagedFile: If its files are there but its identity is not: a new run in their place would
+            pass over them without a word.
+    """
+    if folder.run_file.is_file():
+        return read_run_id(folder)
+    for path in (*(p for *_, p in folder.fences()), *(p for *_, p in folder.snapshots())):
+        what = f"it is missing, but {path} is there; bring it back, or choose another folder"
+        raise DamagedFile(folder.run_file, what)
+    return None
+
+
+def read_run_id(folder: RunFolder) -> str:
+    """The run's identity.
+
+    Raises:
+        NotARun: If the folder holds no run.
+    """
+    if not folder.root.is_dir():
+        raise NotARun(folder.root, "it is a file" if folder.root.exists() else "no such folder")
+    refuse_strange_entries(folder)
+    if not folder.run_file.is_file():
+        runs = sorted(path.parent.name for path in folder.root.glob("*/run.json"))
+        named = [*runs[:_RUNS_NAMED], *(["..."] if len(runs) > _RUNS_NAMED else [])]
+        inside = f"; runs in it: {', '.join(named)}" if runs else ""
+        raise NotARun(folder.root, f"it has no run.json{inside}")
+    run_id = str(read_json(folder.run_file).get("run_id", ""))
+    if len(run_id) != 32 or not set(run_id) <= set("0123456789abcdef"):
+        raise DamagedFile(folder.run_file, f"run_id {run_id[:40]!r} is not 32 hexadecimal digits")
+    return run_id
+
+
+def write_fence(folder: RunFolder, fence: Fence) -> None:
+    """Write one rank's fence durably.
+
+    Raises:
+        RunInUse: If there is one: another trainer began this incarnation at the same time.
+    """
+    path = folder.fence(fence.incarnation, fence.rank)
+    make_directory(path.parent)
+    try:
+        write_json(path, asdict(fence), exclusive=True)
+    except FileExistsError as error:
+        raise RunInUse(folder.root, "a trainer that attached at the same time", 0.0) from error
+
+
+def read_fence(path: Path) -> Fence:
+    """Read a fence.
+
+    Raises:
+        DamagedFile: If it is not whole.
+    """
+    document = read_json(path)
+    try:
+        return _fence(document)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise DamagedFile(path, f"not a fence ({error!r})") from error
+
+
+def life_of(folder: RunFolder, incarnation: int, rank: int) -> str | None:
+    """The life that a run folder knows under a number.
+
+    Args:
+        folder: The run.
+        incarnation: The number.
+        rank: Whose fence is looked at first; another rank's says the same.
+
+    Returns:
+        None if no fence of it is there and whole.
+    """
+    own = folder.fence(incarnation, rank)
+    for path in (own, *sorted(own.parent.glob("rank-*.json"))):
+        try:
+            return str(read_json(path)["life"])
+        except (FileNotFoundError, KeyError, LowDiffError):
+            continue
+    return None
+
+
+def _fence(document: dict[str, Any]) -> Fence:
+    layout = Layout(tuple(map(_parameter, document.pop("layout")["parameters"])))
+    optimizers = tuple(
+        OptimizerSpec(o["class_name"], tuple(tuple(names) for names in o["groups"]))
+        for o in document.pop("optimizers")
+    )
+    facts = {"default_dtype": "", "matmul_precision": "", **document.pop("environment")}
+    check_types(Environment, facts)
+    environment = Environment(**facts)
+    averages = {name: tuple(names) for name, names in document.pop("averages", {}).items()}
+    check_types(Fence, document)
+    fence = Fence(
+        layout=layout,
+        optimizers=optimizers,
+        environment=environment,
+        averages=averages,
+        **document,
+    )
+    _check(fence)
+    return fence
+
+
+def _parameter(document: dict[str, Any]) -> ParameterSpec:
+    check_types(ParameterSpec, document)
+    return ParameterSpec(
+        name=document["name"],
+        shape=tuple(document["shape"]),
+        strides=tuple(document["strides"]),
+        dtype=document["dtype"],
+        offset=document["offset"],
+        global_offset=tuple(document["global_offset"]),
+    )
+
+
+def _check(fence: Fence) -> None:
+    """Refuse what only a stranger would write, before anything relies on it."""
+    environment = fence.environment
+    end = 0
+    for spec in fence.layout.parameters:
+        if spec.offset != end or spec.dtype not in ITEM_BYTES:
+            raise ValueError(f"parameter {spec.name!r} lies at {spec.offset} as {spec.dtype}")
+        if len(spec.shape) != len(spec.strides) or not all(
+            map(_is_size, spec.shape + spec.strides)
+        ):
+            raise ValueError(f"parameter {spec.name!r} has shape {spec.shape}")
+        if spec.global_offset != (0,) * len(spec.shape):
+            where = f"parameter {spec.name!r} begins at {spec.global_offset} of a larger tensor"
+            raise ValueError(f"{where}: this version of lowdiff trains whole ones")
+        end = spec.stop
+    if fence.parent is not None and fence.parent >= fence.incarnation:
+        raise ValueError(f"incarnation {fence.incarnation} continues {fence.parent}")
+    if fence.constants and not _CONTENT_HASH.fullmatch(fence.constants):
+        raise ValueError(f"constants {fence.constants[:80]!r}")
+    if not _LIFE.fullmatch(fence.life):
+        raise ValueError(f"life {fence.life[:40]!r}")
+    known_modes = (
+        (environment.default_dtype, ITEM_BYTES),
+        (environment.matmul_precision, _PRECISIONS),
+    )
+    if any(mode and mode not in known for mode, known in known_modes):
+        raise ValueError(f"torch has no mode {environment!r:.200}")
+    if fence.rank >= fence.world_size:
+        raise ValueError(f"rank {fence.rank} of {fence.world_size}")
+    texts = [*fence.names.items(), *fence.stateful.items(), (fence.compressor["name"], "")]
+    texts += [(o.class_name, name) for o in fence.optimizers for g in o.groups for name in g]
+    if not all(isinstance(text, str) for pair in texts for text in pair):
+        raise TypeError("a name is not text")
+    if not fence.layout.parameters or not fence.optimizers:
+        raise ValueError("there is nothing to train")
+    known = {spec.name for spec in fence.layout.parameters}
+    if [name for name in fence.names.values() if name not in known and "/" not in name]:
+        raise ValueError("the model's names lead to parameters that the layout lacks")
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63

@@ -1,0 +1,62 @@
+"""Frozen parameters, stored once per run under the hash of their content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.files.durable import make_directory, replaced
+from lowdiff.persistence.files.mapped_file import read_view
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.image import ImageTensor, image_header
+
+
+def write_constants(folder: RunFolder, tensors: Sequence[ImageTensor]) -> str:
+    """Store tensors durably, unless the run has them.
+
+    Returns:
+        SHA-256 of the safetensors file, in hexadecimal: its name. ``""`` without tensors.
+    """
+    if not tensors:
+        return ""
+    ordered = sorted(tensors, key=lambda t: (-t.item_bytes, t.name))
+    parts: list[bytes | memoryview] = [image_header(ordered), *(t.data for t in ordered)]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    target = folder.constants(digest.hexdigest())
+    size = sum(memoryview(part).nbytes for part in parts)
+    if not target.is_file() or target.stat().st_size != size:
+        make_directory(target.parent)
+        # Ranks that share the folder write the same bytes, each to a file of its own first.
+        with replaced(target) as file:
+            for part in parts:
+                file.write(part)
+    return digest.hexdigest()
+
+
+def sweep_constants(folder: RunFolder) -> None:
+    """Remove what an attach or a fetch left when it was killed while it wrote frozen parameters.
+
+    For whoever holds the run, before any of its ranks writes some.
+    """
+    for left in folder.constants("*").parent.glob("*.partial"):
+        left.unlink(missing_ok=True)
+
+
+def check_constants(folder: RunFolder, content_hash: str) -> Path:
+    """The file of that content.
+
+    Raises:
+        DamagedFile: If it is missing or its bytes are others.
+    """
+    path = folder.constants(content_hash)
+    try:
+        view = read_view(path)
+    except FileNotFoundError as error:
+        raise DamagedFile(path, "the file is missing although a fence names it") from error
+    if hashlib.sha256(view).hexdigest() != content_hash:
+        raise DamagedFile(path, "its content does not have the hash that is its name")
+    return path

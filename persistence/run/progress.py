@@ -1,0 +1,225 @@
+"""How far a run is, again and again, at the cost of what is new since the last look.
+
+Reads the status pages in staging, file names and sizes, and of a segment only the records that were
+added. Takes no lock and writes nothing, so neither trainer nor writer notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.files.paths import RunFolder, StagingFolder, file_bytes
+from lowdiff.persistence.format.framing import HEADER_BYTES
+from lowdiff.persistence.format.image import manifest_file, shard_file
+from lowdiff.persistence.format.segment_file import SegmentFile
+from lowdiff.persistence.run.fences import read_fence, read_run_id
+from lowdiff.persistence.staging.status import StatusReader, WriterStatus, read_trainer_status
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """One rank of the newest incarnation, as seen from this machine.
+
+    Attributes:
+        trainer: ``"running"``, or ``"gone"`` when its process or its staging folder is.
+        staged_step: Its newest step, in staging or on disk; None if neither can be seen.
+        durable_step: Its newest fsynced step that a durable snapshot leads to; None if it cannot be
+            seen.
+        durable_snapshot: Step of its newest durable snapshot shard, -1 for none.
+        disk_bytes: Bytes of its segments and snapshot shards in the run folder, of all
+            incarnations.
+        commit_age_seconds: Time since its last commit; None if it said nothing.
+        preempted: Whether it was told to stop soon.
+        retries: Writes that failed and were made again.
+        error: What its writer complains of, empty when all is well.
+    """
+
+    rank: int
+    trainer: str
+    staged_step: int | None
+    durable_step: int | None
+    durable_snapshot: int
+    disk_bytes: int
+    commit_age_seconds: float | None
+    preempted: bool
+    retries: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """All ranks of the newest incarnation.
+
+    Attributes:
+        incarnation: Its number; None if the run never began.
+        unix_seconds: When it was looked at.
+        committed_step: Newest step staged on all ranks; None if a rank cannot be seen.
+        durable_step: Newest such step of all ranks; None if a rank cannot be seen.
+        lag_steps: How far durable is behind committed.
+        disk_bytes: Bytes of all ranks.
+    """
+
+    run_id: str
+    incarnation: int | None
+    unix_seconds: float
+    committed_step: int | None
+    durable_step: int | None
+    lag_steps: int | None
+    disk_bytes: int
+    ranks: tuple[RankProgress, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON content."""
+        return asdict(self)
+
+
+class _Listing:
+    """Names in the run folder, listed once for all ranks."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.fences = [(number, rank) for number, rank, _ in folder.fences()]
+        self.segments = list(folder.segments())
+        self.snapshots = list(folder.snapshots())
+
+
+class RunWatch:
+    """Looks at one run, as often as it is asked."""
+
+    def __init__(self, folder: RunFolder, staging_root: Path) -> None:
+        """Find the run.
+
+        Raises:
+            NotARun: If the folder holds no run.
+        """
+        self._folder = folder
+        self._staging_root = staging_root
+        self._run_id = read_run_id(folder)
+        self._world_sizes: dict[int, tuple[int, int]] = {}
+        self._tails: dict[tuple[int, int], _SegmentTail] = {}
+
+    def look(self, now_unix_seconds: float) -> RunProgress:
+        """How far the run is now."""
+        listing = _Listing(self._folder)
+        # The newest whose rank 0 wrote its fence.
+        newest = max((number for number, rank in listing.fences if rank == 0), default=None)
+        ranks: tuple[RankProgress, ...] = ()
+        if newest is not None:
+            world_size, base_step = self._fence(newest)
+            ranks = tuple(
+                self._rank(listing, newest, rank, base_step, now_unix_seconds)
+                for rank in range(world_size)
+            )
+        committed = _least([rank.staged_step for rank in ranks])
+        durable = _least([rank.durable_step for rank in ranks])
+        lag = None
+        if committed is not None and durable is not None:
+            lag = max(0, committed - durable)
+        return RunProgress(
+            run_id=self._run_id,
+            incarnation=newest,
+            unix_seconds=now_unix_seconds,
+            committed_step=committed,
+            durable_step=durable,
+            lag_steps=lag,
+            disk_bytes=sum(rank.disk_bytes for rank in ranks),
+            ranks=ranks,
+        )
+
+    def _fence(self, incarnation: int) -> tuple[int, int]:
+        """World size and base step; a fence never changes."""
+        if incarnation not in self._world_sizes:
+            fence = read_fence(self._folder.fence(incarnation, 0))
+            self._world_sizes[incarnation] = fence.world_size, fence.base_step
+        return self._world_sizes[incarnation]
+
+    def _rank(
+        self, listing: _Listing, incarnation: int, rank: int, base_step: int, now: float
+    ) -> RankProgress:
+        stage = StagingFolder.of(self._staging_root, self._run_id, incarnation, rank)
+        trainer = read_trainer_status(stage.trainer_status)
+        writer = _writer_status(stage)
+        snapshots = [
+            step
+            for number, step, path in listing.snapshots
+            if number == incarnation and manifest_file(path, rank).is_file()
+        ]
+        files = [path for _, owner, _, path in listing.segments if owner == rank]
+        files += [shard_file(path, rank) for _, _, path in listing.snapshots]
+        durable = writer.unbroken_step if writer else self._on_disk(listing, incarnation, rank)
+        if durable is None and (incarnation, rank) in listing.fences:
+            durable = base_step
+        staged = durable if trainer is None else max(trainer.step, durable or 0)
+        runs = trainer is not None and _is_alive(trainer.pid)
+        return RankProgress(
+            rank=rank,
+            trainer="running" if runs else "gone",
+            staged_step=staged,
+            durable_step=durable,
+            durable_snapshot=max(snapshots, default=-1),
+            disk_bytes=sum(map(file_bytes, files)),
+            commit_age_seconds=None
+            if trainer is None
+            else max(0.0, now - trainer.committed_at_unix_seconds),
+            preempted=trainer is not None and trainer.preempted,
+            retries=0 if writer is None else writer.retries,
+            error="" if writer is None else writer.error,
+        )
+
+    def _on_disk(self, listing: _Listing, incarnation: int, rank: int) -> int | None:
+        """One rank's last step in its newest segment; None if there is no segment."""
+        newest = None
+        for number, owner, first, path in listing.segments:
+            if (number, owner) == (incarnation, rank):
+                newest = first, path
+        if newest is None:
+            return None
+        first, path = newest
+        tail = self._tails.get((incarnation, rank))
+        if tail is None or tail.path != path:
+            tail = self._tails[incarnation, rank] = _SegmentTail(path, first - 1)
+        return tail.last_step()
+
+
+class _SegmentTail:
+    """The last step of a growing segment; each look reads only the records added since."""
+
+    def __init__(self, path: Path, step_before: int) -> None:
+        self.path = path
+        self._offset = HEADER_BYTES
+        self._step = step_before
+
+    def last_step(self) -> int:
+        """Step of its last whole record, or the one before its first."""
+        # Retention may be faster, or a dead writer's first record torn.
+        with contextlib.suppress(OSError, DamagedFile):
+            file = SegmentFile(self.path)
+            file.end = self._offset
+            while (record := file.next()) is not None:
+                self._offset, self._step = file.end, record.header.step
+        return self._step
+
+
+def _writer_status(stage: StagingFolder) -> WriterStatus | None:
+    try:
+        status = StatusReader(stage.status).read()
+    except FileNotFoundError:
+        return None
+    return status if status.durable_step >= 0 else None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"  # killed, but not yet waited for
+
+
+def _least(steps: list[int | None]) -> int | None:
+    """The smallest; None if any is not known, or there are none."""
+    known = [step for step in steps if step is not None]
+    return min(known, default=None) if len(known) == len(steps) else None

@@ -1,0 +1,1 @@
+"""What lies in memory files that outlive the trainer."""

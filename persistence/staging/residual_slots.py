@@ -1,0 +1,161 @@
+"""Rotating slots on tmpfs for a rank's error-feedback residual.
+
+The residual of step ``t`` is written straight into its slot while the step is computed, at no
+extra copy. Three slots suffice: staging ``t`` precedes this rank's first residual write of
+``t + 1``, and a rank can only reach the writes of ``t + 2`` once every rank has staged ``t``.
+
+A slot carries the number of the residual that it holds, and 0 while it is written. What a process
+has stored in memory survives its death in that order, so no checksum is needed to tell a whole
+residual from a torn one, as long as the same kernel runs. The writer takes one when the trainer is
+gone: from then on the slots are files like others, and a change of them is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import secrets
+import struct
+from pathlib import Path
+
+from crc32c import crc32c
+
+from lowdiff.persistence.files.lease import this_machine
+from lowdiff.persistence.files.mapped_file import MappedFile, read_view
+from lowdiff.types import Layout, ResidualMark
+
+_logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64
+_HEAD = struct.Struct("<QQ")
+_STAMP = struct.Struct("<QQ")
+_CHECKSUM = struct.Struct("<Q")
+_HEAD_BYTES = 128
+_BOOT_BYTES = 32
+_BOOT_AT = _HEAD_BYTES - _BOOT_BYTES
+_MOST_SLOTS = (_BOOT_AT - _HEAD.size) // _STAMP.size
+_HALF = 32
+
+
+class ResidualLayout:
+    """Byte ranges of every parameter inside a slot."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        offset = 0
+        for spec in layout.parameters:
+            size = spec.nbytes
+            self.ranges.append((offset, offset + size))
+            offset += size + (-size % _ALIGNMENT)
+        self.slot_bytes = max(offset, _ALIGNMENT)
+
+
+class ResidualSlots:
+    """The file of a live trainer.
+
+    Attributes:
+        views: Per slot one view per parameter, zeroed, sharing the file's memory.
+    """
+
+    def __init__(self, path: Path, layout: Layout, num_slots: int) -> None:
+        """Allocate all slots.
+
+        Raises:
+            StorageError: If there is no memory for them.
+        """
+        assert num_slots <= _MOST_SLOTS
+        ranges = ResidualLayout(layout)
+        self._view = MappedFile(path, _file_bytes(num_slots, ranges.slot_bytes)).view
+        _HEAD.pack_into(self._view, 0, num_slots, ranges.slot_bytes)
+        self._view[_BOOT_AT:_HEAD_BYTES] = _boot()
+        self.views = [_of_parameters(slot, ranges) for slot in _slots_of(self._view)]
+        # No two lives share numbers: a record may be read beside the slots of another history.
+        self._generation = secrets.randbits(62)
+
+    def reuse(self, slot: int) -> None:
+        """A slot is about to be written over."""
+        _STAMP.pack_into(self._view, _stamp_at(slot), 0, 0)
+
+    def complete(self, slot: int) -> ResidualMark:
+        """A slot is written; what names it until it is written over."""
+        self._generation += 1
+        _STAMP.pack_into(self._view, _stamp_at(slot), self._generation, 0)
+        return ResidualMark(slot, self._generation)
+
+
+def read_slot(path: Path, layout: Layout, mark: ResidualMark) -> list[memoryview] | None:
+    """Views of a residual that a dead trainer left.
+
+    None if the file does not fit, or the slot holds another one, or has been changed since.
+    """
+    try:
+        view = read_view(path)
+    except FileNotFoundError:
+        return None
+    ranges, slots = ResidualLayout(layout), _slots_of(view)
+    if not 0 <= mark.slot < len(slots) or len(slots[mark.slot]) != ranges.slot_bytes:
+        return None
+    slot = slots[mark.slot]
+    generation, checksum = _STAMP.unpack_from(view, _stamp_at(mark.slot))
+    if generation != mark.generation or generation == 0:
+        return None
+    if _is_of(checksum, generation):
+        is_whole = checksum == _checksum(slot, generation)
+    else:
+        # Where staging is on a disk and power failed, the disk chose what it has.
+        is_whole = view[_BOOT_AT:_HEAD_BYTES] == _boot()
+    return _of_parameters(slot, ranges) if is_whole else None
+
+
+def checksum_slots(path: Path) -> None:
+    """Checksum every whole slot of a trainer that is gone, unless it has one."""
+    try:
+        with path.open("r+b") as file:
+            view = memoryview(mmap.mmap(file.fileno(), 0))
+    except (FileNotFoundError, ValueError):  # no residual, or an empty file
+        return
+    except OSError as error:
+        _logger.warning("%s gets no checksum: %s", path, error)
+        return
+    for number, slot in enumerate(_slots_of(view)):
+        generation, known = _STAMP.unpack_from(view, _stamp_at(number))
+        if generation and not _is_of(known, generation):
+            checksum = _checksum(slot, generation)
+            _CHECKSUM.pack_into(view, _stamp_at(number) + _CHECKSUM.size, checksum)
+
+
+def _checksum(slot: memoryview, generation: int) -> int:
+    """CRC-32C of a slot, and above it half of the number of the residual that it was taken of."""
+    return (generation & (1 << _HALF) - 1) << _HALF | int(crc32c(slot))
+
+
+def _is_of(checksum: int, generation: int) -> bool:
+    return checksum != 0 and checksum >> _HALF == generation & (1 << _HALF) - 1
+
+
+def _boot() -> bytes:
+    """Names the running kernel."""
+    return hashlib.blake2b(this_machine().encode(), digest_size=_BOOT_BYTES).digest()
+
+
+def _slots_of(view: memoryview) -> list[memoryview]:
+    """Every slot of a file; none if it is none of ours."""
+    if len(view) < _HEAD_BYTES:
+        return []
+    num_slots, size = _HEAD.unpack_from(view)
+    if num_slots > _MOST_SLOTS or len(view) != _file_bytes(num_slots, size):
+        return []
+    return [view[_file_bytes(i, size) : _file_bytes(i + 1, size)] for i in range(num_slots)]
+
+
+def _file_bytes(num_slots: int, slot_bytes: int) -> int:
+    return _HEAD_BYTES + num_slots * slot_bytes
+
+
+def _stamp_at(slot: int) -> int:
+    return _HEAD.size + slot * _STAMP.size
+
+
+def _of_parameters(slot: memoryview, ranges: ResidualLayout) -> list[memoryview]:
+    return [slot[start:stop] for start, stop in ranges.ranges]

@@ -1,0 +1,293 @@
+"""What a replica tells its trainer, the writer of its images, and recovery."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from lowdiff.persistence.files.detached_process import ProcessSettings
+from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.files.shared_page import ImageMark, Page, PageReader, fitting, with_mark
+from lowdiff.persistence.staging.histogram import SECONDS, HistogramValue
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStatus:
+    """What the writer has done.
+
+    Attributes:
+        durable_step: Differentials up to here are fsynced; the base step at the start.
+        durable_snapshot: Step of the newest fsynced snapshot of this incarnation, -1 for none.
+        first_lost_step: First of the differentials that are not in segments, and were to be; it
+            counts while no durable snapshot is behind `lost_step`.
+        lost_step: Newest of these, -1 for none: what follows needs a snapshot to be of use.
+        segment_bytes: Bytes of differentials written, framing included.
+        snapshot_bytes: Bytes of snapshots written.
+        batches: Durable writes of differentials.
+        batch_seconds: How long each took to be fsynced, failed attempts included.
+        retries: Attempts to write or fsync that failed and were made again.
+        error: What went wrong last, empty when all is well.
+        adopted: Whether what earlier incarnations of this rank left in staging is durable.
+        remote_step: Differentials up to here, and all they build on, are in the store; -1 before
+            the base step is, or without a store.
+        remote_snapshot: Step of the newest snapshot of this incarnation in the store, -1 for none.
+        remote_bytes: Bytes uploaded.
+        remote_retries: Uploads that failed and were or will be repeated.
+        remote_error: Why uploads do not go on now, empty when all is well.
+        closed: True once everything staged before the trainer's end is durable.
+    """
+
+    durable_step: int
+    durable_snapshot: int = -1
+    first_lost_step: int = -1
+    lost_step: int = -1
+    segment_bytes: int = 0
+    snapshot_bytes: int = 0
+    batches: int = 0
+    batch_seconds: HistogramValue = SECONDS
+    retries: int = 0
+    error: str = ""
+    adopted: bool = False
+    remote_step: int = -1
+    remote_snapshot: int = -1
+    remote_bytes: int = 0
+    remote_retries: int = 0
+    remote_error: str = ""
+    closed: bool = False
+
+    @property
+    def unbroken_step(self) -> int:
+        """Differentials up to here are fsynced, and a snapshot that is durable leads to each."""
+        is_broken = self.durable_snapshot < self.lost_step
+        return min(self.durable_step, self.first_lost_step - 1) if is_broken else self.durable_step
+
+    def lost_before(self, first: int) -> dict[str, int]:
+        """What changes once differentials from ``first`` on are durable and some before never will be.
+
+        They were dropped, or damaged in staging memory.
+        """
+        if first <= self.durable_step + 1:
+            return {}
+        is_new = self.durable_snapshot >= self.lost_step  # else an earlier gap is still open
+        since = self.durable_step + 1 if is_new else self.first_lost_step
+        return {"first_lost_step": since, "lost_step": first - 1}
+
+    def with_errors(self, *more: str) -> WriterStatus:
+        """The same with what else is wrong; empty texts say nothing."""
+        error = "; ".join(filter(None, (self.error, *more)))
+        return self if error == self.error else replace(self, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStatus:
+    """How far the trainer of one rank is.
+
+    Attributes:
+        pid: Its process.
+        step: Newest staged step.
+        committed_step: Newest step that it knows to be staged on all ranks.
+        committed_at_unix_seconds: When it staged its newest step.
+        preempted: Whether it was told to stop soon.
+        image: Its newest snapshot in staging; None before the first.
+    """
+
+    pid: int
+    step: int
+    committed_step: int
+    committed_at_unix_seconds: float
+    preempted: bool
+    image: ImageMark | None = None
+
+
+class StatusPage:
+    """The writer's end."""
+
+    def __init__(self, path: Path, status: WriterStatus) -> None:
+        self._page = Page(path)
+        self.status = status
+        self.update()
+
+    def update(self, **changes: object) -> None:
+        """Change some fields and publish."""
+        self.status = replace(self.status, **changes)  # type: ignore[arg-type]
+        content = {f.name: getattr(self.status, f.name) for f in fields(WriterStatus)}
+        content["batch_seconds"] = self.status.batch_seconds.encoded()
+        content["error"] = fitting(self.status.error, 1000)
+        content["remote_error"] = fitting(self.status.remote_error, 600)
+        self._page.publish(content)
+
+
+class Complaints:
+    """What several tasks of the writer complain of, together in one field of its page."""
+
+    def __init__(self, page: StatusPage, field: str) -> None:
+        self._page = page
+        self._field = field
+        self._errors: dict[str, str] = {}
+
+    def report(self, task: str, error: str) -> None:
+        """Publish the errors of all tasks: the success of one says nothing about another."""
+        self._errors[task] = error
+        text = "; ".join(filter(None, self._errors.values()))
+        if text != getattr(self._page.status, self._field):
+            self._page.update(**{self._field: text})
+
+
+class StatusReader:
+    """The trainer's end; keeps the page mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._page = PageReader(path)
+        self._content: dict[str, Any] = {}
+        self._status = WriterStatus(durable_step=-1)
+
+    def read(self) -> WriterStatus:
+        """The newest whole status; ``durable_step`` is -1 while there is none."""
+        content = self._page.read()
+        if content and content is not self._content:
+            histogram = HistogramValue.decoded(content["batch_seconds"])
+            self._status = WriterStatus(**{**content, "batch_seconds": histogram})
+            self._content = content
+        return self._status
+
+
+def status_before(path: Path) -> WriterStatus:
+    """What a dead writer of this life said last."""
+    return StatusReader(path).read() if path.exists() else WriterStatus(durable_step=-1)
+
+
+class TrainerPage:
+    """Where the trainer says how far it is; nobody has to listen."""
+
+    def __init__(self, path: Path) -> None:
+        self._page = Page(path)
+
+    def publish(self, status: TrainerStatus) -> None:
+        """Replace what readers find."""
+        self._page.publish(asdict(status))
+
+
+def read_trainer_status(path: Path) -> TrainerStatus | None:
+    """What a trainer said last; None if it is not there or said nothing yet."""
+    try:
+        content = PageReader(path).read()
+    except FileNotFoundError:
+        return None
+    return TrainerStatus(**with_mark(content)) if content else None
+
+
+def read_trainer_image(path: Path) -> ImageMark | None:
+    """A trainer's newest whole image; None if there is none, or no trainer's page."""
+    status = read_trainer_status(path)
+    return None if status is None else status.image
+
+
+_ERROR_BYTES = 1000
+
+
+def has_replica(stage: StagingFolder) -> bool:
+    """Whether the state of that life is kept by a replica, and its log is only what followed."""
+    return stage.replica_status.exists()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """How far a replica is.
+
+    Attributes:
+        step: The step whose state it holds; -1 before the first image.
+        consumed_step: Records up to here are not needed any more: applied, or of no use.
+        generation: Number of the file that holds its state, -1 for none.
+        image_step: Step of the newest trainer's image that it took over.
+        applied_steps: Steps applied since its process started.
+        apply_seconds: Time spent on them.
+        error: Why it waits for a fresh image, or what it cannot do now and tries again; empty when
+            all is well.
+        forgot: Whether the error is why it has no state, which the trainer's next image mends.
+        drift: Largest difference of an element of the parameters from the newest trainer's image of a
+            step that it held itself; infinite where a value is not finite, None before the first.
+        image: The newest image of its own, for the disk; None before the first.
+    """
+
+    step: int = -1
+    consumed_step: int = -1
+    generation: int = -1
+    image_step: int = -1
+    applied_steps: int = 0
+    apply_seconds: float = 0.0
+    error: str = ""
+    forgot: bool = False
+    drift: float | None = None
+    image: ImageMark | None = None
+
+
+class ReplicaPage:
+    """The replica's end."""
+
+    def __init__(self, path: Path) -> None:
+        self._page = Page(path)
+        self.status = read_replica_status(path)
+
+    def update(self, **changes: object) -> None:
+        """Change some fields and publish them together."""
+        self.status = replace(self.status, **changes)  # type: ignore[arg-type]
+        error = fitting(self.status.error, _ERROR_BYTES)
+        self._page.publish({**asdict(self.status), "error": error})
+
+
+class ReplicaReader:
+    """The other end; keeps the page mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._page = PageReader(path)
+
+    def read(self) -> ReplicaStatus:
+        """The newest whole status."""
+        content = self._page.read()
+        return ReplicaStatus(**with_mark(content)) if content else ReplicaStatus()
+
+
+def read_replica_status(path: Path) -> ReplicaStatus:
+    """What a replica said last.
+
+    Raises:
+        FileNotFoundError: If there was none.
+    """
+    return ReplicaReader(path).read()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings(ProcessSettings):
+    """All a replica needs to know.
+
+    Attributes:
+        image_every: Steps between images for the disk, all ranks alike; 0 for none.
+        keep_every: The same for images that are kept for ever; 0 for none.
+        waits: Whether it waits for the writer where the next image is due and the last one is not
+            durable yet; else it goes on, and that image is left out.
+        imports: Modules of registered optimizers.
+        optimizers: Module, qualified name and granularity of each such optimizer of the run.
+        scalar_state: Entries of their state that hold one number.
+        import_path: Where they are looked for after everything else: the trainer's own folders, in
+            order. Empty where nothing is imported.
+    """
+
+    image_every: int
+    keep_every: int
+    waits: bool
+    imports: tuple[str, ...] = ()
+    optimizers: tuple[Sequence[str], ...] = ()
+    scalar_state: tuple[str, ...] = ()
+    import_path: tuple[str, ...] = ()
+
+    def is_image_due(self, step: int) -> bool:
+        """Whether the disk gets an image of this step, on all ranks alike."""
+        return any(every and step % every == 0 for every in (self.image_every, self.keep_every))
+
+    @classmethod
+    def from_json(cls, text: str) -> ReplicaSettings:
+        """What ``to_json`` made."""
+        return cls(**json.loads(text))

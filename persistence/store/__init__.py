@@ -1,0 +1,1 @@
+"""A run's copy in an object store."""

@@ -1,0 +1,496 @@
+"""Bringing what a recovery needs from an object store into a folder.
+
+What to bring is planned from the names in the store and from the fences, which are small. So of a
+long run only one snapshot and the differentials after it are read, and a folder that holds some of
+it already gets the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
+from typing import TypeVar
+
+from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
+from lowdiff.persistence.files.durable import (
+    fsync_directory,
+    make_directory,
+    parse_json,
+    read_json,
+    write_file,
+)
+from lowdiff.persistence.files.paths import (
+    CONSTANTS_NAME,
+    NOTES_NAME,
+    RUN_FILE,
+    RunFile,
+    RunFolder,
+    file_bytes,
+)
+from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, read_records
+from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
+from lowdiff.persistence.run.catalog import complete_fences
+from lowdiff.persistence.run.fences import read_run_id
+from lowdiff.persistence.run.lineage import Span, lineage
+from lowdiff.persistence.run.segment_scan import list_segment
+from lowdiff.persistence.store.client import ObjectStore, is_url
+from lowdiff.types import Fence
+
+_logger = logging.getLogger(__name__)
+
+
+_PIECE_BYTES = 16 << 20
+_MOST_CHANGED_BYTES = 8
+
+#: Requests to a store.
+AT_ONCE = 8
+
+
+def download(
+    store: ObjectStore,
+    folder: RunFolder,
+    names: Sequence[str],
+    sizes: Mapping[str, int],
+    *,
+    together: bool = False,
+) -> None:
+    """Bring objects into a run folder that nobody else fetches into.
+
+    Each has its name as soon as it is complete, so that after a kill only the rest is missing.
+
+    Args:
+        store: Where they are.
+        folder: Their names are its paths.
+        names: Which; in no order.
+        sizes: Bytes of each, by name.
+        together: Small ones that mean something else without each other: named at the end.
+
+    Raises:
+        StoreError: If the store does not answer, or an object is gone.
+    """
+    pieces = [
+        (name, start, min(start + _PIECE_BYTES, sizes[name]))
+        for name in names
+        for start in range(0, max(sizes[name], 1), _PIECE_BYTES)
+    ]
+    paths = {name: folder.root / name for name in names}
+    parents = {path.parent for path in paths.values()}
+    for parent in parents:
+        make_directory(parent)
+        for left in parent.glob("*.seg.*.partial"):  # of a fetch that was killed
+            left.unlink(missing_ok=True)
+    partials = {n: p.with_name(f"{p.name}.{os.getpid()}.partial") for n, p in paths.items()}
+    missing, lock = Counter(name for name, _, _ in pieces), Lock()
+
+    def bring(piece: tuple[str, int, int]) -> None:
+        name, start, stop = piece
+        # A whole object by itself: an empty range is refused by stores.
+        whole = start == 0 and stop == sizes[name]
+        data = store.read(name) if whole else store.read_range(name, start, stop)
+        # Not opened by `open`, which would truncate what other pieces wrote.
+        with open(os.open(partials[name], os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
+            file.seek(start)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with lock:
+            missing[name] -= 1
+            is_complete = not missing[name]
+        if is_complete and not together:
+            partials[name].replace(paths[name])
+
+    try:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for _ in pool.map(bring, pieces):
+                pass
+        for name in names if together else ():
+            partials[name].replace(paths[name])
+        for parent in parents:
+            fsync_directory(parent)
+    finally:
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)
+
+
+def mend(store: ObjectStore, folder: RunFolder, names: Sequence[str]) -> None:
+    """Put objects in the place of segments that are damaged here, where they hold more.
+
+    Args:
+        store: Where they are.
+        folder: Of a run that nobody writes to.
+        names: Of segments that are there.
+
+    Raises:
+        StoreError: If the store does not answer.
+        RunMismatch: If what can be read of a segment is not what the store has.
+    """
+    for name in names:
+        path, there = folder.root / name, store.read(name)
+        try:
+            here = path.read_bytes()
+        except OSError:
+            continue  # it may come back
+        sound, good = _sound_bytes(here, path), _sound_bytes(there, path)
+        common = min(sound, good)
+        if here[:common] != there[:common]:
+            raise different_histories(store, folder, name)
+        if good > sound:
+            write_file(path, there)
+
+
+def mend_document(store: ObjectStore, folder: RunFolder, name: str, there: bytes) -> None:
+    """Compare a document with the store's, which takes its place if it is that one with damage.
+
+    Args:
+        store: Where it is, too.
+        folder: Of a run that nobody writes to.
+        name: Of ``run.json`` or a fence, which never change.
+        there: What the store has.
+
+    Raises:
+        DamagedFile: If the store's is damaged, or too little is left here to say whose it is.
+        RunMismatch: If the two are not the same.
+    """
+    path = folder.root / name
+    said = parse_json(there, f"{store.url.rstrip('/')}/{name}")
+    try:
+        differ = read_json(path) != said
+    except DamagedFile as error:
+        here = b"" if isinstance(error.__cause__, OSError) else path.read_bytes()
+        num_changed = sum(a != b for a, b in zip(here, there, strict=False))
+        # Another life's differs in all of its random number.
+        if len(here) != len(there) or num_changed > _MOST_CHANGED_BYTES:
+            what = f"{error.what}; remove it to take that of {store.url}"
+            raise DamagedFile(path, what) from error
+        _logger.warning("%s; it is replaced by that of %s", error, store.url)
+        write_file(path, there)
+    else:
+        if differ:
+            raise different_histories(store, folder, name)
+
+
+def different_histories(store: ObjectStore, folder: RunFolder, name: str) -> RunMismatch:
+    """The error for a file that a run folder and a store have in common, and that differs."""
+    return RunMismatch(
+        f"{store.url} and {folder.root} hold different histories: their {name} differs; give the "
+        "store a URL of its own, or move the run folder away to go on with what the store holds"
+    )
+
+
+def _sound_bytes(data: bytes, path: Path) -> int:
+    """Where the last record of a segment ends that can be read."""
+    try:
+        header = FileHeader.unpack(data, path)
+    except DamagedFile:
+        return 0
+    ends = [record.end for record in read_records(memoryview(data), header)]
+    return max(ends, default=HEADER_BYTES)
+
+
+_LOOKS = 3
+
+#: Where a run folder has what a store gets.
+_FOLDERS = ("incarnations", "snapshots", "segments", "constants", "pins")
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Names and sizes of a run's files, in a store or in a folder.
+
+    Attributes:
+        sizes: Bytes of every file by its name inside the run.
+        written: When a store got an object, in seconds since the epoch; of snapshots, where it was
+            asked for.
+    """
+
+    sizes: Mapping[str, int]
+    written: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_store(cls, store: ObjectStore) -> Listing:
+        """What a store holds."""
+        return cls(store.sizes())
+
+    @classmethod
+    def of_folder(cls, folder: RunFolder) -> Listing:
+        """What a run folder holds of the run; it may be a disk's root, with other things in it."""
+        paths = [folder.run_file, folder.retention_file]
+        for top in (
+            folder.root / name for name in _FOLDERS if not (folder.root / name).is_symlink()
+        ):
+            for parent, _, names in os.walk(top, onerror=_refuse_unreadable):
+                paths += (Path(parent, name) for name in names)
+        sizes = {}
+        for path in paths:
+            # It was only partial, or retention was faster.
+            with suppress(FileNotFoundError, NotADirectoryError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    sizes[folder.name(path)] = status.st_size
+        return cls(sizes)
+
+    def files(self, *kinds: str) -> list[RunFile]:
+        """Files of some kinds, by name; anything with another name is no part of a run."""
+        found = (RunFile.parse(name) for name in sorted(self.sizes))
+        return [file for file in found if file is not None and file.kind in kinds]
+
+    def constants(self, fence: Fence | None = None) -> list[str]:
+        """Names of files of frozen parameters: all, or those that an incarnation's fence names."""
+        found = [name for name in self.sizes if CONSTANTS_NAME.fullmatch(name)]
+        return [
+            n for n in found if fence is None or n == f"constants/{fence.constants}.safetensors"
+        ]
+
+    def notes(self) -> list[str]:
+        """Names of what retention writes down: policy and removals, pins."""
+        return [name for name in self.sizes if NOTES_NAME.fullmatch(name)]
+
+    def snapshots(self, fences: Mapping[int, Fence]) -> list[tuple[int, int]]:
+        """``(step, incarnation)`` of snapshots all of whose manifests are there."""
+        ranks: dict[tuple[int, int], set[int]] = {}
+        for file in self.files("manifest"):
+            ranks.setdefault((file.step, file.incarnation), set()).add(file.rank)
+        return sorted(
+            (step, number)
+            for (step, number), found in ranks.items()
+            if number in fences and found >= set(range(fences[number].world_size))
+        )
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    """A listing that lacks a folder which is there must not pass for the whole run."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def read_store_run_id(store: ObjectStore) -> str | None:
+    """Identity of the run in a store; None if there is none.
+
+    Raises:
+        StoreError: If the store does not answer.
+        DamagedFile: If its ``run.json`` is not one.
+    """
+    try:
+        data = store.read(RUN_FILE)
+    except StoreError as error:
+        # A bucket that is not there must not pass for an empty store.
+        if error.is_missing and not store.sizes():
+            return None
+        raise
+    with TemporaryDirectory(prefix="lowdiff-") as cache:
+        folder = RunFolder(Path(cache))
+        folder.run_file.write_bytes(data)
+        return read_run_id(folder)
+
+
+def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> None:
+    """Bring ``run.json``, all fences and retention's notes; compare the fences that are there already.
+
+    Raises:
+        DamagedFile: If one is damaged, and what is left is not clearly that of the store.
+        NotARun: If the store holds no run.
+        RunMismatch: If folder and store hold histories that parted.
+    """
+    if RUN_FILE not in listing.sizes:
+        raise NotARun(store.url, "it has no run.json")
+    names = [file.name for file in listing.files("fence")]
+    here = Listing.of_folder(folder).sizes if folder.root.is_dir() else {}
+    small = [RUN_FILE, *names, *listing.notes()]
+    # Some of the fences would pass for all.
+    missing = [name for name in small if name not in here]
+    download(store, folder, missing, listing.sizes, together=True)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        common = [name for name in [RUN_FILE, *names] if name in here]
+        for name, data in zip(common, pool.map(store.read, common), strict=True):
+            mend_document(store, folder, name, data)
+
+
+def fetch_history(store: ObjectStore, folder: RunFolder, step: int | None) -> list[int]:
+    """Bring what the recovery of a step needs, and ``folder`` lacks.
+
+    Args:
+        store: Where the run is.
+        folder: Where it is brought; created if it is not there.
+        step: Which step; None for the newest.
+
+    Returns:
+        Steps of the snapshots that lie on the run's history, in the store or in the folder.
+
+    Raises:
+        NotARun: If the store holds no run.
+        RunMismatch: If folder and store hold histories that parted.
+        StoreError: If the store does not answer.
+    """
+    return _looking_again(store, lambda listing: _fetch_history(store, folder, step, listing))
+
+
+def _fetch_all(store: ObjectStore, folder: RunFolder, *, shards: bool) -> None:
+    kinds = ("segment", "shard", "manifest") if shards else ("segment", "manifest")
+
+    def bring(listing: Listing) -> None:
+        fetch_fences(store, folder, listing)
+        here = Listing.of_folder(folder).sizes
+        names = [file.name for file in listing.files(*kinds)]
+        names += listing.constants() if shards else []
+        download(store, folder, [name for name in names if name not in here], listing.sizes)
+        # Once more: what retention removed meanwhile is in them by now.
+        download(store, folder, listing.notes(), listing.sizes)
+
+    _looking_again(store, bring)
+
+
+def _looking_again(store: ObjectStore, fetch: Callable[[Listing], _Result]) -> _Result:
+    """Fetch from a run that may be alive: its retention removes objects that were just listed."""
+    for _ in range(_LOOKS):
+        try:
+            return fetch(Listing.of_store(store))
+        except StoreError as error:
+            if not error.is_missing:
+                raise
+    return fetch(Listing.of_store(store))
+
+
+@contextmanager
+def temporary_folder() -> Iterator[RunFolder]:
+    """A run folder to fetch into, gone afterwards."""
+    with TemporaryDirectory(prefix="lowdiff-") as cache:
+        yield RunFolder(Path(cache) / "run")
+
+
+@contextmanager
+def opened(run: str | Path, *, shards: bool = True) -> Iterator[RunFolder]:
+    """The folder of a run; of the URL of a store, a temporary one that the whole run is brought into.
+
+    Args:
+        run: The run folder, or the URL of its store.
+        shards: Whether to bring the tensors of the snapshots too.
+
+    Raises:
+        NotARun: If the store holds no run.
+        StoreError: If the store does not answer.
+    """
+    if not is_url(run):
+        yield RunFolder(Path(run))
+        return
+    with temporary_folder() as folder:
+        _fetch_all(ObjectStore(str(run)), folder, shards=shards)
+        yield folder
+
+
+def _fetch_history(
+    store: ObjectStore,
+    folder: RunFolder,
+    step: int | None,
+    listing: Listing,
+) -> list[int]:
+    fetch_fences(store, folder, listing)
+    fences = complete_fences(folder, read_run_id(folder))
+    passed_over: set[tuple[int, int]] = set()
+    while True:
+        here = Listing.of_folder(folder)
+        snapshots = {*listing.snapshots(fences), *here.snapshots(fences)} - passed_over
+        spans = _spans(fences, snapshots)
+        owners = {span.incarnation: span for span in spans}
+        usable = sorted((s, n) for s, n in snapshots if n in owners and owners[n].holds(s))
+        base = max((found for found in usable if step is None or found[0] <= step), default=None)
+        if base is None:
+            if not usable:
+                _fetch_evidence(store, folder, listing, here)
+            break
+        if _fetch_snapshot(store, folder, base, listing, here):
+            constants = listing.constants(fences[base[1]])
+            missing = [name for name in constants if name not in here.sizes]
+            download(store, folder, missing, listing.sizes)
+            wanted = list(_segments(listing, spans, base[0], step))
+            download(store, folder, [n for n in wanted if n not in here.sizes], listing.sizes)
+            damaged = [n for n in wanted if n in here.sizes and _lacks_some(folder, n, listing)]
+            mend(store, folder, damaged)
+            break
+        passed_over.add(base)
+    return [found for found, _ in usable]
+
+
+def _fetch_evidence(store: ObjectStore, folder: RunFolder, listing: Listing, here: Listing) -> None:
+    """Bring all differentials of a run without a usable snapshot.
+
+    What recovery makes of them depends on staging memory; but a run must not pass for a new one,
+    which would begin at step 0 in the place of what the store has.
+    """
+    names = [f.name for f in listing.files("segment") if f.name not in here.sizes]
+    download(store, folder, names, listing.sizes)
+
+
+def _spans(fences: Mapping[int, Fence], snapshots: set[tuple[int, int]]) -> tuple[Span, ...]:
+    """The lineage of incarnations that outlived their attach."""
+    with_snapshot = {number for _, number in snapshots}
+    begun = {n: f for n, f in fences.items() if f.parent is not None or n in with_snapshot}
+    return lineage(begun)
+
+
+def _fetch_snapshot(
+    store: ObjectStore,
+    folder: RunFolder,
+    base: tuple[int, int],
+    listing: Listing,
+    here: Listing,
+) -> bool:
+    """Bring a snapshot's missing files; False if what came is damaged. Manifests come last."""
+    step, incarnation = base
+    there = [f for f in listing.files("shard", "manifest") if (f.step, f.incarnation) == base]
+    missing = [f for f in there if f.name not in here.sizes]
+    if any(f.kind == "manifest" for f in missing):
+        for kind in ("shard", "manifest"):
+            download(store, folder, [f.name for f in missing if f.kind == kind], listing.sizes)
+    path = folder.snapshot(incarnation, step)
+    try:
+        for file in missing:
+            if file.kind == "manifest":
+                check_shard(path, Manifest.read(manifest_file(path, file.rank)))
+    except DamagedFile as error:
+        _logger.warning("%s of %s; going back to an older snapshot", error, store.url)
+        for file in reversed(missing):  # without its manifests it does not exist
+            (folder.root / file.name).unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _segments(
+    listing: Listing, spans: Sequence[Span], base_step: int, step: int | None
+) -> Iterator[str]:
+    """Names of segments with a step after ``base_step``, up to ``step``, that counts."""
+    owners = {span.incarnation: span for span in spans}
+    by_owner: dict[tuple[int, int], list[RunFile]] = {}
+    for file in listing.files("segment"):
+        by_owner.setdefault((file.incarnation, file.rank), []).append(file)
+    for (incarnation, _), files in by_owner.items():
+        span = owners.get(incarnation)
+        if span is None:
+            continue
+        ends = [following.step - 1 for following in files[1:]]
+        for file, last in zip(files, [*ends, None], strict=True):
+            stop = min((x for x in (step, span.last) if x is not None), default=file.step)
+            if file.step <= stop and (last is None or last > max(base_step, span.base)):
+                yield file.name
+
+
+def _lacks_some(folder: RunFolder, name: str, listing: Listing) -> bool:
+    """Whether a segment is damaged here, or shorter than in the store."""
+    path, file = folder.root / name, RunFile.parse(name)
+    assert file is not None
+    owner = read_run_id(folder), file.incarnation, file.rank
+    try:
+        damage = list_segment(path, owner, check=True)[1]
+    except (DamagedFile, FileNotFoundError):
+        return True
+    return damage is not None or file_bytes(path) < listing.sizes[name]

@@ -1,0 +1,1 @@
+"""The writer process: from the staging log to the run folder."""

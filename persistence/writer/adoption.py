@@ -1,0 +1,144 @@
+"""Taking over what the writers of dead trainers left in staging."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from lowdiff.errors import StorageError
+from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.files.shared_page import Page, PageReader
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordRef
+from lowdiff.persistence.format.segment_file import seal_left
+from lowdiff.persistence.retention.staging import only_staged, said_durable, staged_differentials
+from lowdiff.persistence.run.catalog import complete_snapshots
+from lowdiff.persistence.staging.status import has_replica, read_trainer_status
+from lowdiff.persistence.writer.segments import SegmentWriter, batches_of, require_run
+from lowdiff.persistence.writer.settings import WriterSettings
+
+_logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+
+
+def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) -> str:
+    """Make durable, then remove, what earlier incarnations left in staging on this machine.
+
+    A folder whose own writer still works is waited for. Attach has said which folders are this
+    writer's to adopt.
+
+    Returns:
+        What kept it from adopting some of them, to be tried again; empty if nothing did.
+    """
+    errors = []
+    there = StagingFolder.all_of_run(Path(settings.staging_root), settings.run_id)
+    for stage in [stage for stage in there if stage.root.name in settings.adopts]:
+        lock = FileLock(stage.writer_lock)
+        try:
+            while not lock.acquire(f"adopting writer {os.getpid()}", timeout_seconds=1.0):
+                if trainer_gone.is_set():
+                    break  # the next incarnation's writer will adopt it
+            else:
+                is_log = not has_replica(stage)
+                if is_log:
+                    asyncio.run(_adopt(settings, stage))
+                # The residual of a log's last step is nowhere else, as is all of a replica's state.
+                is_base = is_log and settings.continues
+                if not is_base and not _is_replaced(settings, stage, trainer_gone):
+                    _logger.info("%s stays until a later life's snapshot is seen", stage.root)
+                elif is_log or FileLock(stage.replica_lock).acquire(
+                    "adopting writer", timeout_seconds=1.0
+                ):
+                    stage.remove()
+                else:
+                    errors.append(f"{FileLock(stage.replica_lock).holder()} holds {stage.root}")
+        except (OSError, StorageError) as error:
+            if stage.root.exists():  # else another incarnation's writer was faster
+                _logger.warning("cannot adopt %s: %s; it stays in staging", stage.root, error)
+                errors.append(f"{type(error).__name__}: {error}")
+        finally:
+            lock.release()
+            stage.sweep()  # the lock may have kept it
+    return "; ".join(errors)
+
+
+def ranks_to_adopt(settings: WriterSettings) -> frozenset[int]:
+    """Return whose logs this writer makes durable beside its own, adopted by now or not."""
+    return frozenset(int(name.rpartition("r")[2]) for name in settings.adopts)
+
+
+def _is_replaced(
+    settings: WriterSettings, stage: StagingFolder, trainer_gone: threading.Event
+) -> bool:
+    """Wait until the state in memory is no longer needed, because a later life has begun.
+
+    Until every rank of the later life has begun, the state in memory is the run's newest. Once this
+    rank has trained, all have begun. So they have where the later life has a snapshot of all its
+    ranks; a run folder that is not shared sees one at the next attach.
+
+    Returns:
+        Whether that is so; False if the trainer went away before.
+    """
+    while not _has_trained(settings) and not any(
+        snapshot.incarnation > stage.incarnation
+        for snapshot in complete_snapshots(settings.folder, settings.run_id)
+    ):
+        if trainer_gone.is_set():
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _has_trained(settings: WriterSettings) -> bool:
+    """Whether this rank's trainer has committed a step, for which it exchanged with all others."""
+    found = read_trainer_status(settings.staging.trainer_status)
+    return found is not None and found.step > settings.base_step
+
+
+async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
+    """Make every step of a log durable that the run needs, and that no segment has; seal segments."""
+    require_run(settings.folder)
+    codec = Codec()
+    segments: SegmentWriter | None = None
+    staged: dict[int, RecordRef] = {}
+    for record in staged_differentials(stage):
+        staged.setdefault(record.header.step, record)
+    missing = only_staged(settings.folder, stage, staged)
+    if missing:
+        _doubt(stage, missing[0])
+    for step in missing:
+        record = staged[step]
+        if segments is None:
+            file_header = FileHeader(
+                FileKind.SEGMENT,
+                settings.run_id,
+                stage.incarnation,
+                stage.rank,
+                record.header.world_size,
+                sequence=0,
+            )
+            segments = SegmentWriter(settings.folder, file_header, settings.segment_bytes)
+        for batch in batches_of([record], codec):
+            await segments.append(batch)
+    if segments is not None:
+        await segments.seal()
+    for number, _, _, path in settings.folder.segments(lambda rank: rank == stage.rank):
+        if number == stage.incarnation:  # whose writer is dead: its lock is held here
+            seal_left(path, (settings.run_id, number, stage.rank))
+
+
+def _doubt(stage: StagingFolder, first: int) -> None:
+    """Take back what a log's writer said of the steps from one on, of which some are gone.
+
+    They are about to be written again, and that may fail: whoever finds them then must not rely on
+    what was true of others.
+    """
+    if said_durable(stage) >= first:
+        said = PageReader(stage.status).read()
+        Page(stage.status).publish({**said, "durable_step": first - 1})

@@ -1,0 +1,119 @@
+"""Making a staged snapshot durable: the shard under its own name, and after it the manifest."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiofiles
+from crc32c import crc32c
+
+from lowdiff.errors import StorageError
+from lowdiff.persistence.files.durable import fsync_directory, write_json
+from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.files.mapped_file import read_view
+from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+from lowdiff.persistence.format.image import Manifest, manifest_file, shard_file
+from lowdiff.persistence.run.catalog import complete_snapshots
+from lowdiff.persistence.staging.status import has_replica, read_replica_status, read_trainer_image
+from lowdiff.persistence.writer.segments import make_run_directory
+from lowdiff.persistence.writer.settings import WriterSettings
+
+
+@dataclass(frozen=True, slots=True)
+class StagedImage:
+    """A staged image waits to be persisted."""
+
+    step: int
+    bytes: int
+    checksum: int
+    image: Path
+
+
+def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
+    """Whole images of later steps, oldest first, and one of each step.
+
+    Of two of one step it is the trainer's: the replica's may be gone once the other is durable.
+    """
+    sources = [(read_trainer_image(staging.trainer_status), staging.snapshot)]
+    if has_replica(staging):
+        replica = read_replica_status(staging.replica_status)
+        sources.insert(0, (replica.image, staging.replica_image))
+    new: dict[int, StagedImage] = {}
+    for mark, image in sources:
+        if mark is not None and mark.step > step:
+            new[mark.step] = StagedImage(mark.step, mark.bytes, mark.checksum, image)
+    return [new[step] for step in sorted(new)]
+
+
+def durable_image(settings: WriterSettings) -> int:
+    """The newest step before this life that is durable whole, or 0."""
+    found = complete_snapshots(settings.folder, settings.run_id)
+    return max((s.step for s in found if s.step <= settings.base_step), default=0)
+
+
+def is_free(path: Path) -> bool:
+    """Whether nobody holds a lock."""
+    lock = FileLock(path)
+    free = lock.acquire(f"writer {os.getpid()}")
+    lock.release()
+    return free
+
+
+_COPY_BYTES = 4 << 20
+
+
+def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
+    """Step of one rank's newest durable shard of a snapshot of an incarnation, or -1."""
+    newest = -1
+    for number, step, path in folder.snapshots():
+        if number == incarnation and manifest_file(path, rank).is_file():
+            fsync_directory(path)  # its writer may have been killed before it could
+            newest = max(newest, step)
+    return newest
+
+
+async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
+    """Make one rank's shard durable; after a failure the same one can be given again.
+
+    Raises:
+        StorageError: If the staged image changed while it was copied.
+    """
+    folder = settings.folder.snapshot(settings.incarnation, image.step)
+    await asyncio.to_thread(make_run_directory, settings.folder, folder)
+    target = shard_file(folder, settings.rank)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        await _copy_image(image, partial)
+    except OSError:
+        partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
+        raise
+    manifest = Manifest(
+        run_id=settings.run_id,
+        incarnation=settings.incarnation,
+        step=image.step,
+        rank=settings.rank,
+        world_size=settings.world_size,
+        bytes=image.bytes,
+        checksum=image.checksum,
+    )
+    partial.replace(target)
+    await asyncio.to_thread(fsync_directory, folder)
+    # An earlier attempt's manifest says the same.
+    await asyncio.to_thread(write_json, manifest_file(folder, settings.rank), manifest.document())
+
+
+async def _copy_image(mark: StagedImage, partial: Path) -> None:
+    source = read_view(mark.image)[: mark.bytes]
+    checksum = 0
+    async with aiofiles.open(partial, "wb") as file:
+        for start in range(0, mark.bytes, _COPY_BYTES):
+            piece = source[start : start + _COPY_BYTES]
+            checksum = crc32c(piece, checksum)
+            await file.write(piece)
+        await file.flush()
+        await asyncio.to_thread(os.fsync, file.fileno())
+    if checksum != mark.checksum:
+        raise StorageError(f"the staged snapshot of step {mark.step} changed before it was durable")

@@ -1,0 +1,371 @@
+"""The writer process: tails one rank's staging log and makes it durable.
+
+Started by the trainer with ``python -m lowdiff.persistence.writer.main SETTINGS``, in a session of its
+own so that a launcher's kill does not reach it. It imports neither torch nor the user's script.
+When its trainer is gone it drains what is staged and exits; a later incarnation's writer adopts
+whatever a dead writer left.
+
+Encoding and writing overlap: one task turns records into encoded batches, another writes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from lowdiff.core.events import log_event
+from lowdiff.errors import LowDiffError, StorageError, WriterFailed
+from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.framing import RecordRef
+from lowdiff.persistence.retention.collect import DISK_FULL, collect
+from lowdiff.persistence.staging.histogram import Histogram
+from lowdiff.persistence.staging.log import LogTail
+from lowdiff.persistence.staging.measurements import (
+    Recorder,
+    gather_measurements,
+    write_measurements,
+)
+from lowdiff.persistence.staging.residual_slots import checksum_slots
+from lowdiff.persistence.staging.status import Complaints, StatusPage, status_before
+from lowdiff.persistence.store.uploader import Uploader
+from lowdiff.persistence.writer.adoption import adopt_predecessors
+from lowdiff.persistence.writer.images import (
+    StagedImage,
+    durable_image,
+    durable_snapshot,
+    is_free,
+    newer_images,
+    persist_image,
+)
+from lowdiff.persistence.writer.segments import (
+    Batch,
+    SegmentWriter,
+    batches_of,
+    durable_step,
+    require_run,
+)
+from lowdiff.persistence.writer.settings import Orders, WriterSettings
+
+_logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.005
+_RETRY_SECONDS = 1.0
+_MEASUREMENTS_SECONDS = 10.0
+
+
+_Work = TypeVar("_Work")
+
+
+class Writer:
+    """Makes one staging folder durable."""
+
+    def __init__(self, settings: WriterSettings) -> None:
+        self._settings = settings
+        self._tail = LogTail(settings.staging)
+        self._codec = Codec()
+        self._queue: asyncio.Queue[Batch | StagedImage | None] = asyncio.Queue(maxsize=2)
+        # A restarted writer goes on after what its predecessor made durable.
+        before = status_before(settings.staging.status)
+        known = before.durable_step
+        durable = durable_step(
+            settings.folder, settings.incarnation, settings.rank, settings.base_step, known
+        )
+        # A later image may already lie where that of a durable snapshot was.
+        snapshot = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
+        self._marked = snapshot
+        if settings.has_replica:
+            durable = max(snapshot, durable_image(settings))
+        # Counters go on where those of a dead writer stopped.
+        now = replace(
+            before, durable_step=durable, durable_snapshot=snapshot, error="", closed=False
+        )
+        self._status = StatusPage(settings.staging.status, now)
+        self._batch_seconds = Histogram(self._status.status.batch_seconds)
+        self._batch_began = 0.0
+        self._recorder = Recorder(settings.staging.measured_by_writer)
+        self._is_durable = asyncio.Event()
+        self._deleted_since: float | None = None
+        self._segments = SegmentWriter(
+            settings.folder, settings.segment_header, settings.segment_bytes
+        )
+        self._uploader = (
+            None if settings.store is None else Uploader(settings, self._status, self._recorder)
+        )
+        self._complaints = Complaints(self._status, "error")
+        self._has_begun = False
+        self._orders = Orders(settings)
+
+    async def run(self, lock: FileLock) -> None:
+        """Work until the trainer is gone and everything staged is durable, and in the store.
+
+        The lock is given back once all is durable: a next incarnation need not wait for a store.
+        """
+        uploading = None
+        if self._uploader is not None:
+            uploading = asyncio.create_task(self._uploader.run())
+        keeping = asyncio.create_task(self._keep_measurements())
+        await self._make_durable()
+        self._is_durable.set()
+        await keeping
+        await self._write_measurements(ended="died")
+        await asyncio.to_thread(checksum_slots, self._settings.staging.residual)
+        self._status.update(closed=True)
+        lock.release()
+        if uploading is not None and self._uploader is not None:
+            self._uploader.end()
+            await uploading
+
+    async def _make_durable(self) -> None:
+        adoption = asyncio.create_task(self._adopt())
+        try:
+            # Whatever fails unexpectedly ends the process; the trainer notices and starts another.
+            source = self._follow_images() if self._settings.has_replica else self._encode()
+            await asyncio.gather(source, self._persist())
+        finally:
+            self._orders.trainer_gone.set()  # or the process would wait for the adopting thread
+        await adoption
+
+    async def _adopt(self) -> None:
+        """Take over what dead predecessors left, once this log names the residual it needs."""
+        while not self._may_adopt() and not self._orders.trainer_gone.is_set():
+            await asyncio.sleep(_POLL_SECONDS)
+        while self._may_adopt():
+            try:
+                error = await asyncio.to_thread(
+                    adopt_predecessors, self._settings, self._orders.trainer_gone
+                )
+            except Exception as failure:  # whatever it is, attach waits for it and must hear of it
+                _logger.exception("rank %d: adoption failed", self._settings.rank)
+                error = f"{type(failure).__name__}: {failure}"
+            self._complaints.report("adopt", error)
+            if not error:
+                self._status.update(adopted=True)
+                if self._uploader is not None:
+                    self._uploader.adopted()
+            if not error or self._orders.trainer_gone.is_set():
+                return
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _keep_measurements(self) -> None:
+        """Keep what was measured, also should the machine be lost."""
+        while not self._is_durable.is_set():
+            try:
+                await asyncio.wait_for(self._is_durable.wait(), _MEASUREMENTS_SECONDS)
+            except asyncio.TimeoutError:
+                await self._write_measurements(ended="")
+
+    async def _write_measurements(self, *, ended: str) -> None:
+        settings = self._settings
+        self._recorder.note(writer_cpu_seconds=time.process_time())
+        self._recorder.publish()
+        try:
+            require_run(settings.folder)
+            measured = gather_measurements(
+                settings.staging, settings.run_id, settings.world_size, ended=ended
+            )
+            await asyncio.to_thread(write_measurements, settings.folder, measured)
+        except (OSError, LowDiffError) as error:
+            _logger.warning("rank %d: measurements are not kept: %s", settings.rank, error)
+
+    def _may_adopt(self) -> bool:
+        """Whether what earlier incarnations left is not needed any more once it is durable."""
+        if self._status.status.durable_snapshot >= self._settings.base_step:
+            return True
+        # What a replica held is durable only as this life's first snapshot.
+        return self._has_begun and not self._settings.has_replica
+
+    async def _follow_images(self) -> None:
+        """Persist the images that trainer and replica make; differentials are the replica's."""
+        staging = self._settings.staging
+        while True:
+            gone = self._orders.read() and is_free(staging.replica_lock)
+            new = newer_images(staging, self._marked)
+            for snapshot in new:
+                self._marked = snapshot.step
+                await self._queue.put(snapshot)
+            if not new:
+                if gone:
+                    break
+                await asyncio.sleep(_POLL_SECONDS)
+        await self._queue.put(None)
+
+    async def _encode(self) -> None:
+        """Turn records into batches: ``b`` of them, or fewer after ``flush_seconds``."""
+        pending: list[RecordRef] = []
+        oldest = 0.0
+        while True:
+            gone = self._orders.read()
+            record = self._tail.next()
+            self._has_begun |= record is not None
+            # Looked for behind the record, or that could overtake the image that it follows.
+            for image in newer_images(self._settings.staging, self._marked):
+                if record is None or record.header.step > image.step:
+                    self._marked = image.step
+                    await self._flush(pending)
+                    await self._queue.put(image)
+            if record is not None and record.header.step > self._status.status.durable_step:
+                oldest = oldest if pending else time.monotonic()
+                pending.append(record)
+            full = len(pending) >= self._orders.batch_size
+            late = bool(pending) and time.monotonic() - oldest > self._settings.flush_seconds
+            if full or late or (record is None and (gone or self._orders.write_through)):
+                await self._flush(pending)
+            if record is None:
+                if gone and not self._tail.is_at_damage:
+                    break
+                await asyncio.sleep(_POLL_SECONDS)
+        await self._queue.put(None)
+
+    async def _flush(self, pending: list[RecordRef]) -> None:
+        if pending:
+            began = time.monotonic()
+            batches = await asyncio.to_thread(batches_of, list(pending), self._codec)
+            self._recorder.observe("encode_seconds", (time.monotonic() - began) / len(pending))
+            for batch in batches:
+                await self._queue.put(batch)
+            pending.clear()
+
+    async def _persist(self) -> None:
+        """Write batches in order; a snapshot is copied beside them."""
+        copying: asyncio.Task[None] | None = None
+        while (work := await self._next()) is not None:
+            if isinstance(work, StagedImage):
+                if copying is not None:
+                    await copying
+                await self._segments.seal()
+                copying = asyncio.create_task(self._snapshot(work))
+            else:
+                self._batch_began = time.monotonic()
+                await self._retrying(self._persist_batch, work)
+        if copying is not None:
+            await copying
+        await self._segments.seal()
+
+    async def _next(self) -> Batch | StagedImage | None:
+        """What is to be made durable next; meanwhile a segment that is old enough goes to the store."""
+        while True:
+            age, left = self._segments.age_seconds, None
+            if self._uploader is not None and age is not None:
+                limit = 0.0 if self._orders.write_through else self._settings.segment_seconds
+                left = max(0.0, limit - age)
+            try:
+                return await asyncio.wait_for(self._queue.get(), left)
+            except asyncio.TimeoutError:
+                await self._segments.seal()
+                if self._uploader is not None:
+                    self._uploader.wake(batch=True)
+
+    async def _retrying(self, action: Callable[[_Work], Awaitable[None]], work: _Work) -> None:
+        """Storage trouble is reported and waited out; training decides what it costs."""
+        while True:
+            try:
+                await action(work)
+            except (OSError, StorageError) as error:
+                self._status.update(retries=self._status.status.retries + 1)
+                self._complaints.report(action.__name__, f"{type(error).__name__}: {error}")
+                text = f"rank {self._settings.rank}: {error}"
+                log_event(_logger, logging.WARNING, "write_failed", text, task=action.__name__)
+                self._give_up_if_deleted(error)
+                if isinstance(error, OSError) and error.errno in DISK_FULL:
+                    await self._collect()  # it may have failed when the newest snapshot came
+                await asyncio.sleep(_RETRY_SECONDS)
+            else:
+                self._complaints.report(action.__name__, "")
+                return
+
+    def _give_up_if_deleted(self, error: Exception) -> None:
+        """End rather than wait for ever, without a trainer, for a run folder that was deleted.
+
+        What is staged stays there: an attach to the run, should it come back, adopts it.
+        """
+        is_there = True
+        # Asked here as well: while nothing is written, whoever else listens waits for room.
+        if self._orders.read():
+            with suppress(OSError):  # a file system that does not answer has deleted nothing
+                is_there = self._settings.folder.run_file.exists()
+        if is_there:
+            self._deleted_since = None
+        elif self._deleted_since is None:
+            self._deleted_since = time.monotonic()
+        elif time.monotonic() - self._deleted_since > self._settings.folder_patience_seconds:
+            raise WriterFailed(f"{self._settings.run} is gone, and so is its trainer") from error
+
+    async def _persist_batch(self, batch: Batch) -> None:
+        written = await self._segments.append(batch)
+        status = self._status.status
+        seconds = time.monotonic() - self._batch_began
+        self._batch_seconds.observe(seconds)
+        self._recorder.observe("batch_seconds", seconds)
+        self._recorder.observe("batch_bytes", len(batch.data))
+        self._recorder.observe("batch_steps", batch.last - batch.first + 1)
+        self._recorder.publish()
+        self._status.update(
+            **status.lost_before(batch.first),
+            durable_step=batch.last,
+            segment_bytes=status.segment_bytes + written,
+            batches=status.batches + 1,
+            batch_seconds=self._batch_seconds.value(),
+        )
+        if self._uploader is not None:
+            self._uploader.wake(batch=True)
+
+    async def _snapshot(self, image: StagedImage) -> None:
+        await self._retrying(self._persist_snapshot, image)
+        await self._collect()
+
+    async def _collect(self) -> None:
+        """Remove what need not be there any more; if that fails, the next time will do."""
+        settings = self._settings
+        if settings.retention is not None:
+            try:
+                await asyncio.to_thread(
+                    collect, settings.folder, settings.run_id, settings.retention
+                )
+            except (OSError, LowDiffError) as error:
+                _logger.warning("rank %d: old files stay: %s", settings.rank, error)
+
+    async def _persist_snapshot(self, image: StagedImage) -> None:
+        settings = self._settings
+        began = time.monotonic()
+        await persist_image(settings, image)
+        self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
+        self._recorder.note(snapshot_bytes=image.bytes)
+        self._recorder.publish()
+        status = self._status.status
+        self._status.update(
+            durable_step=max(status.durable_step, image.step)
+            if settings.has_replica
+            else status.durable_step,
+            durable_snapshot=image.step,
+            snapshot_bytes=status.snapshot_bytes + image.bytes,
+        )
+        text = f"rank {settings.rank}: the snapshot of step {image.step} is durable"
+        log_event(
+            _logger, logging.INFO, "snapshot_durable", text, step=image.step, bytes=image.bytes
+        )
+        if self._uploader is not None:
+            self._uploader.wake(snapshot=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point of the process."""
+    settings = WriterSettings.from_json(arguments[0])
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    lock = FileLock(settings.staging.writer_lock)
+    if not lock.acquire(f"writer {os.getpid()}", timeout_seconds=30.0):
+        _logger.error("another writer holds %s", lock.path)
+        return 1
+    asyncio.run(Writer(settings).run(lock))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

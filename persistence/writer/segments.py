@@ -1,0 +1,245 @@
+"""Appending to a run's segments, and finding where a dead writer stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiofiles
+from aiofiles.threadpool.binary import AsyncBufferedReader
+from crc32c import crc32c
+
+from lowdiff.errors import StorageError
+from lowdiff.persistence.files.durable import fsync_directory, make_directory, make_durable
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, RecordRef, padded
+from lowdiff.persistence.format.sections import encode_sections, read_sections
+from lowdiff.persistence.format.segment_file import (
+    SegmentFile,
+    pack_footer,
+    seal_left,
+    write_footer,
+)
+from lowdiff.persistence.run.catalog import last_segment
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Encoded records that are written and fsynced together.
+
+    Attributes:
+        sizes: Bytes of the record of each of its steps.
+        rebases: Steps in it that only a snapshot leads to, ascending.
+    """
+
+    data: bytes
+    first: int
+    last: int
+    sizes: tuple[int, ...]
+    rebases: tuple[int, ...] = ()
+
+
+class SegmentWriter:
+    """Appends batches to segments of one rank; never to a file another process has written.
+
+    Args:
+        folder: The run.
+        header: Of its segments, but for the step each begins with.
+        max_bytes: One that is longer is sealed.
+    """
+
+    def __init__(self, folder: RunFolder, header: FileHeader, max_bytes: int) -> None:
+        self._folder = folder
+        self._header = header
+        self._max_bytes = max_bytes
+        self._began = 0.0
+        self._path: Path | None = None
+        self._size = 0
+        self._first = self._last = -1
+        self._offsets = array("Q")
+        self._rebases: list[int] = []
+
+    async def append(self, batch: Batch) -> int:
+        """Write and fsync one batch; after a failure the same batch can be given again."""
+        if batch.first != self._last + 1:
+            # A segment's steps ascend by one: some were dropped while storage was slow.
+            await self.seal()
+        if self._path is not None and self._folder.run_file.exists() and not self._path.exists():
+            self._path = None  # the run went back, and retention took this incarnation's steps
+        if self._path is None:
+            path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
+            data = replace(self._header, sequence=batch.first).pack() + batch.data
+            await asyncio.to_thread(make_run_directory, self._folder, path.parent)
+            # A file of that name can only hold a torn first record of a dead writer.
+            async with aiofiles.open(path, "r+b", opener=_created) as file:
+                await _put_at_end(file, 0, data)
+                await asyncio.to_thread(os.fsync, file.fileno())
+            await asyncio.to_thread(fsync_directory, path.parent)
+            self._path, self._size = path, len(data)
+            self._first, self._offsets, self._rebases = batch.first, array("Q"), []
+            self._began = time.monotonic()
+            self._note(batch, HEADER_BYTES)
+            return self._size
+        async with aiofiles.open(self._path, "r+b") as file:
+            await _put_at_end(file, self._size, batch.data)
+            await asyncio.to_thread(os.fdatasync, file.fileno())
+        self._note(batch, self._size)
+        self._size += len(batch.data)
+        if self._size > self._max_bytes:
+            await self.seal()
+        return len(batch.data)
+
+    @property
+    def age_seconds(self) -> float | None:
+        """Since when there is something that is not sealed; None if there is nothing."""
+        return None if self._path is None else time.monotonic() - self._began
+
+    def _note(self, batch: Batch, offset: int) -> None:
+        """Remember what the footer will say of a batch that is durable."""
+        for size in batch.sizes:
+            self._offsets.append(offset)
+            offset += size
+        self._last = batch.last
+        self._rebases += batch.rebases
+
+    async def seal(self) -> None:
+        """Seal the segment, which is not touched again: the next batch starts a new one."""
+        if self._path is not None:
+            await asyncio.to_thread(self._put_footer, self._path)
+        self._path = None
+
+    def _put_footer(self, path: Path) -> None:
+        header = replace(self._header, sequence=self._first)
+        footer = pack_footer(header, self._offsets, self._rebases, self._size)
+        with contextlib.suppress(OSError):  # its run went back, and retention took it
+            # Else a failed attempt left whole records behind these, which others may have seen.
+            if path.stat().st_size == self._size:
+                write_footer(path, footer, self._size)
+
+
+def _created(path: str, flags: int) -> int:
+    """Open a file as it is, or make an empty one."""
+    return os.open(path, flags | os.O_CREAT, 0o666)
+
+
+async def _put_at_end(file: AsyncBufferedReader, offset: int, data: bytes) -> None:
+    """Make data what a file holds from an offset on.
+
+    An earlier, failed attempt left the beginning of the same data, or all of it. That is written
+    over, not cut off first: on another machine a later incarnation may have gone on from there.
+    """
+    await file.seek(offset)
+    await file.write(data)
+    await file.truncate()
+    await file.flush()
+
+
+def coded_record(record: RecordRef, codec: Codec) -> bytes:
+    """A staged record as it stands in a segment."""
+    header = record.header
+    sections = encode_sections(read_sections(record.sections, codec, coded=False), codec)
+    frame = codec.shrink(record.meta)
+    meta = bytes(record.meta) if frame is None else frame
+    body = meta.ljust(padded(len(meta)), b"\0") + sections
+    coded = replace(
+        header,
+        coded=True,
+        meta_coded=frame is not None,
+        meta_last=False,
+        meta_bytes=len(meta),
+        body_bytes=len(body),
+        body_checksum=crc32c(body),
+        lap=0,
+    )
+    return coded.framed(body)
+
+
+def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:
+    """Encoded records in batches of consecutive steps, without those that were overwritten."""
+    runs: list[list[RecordRef]] = []
+    for record in records:
+        # Copied before it is checked: while storage is slow, a trainer may drop what it staged.
+        own = replace(record, body=memoryview(bytes(record.body)))
+        step = own.header.step
+        if not own.is_intact():
+            _logger.warning("step %d was dropped before it was durable", step)
+        elif runs and runs[-1][-1].header.step + 1 == step:
+            runs[-1].append(own)
+        else:
+            runs.append([own])
+    coded = ((run, [coded_record(record, codec) for record in run]) for run in runs)
+    return [
+        Batch(
+            b"".join(records),
+            run[0].header.step,
+            run[-1].header.step,
+            tuple(map(len, records)),
+            _rebases(run),
+        )
+        for run, records in coded
+    ]
+
+
+def durable_step(
+    folder: RunFolder, incarnation: int, rank: int, base_step: int, known_step: int = -1
+) -> int:
+    """Last step of one rank's records in segments, or ``base_step``.
+
+    It is durable on return: a writer that was killed may have left its last batch in the page cache
+    only, also after an fsync, which had failed. If that fails now as well, its last step is the last
+    of which that writer knew, and those after it are to be written elsewhere. The segment is sealed.
+
+    Args:
+        folder: The run.
+        incarnation: Whose records.
+        rank: Likewise.
+        base_step: Where they begin.
+        known_step: Up to here that writer knew them to be durable.
+
+    Raises:
+        StorageError: If the run is not there.
+    """
+    require_run(folder)
+    found = last_segment(folder, incarnation, rank)
+    if found is None:
+        return base_step
+    path, _ = found
+    file, doubtful, step = SegmentFile(path), list[RecordRef](), base_step
+    while (record := file.next()) is not None:
+        step = record.header.step
+        if step > known_step:
+            doubtful.append(record)
+    try:
+        make_durable(path, file.header, doubtful)
+        fsync_directory(path.parent)
+    except OSError as error:
+        _logger.warning("%s cannot be made durable: %s", path, error)
+        return max(base_step, min(step, known_step))
+    seal_left(path, file.header.owner)
+    return step
+
+
+def require_run(folder: RunFolder) -> None:
+    """Nothing is written where the run is not: it may only be unmounted."""
+    if not folder.run_file.is_file():
+        raise StorageError(f"{folder.run_file} is gone; bring the run folder back, or mount it")
+
+
+def make_run_directory(run: RunFolder, path: Path) -> None:
+    """Make a directory of a run that is there; `StorageError` if it is not."""
+    require_run(run)
+    make_directory(path)
+
+
+def _rebases(records: Sequence[RecordRef]) -> tuple[int, ...]:
+    return tuple(record.header.step for record in records if record.header.rebases)

@@ -1,0 +1,1 @@
+"""Looking at a run: inspect, verify, timeline, export, branch."""

@@ -1,0 +1,275 @@
+"""What a run holds, in numbers; no payload is decoded and no state is built."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lowdiff.errors import RunInUse
+from lowdiff.persistence.files.paths import RunFolder, staging_to_read
+from lowdiff.persistence.retention.plan import is_valid
+from lowdiff.persistence.run.catalog import Catalog, scan
+from lowdiff.persistence.run.lineage import Span
+from lowdiff.persistence.run.records import RankRecords
+from lowdiff.persistence.staging.status import has_replica
+from lowdiff.persistence.store.client import ObjectStore, is_url
+from lowdiff.persistence.store.fetch import fetch_history, opened, temporary_folder
+from lowdiff.recovery.plan import plan_recovery, recoverable, spans_of, usable_snapshots
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRange:
+    """Steps from ``first`` to ``last``, both inclusive."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDifferentials:
+    """The differentials of the run's history of which every rank's shard is there.
+
+    Attributes:
+        first: First step.
+        last: Last step, inclusive. There may be gaps; ``Inspection.recoverable_ranges`` tells.
+        count: Number of steps.
+        bytes: Bytes over all ranks, framing included; encoded, unless they are only in staging.
+        staged: Number of steps of which some shard is in staging only, not yet on disk.
+    """
+
+    first: int
+    last: int
+    count: int
+    bytes: int
+    staged: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedStep:
+    """A pin.
+
+    Attributes:
+        is_void: Whether the run has gone back before the step since, so that it is lost.
+    """
+
+    label: str
+    step: int
+    is_void: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a run holds.
+
+    Attributes:
+        world_size: Ranks of the newest incarnation; 0 if none ever began.
+        parameters: Number of trainable parameter tensors; tied ones count once.
+        elements: Number of elements in them.
+        snapshots: Steps of complete full snapshots on the run's history, ascending.
+        differentials: None if there are none.
+        recoverable: The newest unbroken range of steps; None if no step can be rebuilt.
+        recoverable_ranges: All ranges, ascending.
+        in_memory: Those of these steps that replicas of a dead trainer left in memory, which a
+            reboot ends; None if there are none.
+        bytes_per_step: Mean bytes of a differential, over all ranks; None without any.
+        compressor: Name and settings; None if no incarnation ever began.
+        optimizer: Class name, or a tuple of them if the run has several optimizers.
+        incarnations: How often the run began or resumed; also those that died in attach.
+        snapshot_bytes: Bytes of all complete snapshots.
+        damaged: Number of files with bytes that fail a check; `verify` names them. Tensors of
+            snapshots are not read here, nor the records of sealed segments, so that damage in
+            them is not counted.
+        pins: Steps that retention spares, by label.
+    """
+
+    run_id: str
+    world_size: int
+    parameters: int
+    elements: int
+    snapshots: tuple[int, ...]
+    differentials: StoredDifferentials | None
+    recoverable: StepRange | None
+    recoverable_ranges: tuple[StepRange, ...]
+    in_memory: StepRange | None
+    bytes_per_step: float | None
+    compressor: Mapping[str, Any] | None
+    optimizer: str | tuple[str, ...] | None
+    incarnations: int
+    snapshot_bytes: int
+    damaged: int
+    pins: tuple[PinnedStep, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON content."""
+        return asdict(self)
+
+
+def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
+    """List what a run holds.
+
+    Args:
+        run: The run folder, or the URL of its store. Of a store everything but the snapshots'
+            tensors is read, into a temporary folder (``TMPDIR``).
+        staging: Where the run's staging memory lives, if it was set by hand.
+
+    Raises:
+        NotARun: If the folder or store holds no run.
+        StoreError: If the store does not answer.
+    """
+    root = staging_to_read(staging)
+    with opened(run, shards=False) as folder:
+        catalog = scan(folder, [root])
+        found, memory = _recoverable(catalog)
+        differentials = _differentials(catalog)
+        newest = catalog.incarnations.get(max(catalog.incarnations, default=-1))
+        fence = None if newest is None else newest.fence
+        specs = () if fence is None else fence.layout.parameters
+        names = () if fence is None else tuple(spec.class_name for spec in fence.optimizers)
+        ranges = tuple(StepRange(first, last) for first, last in found)
+        return Inspection(
+            run_id=catalog.run_id,
+            world_size=0 if fence is None else fence.world_size,
+            parameters=len(specs),
+            elements=0 if fence is None else fence.layout.elements,
+            snapshots=tuple(sorted({s.step for s in usable_snapshots(catalog)})),
+            differentials=differentials,
+            recoverable=ranges[-1] if ranges else None,
+            recoverable_ranges=ranges,
+            in_memory=None if memory is None else StepRange(*memory),
+            bytes_per_step=None
+            if differentials is None
+            else differentials.bytes / differentials.count,
+            compressor=None if fence is None else dict(fence.compressor),
+            optimizer=None if not names else names[0] if len(names) == 1 else names,
+            incarnations=len(folder.incarnations()),
+            snapshot_bytes=sum(snapshot.bytes for snapshot in catalog.snapshots),
+            damaged=len({error.path for error in catalog.damage}),
+            pins=tuple(
+                PinnedStep(pin.label, pin.step, is_void=not is_valid(spans_of(catalog), pin))
+                for pin in catalog.pins
+            ),
+        )
+
+
+def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
+    """Ranges of steps that can be rebuilt, and which of these from memory."""
+    if not any(has_replica(stage) for stage in catalog.staging):
+        return recoverable(catalog), None
+    # With torch, which nothing else here needs.
+    from lowdiff.recovery.replica.recover import plan_in_memory, with_steps_in_memory
+
+    plan = None
+    try:
+        plan = plan_in_memory(catalog, None)
+    except RunInUse as error:
+        _logger.warning("%s; what replicas left in memory is not listed", error)
+    memory = None if plan is None else plan.range
+    return with_steps_in_memory(recoverable(catalog), memory), memory
+
+
+def _differentials(catalog: Catalog) -> StoredDifferentials | None:
+    whole: list[StepRange] = []
+    size = staged = 0
+    for span in spans_of(catalog):
+        shards = [catalog.of(span.incarnation, rank) for rank in range(span.world_size)]
+        for first, last in _common(shards, span):
+            whole.append(StepRange(first, last))
+            size += sum(records.framed_bytes(first, last) for records in shards)
+            staged += len(set().union(*(r.only_staged(first, last) for r in shards)))
+    if not whole:
+        return None
+    count = sum(steps.last - steps.first + 1 for steps in whole)
+    return StoredDifferentials(whole[0].first, whole[-1].last, count, size, staged)
+
+
+def _common(shards: Sequence[RankRecords], span: Span) -> list[tuple[int, int]]:
+    """Ranges of the steps that a span owns and every rank holds."""
+    found = [(span.base + 1, 1 << 63 if span.last is None else span.last)]
+    for records in shards:
+        found = [
+            (max(a, c), min(b, d)) for a, b in found for c, d in records.ranges if a <= d and c <= b
+        ]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a recovery would read.
+
+    Attributes:
+        step: Where it leads.
+        base: Step of the snapshot it starts from, or of what replicas left in memory.
+        base_path: Folder of that snapshot, or of the first rank's replica.
+        in_memory: Whether it starts from memory, which a reboot ends.
+        snapshot_bytes: Bytes of what it starts from.
+        differentials: Number of steps to replay.
+        differential_bytes: Stored bytes of them, over all ranks' shards.
+        memory_bytes: Most memory it takes.
+        free_bytes: Memory that is free now.
+    """
+
+    step: int
+    base: int
+    base_path: str
+    in_memory: bool
+    snapshot_bytes: int
+    differentials: int
+    differential_bytes: int
+    memory_bytes: int
+    free_bytes: int
+
+    def document(self) -> dict[str, Any]:
+        """As JSON content."""
+        return asdict(self)
+
+
+def forecast(
+    run: str | Path, step: int | None = None, staging: str | Path | None = None
+) -> Forecast:
+    """Plan a recovery; reads no tensor, and compares no checksum of the snapshot.
+
+    Args:
+        run: The run folder, or the URL of its store, of which the needed part is fetched.
+        step: Which step; None for the newest.
+        staging: Where the run's staging memory lives, if it was set by hand.
+
+    Raises:
+        NotARun: If there is no run.
+        StepNotFound: If the step cannot be rebuilt.
+    """
+    root = staging_to_read(staging)
+    if not is_url(run):
+        return _forecast(scan(RunFolder(Path(run)), [root]), step)
+    with temporary_folder() as folder:
+        fetch_history(ObjectStore(str(run)), folder, step)
+        return _forecast(scan(folder, [root]), step)
+
+
+def _forecast(catalog: Catalog, step: int | None) -> Forecast:
+    # With torch, which nothing else here needs.
+    from lowdiff.recovery.engine import plan_best
+    from lowdiff.recovery.replay.sizing import free_bytes, needed_bytes
+
+    memory = plan_best(catalog, step)
+    if memory is None:
+        plan = plan_recovery(catalog, step)
+        base, path, size, steps = plan.base.step, plan.base.folder, plan.base.bytes, plan.steps
+    else:
+        base, path, steps = memory.common, memory.paths[0].parent, memory.steps
+        size = sum(path.stat().st_size for path in memory.paths)
+    return Forecast(
+        step=base + len(steps),
+        base=base,
+        base_path=str(path),
+        in_memory=memory is not None,
+        snapshot_bytes=size,
+        differentials=len(steps),
+        differential_bytes=sum(planned.bytes for planned in steps),
+        memory_bytes=needed_bytes(size),
+        free_bytes=free_bytes(),
+    )

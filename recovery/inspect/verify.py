@@ -1,0 +1,407 @@
+"""Proof that a run can be rebuilt: every checksum, then replay from snapshot to snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowdiff.errors import (
+    DamagedFile,
+    LowDiffError,
+    NotEnoughMemory,
+    ReplayMismatch,
+    RunInUse,
+    RunMismatch,
+    StepNotFound,
+)
+from lowdiff.persistence.files.paths import RunFolder, staging_to_read
+from lowdiff.persistence.format.image import Manifest, manifest_file
+from lowdiff.persistence.run.catalog import Catalog, SnapshotSet, complete_snapshots, scan
+from lowdiff.persistence.store.client import is_url
+from lowdiff.persistence.store.fetch import opened
+from lowdiff.recovery.compare import differences, keep_inherited
+from lowdiff.recovery.damage import Finding, first_gap, judge, last_kept, lost_after
+from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
+from lowdiff.recovery.load import load_snapshot
+from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
+from lowdiff.recovery.replay.replayer import ReplayOptions
+from lowdiff.recovery.replay.sizing import check_memory
+from lowdiff.recovery.replica.recover import (
+    MemoryPlan,
+    carry_out_in_memory,
+    plan_in_memory,
+    with_steps_in_memory,
+)
+
+_LOOKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One replay.
+
+    Attributes:
+        first: Step of the snapshot it started from.
+        last: Step it led to.
+        compared: Whether a snapshot of ``last`` was there to compare with, bit for bit. Otherwise
+            only the digests that the live run recorded were compared.
+    """
+
+    first: int
+    last: int
+    compared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How much was read and checksummed.
+
+    Attributes:
+        fences: Files that say which incarnation owns which steps.
+        incarnations: How many they are of.
+        shards: Snapshot files.
+        segments: Files of differentials.
+        chunks: Staging files.
+        records: Differentials, each once, counted per rank.
+    """
+
+    fences: int
+    incarnations: int
+    shards: int
+    segments: int
+    chunks: int
+    records: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` checked and found.
+
+    Attributes:
+        snapshots: Steps of complete snapshots on the run's history.
+        replays: In order of steps.
+        recoverable: Ranges of steps, both ends inclusive.
+        in_memory: First and last of those that were rebuilt from what replicas of a dead trainer
+            left in memory, which a reboot ends; None if there are none.
+        failures: What is damaged, lost or different; the first difference comes first.
+        notes: What looks unfinished but costs no step.
+    """
+
+    run: str
+    run_id: str
+    checked: Checked
+    snapshots: tuple[int, ...]
+    replays: tuple[Replayed, ...]
+    recoverable: tuple[tuple[int, int], ...]
+    in_memory: tuple[int, int] | None
+    failures: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+    @property
+    def steps_replayed(self) -> int:
+        """Number of differentials replayed."""
+        return sum(replayed.last - replayed.first for replayed in self.replays)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON content."""
+        return {"ok": self.ok, **asdict(self), "steps_replayed": self.steps_replayed}
+
+
+def verify(
+    run: str | Path,
+    staging: str | Path | None = None,
+    *,
+    options: ReplayOptions | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check every checksum of a run, then replay it and compare bit for bit.
+
+    From each snapshot the differentials are replayed up to the next one, and parameters,
+    optimizer state, hyper-parameters and items are compared; from the last one, up to the newest
+    step. Error-feedback residuals are not compared: a replay does not rebuild them. With the first
+    snapshot of a life that attached other objects only what it inherited is compared. What replicas
+    of a dead trainer left in memory is rebuilt, too. Damage is reported, never raised.
+
+    Args:
+        run: The run folder, or the URL of its store; nothing in it is changed. A store is read
+            whole, into a temporary folder (``TMPDIR``) that must have room for it.
+        staging: Where the run's staging memory lives, if it was set by hand.
+        options: Workers and block size.
+        progress: Told about each window of steps.
+
+    Raises:
+        NotARun: If the folder or store holds no run.
+        StoreError: If the store does not answer.
+        DamagedFile: If ``run.json`` is damaged, so that nothing else can be read.
+        NewerFormat, OlderFormat: If a lowdiff of another format version wrote a file.
+        NotEnoughMemory: If two states do not fit: what is replayed, and what it is compared with.
+    """
+    root = staging_to_read(staging)
+    with opened(run) as folder:
+        report = _verify(folder, root, str(run), options or ReplayOptions(), progress)
+        if not is_url(run):
+            return report
+
+        def named(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+            """With the names that the store knows."""
+            here = str(folder.root)
+            return tuple(
+                replace(
+                    found,
+                    message=found.message.replace(here, str(run)),
+                    path=found.path and found.path.replace(here, str(run)),
+                )
+                for found in findings
+            )
+
+        return replace(report, failures=named(report.failures), notes=named(report.notes))
+
+
+def _verify(
+    folder: RunFolder,
+    root: Path,
+    run: str,
+    options: ReplayOptions,
+    progress: Progress | None,
+) -> VerifyReport:
+    catalog = _look(folder, root)
+    failures, notes = judge(folder, catalog, check_all=True)
+    legs = _legs_of(catalog)
+    # What is compared with is a second state.
+    loaded = (sum(s.bytes for s in (leg.base, leg.target) if s is not None) for leg in legs)
+    check_memory(max(loaded, default=0))
+    total = sum(leg.last - leg.base.step for leg in legs)
+    done = 0
+    outcomes = []
+    for leg in legs:
+        own = reporting(options, progress, done, total)
+        outcomes.append(_prove(folder, root, catalog, leg, own))
+        done += leg.last - leg.base.step
+    memory, left_out = _in_memory(folder, root, catalog, options)
+    outcomes.append(left_out)
+    failures += [o.failure for o in outcomes if o.failure is not None]
+    notes += [o.note for o in outcomes if o.note is not None]
+    if legs:
+        failures += lost_after(catalog, _newest_recoverable(catalog))
+    else:
+        try:
+            plan_recovery(catalog)
+        except StepNotFound as error:
+            failures.append(Finding(str(error)))
+    return VerifyReport(
+        run=run,
+        run_id=catalog.run_id,
+        checked=_checked(folder, catalog),
+        snapshots=tuple(sorted({s.step for s in usable_snapshots(catalog)})),
+        replays=tuple(o.replayed for o in outcomes if o.replayed is not None),
+        recoverable=tuple(with_steps_in_memory(recoverable(catalog), memory)),
+        in_memory=memory,
+        failures=tuple(failures),
+        notes=(*notes, *_elsewhere(catalog, options)),
+    )
+
+
+def _look(folder: RunFolder, root: Path) -> Catalog:
+    """Everything, compared with its checksums, which takes a while: a live run goes on meanwhile.
+
+    A snapshot that came after differentials were listed makes those that lead to it look lost, and
+    so does retention that was at them. So a gap counts if another look still has it, at what led
+    to the snapshots of the look before: within a life, a writer makes that durable before them.
+    """
+    catalog = scan(folder, [root], check_all=True)
+    for _ in range(_LOOKS):
+        legs = _legs_of(catalog)
+        if legs and not any(first_gap(catalog, leg.base.step, leg.last) for leg in legs):
+            break
+        known = {s.folder for s in catalog.snapshots} | {e.path.parent for e in catalog.damage}
+        now = scan(folder, [root], check_all=True)
+        before = replace(now, snapshots=tuple(s for s in now.snapshots if s.folder in known))
+        # Retention begins with the oldest: while the newest is there, so is all that follows it.
+        if _newest_snapshot(before) >= max(_newest_snapshot(catalog), 0):
+            return before
+        catalog = now
+    return catalog
+
+
+def _newest_snapshot(catalog: Catalog) -> int:
+    return max((snapshot.step for snapshot in usable_snapshots(catalog)), default=-1)
+
+
+def _in_memory(
+    folder: RunFolder, root: Path, catalog: Catalog, options: ReplayOptions
+) -> tuple[tuple[int, int] | None, _Outcome]:
+    """The steps that replicas left in memory, rebuilt; and why, if they cannot be."""
+
+    def act(seen: Catalog) -> MemoryPlan | None:
+        plan = plan_in_memory(seen, None)
+        if plan is not None:
+            carry_out_in_memory(seen, plan, options)
+        return plan
+
+    try:
+        plan = look_again(folder, root, catalog, act, check_all=True)
+    except (DamagedFile, ReplayMismatch, RunMismatch) as error:
+        what = f"what replicas left in memory cannot be used: {error}"
+        return None, _Outcome(Finding(what))
+    except RunInUse as error:
+        return None, _Outcome(note=Finding(f"what replicas left in memory was not read: {error}"))
+    return (None if plan is None else plan.range), _Outcome()
+
+
+def _checked(folder: RunFolder, catalog: Catalog) -> Checked:
+    return Checked(
+        fences=len(list(folder.fences())),
+        incarnations=len(folder.incarnations()),
+        shards=sum(len(list(path.glob("rank-*.json"))) for _, _, path in folder.snapshots()),
+        segments=len(list(folder.segments())),
+        chunks=sum(len(stage.chunks()) for stage in catalog.staging),
+        records=sum(records.num_differentials for records in catalog.records.values()),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leg:
+    """One replay to do: from a snapshot to the next one, or to the newest step (None)."""
+
+    base: SnapshotSet
+    target: SnapshotSet | None
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of a leg, or of what is in memory.
+
+    Attributes:
+        failure: What is wrong; None if nothing is.
+        note: What differs because another kind of device trained it, or why nothing is known.
+        replayed: What was replayed, if it led where it should.
+    """
+
+    failure: Finding | None = None
+    note: Finding | None = None
+    replayed: Replayed | None = None
+
+
+def _legs_of(catalog: Catalog) -> list[_Leg]:
+    """All replays to do, in order of steps."""
+    snapshots = usable_snapshots(catalog)
+    legs = []
+    for base, target in pairwise(snapshots):
+        last = last_kept(catalog, base.step, target.step)
+        if last == target.step:
+            legs.append(_Leg(base, target, last))
+        elif last > base.step:
+            legs.append(_Leg(base, None, last))
+    newest = _newest_recoverable(catalog)
+    if snapshots and (newest > snapshots[-1].step or not legs):
+        legs.append(_Leg(snapshots[-1], None, newest))
+    return legs
+
+
+def _newest_recoverable(catalog: Catalog) -> int:
+    """The newest step that can be rebuilt, -1 if none can."""
+    return max((last for _, last in recoverable(catalog)), default=-1)
+
+
+def _prove(
+    folder: RunFolder, root: Path, catalog: Catalog, leg: _Leg, options: ReplayOptions
+) -> _Outcome:
+    """Replay one leg, and compare."""
+
+    def act(seen: Catalog) -> _Outcome:
+        return _compare(seen, leg, options)
+
+    try:
+        gap = first_gap(catalog, leg.base.step, leg.last)
+        outcome = _Outcome(gap) if gap else look_again(folder, root, catalog, act, check_all=True)
+    except DamagedFile as error:
+        outcome = _Outcome(Finding.of(error))
+    except StepNotFound as error:
+        outcome = _Outcome(Finding(str(error)))
+    except NotEnoughMemory:
+        raise  # it says nothing about the run
+    except LowDiffError as error:
+        return _Outcome(Finding(str(error)))  # no part of it was missing
+    return (outcome.failure and _overtaken(catalog, leg)) or outcome
+
+
+def _overtaken(catalog: Catalog, leg: _Leg) -> _Outcome | None:
+    """What became of a leg that is not as it was seen: a live run removes and replaces files."""
+    changed = [s for s in (leg.base, leg.target) if s is not None and not _is_as_seen(s)]
+    if not changed and last_kept(catalog, leg.base.step, leg.last) == leg.last:
+        return None
+    there = complete_snapshots(RunFolder(catalog.root), catalog.run_id)
+    if max((s.step for s in there), default=-1) < max((s.step for s in changed), default=-1):
+        # Retention keeps the newest.
+        gone = changed[-1].folder
+        return _Outcome(Finding(f"{gone} was removed, and no later snapshot is there", str(gone)))
+    what = "a part of them was removed meanwhile"
+    return _Outcome(note=Finding(f"steps {leg.base.step} to {leg.last} were not verified: {what}"))
+
+
+def _is_as_seen(snapshot: SnapshotSet) -> bool:
+    """Whether nobody removed it."""
+    try:
+        return all(
+            Manifest.read(manifest_file(snapshot.folder, seen.rank)) == seen
+            for seen in snapshot.manifests
+        )
+    except FileNotFoundError:
+        return False
+    except DamagedFile:
+        return True  # nobody meant to
+
+
+def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> _Outcome:
+    overtaken = _overtaken(catalog, leg)
+    if overtaken is not None:
+        return overtaken
+    alone = replace(catalog, snapshots=(leg.base,))
+    state = carry_out(alone, plan_recovery(alone, leg.last), options)
+    replayed = Replayed(leg.base.step, leg.last, compared=leg.target is not None)
+    if leg.target is None:
+        return _Outcome(replayed=replayed)
+    fence = catalog.incarnations[leg.target.incarnation].fence
+    expected = load_snapshot(leg.target, fence, options.readers)
+    if leg.base.incarnation != leg.target.incarnation:
+        keep_inherited(state, expected)
+    found = list(differences(state, expected))
+    if not found:
+        return _Outcome(replayed=replayed)
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    different = Finding(
+        f"{leg.target.folder}: snapshot {leg.target.step} differs from the replay of snapshot "
+        f"{leg.base.step}: {found[0]}{more}",
+        str(leg.target.folder),
+    )
+    trained_on = catalog.incarnations[leg.base.incarnation].fence.environment.device
+    if (trained_on == "cpu") != (options.device.type == "cpu"):
+        # Another kind of processor rounds differently.
+        return _Outcome(note=different, replayed=replace(replayed, compared=False))
+    return _Outcome(different)
+
+
+def _elsewhere(catalog: Catalog, options: ReplayOptions) -> list[Finding]:
+    """What of this machine may round differently."""
+    recorded = {
+        f"torch {life.fence.environment.torch_version} on {life.fence.environment.device}"
+        for life in catalog.incarnations.values()
+    }
+    device = options.device
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    here = f"torch {torch.__version__} on {kind}"
+    return [
+        Finding(f"trained with {other}, replayed with {here}: last bits may differ")
+        for other in sorted(recorded - {here})
+    ]

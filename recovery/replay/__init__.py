@@ -1,0 +1,1 @@
+"""Replaying differentials with the real torch optimizers."""

@@ -1,0 +1,379 @@
+"""Replaying differentials on a snapshot, block by block, with the real torch optimizer.
+
+Every unit of blocks is stepped through a window of differentials by one worker; the next window
+is read and decoded meanwhile, so memory is bounded whatever the number of differentials.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from typing_extensions import Self
+
+from lowdiff.compressors import from_settings
+from lowdiff.core.layout import shares_of
+from lowdiff.core.numerics import arithmetic_of
+from lowdiff.errors import ConfigError, DamagedFile, LowDiffError, ReplayMismatch, RunMismatch
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.differentials import read_differential
+from lowdiff.persistence.format.sections import max_payload_bytes
+from lowdiff.recovery.plan import PlannedStep
+from lowdiff.recovery.replay.blocks import Unit, element_units, optimizer_units, tensor_units
+from lowdiff.recovery.replay.kernels import StepChooser
+from lowdiff.recovery.replay.optimizers import (
+    granularity,
+    is_registered,
+    needs_live_threads,
+    settle_kernels,
+    without_default_group,
+)
+from lowdiff.recovery.replay.sizing import (
+    BLOCK_ELEMENTS,
+    LocalRanks,
+    measured_block_elements,
+    threads_put_back,
+    usable_cores,
+)
+from lowdiff.recovery.replay.unit import (
+    UNREPLAYABLE,
+    Checksums,
+    Movement,
+    Scratch,
+    Step,
+    UnitState,
+    check_digests,
+    is_out_of_means,
+    replaying,
+)
+from lowdiff.recovery.state import RecoveredState, begin_life
+from lowdiff.types import Differential, Fence
+
+_logger = logging.getLogger(__name__)
+
+#: Decoded bytes of a window; two are in memory, one in use and one being read. The first is small,
+#: so that replay starts at once.
+_WINDOW_BYTES, _FIRST_WINDOW_BYTES = 64 << 20, 6 << 20
+#: glibc hands memory above its mmap threshold back to the kernel at every free; freeing one piece of
+#: this size raises the threshold to it, so a unit's temporaries keep their pages. glibc passes over
+#: pieces of more than 32 MiB with their header.
+_KEPT_BYTES = 24 << 20
+#: On an accelerator kernels are queued one by one, which small blocks would not be worth; with the
+#: state of an Adam this is 1 GiB. Not measured yet.
+_DEVICE_BLOCK_ELEMENTS = 1 << 26
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """How to replay; never changes the resulting bits, unless on another kind of device.
+
+    Attributes:
+        num_workers: Threads; None takes this process's share of the cores that it may use.
+        block_elements: Elements per unit, a multiple of 64; None takes what a short measurement
+            finds fastest.
+        whole: Replay every parameter whole on one thread team of the live run's size.
+        progress: Called with the number of steps replayed so far.
+        movements: If given, filled with how far every step went; costs about half as much again.
+        device: Where the optimizer runs; the result is on the CPU. A run comes back bit for bit
+            where it was trained, elsewhere last places may differ.
+        here: The processes of this machine that recover at once and share its cores and its memory;
+            None if this one is alone.
+    """
+
+    num_workers: int | None = None
+    block_elements: int | None = None
+    whole: bool = False
+    progress: Callable[[int], None] | None = None
+    movements: dict[int, Movement] | None = None
+    device: torch.device = _CPU
+    here: LocalRanks | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_elements is not None and (
+            self.block_elements < 64 or self.block_elements % 64
+        ):
+            raise ConfigError(f"block_elements is a multiple of 64, got {self.block_elements}")
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ConfigError(f"num_workers counts threads, got {self.num_workers}")
+
+    @property
+    def workers(self) -> int:
+        """Number of worker threads."""
+        return 1 if self.whole or self.device.type != "cpu" else self.readers
+
+    @property
+    def readers(self) -> int:
+        """Number of threads that read a snapshot: this process's share of the cores."""
+        if self.num_workers is not None:
+            return self.num_workers
+        return max(1, usable_cores() // (1 if self.here is None else self.here.count))
+
+
+def replay(
+    state: RecoveredState,
+    steps: Sequence[PlannedStep],
+    fences: Callable[[int], Fence],
+    options: ReplayOptions,
+) -> RecoveredState:
+    """Bring a state forward, in place.
+
+    Args:
+        state: State at the step before ``steps[0]``.
+        steps: Consecutive steps.
+        fences: Incarnation number -> its fence.
+        options: How.
+
+    Raises:
+        ReplayMismatch: If the parameters differ from what the live run recorded of them.
+        DamagedFile: If a record does not decode.
+    """
+    settle_kernels()
+    if steps:
+        newest = fences(steps[-1].incarnation)
+        needed = needs_live_threads(newest.optimizers, newest.environment.num_threads)
+        options = replace(options, whole=options.whole or needed)
+    if options.device.type != "cpu":
+        options = replace(options, block_elements=options.block_elements or _DEVICE_BLOCK_ELEMENTS)
+    elif options.block_elements is None and not options.whole and steps:
+        best = measured_block_elements(state, fences(steps[-1].incarnation), len(steps))
+        options = replace(options, block_elements=best)
+    done = 0
+    for incarnation, life in groupby(steps, key=lambda s: s.incarnation):
+        fence = fences(incarnation)
+        if fence.world_size != len(state.items) or fence.incarnation != state.fence.incarnation:
+            begin_life(state, fence)
+        lost = sorted(set(fence.averages) - set(state.averages))
+        if lost:
+            raise RunMismatch(
+                f"averages {lost} were attached after step {state.step}, and the snapshot that was "
+                "taken then is lost; recover a step before or after it"
+            )
+        state.averages = {name: state.averages[name] for name in fence.averages}
+        own = list(life)
+        with Replayer(state, fence, options) as running, closing(windows(own, fence)) as read:
+            for window in read:
+                running.run(window)
+                done += len(window)
+                if options.progress:
+                    options.progress(done)
+    return state
+
+
+def in_blocks_or_whole(
+    attempt: Callable[[ReplayOptions], RecoveredState],
+    options: ReplayOptions,
+    root: Path,
+    what: str,
+) -> RecoveredState:
+    """Recover, checked against the digests that the live run recorded.
+
+    Where blocks do not reproduce them (an unusual kernel or thread count), all is done once more with
+    parameters replayed whole. Checksums hold for whatever a stranger has written, so what fits no
+    optimizer is damaged; that a machine has nothing left says nothing about it.
+
+    Args:
+        attempt: Does it, from the beginning.
+        options: How.
+        root: The run's folder.
+        what: What is replayed.
+
+    Raises:
+        ReplayMismatch: If whole parameters do not reproduce them, either.
+        DamagedFile: Instead of what the optimizer says of values that do not fit.
+    """
+    try:
+        return attempt(options)
+    except ReplayMismatch as error:
+        if options.whole:
+            raise
+        why = str(error)
+    except LowDiffError:
+        raise
+    except UNREPLAYABLE as error:
+        if is_out_of_means(error):
+            raise
+        raise DamagedFile(root, f"{what} cannot be replayed ({error!r:.200})") from error
+    # Not in the clause above, and not with the error itself, which holds on to the first state.
+    _logger.warning("%s; replaying whole tensors instead of blocks", why)
+    if options.movements is not None:
+        options.movements.clear()
+    return in_blocks_or_whole(attempt, replace(options, whole=True), root, what)
+
+
+def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step], None, None]:
+    """Decoded steps in windows of bounded size; the next is decoded while one is in use.
+
+    What counts is the decoded size: a gradient of zeros or NaN takes next to nothing when stored.
+    Must be closed: reading ahead would go on beside another attempt that reads the same records.
+    """
+    codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
+    compressor = from_settings(fence.compressor["name"], fence.compressor["settings"])
+
+    def read(step: PlannedStep) -> Step:
+        shards = tuple(read_differential(stored, codec) for stored in step.shards)
+        if any(_updates(shard) != _updates(shards[0]) for shard in shards):
+            raise ReplayMismatch(
+                f"the ranks updated their averages differently in step {step.step}; update an "
+                "AveragedModel on every rank in the same steps",
+                step=step.step,
+            )
+        with replaying(step.step):
+            return Step.of(shards, lambda payloads: compressor.decoder(payloads, fence.layout))
+
+    unread = iter(steps)
+
+    def read_window(limit_bytes: int) -> list[Step]:
+        window: list[Step] = []
+        size = 0
+        while size < limit_bytes and (step := next(unread, None)) is not None:
+            window.append(read(step))
+            size += sum(shard.payload_bytes for shard in window[-1].shards)
+            size += sum(len(item) for shard in window[-1].shards for item in shard.items.values())
+        return window
+
+    with ThreadPoolExecutor(1, thread_name_prefix="lowdiff-decode") as reader:
+        limit = min(_FIRST_WINDOW_BYTES, _WINDOW_BYTES)
+        window = read_window(limit)
+        while window:
+            limit = min(2 * limit, _WINDOW_BYTES)
+            ahead = reader.submit(read_window, limit)
+            yield window
+            window = ahead.result()
+
+
+def _updates(shard: Differential) -> list[dict[str, tuple[bool, int]]]:
+    return [
+        {name: (average.updated, average.count) for name, average in step.averages.items()}
+        for step in shard.steps
+    ]
+
+
+class Replayer:
+    """The units of one incarnation and the threads that step them."""
+
+    def __init__(self, state: RecoveredState, fence: Fence, options: ReplayOptions) -> None:
+        self._state = state
+        self._layout = fence.layout
+        self._shares = shares_of(fence.layout, fence.world_size)
+        self._options = options
+        self._environment = fence.environment
+        self._threads = fence.environment.num_threads if options.whole else 1
+        chooser = StepChooser()
+        planned = plan_units(state, fence, options)
+        self._units = [UnitState(unit, state, fence, chooser) for unit in planned]
+        self._pool = ThreadPoolExecutor(options.workers, thread_name_prefix="lowdiff-replay")
+        self._scratch_elements = max((unit.scratch_elements for unit in planned), default=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown()
+        if exception[0] is None:
+            for unit in self._units:
+                unit.collect(self._state)
+
+    def run(self, window: Sequence[Step]) -> None:
+        """Step every unit through a window, then check the checksums of the window's steps."""
+        queue = iter(self._units)  # next() on a list iterator is atomic
+        has_registered = any(map(is_registered, self._state.fence.optimizers))
+        with threads_put_back(), without_default_group(when=has_registered):
+            workers = range(self._options.workers)
+            jobs = [self._pool.submit(self._work, queue, window) for _ in workers]
+            results = [job.result() for job in jobs]
+        checksums: Checksums = {}
+        moved = self._options.movements
+        for of_worker, movements in results:
+            for key, value in of_worker.items():
+                checksums[key] = checksums.get(key, 0) ^ value
+            if moved is not None:
+                for number, movement in movements.items():
+                    moved[number] = moved.get(number, Movement()) + movement
+        for step in window:
+            for shard in step.shards:
+                self._check(shard, checksums)
+            self._take_scalars(step.shards)
+
+    def _work(
+        self, queue: Iterator[UnitState], window: Sequence[Step]
+    ) -> tuple[Checksums, dict[int, Movement]]:
+        checksums: Checksums = {}
+        movements: dict[int, Movement] = {}
+        torch.set_num_threads(self._threads)  # per thread; see threads_put_back
+        scratch = Scratch(self._scratch_elements)
+        torch.empty(_KEPT_BYTES, dtype=torch.uint8, device="cpu")
+        # Units see to it as well, but a team of threads flushes denormals as the thread that made it.
+        with torch.no_grad(), arithmetic_of(self._environment):
+            for unit in queue:
+                looks: list[tuple[int, list[int]]] = []
+                for step in window:
+                    number = step.shards[0].step
+                    with replaying(number):
+                        if self._options.movements is None:
+                            unit.step(step, scratch)
+                        else:
+                            moved = unit.step_measured(step, scratch)
+                            movements[number] = movements.get(number, Movement()) + moved
+                    if step.is_digested:
+                        looks.append((number, unit.look()))
+                unit.add_checksums(looks, checksums)
+        return checksums, movements
+
+    def _check(self, shard: Differential, checksums: Checksums) -> None:
+        check_digests(
+            shard,
+            self._shares[shard.rank],
+            checksums,
+            self._layout,
+            whose="the replayed parameters",
+            recorded_by=f"what rank {shard.rank} recorded: something that was not noticed wrote to "
+            "it, to its gradient or to its optimizer's state, or this machine rounds differently",
+        )
+
+    def _take_scalars(self, shards: Sequence[Differential]) -> None:
+        state = self._state
+        first = shards[0]
+        state.step = first.step
+        for optimizer, step in zip(state.optimizers, first.optimizers, strict=True):
+            optimizer.groups = [dict(group) for group in step.after]
+        for shard in shards:
+            items = state.items[shard.rank]
+            for name, data in shard.items.items():
+                if data:
+                    items[name] = data
+                else:
+                    items.pop(name, None)
+        state.held = first.held
+        state.residual_marks = [shard.residual for shard in shards]
+
+
+def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> list[Unit]:
+    """Cut the layout as finely as each optimizer allows."""
+    owner_of = {
+        name: (index, bool(state.optimizers[index].groups[g].get("fused")))
+        for index, spec in enumerate(fence.optimizers)
+        for g, names in enumerate(spec.groups)
+        for name in names
+    }
+    owners = [owner_of[spec.name] for spec in fence.layout.parameters]
+    kinds = [granularity(spec) for spec in fence.optimizers]
+    cut = element_units(
+        fence.layout,
+        owners,
+        num_threads=fence.environment.num_threads if options.device.type == "cpu" else 1,
+        block_elements=options.block_elements or BLOCK_ELEMENTS,
+    )
+    units = {
+        "element": tensor_units(fence.layout, owners) if options.whole else cut,
+        "tensor": tensor_units(fence.layout, owners),
+        "whole": optimizer_units(fence.layout, owners),
+    }
+    return [u for kind, made in units.items() for u in made if kinds[u.optimizer] == kind]

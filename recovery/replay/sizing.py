@@ -1,0 +1,178 @@
+"""How large blocks shall be, and whether memory suffices: decided before replay starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowdiff.core.layout import torch_dtype
+from lowdiff.errors import NotEnoughMemory
+from lowdiff.persistence.files.lease import this_machine
+from lowdiff.persistence.staging.budget import group_headrooms
+from lowdiff.recovery.replay.kernels import StepChooser
+from lowdiff.recovery.replay.optimizers import build, granularity, usable_on
+from lowdiff.recovery.state import RecoveredState
+from lowdiff.types import Fence, OptimizerSpec
+
+#: Where nothing is measured.
+BLOCK_ELEMENTS = 1 << 18
+_CANDIDATES = tuple(1 << power for power in range(15, 21))
+#: What a unit costs at each step besides its kernels: Python, and the decoder's search. Measured
+#: from replays with one block of 2^16 to 2^18 elements each: 50 to 120 microseconds.
+_SECONDS_PER_UNIT = 90e-6
+_TRIALS = 3
+#: Element updates below which measuring takes longer than it can save.
+_WORTH_MEASURING = 1 << 28
+#: Replay needs at most its state, a quarter of it, and this, whatever the number of differentials.
+#: Whoever compares holds two: what the state is compared with counts as state.
+_SLACK_BYTES = 256 << 20
+
+
+def needed_bytes(state_bytes: int) -> int:
+    """Most memory that recovery takes with so much state, of one or more, in memory at once."""
+    return state_bytes + state_bytes // 4 + _SLACK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRanks:
+    """Processes of one machine that recover at once, each a whole state.
+
+    Attributes:
+        count: How many, this one included.
+        budgets: Of the machine, and of each control group of this process that has a limit: how many
+            of them share it, and the bytes that were free for all of these together before any had
+            loaded anything.
+    """
+
+    count: int
+    budgets: tuple[tuple[int, int], ...]
+
+
+def local_ranks(gather: Callable[[Any], list[Any]]) -> LocalRanks:
+    """Find out which ranks share this one's memory; each has dropped what it held of an attempt before.
+
+    They check at different times, and what is free then lacks what others have loaded already. So
+    memory is looked at here: nobody loads before all have answered.
+
+    Args:
+        gather: Returns everybody's value.
+    """
+    # By kernel and container, which gives names to control groups.
+    here = [this_machine(), os.readlink("/proc/self/ns/mnt")]
+    own = free_memory()
+    told = gather([here, own])
+    found = [free for place, free in told if place == here]
+    # Whoever looked first may have seen what others still held; whoever looked last has not.
+    shared = [[free[budget] for free in found if budget in free] for budget in own]
+    return LocalRanks(len(found), tuple((len(looks), max(looks)) for looks in shared))
+
+
+def check_memory(state_bytes: int, here: LocalRanks | None = None) -> None:
+    """Refuse a recovery that would be killed halfway.
+
+    Args:
+        state_bytes: As in `needed_bytes`.
+        here: The processes that recover so much at once; None if there is but this one.
+
+    Raises:
+        NotEnoughMemory: Saying how much is needed, and how much there is.
+    """
+    needed = needed_bytes(state_bytes)
+    for count, free in here.budgets if here is not None else ():
+        if count * needed > free:
+            raise NotEnoughMemory(count * needed, free, count)
+    # What the others have taken since then leaves enough, unless somebody else has taken some.
+    free = free_bytes()
+    if needed > free:
+        raise NotEnoughMemory(needed, free)
+
+
+def free_bytes() -> int:
+    """Memory that this process may still take, page cache included."""
+    return min(free_memory().values())
+
+
+def free_memory() -> dict[str, int]:
+    """Bytes that the machine has left, and each control group of this process that has a limit."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        found = dict(line.split(":", 1) for line in file)
+    return {"machine": int(found["MemAvailable"].split()[0]) << 10, **group_headrooms()}
+
+
+def usable_cores() -> int:
+    """Cores of this process, by affinity and by the control group's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
+def measured_block_elements(state: RecoveredState, fence: Fence, num_steps: int) -> int:
+    """The block size that steps fastest here, tried on the optimizer with the most elements.
+
+    Takes some hundredths of a second, of processor time, so that neighbours count little.
+
+    Args:
+        state: Gives the hyper-parameters.
+        fence: Describes layout and optimizers.
+        num_steps: Differentials to replay.
+    """
+    if fence.layout.elements * num_steps < _WORTH_MEASURING:
+        return BLOCK_ELEMENTS
+    specs = {spec.name: spec for spec in fence.layout.parameters}
+    # Groups may hold frozen parameters too, which the layout does not have.
+    trained = {
+        (index, g): [specs[name] for name in names if name in specs]
+        for index, spec in enumerate(fence.optimizers)
+        for g, names in enumerate(spec.groups)
+    }
+    index, group = max(trained, key=lambda place: sum(p.numel for p in trained[place]))
+    members = trained[index, group]
+    if not members or granularity(fence.optimizers[index]) != "element":
+        return BLOCK_ELEMENTS
+    spec, hyper = fence.optimizers[index], dict(state.optimizers[index].groups[group])
+    dtype = torch_dtype(members[0].dtype)
+
+    def cost(size: int) -> float:
+        return seconds_per_element(spec, hyper, dtype, size)
+
+    return min(_CANDIDATES, key=cost)
+
+
+def seconds_per_element(
+    spec: OptimizerSpec, hyper: dict[str, Any], dtype: torch.dtype, size: int
+) -> float:
+    """Processor time of one element in one step, by blocks of ``size`` elements, on one thread."""
+    with torch.device("cpu"):  # workers have no other default
+        parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
+        parameter.grad = torch.full((size,), 1e-3, dtype=dtype)
+        optimizer = build(spec, [(usable_on(parameter.device, hyper), [parameter])])
+        step = StepChooser().choose(optimizer)
+    times = []
+    with threads_put_back(), torch.no_grad():
+        torch.set_num_threads(1)
+        step(optimizer)
+        for _ in range(_TRIALS):
+            started = time.thread_time()
+            step(optimizer)
+            times.append(time.thread_time() - started)
+    return (min(times) + _SECONDS_PER_UNIT) / size
+
+
+@contextmanager
+def threads_put_back() -> Iterator[None]:
+    """Whoever is inside sets the size of its own team; the process's default is put back afterwards."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,1 @@
+"""LowDiff+'s replica process and recovery from its memory."""

@@ -1,0 +1,43 @@
+"""One of two ranks that are told to stop while a collective blocks them.
+
+``SCRIPT FOLDER RANK STEPS``
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import lowdiff
+from lowdiff.compressors import TopK
+from tests.crash.trainings import TRAININGS
+
+
+def main(folder: Path, rank: int, steps: int) -> None:
+    """Train, then wait in a collective that nobody completes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    made = TRAININGS["gpt_adamw"](rank, 2)
+    checkpointer = lowdiff.Checkpointer(
+        folder / "run", compressor=TopK(0.05), batch_size=1000, staging=folder / "staging"
+    )
+    # Nothing but the signal makes a batch of so few steps durable.
+    checkpointer._settings = replace(checkpointer._settings, flush_seconds=1000.0)
+    checkpointer.attach(made.model, made.optimizer)
+    for step in checkpointer.steps(until=steps):
+        made.step(step)
+    (folder / f"blocked-{rank}").touch()
+    if rank == 0:
+        dist.barrier()
+    time.sleep(1000)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,77 @@
+"""SIGTERM while a collective blocks the main thread, then SIGKILL: the disk alone has every step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import lowdiff
+from lowdiff.demo.launch import child_processes
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.run.catalog import last_segment
+
+pytestmark = pytest.mark.launch
+
+ROOT = Path(__file__).parents[3]
+STEPS = 6
+
+
+def durable(folder: Path) -> list[int]:
+    """Last step of each rank on disk."""
+    found = [last_segment(RunFolder(folder / "run"), 0, rank) for rank in range(2)]
+    return [0 if segment is None else segment[1] for segment in found]
+
+
+def wait_until(folder: Path, condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, (folder / "output.txt").read_text()[-3000:]
+        time.sleep(0.01)
+
+
+def test_the_tail_is_durable_before_the_blocked_trainers_are_killed(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "output.txt").open("ab") as output:
+        ranks = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.crash.launch.preempted",
+                    tmp_path,
+                    str(r),
+                    str(STEPS),
+                ],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=output,
+            )
+            for r in range(2)
+        ]
+    try:
+        wait_until(tmp_path, lambda: all((tmp_path / f"blocked-{r}").exists() for r in range(2)))
+        assert durable(tmp_path) == [0, 0]
+        for process in ranks:
+            process.send_signal(signal.SIGTERM)
+        wait_until(tmp_path, lambda: durable(tmp_path) == [STEPS, STEPS])
+        assert [process.poll() for process in ranks] == [None, None]
+    finally:
+        writers = [pid for process in ranks for pid in child_processes(process.pid)]
+        for process in ranks:
+            process.kill()
+            process.wait()
+        for writer in writers:  # or it would drain what is left
+            with suppress(ProcessLookupError):  # it had all, and has ended
+                os.kill(writer, signal.SIGKILL)
+    shutil.rmtree(tmp_path / "staging")
+    assert lowdiff.recover(tmp_path / "run", staging=tmp_path / "none").step == STEPS

@@ -1,0 +1,100 @@
+"""Every compressor: a run killed five times equals its uninterrupted twin, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract.compressors import FAMILY
+from tests.crash.all_trainings import PLAIN, REAL, TRAININGS
+from tests.crash.lives import Kill, assert_identical, history
+from tests.crash.pool import Pool
+
+STEPS = 11
+#: The others run with the slow tests.
+FAST = {("8 bits", 1)}
+CASES = [
+    pytest.param(
+        name, size, marks=[] if (name, size) in FAST else pytest.mark.slow, id=f"{name}, {size}"
+    )
+    for name in FAMILY
+    for size in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(("name", "world_size"), CASES)
+def test_five_kills_change_no_bit(pool: Pool, tmp_path: Path, name: str, world_size: int) -> None:
+    """AdamW, clipping after the hook, dropout, a scheduler."""
+    settings = {"compressor": FAMILY[name]}
+    build = TRAININGS["gpt_adamw"]
+    whole = history(
+        pool, build, tmp_path / "whole", world_size=world_size, until=STEPS, settings=settings
+    )
+    everyone = frozenset(range(world_size))
+    kills = [
+        Kill(2, staged_by=everyone),
+        Kill(3, staged_by=everyone),
+        Kill(6, staged_by=frozenset({0}), writers=False),
+        Kill(8),
+        Kill(10, staged_by=everyone, writers=False),
+    ]
+    killed = history(
+        pool,
+        build,
+        tmp_path / "killed",
+        world_size=world_size,
+        until=STEPS,
+        kills=kills,
+        settings=settings,
+    )
+    assert killed.resumed == [2, 3, 6 if world_size == 1 else 5, 7, 10]
+    assert_identical(killed, whole)
+
+
+#: What happens between hook and optimizer, and what the hook does not see, in real loops.
+LOOPS = sorted(REAL)
+QUICK = {
+    ("unused_parameters_zeroed", "powersgd"),
+    ("several_backward_passes", "cast to bfloat16"),
+    ("nan_gradients", "randomk"),
+}
+REPRESENTATIVES = ("powersgd", "8 bits", "cast to bfloat16", "topk bfloat16", "cyclic", "randomk")
+
+
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    [
+        pytest.param(
+            loop,
+            name,
+            marks=[] if (loop, name) in QUICK else pytest.mark.slow,
+            id=f"{loop}, {name}",
+        )
+        for loop in LOOPS
+        for name in REPRESENTATIVES
+        if (loop, name) != ("float16_parameters", "cast to bfloat16")
+    ],
+)
+def test_real_loops_resume_bit_for_bit(pool: Pool, tmp_path: Path, loop: str, name: str) -> None:
+    world_size = 1 if loop in PLAIN else 2
+    settings = {"compressor": FAMILY[name]}
+    whole = history(
+        pool,
+        TRAININGS[loop],
+        tmp_path / "whole",
+        world_size=world_size,
+        until=9,
+        settings=settings,
+    )
+    killed = history(
+        pool,
+        TRAININGS[loop],
+        tmp_path / "killed",
+        world_size=world_size,
+        until=9,
+        kills=[Kill(6, staged_by=frozenset(range(world_size)))],
+        settings=settings,
+    )
+    assert killed.resumed == [6]
+    assert_identical(killed, whole)

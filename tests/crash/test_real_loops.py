@@ -1,0 +1,78 @@
+"""Guarantee G1 for what people really do: each training is killed twice and compared bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.crash.all_trainings import AVERAGED, PLAIN, REAL, TRAININGS
+from tests.crash.lives import Kill, assert_identical, history
+from tests.crash.pool import Pool
+
+STEPS = 16
+NAMES = sorted(REAL | AVERAGED)
+
+#: Near relatives of others here: they run with the slow tests.
+RARER = {
+    "autocast_bfloat16",
+    "average_of_its_own_kind",
+    "bfloat16_parameters",
+    "bucket_view",
+    "centered_rmsprop",
+    "clamped_weights",
+    "ema_of_a_generator",
+    "ema_of_ddp",
+    "ema_updated_before_the_step",
+    "evaluation_between_steps",
+    "float64_parameters",
+    "fused_adamw",
+    "gan_without_ddp",
+    "large_stateful_object",
+    "many_buckets",
+    "multi_step_lr",
+    "nan_gradients",
+    "nesterov",
+    "nesterov_foreach",
+    "one_cycle",
+    "scalar_parameter",
+    "scaler_fused",
+    "scaler_fused_unscale_clip",
+    "several_backward_passes",
+    "swa_of_every_third_step",
+    "unused_parameters",
+    "unused_parameters_bucket_view",
+    "unused_parameters_bucket_view_zeroed",
+    "weight_tying_two_names",
+}
+assert set(NAMES) >= RARER
+
+
+def world_sizes(name: str) -> list[int]:
+    """A plain module is a world of its own; the rest alternate between 2 and 3 ranks."""
+    if name in PLAIN:
+        return [1]
+    return [2 + NAMES.index(name) % 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, size, marks=pytest.mark.slow if name in RARER else ())
+        for name in NAMES
+        for size in world_sizes(name)
+    ],
+)
+def test_this_training_resumes_bit_for_bit(
+    pool: Pool, tmp_path: Path, name: str, world_size: int
+) -> None:
+    whole = history(pool, TRAININGS[name], tmp_path / "whole", world_size=world_size, until=STEPS)
+    kills = [
+        Kill(6, staged_by=frozenset(range(world_size))),
+        Kill(12, staged_by=frozenset({0})),
+    ]
+    killed = history(
+        pool, TRAININGS[name], tmp_path / "killed", world_size=world_size, until=STEPS, kills=kills
+    )
+    assert killed.resumed == [6, 12 if world_size == 1 else 11]
+    assert_identical(killed, whole)

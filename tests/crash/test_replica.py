@@ -1,0 +1,65 @@
+"""Without compression: the replica's memory gives back the bits of the uninterrupted run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.crash.all_trainings import TRAININGS
+from tests.crash.lives import Kill, assert_identical, history
+from tests.crash.pool import Pool
+
+STEPS = 12
+PLUS = {"compressor": None, "reproducible": True, "snapshot_every": 4}
+
+
+def check(pool: Pool, folder: Path, name: str, world_size: int) -> None:
+    whole = history(
+        pool, TRAININGS[name], folder / "whole", world_size=world_size, until=STEPS, settings=PLUS
+    )
+    everyone = frozenset(range(world_size))
+    kills = [Kill(5, staged_by=everyone), Kill(10, staged_by=frozenset({0}), writers=False)]
+    killed = history(
+        pool,
+        TRAININGS[name],
+        folder / "killed",
+        world_size=world_size,
+        until=STEPS,
+        kills=kills,
+        settings=PLUS,
+    )
+    assert killed.resumed == [5, 10 if world_size == 1 else 9]
+    assert_identical(killed, whole)
+
+
+def test_a_killed_run_goes_on_from_memory(pool: Pool, tmp_path: Path) -> None:
+    check(pool, tmp_path, "gpt_adamw", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(TRAININGS))
+def test_every_training_goes_on_from_memory(
+    pool: Pool, tmp_path: Path, name: str, world_size: int
+) -> None:
+    check(pool, tmp_path, name, world_size)
+
+
+@pytest.mark.slow
+def test_no_rank_needs_to_see_the_memory_of_another(pool: Pool, tmp_path: Path) -> None:
+    build = TRAININGS["gpt_adamw"]
+    whole = history(pool, build, tmp_path / "whole", world_size=2, until=STEPS, settings=PLUS)
+    killed = history(
+        pool,
+        build,
+        tmp_path / "killed",
+        world_size=2,
+        until=STEPS,
+        kills=[Kill(7, staged_by=frozenset({0, 1}))],
+        settings=PLUS,
+        run="node{rank}/run",
+        staging="node{rank}/staging",
+    )
+    assert killed.resumed == [7]
+    assert_identical(killed, whole)

@@ -1,0 +1,307 @@
+"""What cannot work is refused with a named error that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.errors import (
+    ConfigError,
+    DamagedFile,
+    NotARun,
+    RunMismatch,
+    StepNotFound,
+    UnsupportedModel,
+    UnsupportedOptimizer,
+    UsageError,
+)
+from lowdiff.persistence.files.durable import read_json, write_json
+from lowdiff.persistence.format.values import same
+from tests.unit.loops import Loop, small_model
+
+
+def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> None:
+    """Attach and close."""
+    with lowdiff.Checkpointer(
+        folder / "run", compressor=TopK(0.1), staging=folder / "staging"
+    ) as checkpointer:
+        checkpointer.attach(model, optimizer, **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reproducible": True}, "always summed in rank order"),
+        ({"snapshot_every": "auto", "compressor": None}, "need a compressor"),
+        ({"batch_size": "auto", "compressor": None}, "need a compressor"),
+        ({"snapshot_every": 0}, "snapshot_every counts steps, at least 1, got 0"),
+        ({"batch_size": -2}, "batch_size counts steps, at least 1, got -2"),
+        ({"snapshot_every": 2.5}, 'snapshot_every is a number of steps or "auto", got 2.5'),
+        ({"retention": 0}, "retention keeps at least 1 snapshot"),
+        ({"retention": "2"}, "retention is a number of snapshots, a lowdiff.Retention, or None"),
+        ({"tuning": "auto"}, "tuning is a lowdiff.Tuning or None, got 'auto'"),
+        ({"compressor": "topk"}, r"compressor is an object, e.g. TopK\(density=0.01\), got 'topk'"),
+        ({"compressor": TopK}, "compressor is an object, .* got <class .*TopK'>"),
+        ({"on_error": "ignore"}, "on_error is one of"),
+        ({"residual": "none"}, "residual is one of"),
+    ],
+)
+def test_settings_out_of_range(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lowdiff.Checkpointer(tmp_path, **{"compressor": TopK(0.1), **settings})
+
+
+class Handmade(torch.optim.SGD):
+    """An optimizer that lowdiff does not know."""
+
+
+def bad_optimizer(make: Callable[[nn.Module], Any]) -> Any:
+    """A model and what ``make`` builds on it."""
+    model = small_model()
+    return model, make(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda m: [], ConfigError, "attach needs the optimizer"),
+        (
+            lambda m: torch.optim.LBFGS(m.parameters()),
+            UnsupportedOptimizer,
+            "LBFGS cannot be replayed",
+        ),
+        (
+            lambda m: Handmade(m.parameters(), lr=0.1),
+            UnsupportedOptimizer,
+            "Handmade cannot be replayed",
+        ),
+        (
+            lambda m: torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1),
+            UnsupportedOptimizer,
+            "no parameter of the model; if these are fp32 master copies",
+        ),
+        (
+            lambda m: [torch.optim.SGD(m.parameters(), lr=0.1) for _ in range(2)],
+            ConfigError,
+            "is in two optimizers",
+        ),
+        (
+            lambda m: torch.optim.SGD(list(m.parameters())[:2], lr=0.1),
+            ConfigError,
+            "belong to no attached optimizer",
+        ),
+    ],
+)
+def test_optimizers_that_cannot_be_replayed(
+    tmp_path: Path, make: Callable[[nn.Module], Any], error: type[Exception], message: str
+) -> None:
+    model, optimizer = bad_optimizer(make)
+    with pytest.raises(error, match=message):
+        attach(tmp_path, model, optimizer)
+
+
+def test_models_that_cannot_be_laid_out(tmp_path: Path) -> None:
+    complex_model = nn.Linear(3, 3, dtype=torch.complex64)
+    with pytest.raises(UnsupportedModel, match=r"dtype torch\.complex64; supported are"):
+        attach(tmp_path, complex_model, torch.optim.SGD(complex_model.parameters(), lr=0.1))
+    sharded = type("FullyShardedDataParallel", (nn.Linear,), {})(2, 2)
+    with pytest.raises(UnsupportedModel, match="wrap the model in DistributedDataParallel"):
+        attach(tmp_path, sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+    model = small_model()
+    next(model.children()).to("meta")  # as a part of a model on another accelerator would be
+    with pytest.raises(
+        UnsupportedModel, match="parameters lie on cpu, meta; lowdiff copies from one"
+    ):
+        attach(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    expanded = nn.Linear(3, 3)
+    expanded.weight = nn.Parameter(torch.zeros(1, 3).expand(3, 3))
+    with pytest.raises(UnsupportedModel, match="does not cover its memory densely"):
+        attach(tmp_path, expanded, torch.optim.SGD(expanded.parameters(), lr=0.1))
+
+
+def test_several_modules_are_told_to_come_under_one_roof(tmp_path: Path) -> None:
+    first, second = Loop(tmp_path), Loop(tmp_path)
+    several: Any
+    for several in ([first.model, second.model], (first.model, second.model)):
+        with pytest.raises(ConfigError, match=r"got a (list|tuple); wrap several in one torch\.nn"):
+            first.checkpointer.attach(several, [first.optimizer, second.optimizer])
+    first.attach()
+    with pytest.raises(UsageError, match=r"attached already.*go into one torch\.nn\.ModuleDict"):
+        first.checkpointer.attach(second.model, second.optimizer)
+    first.die()
+
+
+def test_a_stateful_object_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="sampler=object has no state_dict"):
+        attach(tmp_path, model, optimizer, sampler=object())
+
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"inside": [1, object()]}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match=r"sampler\['inside'\]\[1\]"):
+        attach(tmp_path, model, optimizer, sampler=Odd())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "3", nn.Linear(60, 4)), r"'3.weight' was float32 \(3, 60\)"),
+        (lambda m: m.append(nn.Linear(3, 3)), "parameter '4.weight' is new"),
+        (lambda m: m.pop(3), "parameter '3.weight' is gone"),
+        (lambda m: m.to(torch.float64), "now float64"),
+    ],
+)
+def test_another_model_is_refused_with_a_way_out(
+    tmp_path: Path, change: Callable[[nn.Module], Any], message: str
+) -> None:
+    Loop(tmp_path).run(2)
+    model = small_model()
+    change(model)
+    with pytest.raises(RunMismatch, match=message) as caught:
+        Loop(tmp_path, model=model).attach()
+    assert "lowdiff recover RUN --out weights.safetensors" in str(caught.value)
+
+
+def test_another_optimizer_class_is_refused(tmp_path: Path) -> None:
+    Loop(tmp_path).run(2)
+    other = Loop(tmp_path, make=lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.raises(RunMismatch, match=r"optimizer: torch.optim.adamw.AdamW, now torch.*SGD"):
+        other.attach()
+
+
+def test_folders_and_steps_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NotARun, match="no such folder"):
+        lowdiff.recover(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotARun, match=r"it has no run\.json"):
+        lowdiff.recover(tmp_path / "empty")
+    (tmp_path / "file.pt").touch()
+    with pytest.raises(NotARun, match="it is a file"):
+        lowdiff.recover(tmp_path / "file.pt")
+    Loop(tmp_path).run(3)
+    with pytest.raises(NotARun, match=r"it has no run\.json; runs in it: run;"):
+        lowdiff.recover(tmp_path)
+    with pytest.raises(StepNotFound, match=r"step 9 of .* recoverable steps: 0 to 3"):
+        lowdiff.recover(tmp_path / "run", 9)
+
+
+def test_a_damaged_file_is_named_and_an_older_way_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Loop(tmp_path).run(7)
+    whole = lowdiff.recover(tmp_path / "run", 6).model_state_dict()
+    for step in (5, 7):
+        path = tmp_path / f"run/snapshots/i000000-s{step:010d}/rank-0000.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+    state = lowdiff.recover(tmp_path / "run", 6)
+    assert state.base_step == 0
+    assert "s0000000005/rank-0000.safetensors is damaged" in caplog.text
+    assert all(torch.equal(whole[k], v) for k, v in state.model_state_dict().items())
+    (tmp_path / "run/run.json").write_text("{}")
+    with pytest.raises(DamagedFile, match=r"run.json is damaged"):
+        lowdiff.recover(tmp_path / "run", 6)
+
+
+def test_hooks_groups_and_closures_that_would_go_unseen(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.attach()
+    loop.step(0)
+    loop.checkpointer.commit()
+    with pytest.raises(UnsupportedOptimizer, match="without a closure"):
+        loop.optimizer.step(lambda: 0.0)
+    handle = loop.optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="register it before attach"):
+        loop.step(1)
+    handle.remove()
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(UsageError, match="parameter groups changed after attach"):
+        loop.step(1)
+    loop.die()
+
+
+def test_calls_at_the_wrong_moment(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with pytest.raises(UsageError, match="call attach"):
+        loop.checkpointer.commit()
+    loop.attach()
+    with pytest.raises(UsageError, match="attached already"):
+        loop.attach()
+    loop.checkpointer.close()
+    loop.checkpointer.close()
+
+
+@pytest.mark.parametrize("name", ["run.json", "incarnations/i000000/rank-0000.json"])
+@pytest.mark.parametrize("way", ["gone", "damaged"])
+def test_a_run_whose_identity_or_fence_is_lost_is_not_begun_anew(
+    tmp_path: Path, name: str, way: str
+) -> None:
+    Loop(tmp_path).run(6)
+    path = tmp_path / "run" / name
+    if way == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises((DamagedFile, StepNotFound), match=r"missing|damaged|fences"):
+        Loop(tmp_path).attach()
+
+
+def test_a_resumed_trainer_says_which_damage_it_passes_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Loop(tmp_path).run(6)
+    again = Loop(tmp_path)
+    again.attach()
+    again.step(6)
+    again.checkpointer.commit()
+    again.die()
+    fence = tmp_path / "run/incarnations/i000001/rank-0000.json"
+    fence.write_bytes(fence.read_bytes().replace(b"parent", b"parens"))
+    last = Loop(tmp_path)
+    assert last.attach() == 6
+    assert f"{fence} is damaged" in caplog.text
+    last.checkpointer.close()
+
+
+def test_what_a_life_made_void_stays_so_though_its_fence_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Loop(tmp_path).run(9)
+    again = Loop(tmp_path)
+    assert again.attach(step=4) == 4
+    expected = again.weights()
+    for step in range(4, 8):
+        again.step(step)
+        again.checkpointer.commit()
+    again.die()
+    fence = tmp_path / "run/incarnations/i000001/rank-0000.json"
+    fence.write_bytes(fence.read_bytes().replace(b"parent", b"parens"))
+    with pytest.raises(StepNotFound, match="recoverable steps: 0 to 4"):
+        lowdiff.recover(tmp_path / "run", 7, staging=tmp_path / "staging")
+    last = Loop(tmp_path)
+    assert last.attach() == 4
+    assert same(last.weights(), expected)
+    assert f"{fence} is damaged" in caplog.text
+    last.checkpointer.close()
+
+
+def test_a_fence_that_continues_itself_is_refused(tmp_path: Path) -> None:
+    Loop(tmp_path).run(2)
+    fence = tmp_path / "run/incarnations/i000000/rank-0000.json"
+    write_json(fence, {**read_json(fence), "parent": 0})
+    with pytest.raises(StepNotFound, match="no incarnation has the fences"):
+        lowdiff.recover(tmp_path / "run")

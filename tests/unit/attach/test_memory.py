@@ -1,0 +1,93 @@
+"""Staging that does not fit is refused before anything begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowdiff
+from lowdiff.compressors import TopK
+from lowdiff.errors import ConfigError
+from lowdiff.persistence.format.values import same
+from tests.mounts import tmpfs_or_skip
+from tests.unit.loops import Loop
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 6 MiB."""
+    with tmpfs_or_skip(tmp_path / "memory", 6) as folder:
+        yield folder
+
+
+def loop_with(folder: Path, staging: Path | None, width: int) -> Loop:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, width), torch.nn.Linear(width, 3))
+    loop = Loop(folder, model)
+    loop.checkpointer = lowdiff.Checkpointer(
+        folder / "run", staging=staging, compressor=TopK(0.5), snapshot_every=1000, batch_size=2
+    )
+    return loop
+
+
+def test_a_folder_without_room_is_refused_with_numbers_and_nothing_begins(
+    small_memory: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"staging needs .* MiB at .*memory.* 6\.0 MiB are free"):
+        loop_with(tmp_path, small_memory, 20_000).attach()
+    assert not list((tmp_path / "run").glob("incarnations/*"))
+    assert not list(small_memory.iterdir())
+    again = loop_with(tmp_path, tmp_path / "elsewhere", 20_000)
+    assert again.attach() == 0
+    again.checkpointer.close()
+
+
+def test_in_little_memory_the_log_is_shorter_and_training_goes_on(
+    small_memory: Path, tmp_path: Path
+) -> None:
+    loop = loop_with(tmp_path, small_memory, 1000)
+    loop.attach()
+    for number in loop.checkpointer.steps(60):  # 9 MB of steps
+        loop.step(number)
+    assert loop.checkpointer.stats()["staged_bytes"] > 8_000_000
+    expected = loop.weights()
+    loop.die()
+    recovered = lowdiff.recover(tmp_path / "run", staging=small_memory)
+    assert recovered.step == 60
+    assert same(dict(recovered.model_state_dict()), expected)
+
+
+def test_what_a_kill_left_of_frozen_parameters_goes_at_the_next_attach(tmp_path: Path) -> None:
+    left = tmp_path / "run" / "constants" / f"{'0' * 64}.safetensors.0123abcd.partial"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half of it")
+    loop = loop_with(tmp_path, tmp_path / "staging", 10)
+    loop.attach()
+    loop.checkpointer.close()
+    assert not left.exists()
+
+
+def test_a_file_is_no_place_for_staging(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is no folder"):
+        loop_with(tmp_path, tmp_path / "file", 10).attach()
+
+
+def test_another_folder_than_the_one_that_holds_steps_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("settings", "run_view"):
+        monkeypatch.setattr(f"lowdiff.{module}.shared_staging_root", lambda: tmp_path / "usual")
+    loop = loop_with(tmp_path, None, 10)
+    loop.attach()
+    for number in loop.checkpointer.steps(3):
+        loop.step(number)
+    loop.die()
+    with pytest.raises(ConfigError, match="would leave them behind; attach without staging= once"):
+        loop_with(tmp_path, tmp_path / "other", 10).attach()
+    again = loop_with(tmp_path, None, 10)
+    assert again.attach() == 3
+    again.checkpointer.close()

@@ -1,0 +1,154 @@
+"""``lowdiff plan``, as a user types it, and the report that it shares with ``lowdiff tune``."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.commands import Command, command
+
+__all__ = ["command"]
+
+ROOT = Path(__file__).parents[3]
+PLAN = ("plan", "--params", "350M", "--gpus", "8", "--mtbf", "6h", "--disk", "500MB/s")
+
+
+def test_a_store_of_a_plan_is_reported_on(command: Command) -> None:
+    assert "in the store" in command(*PLAN, "--store", "100MB/s").out
+    assert "in the store" not in command(*PLAN).out
+
+
+def test_a_report_is_printed_before_it_is_written(command: Command, tmp_path: Path) -> None:
+    page = tmp_path / "reports/of today/plan.html"
+    result = command(*PLAN, "--html", page)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.splitlines()[-1] == f"Report with charts: {page}"
+    assert page.read_text().startswith("<!doctype html>")
+    result = command(*PLAN, "--html", page / "below.html")
+    assert result.code == 1
+    assert f"{page}/below.html could not be written: " in result.error
+    assert "recommended" in result.out
+    result = command(*PLAN, "--html", page.parent)
+    assert result.code == 2
+    assert f"--html {page.parent} is a folder; give the name of a file" in result.error
+    assert list(page.parent.iterdir()) == [page]
+
+
+def test_a_plan_says_what_it_assumed(command: Command) -> None:
+    def assumed(*given: str) -> tuple[list[str], str]:
+        document = json.loads(command(*PLAN, "--json", *given).out)
+        start = "assumed, because not given: "
+        (note,) = (text for text in document["warnings"] if text.startswith(start))
+        sources = {name: e["source"] for name, e in document["estimates"].items()}
+        names = sorted(name for name, source in sources.items() if source == "assumed")
+        assert note == start + ", ".join(names).replace("_", " ")
+        return names, " ".join(document["warnings"])
+
+    names, notes = assumed()
+    assert {"step_seconds", "restart_seconds", "snapshot_seconds", "snapshot_bytes"} <= set(names)
+    assert "a step is assumed to take 5 s" in notes
+    given = ("--restart", "2min", "--copy", "10GB/s", "--step-time", "5s", "--optimizer", "adamw")
+    names, notes = assumed(*given, "--density", "0.01", "--gpus-per-node", "8")
+    assert names == ["encode_seconds", "replay_seconds", "write_latency_seconds"]
+    assert "a step is assumed" not in notes
+
+
+def sections(page: str) -> str:
+    """A page without what is simulated: random generators may differ between releases of numpy."""
+    return re.sub(r"<h2>Against what else there is</h2>.*?</section>", "", page, flags=re.DOTALL)
+
+
+def test_the_sample_report_is_what_the_documented_command_writes(
+    command: Command, tmp_path: Path
+) -> None:
+    text = (ROOT / "docs/tuning.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("lowdiff plan "))
+    *arguments, _ = shlex.split(line)[1:]
+    assert command(*arguments, tmp_path / "plan.html").code == 0
+    sample = (ROOT / "docs/tuning/report.html").read_text()
+    made = (tmp_path / "plan.html").read_text()
+    assert sections(sample) == sections(made), f"docs/tuning/report.html: {line}"
+    # And the document says what the page says of the others, good or bad.
+    shares = dict(
+        re.findall(r'start" class="name[^>]*>([^<]+)</text>\n<text[^>]*>(.+?)% useful', sample)
+    )
+    assert len(shares) == 7
+    del shares["no checkpoints"]
+    assert [name for name, share in shares.items() if f"{share} %" not in text] == []
+
+
+def test_a_plan_needs_no_run(command: Command, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    result = command(*PLAN, "--html", page)
+    assert (result.code, result.err) == (0, "")
+    assert "3.5e+08 parameters, adamw, TopK(0.01), on 8 GPUs" in result.out
+    assert "a step is assumed to take 5 s" in result.out
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_the_ranks_of_a_node_share_its_network(command: Command) -> None:
+    def gemini(*given: str) -> str:
+        found = json.loads(command(*PLAN, "--json", *given).out)["strategies"]
+        return next(str(one["note"]) for one in found if one["name"] == "Gemini")
+
+    alone = gemini("--gpus-per-node", "1", "--network", "10MB/s")
+    assert gemini("--gpus-per-node", "4", "--network", "40MB/s") == alone
+    assert gemini("--gpus-per-node", "4", "--network", "10MB/s") != alone
+
+
+def test_a_network_that_is_assumed_is_said_where_something_goes_over_it(command: Command) -> None:
+    def notes(*given: str) -> list[str]:
+        warnings = json.loads(command(*PLAN, "--json", *given).out)["warnings"]
+        return [text for text in warnings if "Gemini" in text]
+
+    assert notes() == []  # one node has no peer
+    (note,) = notes("--gpus", "16")
+    assert "10 GB/s of each node" in note
+    assert "--network" in note
+    assert notes("--gpus", "16", "--network", "10GB/s") == []
+
+
+def test_neither_report_loads_torch() -> None:
+    code = "import sys, lowdiff.cli.tuning_report; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "False\n"
+
+
+def test_a_plan_keeps_limits(command: Command) -> None:
+    free = json.loads(command(*PLAN, "--json").out)
+    tight = json.loads(command(*PLAN, "--json", "--total", "60GB").out)
+    assert tight["stored_bytes"] <= 60e9 < free["stored_bytes"]
+    broken = json.loads(command(*PLAN, "--json", "--total", "1GB").out)["limits_broken"]
+    assert broken == ["the run may hold 1 GB, but 3 snapshots alone take 46.2 GB; raise --total"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--optimizer", "adamv", "optimizer is one of"),
+        ("--density", "2", "density must be in"),
+        ("--disk", "2GB", "is not a rate"),
+        ("--params", "many", "is not a number"),
+        ("--mtbf", "30s", "the job cannot progress"),
+        ("--mtbf", "1e300d", "is no plausible duration"),
+        ("--mtbf", "1e150s", "is no plausible duration"),
+        ("--step-time", "1e-300s", "is no plausible duration"),
+        ("--disk", "1e300B/s", "is no plausible rate"),
+        ("--disk", "1e-300B/s", "is no plausible rate"),
+        ("--params", "1e300", "is no plausible number"),
+    ],
+)
+def test_a_plan_of_nonsense_is_bad_usage(
+    command: Command, option: str, value: str, text: str
+) -> None:
+    result = command(*PLAN, option, value)
+    assert result.code == 2
+    assert text in result.error

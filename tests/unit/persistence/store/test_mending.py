@@ -1,0 +1,119 @@
+"""What is damaged in a run folder is fetched again."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lowdiff.errors import DamagedFile, RunMismatch
+from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, RecordRef, read_records
+from lowdiff.persistence.run.catalog import scan
+from lowdiff.persistence.run.fences import write_fence
+from lowdiff.persistence.store.client import ObjectStore
+from lowdiff.persistence.store.fetch import fetch_history
+from tests.unit.persistence.made_runs import began, fence
+from tests.unit.persistence.writers import append, log_of, settings_in, writing
+from tests.unit.recovery.training import flip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A closed life with steps 1 to 20 in one segment."""
+    settings = settings_in(tmp_path)
+    began(settings.folder)
+    log = log_of(settings)
+    for step in range(1, 21):
+        append(log, step)
+    with writing(settings):
+        pass
+    shutil.rmtree(settings.staging_root)
+    return settings.folder
+
+
+def records_of(path: Path) -> list[RecordRef]:
+    data = path.read_bytes()
+    return list(read_records(memoryview(data), FileHeader.unpack(data, path)))
+
+
+def store_of(run: RunFolder) -> ObjectStore:
+    """A store that has all of it."""
+    return ObjectStore(f"file://{shutil.copytree(run.root, run.root.with_name('store'))}")
+
+
+@pytest.mark.parametrize("step", [0, 1, 5, 20])
+def test_a_damaged_segment_is_replaced_by_the_stores(run: RunFolder, step: int) -> None:
+    store = store_of(run)
+    path = run.segment(0, 0, 1)
+    whole = path.read_bytes()
+    flip(path, records_of(path)[step - 1].offset + HEADER_BYTES if step else 8)
+    fetch_history(store, run, None)
+    assert scan(run, check_all=True).of(0, 0).ranges == [(1, 20)]
+    assert path.read_bytes() == whole
+
+
+def test_a_segment_that_is_shorter_here_is_replaced(run: RunFolder) -> None:
+    store = store_of(run)
+    path = run.segment(0, 0, 1)
+    path.write_bytes(path.read_bytes()[: records_of(path)[11].end])
+    fetch_history(store, run, None)
+    assert scan(run, check_all=True).of(0, 0).ranges == [(1, 20)]
+
+
+def test_a_damaged_object_takes_nothings_place(run: RunFolder, tmp_path: Path) -> None:
+    store = store_of(run)
+    path = run.segment(0, 0, 1)
+    for damaged, step in ((path, 12), (tmp_path / "store" / run.name(path), 6)):
+        flip(damaged, records_of(damaged)[step - 1].offset + HEADER_BYTES)
+    fetch_history(store, run, None)
+    assert scan(run, check_all=True).of(0, 0).ranges == [(1, 11)]
+
+
+@pytest.mark.parametrize("num_items", [49, 51])
+def test_a_segment_of_another_history_is_not_mended(
+    run: RunFolder, tmp_path: Path, num_items: int
+) -> None:
+    store = store_of(run)
+    path = run.segment(0, 0, 1)
+    other = settings_in(tmp_path / "other")
+    log = log_of(other)
+    for step in range(1, 21):
+        append(log, step, num_items=num_items)
+    with writing(other):
+        pass
+    shutil.copy(other.folder.segment(0, 0, 1), path)
+    flip(path, records_of(path)[11].offset + HEADER_BYTES)
+    write_fence(run, fence(1, base=11))
+    before = path.read_bytes()
+    with pytest.raises(RunMismatch, match="different histories"):
+        fetch_history(store, run, None)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("sought", [b'"run_id"', b'"float32"', b"{"])
+def test_a_damaged_fence_is_replaced_by_the_stores(run: RunFolder, sought: bytes) -> None:
+    """Wherever the bit flips: in a value, in a name, or so that it is no document any more."""
+    store = store_of(run)
+    path = run.fence(0, 0)
+    whole = path.read_bytes()
+    flip(path, whole.index(sought) + len(sought) // 2)
+    fetch_history(store, run, None)
+    assert path.read_bytes() == whole
+
+
+def test_a_damaged_fence_is_named_where_the_stores_may_be_another_lifes(run: RunFolder) -> None:
+    store = store_of(run)
+    path = run.fence(0, 0)
+    path.write_bytes(damaged := path.read_bytes()[:100])
+    with pytest.raises(DamagedFile, match=r"rank-0000\.json.*; remove it to take that of file:"):
+        fetch_history(store, run, None)
+    assert path.read_bytes() == damaged
+
+
+def test_a_damaged_fence_in_the_store_is_named(run: RunFolder) -> None:
+    store = store_of(run)
+    flip(run.root.with_name("store") / "incarnations/i000000/rank-0000.json", 1)
+    with pytest.raises(DamagedFile, match=r"file:.*rank-0000\.json is damaged"):
+        fetch_history(store, run, None)

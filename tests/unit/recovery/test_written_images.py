@@ -1,0 +1,93 @@
+"""A new run's snapshot is written a tensor at a time: as anyone reads it, and in little memory."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from crc32c import crc32c
+from safetensors.torch import load
+
+from lowdiff.persistence.format.values import same
+from lowdiff.recovery import images
+from lowdiff.recovery.images import write_image
+
+_SCRIPT = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lowdiff.core.layout import layout_of
+from lowdiff.persistence.format.values import encode
+from lowdiff.recovery.inspect.branch import start_run
+from lowdiff.recovery.state import OptimizerState, RecoveredState
+from tests.unit.recovery.test_plan import life
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+row = 1 << 11
+weight = torch.nn.Parameter(torch.empty(row, row, device="meta"))
+names = ["plain", "transposed"]
+fence = replace(
+    life(0).fence,
+    layout=layout_of([("plain", weight), ("transposed", torch.nn.Parameter(weight.data.t()))]),
+    names={"frozen": "frozen/f"},
+)
+adam = {name: {"step": torch.ones(()), "exp_avg": torch.ones(row * row)} for name in names}
+state = RecoveredState(
+    step=3,
+    fence=fence,
+    parameters={name: torch.arange(row * row, dtype=torch.float32) for name in names},
+    optimizers=[OptimizerState([{"lr": 0.1}], adam)],
+    items=[{"frozen/f": encode(torch.ones(1 << 20))}],
+    held=(),
+    residual_marks=[None],
+    residuals=[{}],
+    base_step=3,
+)
+before = peak()
+start_run(state, sys.argv[1])
+print(peak() - before)
+"""
+
+
+def test_a_new_run_is_written_without_a_copy_of_the_state(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "run")]
+    grown = int(subprocess.run(command, check=True, capture_output=True, cwd=root).stdout)
+    (shard,) = (tmp_path / "run").rglob("*.safetensors")
+    assert shard.stat().st_size > 64 << 20
+    assert grown < 32 << 20
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 64, 8])
+def test_an_image_is_what_safetensors_reads(
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(images, "_PIECE_BYTES", piece_bytes)
+    cube = torch.arange(2.0 * 3 * 5 * 7).reshape(2, 3, 5, 7)
+    tensors = {
+        "plain": cube,
+        "channels last": cube.to(memory_format=torch.channels_last),
+        "transposed": cube[0, 0].t(),
+        "half": cube.bfloat16().permute(3, 1, 0, 2),
+        "whole numbers": torch.arange(5),
+        "one": torch.tensor(2.5, dtype=torch.float64),
+        "none": torch.ones(0, 3),
+        "yes": torch.tensor([True, False]),
+    }
+    file = io.BytesIO()
+    size, checksum = write_image(file, {name: t.detach for name, t in tensors.items()})
+    assert (size, checksum) == (len(file.getvalue()), crc32c(file.getvalue()))
+    found = load(file.getvalue())
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert same(found[name], tensor.contiguous()), name

@@ -1,0 +1,84 @@
+"""What is done to gradients between DDP's hook and the optimizer, and what the log takes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowdiff
+from lowdiff.errors import UsageError
+from lowdiff.protocols import Compressor
+from tests.contract.compressors import FAMILY
+from tests.crash.pool import Pool
+from tests.crash.trainings import batch, wrapped
+from tests.unit.loops import bound_reducers
+
+#: Changes, one a step; the last two need more than one factor that nobody can guess.
+CHANGES: dict[str, Callable[[lowdiff.Checkpointer, nn.Module], Any]] = {
+    "none": lambda checkpointer, model: None,
+    "pytorch": lambda checkpointer, model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "ours": lambda checkpointer, model: checkpointer.clip_grad_norm_(model.parameters(), 0.01),
+    "ours, twice": lambda checkpointer, model: (
+        checkpointer.clip_grad_norm_(model.parameters(), 0.017),
+        checkpointer.clip_grad_norm_(model.parameters(), 0.003, foreach=False),
+    ),
+    "pytorch, twice": lambda checkpointer, model: (
+        nn.utils.clip_grad_norm_(model.parameters(), 0.017),
+        nn.utils.clip_grad_norm_(model.parameters(), 0.003),
+    ),
+    "by value": lambda checkpointer, model: nn.utils.clip_grad_value_(model.parameters(), 1e-4),
+}
+
+
+def train(rank: int, world_size: int, folder: str, compressor: Compressor) -> list[set[str]]:
+    """A pool's job: the kinds of section of each step; recovers every step and compares bits."""
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(40, 90, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kinds: list[set[str]] = []
+    live = []
+    with (
+        bound_reducers(type(compressor)) as reducers,
+        lowdiff.Checkpointer(
+            f"{folder}/run", compressor=compressor, staging=f"{folder}/staging", retention=None
+        ) as checkpointer,
+    ):
+        checkpointer.attach(model, optimizer)
+        for step, change in enumerate(CHANGES.values()):
+            optimizer.zero_grad()
+            model(batch(step, rank, 16, 40)).square().mean().backward()
+            change(checkpointer, model)
+            optimizer.step()
+            kinds.append({s.name.partition("/")[0] for s in reducers[-1].payload().sections})
+            checkpointer.commit()
+            live.append(model.module.weight.detach().clone())
+    for step, weight in enumerate(live, start=1):
+        found = lowdiff.recover(f"{folder}/run", step=step).model_state_dict()["weight"]
+        assert torch.equal(found, weight), list(CHANGES)[step - 1]
+    return kinds
+
+
+@pytest.mark.parametrize("name", ["cast to bfloat16", "8 bits", "powersgd", "topk bfloat16"])
+def test_clipping_costs_a_number_and_only_what_no_number_tells_costs_the_values(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    found = pool.run(train, 1, str(tmp_path), FAMILY[name])[0]
+    kinds = dict(zip(CHANGES, found, strict=True))
+    own = kinds["none"]
+    values = "indices" if name.startswith("topk") else "whole"
+    assert "changed" not in own
+    assert values not in own
+    for change in ("pytorch", "ours", "ours, twice"):
+        assert kinds[change] == own | {"changed"}, change
+    assert values in kinds["by value"]
+
+
+def test_clipping_needs_an_attached_run(tmp_path: Path) -> None:
+    checkpointer = lowdiff.Checkpointer(tmp_path / "run", compressor=FAMILY["topk"])
+    with pytest.raises(UsageError, match="call attach"):
+        checkpointer.clip_grad_norm_([torch.nn.Parameter(torch.zeros(3))], 1.0)

@@ -1,0 +1,125 @@
+"""``lowdiff.testing``: a Checkpointer's end by SIGKILL in a process that goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import lowdiff
+from lowdiff import testing
+from lowdiff.errors import UsageError
+from lowdiff.persistence.format.values import same
+from tests.processes import is_alive
+from tests.unit.loops import Loop, wait_until
+
+#: A trainer that trains like `trained`, and then is killed with its writer, or alone.
+TRAINER = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.test_testing import trained
+loop = trained(Path(sys.argv[1]))
+if sys.argv[2] == "with its writer":
+    os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+STEPS = 8
+
+
+def trained(folder: Path) -> Loop:
+    """A run of `STEPS` steps, of which a batch is not full, and one more that is not committed."""
+    loop = Loop(folder, settings={"batch_size": 4, "snapshot_every": 3})
+    loop.attach()
+    for number in range(STEPS):
+        loop.step(number)
+        loop.checkpointer.commit()
+    testing.wait_until(loop.checkpointer, lambda stats: stats["durable_snapshot"] == 6)
+    loop.step(STEPS)
+    return loop
+
+
+def files(folder: Path) -> set[str]:
+    """Names of all files, but for the run id in the path of staging."""
+    names = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    return {"/".join(p for p in name.parts if len(p) != 32) for name in names}
+
+
+@pytest.mark.parametrize("kind", ["with its writer", "alone"])
+def test_it_leaves_what_a_real_kill_leaves(tmp_path: Path, kind: str) -> None:
+    real, ours = tmp_path / "real", tmp_path / "ours"
+    dead = subprocess.run([sys.executable, "-c", TRAINER, str(real), kind], check=False)
+    assert dead.returncode == -signal.SIGKILL
+    loop = trained(ours)
+    writer = loop.checkpointer.stats()["writer_pid"]
+    testing.kill(loop.checkpointer, processes=kind == "with its writer")
+    if kind == "alone":
+        wait_until(lambda: not is_alive(writer))
+        wait_until(lambda: lowdiff.recover(real / "run").step == STEPS)
+        assert lowdiff.recover(ours / "run").step == STEPS
+    assert not is_alive(writer)
+    assert files(ours) == files(real)
+    assert [Loop(folder).run(STEPS) for folder in (ours, real)] == [STEPS, STEPS]
+    states = [lowdiff.recover(folder / "run", STEPS).model_state_dict() for folder in (ours, real)]
+    assert same(dict(states[0]), dict(states[1]))
+
+
+def test_nothing_is_flushed_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    loop = Loop(tmp_path, settings={"batch_size": 64})
+    loop.attach()
+    for number in range(3):
+        loop.step(number)
+        loop.checkpointer.commit()
+    stats = loop.checkpointer.stats()
+    assert stats["durable_step"] == 0
+    testing.kill(loop.checkpointer)
+    assert not is_alive(stats["writer_pid"])
+    assert lowdiff.recover(tmp_path / "run").step == 0
+    assert lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging").step == 3
+    assert not [t for t in threading.enumerate() if t.name.startswith("lowdiff")]
+    assert signal.getsignal(signal.SIGTERM) is handler
+    loop.step(3)  # of a training without a checkpointer
+    with pytest.raises(UsageError):
+        loop.checkpointer.commit()
+    assert loop.attach() == 3
+    loop.checkpointer.close()
+
+
+def test_a_replica_dies_too_and_its_memory_is_found(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, settings={"compressor": None})
+    loop.attach()
+    for number in range(3):
+        loop.step(number)
+        loop.checkpointer.commit()
+    weights = loop.weights()
+    stats = testing.wait_until(loop.checkpointer, lambda stats: stats["replica_step"] == 3)
+    testing.kill(loop.checkpointer)
+    assert not is_alive(stats["replica_pid"])
+    again = Loop(tmp_path, settings={"compressor": None})
+    assert again.attach() == 3
+    assert same(again.weights(), weights)
+    again.checkpointer.close()
+
+
+def test_waiting_starts_a_dead_writer_again_and_has_an_end(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.attach()
+    os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGKILL)
+    stats = testing.wait_until(loop.checkpointer, lambda stats: stats["writer_restarts"] == 1)
+    assert is_alive(stats["writer_pid"])
+    with pytest.raises(TimeoutError, match="'writer_restarts': 1"):
+        testing.wait_until(loop.checkpointer, lambda _: False, seconds=0.01)
+    loop.checkpointer.close()
+
+
+def test_what_is_not_attached_cannot_be_killed(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with pytest.raises(UsageError):
+        testing.kill(loop.checkpointer)
+    with pytest.raises(UsageError):
+        testing.wait_until(loop.checkpointer, lambda _: True)
