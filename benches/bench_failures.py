@@ -33,7 +33,7 @@ from benches.tuner_life import LifePlan, live
 from lowdiff.demo.launch import child_processes
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.staging.measurements import life_of, read_lives
+from lowdiff.persistence.staging.measurements import read_lives
 from lowdiff.recovery.inspect.verify import verify
 from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.costs import Costs, loop_seconds, lost_steps, recovery_seconds
@@ -216,7 +216,10 @@ def compare(args: argparse.Namespace, where: Places) -> Result:
     step_seconds = plain_step_seconds(plan)
     real = told(trace, kill_along(trace, plan))
     folder = RunFolder(where.run)
-    lives = [life_of(found) for found in read_lives(folder, read_run_id(folder), 0)]
+    lives = [
+        Life(found.incarnation, found.samples, found.facts)
+        for found in read_lives(folder, read_run_id(folder), 0)
+    ]
     costs = measure(lives, world_size=1).costs
     simulated = simulate(
         strategy_of(costs, setting), trace, useful_step_seconds=costs.step_seconds,

@@ -41,7 +41,7 @@ from benches.tuner_life import LifePlan, live
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.staging.measurements import life_of, read_lives
+from lowdiff.persistence.staging.measurements import read_lives
 from lowdiff.tuner.choice import Limits, Setting, recommend
 from lowdiff.tuner.costs import effective_share
 from lowdiff.tuner.failures import FailureRates
@@ -77,7 +77,10 @@ def run_lives(args: argparse.Namespace, where: Places) -> list[Life]:
     recovered = digest((name, found[name], {}) for name in names)
     assert recovered == where.run.with_name("digest").read_text(), "another state was recovered"
     folder = RunFolder(where.run)
-    return [life_of(found) for found in read_lives(folder, read_run_id(folder), 0)]
+    return [
+        Life(found.incarnation, found.samples, found.facts)
+        for found in read_lives(folder, read_run_id(folder), 0)
+    ]
 
 
 def _wipe_staging(where: Places) -> None:

@@ -10,11 +10,11 @@ from types import ModuleType
 import lowdiff
 import lowdiff.compressors
 import lowdiff.errors
-import lowdiff.loop.dataloader
 import lowdiff.metrics
 import lowdiff.protocols
-import lowdiff.recovery.replay.replayer.replayer
+import lowdiff.recovery
 import lowdiff.testing
+from lowdiff.loop import dataloader
 
 PAGE = Path(__file__).with_name("api.md")
 #: Chapter -> module and the names of it that a user may need.
@@ -24,10 +24,13 @@ CHAPTERS: dict[str, tuple[ModuleType, list[str]]] = {
         lowdiff.compressors,
         sorted(set(lowdiff.compressors.__all__) - {"Dense", "from_settings"}),
     ),
-    "lowdiff.loop.dataloader": (lowdiff.dataloader, ["ResumableLoader", "StatefulEpochs"]),
+    "What checkpointer.dataloader(...) returns": (
+        dataloader,
+        ["ResumableLoader", "StatefulEpochs"],
+    ),
     "lowdiff.metrics": (lowdiff.metrics, ["collector"]),
     "lowdiff.testing": (lowdiff.testing, ["kill", "wait_until"]),
-    "lowdiff.recovery.replay.replayer": (lowdiff.recovery.replay, ["ReplayOptions"]),
+    "lowdiff.recovery": (lowdiff.recovery, ["ReplayOptions"]),
     "lowdiff.protocols": (lowdiff.protocols, ["Compressor", "Reducer"]),
 }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lowdiff.errors import ConfigError
+from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.costs import Costs
 from lowdiff.tuner.estimates import Estimate, slope_and_intercept
 from lowdiff.tuner.failures import KINDS, FailureHistory
@@ -43,6 +45,32 @@ class Life:
     incarnation: int
     samples: Mapping[str, Sequence[float]]
     facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a new incarnation knows of the earlier ones.
+
+    Attributes:
+        lives: Of this rank, oldest first.
+        facts: About the restart that begins this incarnation.
+        setting: What the newest of them used last, on rank 0; None if nobody knows.
+    """
+
+    lives: tuple[Life, ...]
+    facts: dict[str, float | str]
+    setting: Setting | None
+
+    def attached(self) -> dict[str, float | str]:
+        """Facts of the restart, now that it is over: its gap lasted until now, less the recovery."""
+        gap = number(self.facts, "gap_seconds")
+        if not gap:
+            return self.facts
+        since = time.time() - number(self.facts, "began_unix_seconds")
+        return {
+            **self.facts,
+            "gap_seconds": gap + since - number(self.facts, "recovery_seconds"),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from lowdiff.attach.discover import agreed_run, fetch_from_store, share_files, shared_out
 from lowdiff.attach.memory import Memory, agree_on_memory
-from lowdiff.attach.past import Story, story_of
+from lowdiff.attach.past import past_of
 from lowdiff.attach.resume import Start, class_of, load_start, recover_together
 from lowdiff.commit.image import Live, constant_images
 from lowdiff.commit.meter import RecoveryClock
@@ -57,6 +57,7 @@ from lowdiff.settings import Settings
 from lowdiff.step.grad_scaling import Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.residual import CopiedResidual, StagedResidual
+from lowdiff.tuner.measured import Past
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ def open_session(
             refuse_strange_entries(settings.folder)
             lock.acquire()
         run_id, stages, is_in_store = agreed_run(settings, ranks)
-        story = story_of(settings, ranks, run_id, stages)
+        past = past_of(settings, ranks, run_id, stages)
         memory = agree_on_memory(settings, given, ranks, has_staged=bool(stages))
         with ExitStack() as held:
             # Retention removes nothing meanwhile: what is recovered must still be there when the
@@ -193,9 +194,9 @@ def open_session(
             with ranks.together():
                 start = load_start(settings, given, catalog, ranks, state, restore)
                 lock.check()  # recovery may have taken hours
-                story.facts.update(clock.facts(state))
+                past.facts.update(clock.facts(state))
             fence = _fenced(settings, given, catalog, ranks, start)
-        opened = _begin(settings, given, ranks, fence, start, memory, lock, story, left)
+        opened = _begin(settings, given, ranks, fence, start, memory, lock, past, left)
         undo.pop_all()
     return opened
 
@@ -266,7 +267,7 @@ def _begin(
     start: Start,
     memory: Memory,
     lock: RunLock,
-    story: Story,
+    past: Past,
     left: Sequence[StagingFolder],
 ) -> Opened:
     """Make staging, writer and session; on return the base is durable on every rank."""
@@ -317,7 +318,7 @@ def _begin(
                 begin = partial(begin_replicated, makes_images=on_host, specs=attached.specs)
             stager = begin(log, writer, settings, ranks.rank, ranks.world_size)
             undo.callback(stager.stop)
-            stager.begin(start.step, story, attached.layout)
+            stager.begin(start.step, past, attached.layout)
             session = Session(
                 live=Live(
                     attached=attached,
@@ -354,7 +355,7 @@ def _begin(
             if settings.store is not None and (start.needs_snapshot or not settings.has_replica):
                 is_rebased = start.needs_snapshot and fence.incarnation > 0
                 stager.wait_for_store(-1 if is_rebased else start.step)
-            stager.meter.note(story.attached())
+            stager.meter.note(past.attached())
         session.start()
         if ranks.rank == 0:
             name_large_items(given.tracker)

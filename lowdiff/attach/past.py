@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,13 +18,12 @@ from lowdiff.persistence.run.fences import read_fence
 from lowdiff.persistence.staging.measurements import (
     Measurements,
     gather_measurements,
-    life_of,
     read_lives,
     write_measurements,
 )
 from lowdiff.settings import Settings
 from lowdiff.tuner.choice import Setting
-from lowdiff.tuner.measured import Life, number
+from lowdiff.tuner.measured import Life, Past, number
 
 _logger = logging.getLogger(__name__)
 
@@ -34,35 +32,7 @@ _logger = logging.getLogger(__name__)
 _ENDINGS = ("node", "process", "unknown", "closed", "none")
 
 
-@dataclass(frozen=True, slots=True)
-class Story:
-    """What a new life knows of the earlier ones.
-
-    Attributes:
-        lives: Of this rank, oldest first.
-        facts: About the restart that begins this life.
-        setting: What the newest of them used last, on rank 0; None if nobody knows.
-    """
-
-    lives: tuple[Life, ...]
-    facts: dict[str, float | str]
-    setting: Setting | None
-
-    def attached(self) -> dict[str, float | str]:
-        """Facts of the restart, now that it is over: its gap lasted until now, less the recovery."""
-        gap = number(self.facts, "gap_seconds")
-        if not gap:
-            return self.facts
-        since = time.time() - number(self.facts, "began_unix_seconds")
-        return {
-            **self.facts,
-            "gap_seconds": gap + since - number(self.facts, "recovery_seconds"),
-        }
-
-
-def story_of(
-    settings: Settings, ranks: Ranks, run_id: str, stages: Sequence[StagingFolder]
-) -> Story:
+def past_of(settings: Settings, ranks: Ranks, run_id: str, stages: Sequence[StagingFolder]) -> Past:
     """Read the history and agree on why the last life ended; on all ranks together."""
     with ranks.together():
         _keep_what_died(settings.folder, run_id, ranks.rank, stages)
@@ -89,7 +59,7 @@ def story_of(
     used = [number(last, "snapshot_every"), number(last, "batch_size")]
     every, batch = ranks.gather(used)[0]
     setting = Setting(round(every), round(batch)) if every >= 1 and batch >= 1 else None
-    return Story(tuple(map(life_of, lives)), facts, setting)
+    return Past(tuple(Life(m.incarnation, m.samples, m.facts) for m in lives), facts, setting)
 
 
 def _keep_what_died(

@@ -117,10 +117,10 @@ def demo(
     folder, because /dev/shm is small in many containers. Takes about two minutes on two cores;
     exit code 1 if a step was lost or a bit differs.
     """
-    from lowdiff.demo import run
-
     try:
-        code = run.main(out, steps=steps, world_size=workers, seed=seed)
+        from lowdiff.demo import report
+
+        code = report.main(out, steps=steps, world_size=workers, seed=seed)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("matplotlib"):
             raise

@@ -18,7 +18,6 @@ from lowdiff.persistence.run.owner import staging_of_run
 from lowdiff.persistence.staging.measurements import (
     Measurements,
     gather_measurements,
-    life_of,
     read_lives,
     read_measurements,
 )
@@ -31,6 +30,7 @@ from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
 from lowdiff.tuner.measured import (
     ASSUMED_NETWORK_BYTES_PER_SECOND,
+    Life,
     Measured,
     failures_of,
     measure,
@@ -93,7 +93,7 @@ def question_of_run(
         )
     policy = read_notes(folder, run_id).policy
     documents = _documents(folder, run_id, staging)
-    lives = [life_of(document) for document in documents]
+    lives = [Life(d.incarnation, d.samples, d.facts) for d in documents]
     ranks = documents[-1].world_size if documents else 1
     hosts = _num_hosts(folder, documents, world_size)
     measured = measure(lives, world_size=world_size or ranks, num_hosts=hosts or 1)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from lowdiff.attach.past import Story
 from lowdiff.commit.health import Trouble
 from lowdiff.commit.meter import Counters, Meter
 from lowdiff.commit.schedule import Cadence
@@ -26,6 +25,7 @@ from lowdiff.persistence.staging.status import TrainerPage, TrainerStatus, Write
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.protocols import Reducer
 from lowdiff.settings import Settings
+from lowdiff.tuner.measured import Past
 from lowdiff.types import Layout, Section
 
 _logger = logging.getLogger(__name__)
@@ -67,11 +67,11 @@ class Stager:
         self._renewed_step = -1
         self.trouble = Trouble(log.folder, rank, settings, lambda: self._most_at_risk)
 
-    def begin(self, step: int, story: Story, layout: Layout) -> None:
+    def begin(self, step: int, past: Past, layout: Layout) -> None:
         """Start at a step, knowing the lives before this one."""
         elements = sum(spec.numel for spec in layout.parameters)
-        self.cadence.begin(step, story)
-        self.meter.note({**story.facts, "elements": float(elements)})
+        self.cadence.begin(step, past)
+        self.meter.note({**past.facts, "elements": float(elements)})
 
     @property
     def is_gone(self) -> bool:

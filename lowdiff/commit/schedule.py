@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lowdiff.attach.past import Story
 from lowdiff.commit.news import RankNews
 from lowdiff.core.events import log_event
 from lowdiff.errors import ConfigError
@@ -23,7 +22,7 @@ from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.settings import Settings
 from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.failures import estimate_rates
-from lowdiff.tuner.measured import Life, failures_of, measure
+from lowdiff.tuner.measured import Life, Past, failures_of, measure
 from lowdiff.tuner.policy import Levels, Move, move
 
 _logger = logging.getLogger(__name__)
@@ -58,15 +57,15 @@ class Cadence:
         self._wish = Move(self._levels, ())
         self._considered = 0
 
-    def begin(self, step: int, story: Story) -> None:
+    def begin(self, step: int, past: Past) -> None:
         """Start at a step, with the setting that the life before used last if one is to be found.
 
         Of a tuned batch no more than ``loss_steps`` allows: that limit needs no measurements, and the
         first look at them is steps away.
         """
         self._base_step = self._considered = step
-        self._lives = story.lives
-        setting = story.setting
+        self._lives = past.lives
+        setting = past.setting
         if self._settings.is_tuned and setting is not None:
             every, batch = self._levels.setting.snapshot_every, self._levels.setting.batch_size
             near = Levels.near(setting).setting

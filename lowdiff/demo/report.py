@@ -11,11 +11,23 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from rich.console import Console
 from rich.table import Table
 
-from lowdiff.demo.run import DemoResult
+from lowdiff.demo.run import DemoResult, run_demo
 
 _INK, _MUTED, _PALE = "#1f2933", "#7b8794", "#c3cdd8"
 _BEFORE, _AFTER, _KILL = "#1f77b4", "#2a9d5c", "#d64545"
 _FAILURES_SHOWN = 5
+
+
+def main(output: Path, steps: int = 60, world_size: int = 2, seed: int | None = None) -> int:
+    """Run the demo, print the table and draw the picture.
+
+    Returns:
+        Exit code: 0 when no step was lost and every bit agrees, 1 otherwise.
+    """
+    result = run_demo(output, steps=steps, world_size=world_size, seed=seed)
+    draw(result, output / "demo.png")
+    print_report(result, Console(), picture=output / "demo.png")
+    return 1 if result.failures else 0
 
 
 def print_report(result: DemoResult, console: Console, *, picture: Path) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lowdiff.demo.launch import Launch, torchrun_command
@@ -205,20 +204,6 @@ def run_demo(
         stored_bytes={step.step: step.stored_bytes for step in measured},
         full_checkpoint_bytes=export(state, output / _CHECKPOINT, overwrite=True).stat().st_size,
     )
-
-
-def main(output: Path, steps: int = 60, world_size: int = 2, seed: int | None = None) -> int:
-    """Run the demo, print the table and draw the picture.
-
-    Returns:
-        Exit code: 0 when no step was lost and every bit agrees, 1 otherwise.
-    """
-    from lowdiff.demo.report import draw, print_report
-
-    result = run_demo(output, steps=steps, world_size=world_size, seed=seed)
-    draw(result, output / "demo.png")
-    print_report(result, Console(), picture=output / "demo.png")
-    return 1 if result.failures else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from lowdiff.errors import DamagedFile, LowDiffError
 from lowdiff.persistence.files.durable import make_directory, read_json, write_json
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.files.shared_page import Page, PageReader
-from lowdiff.tuner.measured import Life
 
 _logger = logging.getLogger(__name__)
 
@@ -217,8 +216,3 @@ def read_lives(folder: RunFolder, run_id: str, rank: int) -> list[Measurements]:
         if measured.run_id == run_id and measured.rank == rank:
             found.append(measured)
     return found
-
-
-def life_of(measured: Measurements) -> Life:
-    """As the tuner wants it."""
-    return Life(measured.incarnation, measured.samples, measured.facts)

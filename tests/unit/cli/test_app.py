@@ -10,7 +10,7 @@ import pytest
 
 import lowdiff
 from lowdiff.cli.app import main
-from lowdiff.demo import run as demo_run
+from lowdiff.demo import report as demo_report
 from lowdiff.errors import UsageError
 from tests.unit.cli.commands import Command, Result, command
 
@@ -101,7 +101,7 @@ def test_demo_hands_its_options_over_and_its_verdict_back(
         seen.extend([output, options])
         return 1
 
-    monkeypatch.setattr(demo_run, "main", run)
+    monkeypatch.setattr(demo_report, "main", run)
     assert command("demo", "--out", "d", "--steps", 20, "--workers", 3, "--seed", 5).code == 1
     assert seen == [Path("d"), {"steps": 20, "world_size": 3, "seed": 5}]
     command("demo")
@@ -118,7 +118,7 @@ def test_demo_says_how_to_get_matplotlib(command: Command, monkeypatch: pytest.M
     def run(*_: object, **__: object) -> int:
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
-    monkeypatch.setattr(demo_run, "main", run)
+    monkeypatch.setattr(demo_report, "main", run)
     result = command("demo")
     assert result.code == 2
     assert "pip install matplotlib" in result.error
@@ -130,7 +130,7 @@ def test_our_own_mistakes_keep_their_traceback(
     def run(*_: object, **__: object) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(demo_run, "main", run)
+    monkeypatch.setattr(demo_report, "main", run)
     monkeypatch.setattr(sys, "argv", ["lowdiff", "demo"])
     with pytest.raises(ZeroDivisionError):
         main()
@@ -142,5 +142,5 @@ def test_every_error_of_lowdiff_is_one_line(
     def run(*_: object, **__: object) -> int:
         raise UsageError("called too early")
 
-    monkeypatch.setattr(demo_run, "main", run)
+    monkeypatch.setattr(demo_report, "main", run)
     assert command("demo") == Result(1, "", "lowdiff: called too early\n")

@@ -92,8 +92,8 @@ def interrupted_at_the_mark(patch: pytest.MonkeyPatch, meter: Meter) -> type[Bas
 WAYS: list[Breaks] = [
     state_dict_raises,
     a_value_cannot_be_stored,
-    interrupted_in(lowdiff.capture, "encode"),
-    interrupted_in(lowdiff.capture, "crc32c"),
+    interrupted_in(lowdiff.model.items, "encode"),
+    interrupted_in(lowdiff.model.items, "crc32c"),
     interrupted_in(Looker, "look"),
     interrupted_at_the_mark,
 ]

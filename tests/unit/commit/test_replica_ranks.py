@@ -124,7 +124,7 @@ def go_on_compressed(
     """Attach with a compressor, which may fail on a rank, and train on."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == failing:
-            patch.setattr(lowdiff.stager, "stage_image", full)
+            patch.setattr(lowdiff.commit.queue, "stage_image", full)
         try:
             life = RankLife(rank, Path(folder.format(rank=rank)), compressor=TopK(0.1), **settings)
         except LowDiffError as error:
@@ -199,7 +199,9 @@ def train_until_storage_fails(rank: int, _: int, folder: Path, hangs: str) -> tu
                 "_reported",
                 lambda s: reported(s).with_errors("no disk" if failed.is_set() else ""),
             )
-            patch.setattr(lowdiff.stager, "time", SimpleNamespace(**{**vars(time), "sleep": wait}))
+            patch.setattr(
+                lowdiff.commit.queue, "time", SimpleNamespace(**{**vars(time), "sleep": wait})
+            )
         error = ""
         try:
             while life.step < 200:

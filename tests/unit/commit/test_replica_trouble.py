@@ -224,7 +224,7 @@ def test_an_attach_without_a_compressor_that_failed_does_not_hold_up_the_next_wi
         raise StorageError("staging needs 1.0 MiB, and that file system is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lowdiff.stager, "stage_image", full)
+        patch.setattr(lowdiff.commit.queue, "stage_image", full)
         with pytest.raises(StorageError, match="full"):
             Life(tmp_path)
     after = Life(tmp_path, compressor=TopK(0.5))

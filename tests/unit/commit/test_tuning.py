@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
 from lowdiff import testing
-from lowdiff.attach.past import Story
 from lowdiff.commit.news import RankNews
 from lowdiff.commit.schedule import Cadence
 from lowdiff.compressors import TopK
@@ -32,6 +31,7 @@ from lowdiff.settings import Settings
 from lowdiff.tuner import measured
 from lowdiff.tuner.choice import Limits, Setting, stored_bytes
 from lowdiff.tuner.costs import Costs, writer_share
+from lowdiff.tuner.measured import Past
 from lowdiff.tuner.policy import Tuning
 from tests.crash.pool import Pool
 from tests.processes import is_alive
@@ -251,7 +251,7 @@ class SyntheticRank:
         rank: int,
         world_size: int,
         costs: Costs,
-        story: Story | None = None,
+        past: Past | None = None,
         **chosen: Any,
     ) -> None:
         self.costs = costs
@@ -276,7 +276,7 @@ class SyntheticRank:
             self.trained,
             (rank, world_size),
         )
-        self.cadence.begin(0, story or Story((), {}, None))
+        self.cadence.begin(0, past or Past((), {}, None))
         self.trained.note(began_unix_seconds=0.0, elements=10e6)
         self.written.note(snapshot_bytes=costs.snapshot_bytes)
         self.staged = 0
@@ -393,8 +393,8 @@ def test_a_new_life_keeps_to_what_the_one_before_has_learned(tmp_path: Path) -> 
         {**getattr(before.trained, kind)(), **getattr(before.written, kind)()}
         for kind in ("samples", "facts")
     )
-    story = Story((measured.Life(0, samples, facts),), {}, learned)
-    after = SyntheticRank(tmp_path / "after", 0, 1, costs, story)
+    past = Past((measured.Life(0, samples, facts),), {}, learned)
+    after = SyntheticRank(tmp_path / "after", 0, 1, costs, past)
     for step in range(learned.snapshot_every - 1):  # up to its first snapshot
         after.step(step, [])
         now = Setting(after.cadence.snapshot_every, after.cadence.batch_size)
