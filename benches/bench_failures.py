@@ -37,7 +37,7 @@ from lowdiff.persistence.staging.measurements import read_lives
 from lowdiff.recovery.inspect.verify import verify
 from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.costs import Costs, loop_seconds, lost_steps, recovery_seconds
-from lowdiff.tuner.measured import measure
+from lowdiff.tuner.measured import Life, measure
 from lowdiff.tuner.simulate import FailureModel, Simulated, Trace, draw_trace, simulate
 from lowdiff.tuner.strategies import lowdiff as strategy_of
 
