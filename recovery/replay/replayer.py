@@ -300,7 +300,7 @@ class Replayer:
         for step in window:
             for shard in step.shards:
                 self._check(shard, checksums)
-            self._take_scalars(step.shards)
+            self._state.take(step.shards)
 
     def _work(
         self, queue: Iterator[UnitState], window: Sequence[Step]
@@ -338,25 +338,9 @@ class Replayer:
             "it, to its gradient or to its optimizer's state, or this machine rounds differently",
         )
 
-    def _take_scalars(self, shards: Sequence[Differential]) -> None:
-        state = self._state
-        first = shards[0]
-        state.step = first.step
-        for optimizer, step in zip(state.optimizers, first.optimizers, strict=True):
-            optimizer.groups = [dict(group) for group in step.after]
-        for shard in shards:
-            items = state.items[shard.rank]
-            for name, data in shard.items.items():
-                if data:
-                    items[name] = data
-                else:
-                    items.pop(name, None)
-        state.held = first.held
-        state.residual_marks = [shard.residual for shard in shards]
-
 
 def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> list[Unit]:
-    """Cut the layout as finely as each optimizer allows."""
+    """Cut the parameters that a state holds, as finely as each optimizer allows."""
     owner_of = {
         name: (index, bool(state.optimizers[index].groups[g].get("fused")))
         for index, spec in enumerate(fence.optimizers)
@@ -376,4 +360,7 @@ def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> l
         "tensor": tensor_units(fence.layout, owners),
         "whole": optimizer_units(fence.layout, owners),
     }
-    return [u for kind, made in units.items() for u in made if kinds[u.optimizer] == kind]
+    held = {i for i, spec in enumerate(fence.layout.parameters) if spec.name in state.parameters}
+    cut_so = [u for kind, made in units.items() for u in made if kinds[u.optimizer] == kind]
+    own = (Unit(u.optimizer, tuple(b for b in u.blocks if b.parameter in held)) for u in cut_so)
+    return [unit for unit in own if unit.blocks]

@@ -24,7 +24,13 @@ from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
 from lowdiff.recovery.replay.sizing import BLOCK_ELEMENTS, threads_put_back
 from lowdiff.recovery.replay.unit import Checksums, Scratch, Step, UnitState, check_digests
 from lowdiff.recovery.replica.file import Contents, ReplicaFile, SlotTooSmall
-from lowdiff.recovery.state import AVERAGE_ITEM, OptimizerState, RecoveredState, is_aligned
+from lowdiff.recovery.state import (
+    AVERAGE_ITEM,
+    OptimizerState,
+    RecoveredState,
+    change_items,
+    is_aligned,
+)
 from lowdiff.types import Differential, Fence
 
 _SLACK_BYTES = 256
@@ -77,12 +83,6 @@ class Shard:
         self._shares = shares_of(fence.layout, fence.world_size)
         self._journaled = journaled
         self._chooser = chooser or StepChooser()
-        self._owner_of = {
-            name: index
-            for index, spec in enumerate(fence.optimizers)
-            for g in spec.groups
-            for name in g
-        }
         base = file.base()
         #: Whether its units are whole tensors, because blocks do not reproduce this run's bits.
         self.is_whole = bool(base.get("whole"))
@@ -160,7 +160,7 @@ class Shard:
         values = self._values_after(differential)
         if self._journaled:
             self.file.finish_step(number, values)
-        self._take(differential)
+        self.state.take(step.shards)
 
     def _built(self) -> list[UnitState]:
         """The units, over the file's tensors and the numbers as they are now.
@@ -201,24 +201,17 @@ class Shard:
             }
         )
 
-    def _take(self, differential: Differential) -> None:
-        self.state.step = self.state.base_step = differential.step
-        for optimizer, done in zip(self.state.optimizers, differential.optimizers, strict=True):
-            optimizer.groups = [dict(group) for group in done.after]
-        self.state.held = differential.held
-        _override(self.state.items[0], differential.items)
-
     def _take_last_step(self) -> None:
         last = self.file.last_step()
         if last is None:
             return
         values = decode(last[1])
-        self.state.step = self.state.base_step = last[0]
+        self.state.step = last[0]
         for optimizer, groups in zip(self.state.optimizers, values["groups"], strict=True):
             optimizer.groups = groups
         self.state.held = tuple(values["held"])
         self._overrides = values["items"]
-        _override(self.state.items[0], self._overrides)
+        change_items(self.state.items[0], self._overrides)
 
     def _take_numbers(self, begun: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
         """A parameter some of whose units are a step ahead keeps the numbers of those behind."""
@@ -249,15 +242,7 @@ def contents_of(
     layout = state.fence.layout
     whole |= needs_live_threads(state.fence.optimizers, state.fence.environment.num_threads)
     options = ReplayOptions(whole=whole, block_elements=block_elements)
-    units = [
-        Unit(unit.optimizer, blocks)
-        for unit in plan_units(state, state.fence, options)
-        if (
-            blocks := tuple(
-                b for b in unit.blocks if layout.parameters[b.parameter].name in state.parameters
-            )
-        )
-    ]
+    units = plan_units(state, state.fence, options)
     tensors = {PARAMETER + name: values for name, values in state.parameters.items()}
     numbers: list[dict[str, dict[str, Any]]] = [{} for _ in state.optimizers]
     numels = {spec.name: spec.numel for spec in layout.parameters}
@@ -339,11 +324,3 @@ def _state(file: ReplicaFile, fence: Fence, base: dict[str, Any]) -> RecoveredSt
             average, _, parameter = name.partition("/")
             state.averages[average][parameter] = tensor
     return state
-
-
-def _override(items: dict[str, bytes], changed: Any) -> None:
-    for name, data in changed.items():
-        if data:
-            items[name] = data
-        else:
-            items.pop(name, None)
