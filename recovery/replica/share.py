@@ -48,14 +48,6 @@ def share_step(stored: StoredRecord, fence: Fence) -> Step:
     return Step.of((differential,), lambda payloads: compressor.decoder(payloads, fence.layout))
 
 
-class _Stepping:
-    """What applying steps takes beside the state."""
-
-    def __init__(self, file: ReplicaFile, fence: Fence, units: list[UnitState]) -> None:
-        self.units = units
-        self.scratch = Scratch(max((unit.scratch_elements for unit in file.units), default=0))
-
-
 class Shard:
     """The state in one file, which steps change in place."""
 
@@ -95,32 +87,14 @@ class Shard:
             self._take_numbers(base["numbers"])
         except (KeyError, ValueError, IndexError, TypeError) as error:
             raise DamagedFile(file.path, f"it does not fit its run ({error!r})") from error
-        self._stepping: _Stepping | None = None
-        self._settled = {
-            name for optimizer in self.state.optimizers for name, e in optimizer.state.items() if e
-        }
+        # Whoever only reads the state never makes these.
+        self._units: list[UnitState] = []
+        self._scratch = Scratch(max((unit.scratch_elements for unit in file.units), default=0))
 
     @property
     def step(self) -> int:
         """The newest finished step."""
         return self.state.step
-
-    def unsettled(self, step: Step) -> list[str]:
-        """Parameters whose optimizer state this step may make, so that it has no place yet."""
-        return [
-            name
-            for i, name in ((i, spec.name) for i, spec in enumerate(self._fence.layout.parameters))
-            if name in self.state.parameters
-            and name not in self._settled
-            and any(
-                i not in call.absent and call.optimizers[self._owner_of[name]].stepped
-                for call in step.calls
-            )
-        ]
-
-    def settle(self, names: list[str]) -> None:
-        """These have been stepped and need no state: their optimizer keeps none."""
-        self._settled.update(names)
 
     def apply(self, step: Step) -> None:
         """Go one step on; units that are there already are left alone.
@@ -138,13 +112,12 @@ class Shard:
         assert number == self.step + 1
         checksums: Checksums = {}
         is_resumed = bool((self.file.unit_steps >= number).any())
-        # Whoever only reads the state never makes these.
-        stepping = self._stepping or _Stepping(self.file, self._fence, self._built())
+        units = self._units or self._built()
         with threads_put_back(), torch.no_grad():
             torch.set_num_threads(self._fence.environment.num_threads if self.is_whole else 1)
-            for index, unit in enumerate(stepping.units):
+            for index, unit in enumerate(units):
                 if self.file.unit_steps[index] < number:
-                    self._step_unit(index, unit, step, stepping.scratch)
+                    self._step_unit(index, unit, step)
                 if step.is_digested:
                     unit.add_checksums([(number, unit.look())], checksums)
         check_digests(
@@ -156,7 +129,7 @@ class Shard:
             recorded_by="those of the trainer",
         )
         # After a resume, units that were ahead begin with their own numbers.
-        self._stepping = None if is_resumed else stepping
+        self._units = [] if is_resumed else units
         values = self._values_after(differential)
         if self._journaled:
             self.file.finish_step(number, values)
@@ -177,11 +150,11 @@ class Shard:
         )
         return [UnitState(unit, begun, self._fence, self._chooser) for unit in self.file.units]
 
-    def _step_unit(self, index: int, unit: UnitState, step: Step, scratch: Scratch) -> None:
+    def _step_unit(self, index: int, unit: UnitState, step: Step) -> None:
         before = list(self._written(unit.unit))
         if self._journaled:
             self.file.save(index, before)
-        unit.step(step, scratch)
+        unit.step(step, self._scratch)
         unit.collect(self.state)
         number = step.shards[0].step
         if self._journaled:
