@@ -27,7 +27,7 @@ from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.persistence.run.records import StoredRecord, joined
 from lowdiff.persistence.staging.status import has_replica, read_replica_status, read_trainer_image
-from lowdiff.recovery.load import empty_state, load_constants, load_shard
+from lowdiff.recovery.load import empty_state, load_constants, load_shard, merge
 from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import is_registered, settle_kernels, without_default_group
@@ -35,7 +35,7 @@ from lowdiff.recovery.replay.replayer import ReplayOptions, in_blocks_or_whole, 
 from lowdiff.recovery.replay.sizing import threads_put_back
 from lowdiff.recovery.replica.file import PASSING, ReplicaFile, is_of_this_kernel
 from lowdiff.recovery.replica.share import Shard, contents_of, share_step
-from lowdiff.recovery.state import OptimizerState, RecoveredState
+from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
@@ -174,13 +174,11 @@ def _shares_joined(
     fence = catalog.incarnations[plan.incarnation].fence
     constants = load_constants(RunFolder(catalog.root), fence)
     state = empty_state(plan.common, fence)
-    state.optimizers = []
     # What one replica has seen of its share holds for all of the state.
     is_whole = options.whole or any(map(_is_whole, plan.sources))
-    for rank, share in enumerate(_shares(catalog, fence, plan, replace(options, whole=is_whole))):
-        _merge(state, share)
-        state.items[rank] = {**constants, **state.items[rank]}
-    state.averages = {name: state.averages.get(name, {}) for name in fence.averages}
+    for share in _shares(catalog, fence, plan, replace(options, whole=is_whole)):
+        merge(state, share)
+    state.items = [{**constants, **items} for items in state.items]
     return state, is_whole
 
 
@@ -339,17 +337,3 @@ def _at_step(
     if begun.step != step or not bool((begun.file.unit_steps == step).all()):
         raise DamagedFile(begun.file.path, f"it is not wholly of step {step}")
     return begun.state
-
-
-def _merge(state: RecoveredState, share: RecoveredState) -> None:
-    state.parameters |= share.parameters
-    if not state.optimizers:
-        state.optimizers = [OptimizerState(o.groups, {}) for o in share.optimizers]
-    for optimizer, part in zip(state.optimizers, share.optimizers, strict=True):
-        optimizer.state |= part.state
-    state.items += share.items
-    state.residuals.append({})
-    state.residual_marks.append(None)
-    state.held = share.held
-    for name, followed in share.averages.items():
-        state.averages.setdefault(name, {}).update(followed)

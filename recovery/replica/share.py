@@ -13,10 +13,10 @@ from lowdiff.core.layout import shares_of
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
-from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER
 from lowdiff.persistence.format.values import decode, encode
 from lowdiff.persistence.run.records import StoredRecord
-from lowdiff.recovery.load import empty_state, entry_of
+from lowdiff.recovery.images import aligned_tensors, other_numbers
+from lowdiff.recovery.load import add_numbers, empty_state, place_of
 from lowdiff.recovery.replay.blocks import Unit
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import needs_live_threads
@@ -25,7 +25,6 @@ from lowdiff.recovery.replay.sizing import BLOCK_ELEMENTS, threads_put_back
 from lowdiff.recovery.replay.unit import Checksums, Scratch, Step, UnitState, check_digests
 from lowdiff.recovery.replica.file import Contents, ReplicaFile, SlotTooSmall
 from lowdiff.recovery.state import (
-    AVERAGE_ITEM,
     OptimizerState,
     RecoveredState,
     change_items,
@@ -216,23 +215,12 @@ def contents_of(
     whole |= needs_live_threads(state.fence.optimizers, state.fence.environment.num_threads)
     options = ReplayOptions(whole=whole, block_elements=block_elements)
     units = plan_units(state, state.fence, options)
-    tensors = {PARAMETER + name: values for name, values in state.parameters.items()}
-    numbers: list[dict[str, dict[str, Any]]] = [{} for _ in state.optimizers]
-    numels = {spec.name: spec.numel for spec in layout.parameters}
-    for index, optimizer in enumerate(state.optimizers):
-        for name, entries in optimizer.state.items():
-            for key, value in entries.items():
-                if is_aligned(key, value, numels[name]):
-                    tensors[f"{OPTIMIZER}{index}/{name}/{key}"] = value
-                else:
-                    numbers[index].setdefault(name, {})[key] = value
-    for average, followed in state.averages.items():
-        tensors |= {f"{AVERAGE_ITEM}{average}/{name}": v for name, v in followed.items()}
+    tensors = {name: values for name, _, values in aligned_tensors(state)}
     base = {
         "groups": [list(optimizer.groups) for optimizer in state.optimizers],
         "held": list(state.held),
         "items": dict(state.items[0]),
-        "numbers": numbers,
+        "numbers": other_numbers(state),
         "whole": whole,
     }
     numbers_bytes = max((len(numbers_of(state, unit)) for unit in units), default=0)
@@ -276,24 +264,11 @@ def numbers_of(state: RecoveredState, unit: Unit) -> bytes:
 
 def _state(file: ReplicaFile, fence: Fence, base: dict[str, Any]) -> RecoveredState:
     state = empty_state(file.base_step, fence)
-    state.residual_marks = [None]
-    state.residuals = [{}]
-    state.optimizers = [
-        OptimizerState(list(groups), {name: dict(entries) for name, entries in numbers.items()})
-        for groups, numbers in zip(base["groups"], base["numbers"], strict=True)
-    ]
+    state.items, state.residuals, state.residual_marks = [base["items"]], [{}], [None]
     state.held = tuple(base["held"])
-    state.items = [base["items"]]
-    state.averages = {name: {} for name in fence.averages}
     names = {spec.name for spec in fence.layout.parameters}
     for full_name, tensor in file.tensors().items():
-        prefix, _, name = full_name.partition("/")
-        if prefix + "/" == PARAMETER:
-            state.parameters[name] = tensor
-        elif prefix + "/" == OPTIMIZER:
-            index, parameter, key = entry_of(name, names)
-            state.optimizers[index].state.setdefault(parameter, {})[key] = tensor
-        else:
-            average, _, parameter = name.partition("/")
-            state.averages[average][parameter] = tensor
+        home, key, _ = place_of(state, full_name, names)
+        home[key] = tensor
+    add_numbers(state, base["groups"], base["numbers"])
     return state
