@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,16 @@ def _plans(bases: Sequence[SnapshotSet], catalog: Catalog, end: int) -> Iterator
     """
     for base, later in zip_longest(bases, bases[1:]):
         last = end if later is None else min(later.step, end)
-        if steps := steps_after(catalog, base.step, last):
+        steps = steps_after(catalog, base.step, last)
+        # Averages that a later life attached are in its first snapshot; without that, nowhere.
+        averages = catalog.incarnations[base.incarnation].fence.averages
+        steps = tuple(
+            takewhile(
+                lambda s, own=averages: catalog.incarnations[s.incarnation].fence.averages == own,
+                steps,
+            )
+        )
+        if steps:
             yield RecoveryPlan(steps[-1].step, steps[-1].incarnation, base, steps)
 
 

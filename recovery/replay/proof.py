@@ -127,7 +127,7 @@ def refuse_unbuildable(
     parts = [made] if kind == "whole" else [[part] for part in made]
     for part in parts:
         try:
-            with without_default_group():
+            with without_default_group([spec]):
                 optimizer = build(spec, part)
             if len(optimizer.param_groups) != len(part):
                 raise ValueError(
@@ -226,7 +226,7 @@ def _replayed(
     is_whole = needs_live_threads([fence.optimizers[index]], num_threads)
     device = next(iter(before.parameters.values())).device
     settle_kernels()
-    with threads_put_back(), torch.no_grad(), without_default_group():
+    with threads_put_back(), torch.no_grad(), without_default_group(fence.optimizers):
         torch.set_num_threads(num_threads if is_whole else 1)
         largest = max(layout.parameters[i].numel for i in names)
         elements = largest // _NUM_BLOCKS // _ALIGNMENT * _ALIGNMENT

@@ -29,7 +29,6 @@ from lowdiff.recovery.replay.blocks import Unit, element_units, optimizer_units,
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import (
     granularity,
-    is_registered,
     needs_live_threads,
     settle_kernels,
     without_default_group,
@@ -157,14 +156,25 @@ def replay(
                 "taken then is lost; recover a step before or after it"
             )
         state.averages = {name: state.averages[name] for name in fence.averages}
-        own = list(life)
-        with Replayer(state, fence, options) as running, closing(windows(own, fence)) as read:
-            for window in read:
-                running.run(window)
-                done += len(window)
-                if options.progress:
-                    options.progress(done)
+        for count in step_through(state, list(life), fence, options):
+            done += count
+            if options.progress:
+                options.progress(done)
     return state
+
+
+def step_through(
+    state: RecoveredState, steps: Sequence[PlannedStep], fence: Fence, options: ReplayOptions
+) -> Iterator[int]:
+    """Bring a state, or one rank's share of it, forward in place through steps of one incarnation.
+
+    Yields:
+        The number of steps in each window, once that is replayed.
+    """
+    with Replayer(state, fence, options) as running, closing(windows(steps, fence)) as read:
+        for window in read:
+            running.run(window)
+            yield len(window)
 
 
 def in_blocks_or_whole(
@@ -284,8 +294,7 @@ class Replayer:
     def run(self, window: Sequence[Step]) -> None:
         """Step every unit through a window, then check the checksums of the window's steps."""
         queue = iter(self._units)  # next() on a list iterator is atomic
-        has_registered = any(map(is_registered, self._state.fence.optimizers))
-        with threads_put_back(), without_default_group(when=has_registered):
+        with threads_put_back(), without_default_group(self._state.fence.optimizers):
             workers = range(self._options.workers)
             jobs = [self._pool.submit(self._work, queue, window) for _ in workers]
             results = [job.result() for job in jobs]

@@ -19,7 +19,7 @@ from lowdiff.recovery.images import aligned_tensors, other_numbers
 from lowdiff.recovery.load import add_numbers, empty_state, place_of
 from lowdiff.recovery.replay.blocks import Unit
 from lowdiff.recovery.replay.kernels import StepChooser
-from lowdiff.recovery.replay.optimizers import needs_live_threads
+from lowdiff.recovery.replay.optimizers import needs_live_threads, without_default_group
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
 from lowdiff.recovery.replay.sizing import BLOCK_ELEMENTS, threads_put_back
 from lowdiff.recovery.replay.unit import Checksums, Scratch, Step, UnitState, check_digests
@@ -56,7 +56,6 @@ class Shard:
         fence: Fence,
         *,
         journaled: bool,
-        chooser: StepChooser | None = None,
     ) -> None:
         """Read a file, undoing what its dead owner had not finished.
 
@@ -64,7 +63,6 @@ class Shard:
             file: Mapped shared by its owner, privately by everyone else.
             fence: Of the incarnation that the file belongs to.
             journaled: Whether what is done here shall survive this process.
-            chooser: To be shared by shards that are stepped at the same time.
 
         Raises:
             DamagedFile: If the file does not hold what its fence says.
@@ -73,7 +71,7 @@ class Shard:
         self._fence = fence
         self._shares = shares_of(fence.layout, fence.world_size)
         self._journaled = journaled
-        self._chooser = chooser or StepChooser()
+        self._chooser = StepChooser()
         base = file.base()
         #: Whether its units are whole tensors, because blocks do not reproduce this run's bits.
         self.is_whole = bool(base.get("whole"))
@@ -112,7 +110,7 @@ class Shard:
         checksums: Checksums = {}
         is_resumed = bool((self.file.unit_steps >= number).any())
         units = self._units or self._built()
-        with threads_put_back(), torch.no_grad():
+        with threads_put_back(), without_default_group(self._fence.optimizers), torch.no_grad():
             torch.set_num_threads(self._fence.environment.num_threads if self.is_whole else 1)
             for index, unit in enumerate(units):
                 if self.file.unit_steps[index] < number:

@@ -30,7 +30,7 @@ from lowdiff.recovery import recover
 from lowdiff.recovery.replay.replayer import replay
 from lowdiff.recovery.replica import file as replica_file
 from lowdiff.recovery.replica import recover as in_memory
-from lowdiff.recovery.replica.file import Contents, ReplicaFile
+from lowdiff.recovery.replica.file import ReplicaFile
 from lowdiff.recovery.replica.recover import plan_in_memory
 from lowdiff.recovery.replica.share import Shard, contents_of
 from lowdiff.recovery.state import RecoveredState
@@ -277,16 +277,19 @@ def test_a_share_that_begins_with_the_trainers_image_is_stepped_as_the_others_ar
     first, second = StagingFolder.all(tmp_path / "staging")
     first.replica_state(read_replica_status(first.replica_status).generation).unlink()
     make_whole(second)
-    made: list[bool] = []
+    stepped: list[tuple[int, bool]] = []
+    step_through = in_memory.step_through
 
-    def contents(state: RecoveredState, *, whole: bool) -> Contents:
-        made.append(whole)
-        return contents_of(state, whole=whole)
+    def noted(share: RecoveredState, steps: Any, fence: Any, options: Any) -> Any:
+        stepped.append((len(steps), options.whole))
+        return step_through(share, steps, fence, options)
 
-    monkeypatch.setattr(in_memory, "contents_of", contents)
+    monkeypatch.setattr(in_memory, "step_through", noted)
     state = recover(tmp_path / "run", staging=tmp_path / "staging", options=ONE_WORKER)
     assert (state.step, digest_of(state)) == (STEPS, digest)
-    assert made == [True]
+    (first_steps, is_whole), others = stepped
+    assert first_steps > 0
+    assert (is_whole, others) == (True, (0, True))
 
 
 def tear(stage: StagingFolder) -> None:
