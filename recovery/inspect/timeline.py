@@ -200,18 +200,19 @@ def _plans(bases: Sequence[SnapshotSet], catalog: Catalog, end: int) -> Iterator
     Each begins anew at its snapshot, so that a step which only a snapshot leads to ends one replay.
     """
     for base, later in zip_longest(bases, bases[1:]):
-        last = end if later is None else min(later.step, end)
-        steps = steps_after(catalog, base.step, last)
-        # Averages that a later life attached are in its first snapshot; without that, nowhere.
-        averages = catalog.incarnations[base.incarnation].fence.averages
-        steps = tuple(
-            takewhile(
-                lambda s, own=averages: catalog.incarnations[s.incarnation].fence.averages == own,
-                steps,
-            )
-        )
+        steps = _steps(catalog, base, end if later is None else min(later.step, end))
         if steps:
             yield RecoveryPlan(steps[-1].step, steps[-1].incarnation, base, steps)
+
+
+def _steps(catalog: Catalog, base: SnapshotSet, last: int) -> tuple[PlannedStep, ...]:
+    """What replay of a snapshot leads to: averages attached later are in a later life's snapshot."""
+
+    def averages(incarnation: int) -> Mapping[str, Sequence[str]]:
+        return catalog.incarnations[incarnation].fence.averages
+
+    own, steps = averages(base.incarnation), steps_after(catalog, base.step, last)
+    return tuple(takewhile(lambda step: averages(step.incarnation) == own, steps))
 
 
 def _step(planned: PlannedStep, moved: Mapping[int, Movement], elements: int) -> TimelineStep:
