@@ -33,7 +33,6 @@ from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.sizing import check_memory
 from lowdiff.recovery.replica.recover import (
     MemoryPlan,
-    carry_out_in_memory,
     plan_in_memory,
     with_steps_in_memory,
 )
@@ -245,7 +244,7 @@ def _in_memory(
     def act(seen: Catalog) -> MemoryPlan | None:
         plan = plan_in_memory(seen, None)
         if plan is not None:
-            carry_out_in_memory(seen, plan, options)
+            carry_out(seen, plan, options)
         return plan
 
     try:

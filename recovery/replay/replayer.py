@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 
 import torch
 from typing_extensions import Self
@@ -20,7 +19,7 @@ from typing_extensions import Self
 from lowdiff.compressors import from_settings
 from lowdiff.core.layout import shares_of
 from lowdiff.core.numerics import arithmetic_of
-from lowdiff.errors import ConfigError, DamagedFile, LowDiffError, ReplayMismatch, RunMismatch
+from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
 from lowdiff.persistence.format.sections import max_payload_bytes
@@ -41,14 +40,12 @@ from lowdiff.recovery.replay.sizing import (
     usable_cores,
 )
 from lowdiff.recovery.replay.unit import (
-    UNREPLAYABLE,
     Checksums,
     Movement,
     Scratch,
     Step,
     UnitState,
     check_digests,
-    is_out_of_means,
     replaying,
 )
 from lowdiff.recovery.state import RecoveredState, begin_life
@@ -175,47 +172,6 @@ def step_through(
         for window in read:
             running.run(window)
             yield len(window)
-
-
-def in_blocks_or_whole(
-    attempt: Callable[[ReplayOptions], RecoveredState],
-    options: ReplayOptions,
-    root: Path,
-    what: str,
-) -> RecoveredState:
-    """Recover, checked against the digests that the live run recorded.
-
-    Where blocks do not reproduce them (an unusual kernel or thread count), all is done once more with
-    parameters replayed whole. Checksums hold for whatever a stranger has written, so what fits no
-    optimizer is damaged; that a machine has nothing left says nothing about it.
-
-    Args:
-        attempt: Does it, from the beginning.
-        options: How.
-        root: The run's folder.
-        what: What is replayed.
-
-    Raises:
-        ReplayMismatch: If whole parameters do not reproduce them, either.
-        DamagedFile: Instead of what the optimizer says of values that do not fit.
-    """
-    try:
-        return attempt(options)
-    except ReplayMismatch as error:
-        if options.whole:
-            raise
-        why = str(error)
-    except LowDiffError:
-        raise
-    except UNREPLAYABLE as error:
-        if is_out_of_means(error):
-            raise
-        raise DamagedFile(root, f"{what} cannot be replayed ({error!r:.200})") from error
-    # Not in the clause above, and not with the error itself, which holds on to the first state.
-    _logger.warning("%s; replaying whole tensors instead of blocks", why)
-    if options.movements is not None:
-        options.movements.clear()
-    return in_blocks_or_whole(attempt, replace(options, whole=True), root, what)
 
 
 def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step], None, None]:

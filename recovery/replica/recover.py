@@ -27,7 +27,7 @@ from lowdiff.persistence.staging.status import has_replica, read_replica_status,
 from lowdiff.recovery.load import empty_state, load_constants, load_shard, merge
 from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
 from lowdiff.recovery.replay.optimizers import settle_kernels
-from lowdiff.recovery.replay.replayer import ReplayOptions, in_blocks_or_whole, replay, step_through
+from lowdiff.recovery.replay.replayer import ReplayOptions, step_through
 from lowdiff.recovery.replica.file import PASSING, ReplicaFile, is_of_this_kernel
 from lowdiff.recovery.replica.share import Shard, share_step
 from lowdiff.recovery.state import RecoveredState
@@ -140,35 +140,18 @@ def _way(catalog: Catalog, step: int | None) -> MemoryPlan | None:
     return None
 
 
-def carry_out_in_memory(
+def shares_joined(
     catalog: Catalog, plan: MemoryPlan, options: ReplayOptions
-) -> RecoveredState:
-    """Put the shares together and replay the steps in flight; the replicas' files stay as they are.
+) -> tuple[RecoveredState, bool]:
+    """All ranks' shares, at the common step; and whether only whole tensors reproduce the run's bits.
 
-    The tensors are private views of them: reading costs no copy.
+    The tensors are private views of the replicas' files, which stay as they are: reading costs no copy.
 
     Raises:
         DamagedFile: If one is not what was published.
-        ReplayMismatch: If a step in flight does not replay.
+        ReplayMismatch: If a step on the way to the common one does not replay.
     """
     settle_kernels()
-
-    def attempt(options: ReplayOptions) -> RecoveredState:
-        state, is_whole = _shares_joined(catalog, plan, options)
-        state.move(options.device if plan.steps else _HOST)
-        options = replace(options, whole=is_whole)
-        state = replay(state, plan.steps, lambda n: catalog.incarnations[n].fence, options)
-        state.move(_HOST)
-        return state
-
-    what = f"what is in memory up to step {plan.step}"
-    return in_blocks_or_whole(attempt, options, catalog.root, what)
-
-
-def _shares_joined(
-    catalog: Catalog, plan: MemoryPlan, options: ReplayOptions
-) -> tuple[RecoveredState, bool]:
-    """All ranks' shares, at the common step; and whether only whole tensors reproduce the run's bits."""
     fence = catalog.incarnations[plan.incarnation].fence
     begun = [_begun(source, fence) for source in plan.sources]
     # What one replica has seen of its share holds for all of the state.
