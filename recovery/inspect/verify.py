@@ -24,7 +24,7 @@ from lowdiff.persistence.format.image import Manifest, manifest_file
 from lowdiff.persistence.run.catalog import Catalog, SnapshotSet, complete_snapshots, scan
 from lowdiff.persistence.store.client import is_url
 from lowdiff.persistence.store.fetch import opened
-from lowdiff.recovery.compare import differences, keep_inherited
+from lowdiff.recovery.compare import differences
 from lowdiff.recovery.damage import Finding, gap_after, judge, lost_after
 from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
 from lowdiff.recovery.load import load_snapshot
@@ -128,8 +128,8 @@ def verify(
     From each snapshot the differentials are replayed up to the next one, and parameters,
     optimizer state, hyper-parameters and items are compared; from the last one, up to the newest
     step. Error-feedback residuals are not compared: a replay does not rebuild them. With the first
-    snapshot of a life that attached other objects only what it inherited is compared. What replicas
-    of a dead trainer left in memory is rebuilt, too. Damage is reported, never raised.
+    snapshot of a life that was set up otherwise only parameters and optimizer state are compared. What
+    replicas of a dead trainer left in memory is rebuilt, too. Damage is reported, never raised.
 
     Args:
         run: The run folder, or the URL of its store; nothing in it is changed. A store is read
@@ -347,10 +347,8 @@ def _prove(
 def _overtaken(catalog: Catalog, leg: _Leg) -> _Outcome | None:
     """What became of a leg that is not as it was seen: a live run removes and replaces files."""
     changed = [s for s in (leg.base, leg.target) if s is not None and not _is_as_seen(s)]
-    if (
-        not changed
-        and len(steps_after(catalog, leg.base.step, leg.last)) == leg.last - leg.base.step
-    ):
+    reached = leg.base.step + len(steps_after(catalog, leg.base.step, leg.last))
+    if not changed and (reached == leg.last or gap_after(catalog, reached)):
         return None
     there = complete_snapshots(RunFolder(catalog.root), catalog.run_id)
     if max((s.step for s in there), default=-1) < max((s.step for s in changed), default=-1):
@@ -385,8 +383,6 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> _Outcome:
         return _Outcome(replayed=replayed)
     fence = catalog.incarnations[leg.target.incarnation].fence
     expected = load_snapshot(leg.target, fence, options.readers)
-    if leg.base.incarnation != leg.target.incarnation:
-        keep_inherited(state, expected)
     found = list(differences(state, expected))
     if not found:
         return _Outcome(replayed=replayed)
