@@ -35,7 +35,6 @@ from lowdiff.recovery.replay.optimizers import (
 from lowdiff.recovery.replay.sizing import (
     BLOCK_ELEMENTS,
     LocalRanks,
-    measured_block_elements,
     threads_put_back,
     usable_cores,
 )
@@ -73,8 +72,7 @@ class ReplayOptions:
 
     Attributes:
         num_workers: Threads; None takes this process's share of the cores that it may use.
-        block_elements: Elements per unit, a multiple of 64; None takes what a short measurement
-            finds fastest.
+        block_elements: Elements per unit, a multiple of 64; None takes what was measured fastest.
         whole: Replay every parameter whole on one thread team of the live run's size.
         progress: Called with the number of steps replayed so far.
         movements: If given, filled with how far every step went; costs about half as much again.
@@ -136,11 +134,6 @@ def replay(
         newest = fences(steps[-1].incarnation)
         needed = needs_live_threads(newest.optimizers, newest.environment.num_threads)
         options = replace(options, whole=options.whole or needed)
-    if options.device.type != "cpu":
-        options = replace(options, block_elements=options.block_elements or _DEVICE_BLOCK_ELEMENTS)
-    elif options.block_elements is None and not options.whole and steps:
-        best = measured_block_elements(state, fences(steps[-1].incarnation), len(steps))
-        options = replace(options, block_elements=best)
     done = 0
     for incarnation, life in groupby(steps, key=lambda s: s.incarnation):
         fence = fences(incarnation)
@@ -314,11 +307,12 @@ def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> l
     }
     owners = [owner_of[spec.name] for spec in fence.layout.parameters]
     kinds = [granularity(spec) for spec in fence.optimizers]
+    default = BLOCK_ELEMENTS if options.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
     cut = element_units(
         fence.layout,
         owners,
         num_threads=fence.environment.num_threads if options.device.type == "cpu" else 1,
-        block_elements=options.block_elements or BLOCK_ELEMENTS,
+        block_elements=options.block_elements or default,
     )
     units = {
         "element": tensor_units(fence.layout, owners) if options.whole else cut,
