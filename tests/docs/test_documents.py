@@ -80,7 +80,7 @@ def test_every_error_and_every_event_is_explained() -> None:
         if issubclass(getattr(errors, name), errors.LowDiffError):
             assert f"| `{name}` |" in text, name
     folders = ("lowdiff", "persistence", "recovery")
-    code = "".join(p.read_text() for f in folders for p in (ROOT / f).glob("*.py"))
+    code = "".join(p.read_text() for f in folders for p in (ROOT / f).rglob("*.py"))
     events = set(re.findall(r'logging\.(?:WARNING|INFO),\s+"([a-z_]+)"', code))
     assert "writer_error" in events
     for event in events:
