@@ -159,8 +159,8 @@ def _read_steps(parts: Sequence[dict[str, Any]], sections: Sequence[Section]) ->
             absent=_tuple_of(part["absent"]),
             payload=Payload(tuple(s for s in own if not s.name.startswith(_WRITTEN))),
             averages={
-                name: AverageStep(*facts, _tuple_of(digests))
-                for name, (*facts, digests) in part["averages"].items()
+                name: AverageStep(updated, function, decay, count, _tuple_of(digests))
+                for name, (updated, function, decay, count, digests) in part["averages"].items()
             },
             written=_written(own),
         )
