@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lowdiff.core.events import printable
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.format.framing import HEADER_BYTES, RecordKind, RecordRef, padded
+from lowdiff.persistence.format.framing import HEADER_BYTES, RecordKind, RecordRef
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.segment_scan import Stretch, list_segment
 
@@ -34,7 +34,7 @@ class StoredRecord:
     @property
     def framed_bytes(self) -> int:
         """Its length in the file."""
-        return HEADER_BYTES + padded(self.record.header.body_bytes)
+        return HEADER_BYTES + self.record.header.body_bytes
 
 
 class RankRecords(Mapping[int, StoredRecord]):

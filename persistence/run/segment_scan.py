@@ -57,13 +57,12 @@ def list_segment(
     file = SegmentFile(path)
     if file.header.owner != owner:
         raise DamagedFile(path, "it belongs to another run, incarnation or rank")
-    trailer, rebases = file.trailer, None
-    if trailer is not None and not check:
-        rebases = file.sealed_rebases()
-    if trailer is None or rebases is None:
+    footer = None if check else file.footer
+    if footer is None:
         return list(_read(file, owner)), file.damage()
-    size = trailer.start - HEADER_BYTES
-    return [Stretch(trailer.first, trailer.last, path, owner, size, rebases, True)], None
+    first, size = file.header.sequence, footer.end - HEADER_BYTES
+    last = first + len(footer.offsets) - 1
+    return [Stretch(first, last, path, owner, size, tuple(footer.rebases), True)], None
 
 
 def _read(file: SegmentFile, owner: tuple[str, int, int]) -> Iterator[Stretch]:

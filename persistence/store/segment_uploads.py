@@ -115,4 +115,4 @@ class SegmentUploads:
 
 
 def _is_sealed(path: Path) -> bool:
-    return SegmentFile(path).trailer is not None
+    return SegmentFile(path).footer is not None

@@ -142,7 +142,7 @@ def verify(
         NotARun: If the folder or store holds no run.
         StoreError: If the store does not answer.
         DamagedFile: If ``run.json`` is damaged, so that nothing else can be read.
-        NewerFormat, OlderFormat: If a lowdiff of another format version wrote a file.
+        OtherFormat: If a lowdiff of another format version wrote a file.
         NotEnoughMemory: If two states do not fit: what is replayed, and what it is compared with.
     """
     root = staging_to_read(staging)
