@@ -249,8 +249,9 @@ class Search:
             return state
         except ReplayMismatch as error:
             failed, why = error.step, str(error)
-            is_in_memory = isinstance(plan, MemoryPlan)
-            if is_in_memory and (not self._goes_back or failed is None or failed <= plan.common):
+            if isinstance(plan, MemoryPlan) and (
+                not self._goes_back or failed is None or failed <= plan.common
+            ):
                 setback, where = Setback(memory=True), "what is on disk"
             elif failed is None:
                 raise
