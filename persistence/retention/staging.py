@@ -14,7 +14,6 @@ from lowdiff.persistence.files.durable import fsync_directory, make_durable
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder, file_bytes
-from lowdiff.persistence.files.shared_page import PageReader
 from lowdiff.persistence.format.framing import FileHeader, RecordKind, RecordRef, read_records
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.retention.journal import Collected, read_notes
@@ -22,7 +21,7 @@ from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import read_run_id
 from lowdiff.persistence.run.owner import Owner, is_known, staging_of_run
 from lowdiff.persistence.staging.log import open_chunk
-from lowdiff.persistence.staging.status import has_replica, read_replica_status
+from lowdiff.persistence.staging.status import ReplicaStatus, WriterStatus, has_replica, read_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
     except StorageError as error:
         return _verdict(stage, f"it may hold steps, but {error}")
     if has_replica(stage):
-        steps.add(read_replica_status(stage.replica_status).step)
+        steps.add(read_status(stage.replica_status, ReplicaStatus).step)
         steps.discard(-1)
     if not steps:
         return _verdict(stage, "it holds no step", goes=True)
@@ -185,7 +184,7 @@ def only_staged(folder: RunFolder, stage: StagingFolder, steps: Collection[int])
     The newest segment's end says little: one before it may be damaged, or may never have been
     fetched from a store, because the step was here. What is found there is durable on return.
     """
-    missing, said = set(steps), said_durable(stage)
+    missing, said = set(steps), read_status(stage.status, WriterStatus).durable_step
     doubtful = {step for step in steps if step > said}
     found = False
     for path in _segments_around(folder, stage, steps):
@@ -199,14 +198,6 @@ def only_staged(folder: RunFolder, stage: StagingFolder, steps: Collection[int])
     with suppress(DamagedFile):  # then what it has removed is kept once more
         collected = read_notes(folder, stage.run_id).collected if missing else collected
     return sorted(step for step in missing if not collected.holds(stage.incarnation, step))
-
-
-def said_durable(stage: StagingFolder) -> int:
-    """Up to which step a log's writer said that all is durable; -1 if it said nothing."""
-    try:
-        return int(PageReader(stage.status).read().get("durable_step", -1))
-    except FileNotFoundError:
-        return -1
 
 
 def _segments_around(

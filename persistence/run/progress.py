@@ -17,7 +17,7 @@ from lowdiff.persistence.format.framing import HEADER_BYTES
 from lowdiff.persistence.format.image import manifest_file, shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.fences import read_fence, read_run_id
-from lowdiff.persistence.staging.status import StatusReader, WriterStatus, read_trainer_status
+from lowdiff.persistence.staging.status import TrainerStatus, WriterStatus, read_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,8 @@ class RunWatch:
         self, listing: _Listing, incarnation: int, rank: int, base_step: int, now: float
     ) -> RankProgress:
         stage = StagingFolder.of(self._staging_root, self._run_id, incarnation, rank)
-        trainer = read_trainer_status(stage.trainer_status)
-        writer = _writer_status(stage)
+        trainer = read_status(stage.trainer_status, TrainerStatus)
+        writer = read_status(stage.status, WriterStatus)
         snapshots = [
             step
             for number, step, path in listing.snapshots
@@ -149,24 +149,25 @@ class RunWatch:
         ]
         files = [path for _, owner, _, path in listing.segments if owner == rank]
         files += [shard_file(path, rank) for _, _, path in listing.snapshots]
-        durable = writer.unbroken_step if writer else self._on_disk(listing, incarnation, rank)
+        durable: int | None = writer.unbroken_step
+        if writer.durable_step < 0:
+            durable = self._on_disk(listing, incarnation, rank)
         if durable is None and (incarnation, rank) in listing.fences:
             durable = base_step
-        staged = durable if trainer is None else max(trainer.step, durable or 0)
-        runs = trainer is not None and _is_alive(trainer.pid)
+        staged = durable if trainer.pid == 0 else max(trainer.step, durable or 0)
         return RankProgress(
             rank=rank,
-            trainer="running" if runs else "gone",
+            trainer="running" if _is_alive(trainer.pid) else "gone",
             staged_step=staged,
             durable_step=durable,
             durable_snapshot=max(snapshots, default=-1),
             disk_bytes=sum(map(file_bytes, files)),
             commit_age_seconds=None
-            if trainer is None
+            if trainer.step < 0
             else max(0.0, now - trainer.committed_at_unix_seconds),
-            preempted=trainer is not None and trainer.preempted,
-            retries=0 if writer is None else writer.retries,
-            error="" if writer is None else writer.error,
+            preempted=trainer.preempted,
+            retries=writer.retries,
+            error=writer.error,
         )
 
     def _on_disk(self, listing: _Listing, incarnation: int, rank: int) -> int | None:
@@ -201,14 +202,6 @@ class _SegmentTail:
             while (record := file.next()) is not None:
                 self._offset, self._step = file.end, record.header.step
         return self._step
-
-
-def _writer_status(stage: StagingFolder) -> WriterStatus | None:
-    try:
-        status = StatusReader(stage.status).read()
-    except FileNotFoundError:
-        return None
-    return status if status.durable_step >= 0 else None
 
 
 def _is_alive(pid: int) -> bool:

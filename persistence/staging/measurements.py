@@ -45,9 +45,9 @@ class Recorder:
         """Replace single values."""
         self._facts |= facts
 
-    def samples(self) -> dict[str, list[float]]:
+    def samples(self) -> dict[str, tuple[float, ...]]:
         """Recent samples by name."""
-        return {name: list(values) for name, values in self._samples.items()}
+        return {name: tuple(values) for name, values in self._samples.items()}
 
     def facts(self) -> dict[str, float | str]:
         """Single values by name."""
@@ -74,7 +74,7 @@ class RecordReader:
         """Look for the page anew: somebody removed it."""
         self._page = None
 
-    def read(self) -> tuple[dict[str, list[float]], dict[str, float | str]]:
+    def read(self) -> tuple[dict[str, tuple[float, ...]], dict[str, float | str]]:
         """Samples and facts; empty while nobody published any."""
         if self._page is None:
             # A file that is only being created has no length yet.
@@ -159,7 +159,7 @@ def gather_measurements(
     if num_damaged and ended:
         text = "rank %d: measurements are incomplete: %d decision(s) of the tuner in %s are damaged"
         _logger.warning(text, staging.rank, num_damaged, staging.decisions)
-    samples: dict[str, list[float]] = {}
+    samples: dict[str, tuple[float, ...]] = {}
     facts: dict[str, float | str] = {}
     for page in (staging.measured_by_trainer, staging.measured_by_writer):
         more_samples, more_facts = RecordReader(page).read()

@@ -125,7 +125,7 @@ def test_pages_of_trainer_and_writer_make_one_document(tmp_path: Path) -> None:
     writer.publish()
     append_decision(staging.decisions, {"step": 8})
     found = gather_measurements(staging, "00" * 16, 2, ended="died")
-    assert found.samples == {"iteration_seconds": [0.5], "batch_seconds": [0.1]}
+    assert found.samples == {"iteration_seconds": (0.5,), "batch_seconds": (0.1,)}
     assert found.facts == {"steps": 4.0}
     assert (found.ended, found.decisions) == ("died", [{"step": 8}])
     trainer.note(ended="closed")
