@@ -97,7 +97,6 @@ class Stager:
         shown = replace(self._page.status, image=None)
         self._page = StatusPage(log.folder.trainer_status, shown)
         self.meter.recorder.reopen()
-        self.cadence.reopen()
         self.writer.begin_anew()
         status = self.writer.read_status()
         self.snapshot_step = min(self.snapshot_step, status.durable_snapshot)
