@@ -98,8 +98,7 @@ class RunWatch:
         self._folder = folder
         self._staging_root = staging_root
         self._run_id = read_run_id(folder)
-        self._world_sizes: dict[int, tuple[int, int]] = {}
-        self._tails: dict[tuple[int, int], _SegmentTail] = {}
+        self._tails: dict[Path, tuple[int, int]] = {}
 
     def look(self, now_unix_seconds: float) -> RunProgress:
         """How far the run is now."""
@@ -108,10 +107,10 @@ class RunWatch:
         newest = max((number for number, rank in listing.fences if rank == 0), default=None)
         ranks: tuple[RankProgress, ...] = ()
         if newest is not None:
-            world_size, base_step = self._fence(newest)
+            fence = read_fence(self._folder.fence(newest, 0))
             ranks = tuple(
-                self._rank(listing, newest, rank, base_step, now_unix_seconds)
-                for rank in range(world_size)
+                self._rank(listing, newest, rank, fence.base_step, now_unix_seconds)
+                for rank in range(fence.world_size)
             )
         committed = _least([rank.staged_step for rank in ranks])
         durable = _least([rank.durable_step for rank in ranks])
@@ -128,13 +127,6 @@ class RunWatch:
             disk_bytes=sum(rank.disk_bytes for rank in ranks),
             ranks=ranks,
         )
-
-    def _fence(self, incarnation: int) -> tuple[int, int]:
-        """World size and base step; a fence never changes."""
-        if incarnation not in self._world_sizes:
-            fence = read_fence(self._folder.fence(incarnation, 0))
-            self._world_sizes[incarnation] = fence.world_size, fence.base_step
-        return self._world_sizes[incarnation]
 
     def _rank(
         self, listing: _Listing, incarnation: int, rank: int, base_step: int, now: float
@@ -172,36 +164,24 @@ class RunWatch:
 
     def _on_disk(self, listing: _Listing, incarnation: int, rank: int) -> int | None:
         """One rank's last step in its newest segment; None if there is no segment."""
-        newest = None
-        for number, owner, first, path in listing.segments:
-            if (number, owner) == (incarnation, rank):
-                newest = first, path
-        if newest is None:
+        own = [
+            (first, path)
+            for number, owner, first, path in listing.segments
+            if (number, owner) == (incarnation, rank)
+        ]
+        if not own:
             return None
-        first, path = newest
-        tail = self._tails.get((incarnation, rank))
-        if tail is None or tail.path != path:
-            tail = self._tails[incarnation, rank] = _SegmentTail(path, first - 1)
-        return tail.last_step()
-
-
-class _SegmentTail:
-    """The last step of a growing segment; each look reads only the records added since."""
-
-    def __init__(self, path: Path, step_before: int) -> None:
-        self.path = path
-        self._offset = HEADER_BYTES
-        self._step = step_before
-
-    def last_step(self) -> int:
-        """Step of its last whole record, or the one before its first."""
+        first, path = own[-1]
+        # Where the last look ended, and the step before that: only what was added since is read.
+        end, step = self._tails.get(path, (HEADER_BYTES, first - 1))
         # Retention may be faster, or a dead writer's first record torn.
         with contextlib.suppress(OSError, DamagedFile):
-            file = SegmentFile(self.path)
-            file.end = self._offset
+            file = SegmentFile(path)
+            file.end = end
             while (record := file.next()) is not None:
-                self._offset, self._step = file.end, record.header.step
-        return self._step
+                end, step = file.end, record.header.step
+        self._tails[path] = end, step
+        return step
 
 
 def _is_alive(pid: int) -> bool:
