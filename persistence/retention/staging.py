@@ -12,15 +12,14 @@ from pathlib import Path
 from lowdiff.errors import DamagedFile, LowDiffError, NotARun, StorageError
 from lowdiff.persistence.files.durable import fsync_directory, make_durable
 from lowdiff.persistence.files.locks import FileLock
-from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder, file_bytes
-from lowdiff.persistence.format.framing import FileHeader, RecordKind, RecordRef, read_records
+from lowdiff.persistence.format.framing import RecordKind, RecordRef
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.retention.journal import Collected, read_notes
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import read_run_id
 from lowdiff.persistence.run.owner import Owner, is_known, staging_of_run
-from lowdiff.persistence.staging.log import open_chunk
+from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import ReplicaStatus, WriterStatus, has_replica, read_status
 
 
@@ -103,7 +102,9 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
     steps: set[int] = set()
     try:
         # What may hold a step stays.
-        steps.update(r.header.step for r in staged_differentials(stage, check=False))
+        for _, record in staged_records(stage, check=False, must_read=True):
+            if record.header.kind is RecordKind.DIFFERENTIAL:
+                steps.add(record.header.step)
     except StorageError as error:
         return _verdict(stage, f"it may hold steps, but {error}")
     if has_replica(stage):
@@ -139,43 +140,6 @@ def _left(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> Co
     found = complete_snapshots(folder, stage.run_id)
     durable = max((s.step for s in found if s.incarnation >= stage.incarnation), default=-1)
     return [] if durable >= max(steps) else range(max(durable + 1, min(steps)), max(steps) + 1)
-
-
-def staged_differentials(stage: StagingFolder, *, check: bool = True) -> Iterator[RecordRef]:
-    """Every differential of a log that is no longer written to.
-
-    Args:
-        stage: Where it is.
-        check: Whether bodies are compared with their checksums, too.
-
-    Raises:
-        DamagedFile: If a chunk cannot be read, so that it is not known what is in it. What fails a
-            check instead is none, as everywhere.
-    """
-    for sequence, path in stage.chunks():
-        opened = open_chunk(stage, sequence)
-        if opened is None:
-            _refuse_unreadable(stage, sequence, path)
-            continue
-        view, header = opened
-        for record in read_records(view, header, check=check, past_damage=True):
-            if record.header.kind is RecordKind.DIFFERENTIAL:
-                yield record
-
-
-def _refuse_unreadable(stage: StagingFolder, sequence: int, path: Path) -> None:
-    """Pass over a chunk that its trainer had only begun to make; refuse any other."""
-    view = read_view(path)
-    try:
-        header = FileHeader.unpack(view, path)
-    except DamagedFile:
-        return
-    if (header.incarnation, header.rank, header.sequence) == (
-        stage.incarnation,
-        stage.rank,
-        sequence,
-    ):
-        raise DamagedFile(path, "it could not be read a moment ago")
 
 
 def only_staged(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> list[int]:

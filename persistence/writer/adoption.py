@@ -14,10 +14,11 @@ from lowdiff.errors import StorageError
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.codec import Codec
-from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordRef
+from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordKind, RecordRef
 from lowdiff.persistence.format.segment_file import seal_left
-from lowdiff.persistence.retention.staging import only_staged, staged_differentials
+from lowdiff.persistence.retention.staging import only_staged
 from lowdiff.persistence.run.catalog import complete_snapshots
+from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import (
     StatusPage,
     TrainerStatus,
@@ -112,8 +113,9 @@ async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
     codec = Codec()
     segments: SegmentWriter | None = None
     staged: dict[int, RecordRef] = {}
-    for record in staged_differentials(stage):
-        staged.setdefault(record.header.step, record)
+    for _, record in staged_records(stage, must_read=True):
+        if record.header.kind is RecordKind.DIFFERENTIAL:
+            staged.setdefault(record.header.step, record)
     missing = only_staged(settings.folder, stage, staged)
     if missing:
         _doubt(stage, missing[0])
