@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.format.segment_file import SegmentFile
-from lowdiff.persistence.run.segment_scan import list_segment
+from lowdiff.persistence.run.records import list_segment
 from lowdiff.persistence.staging.status import StatusPage, WriterStatus
 from lowdiff.persistence.store.patience import StoreClient, check_read, unreadable
 from lowdiff.persistence.writer.adoption import ranks_to_adopt
