@@ -40,8 +40,7 @@ from lowdiff.persistence.files.trust import check_folder
 from lowdiff.persistence.retention.collect import retention_locked
 from lowdiff.persistence.retention.journal import note_policy
 from lowdiff.persistence.run.catalog import Catalog, scan
-from lowdiff.persistence.run.fences import new_life, write_fence
-from lowdiff.persistence.run.foreign_files import refuse_strange_entries
+from lowdiff.persistence.run.fences import new_life, refuse_strange_entries, write_fence
 from lowdiff.persistence.run.frozen_parameters import write_constants
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.status import has_replica

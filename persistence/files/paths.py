@@ -19,7 +19,7 @@
     STAGING/RUN_ID/i000002-r0000/trainer                 the trainer's
     STAGING/RUN_ID/i000002-r0000/measured-by-trainer     pages of recent measurements
     STAGING/RUN_ID/i000002-r0000/measured-by-writer
-    STAGING/RUN_ID/i000002-r0000/decisions               of the tuner, a JSON text per line
+    STAGING/RUN_ID/i000002-r0000/decisions               of the tuner
     STAGING/RUN_ID/i000002-r0000/replica-00000001        state of the replica (LowDiff+)
     STAGING/RUN_ID/i000002-r0000/replica, replica.lock, replica.log    its status page
     STAGING/RUN_ID/i000002-r0000/replica.boot            kernel under which it was written

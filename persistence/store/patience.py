@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.staging.measurements import Recorder
-from lowdiff.persistence.staging.status import Complaints, StatusPage
+from lowdiff.persistence.staging.status import Complaints, StatusPage, WriterStatus
 from lowdiff.persistence.store.client import ObjectStore, OwnThreads
 from lowdiff.persistence.writer.settings import WriterSettings
 
@@ -41,7 +41,9 @@ class StoreClient:
         threads: Where what blocks is called.
     """
 
-    def __init__(self, settings: WriterSettings, page: StatusPage, recorder: Recorder) -> None:
+    def __init__(
+        self, settings: WriterSettings, page: StatusPage[WriterStatus], recorder: Recorder
+    ) -> None:
         assert settings.store is not None
         self._settings = settings
         self._page = page

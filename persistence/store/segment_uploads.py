@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.format.segment_file import SegmentFile
-from lowdiff.persistence.run.segment_scan import list_segment
-from lowdiff.persistence.staging.status import StatusPage
+from lowdiff.persistence.run.records import list_segment
+from lowdiff.persistence.staging.status import StatusPage, WriterStatus
 from lowdiff.persistence.store.patience import StoreClient, check_read, unreadable
 from lowdiff.persistence.writer.adoption import ranks_to_adopt
 from lowdiff.persistence.writer.settings import WriterSettings
@@ -23,7 +23,9 @@ class SegmentUploads:
         lacks_snapshots: Whether snapshots could not be read, of whichever life.
     """
 
-    def __init__(self, settings: WriterSettings, page: StatusPage, client: StoreClient) -> None:
+    def __init__(
+        self, settings: WriterSettings, page: StatusPage[WriterStatus], client: StoreClient
+    ) -> None:
         self._settings = settings
         self._page = page
         self._client = client

@@ -18,7 +18,7 @@ from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.files.paths import RunFile, RunFolder
 from lowdiff.persistence.format.image import manifest_file, shard_file
 from lowdiff.persistence.staging.measurements import Recorder
-from lowdiff.persistence.staging.status import StatusPage
+from lowdiff.persistence.staging.status import StatusPage, WriterStatus
 from lowdiff.persistence.store.fetch import Listing
 from lowdiff.persistence.store.patience import StoreClient, check_read, unreadable
 from lowdiff.persistence.store.retention import spent
@@ -38,7 +38,9 @@ class Uploader:
     whose logs it makes durable: on a machine of its own, perhaps nobody else sees them.
     """
 
-    def __init__(self, settings: WriterSettings, page: StatusPage, recorder: Recorder) -> None:
+    def __init__(
+        self, settings: WriterSettings, page: StatusPage[WriterStatus], recorder: Recorder
+    ) -> None:
         self._settings = settings
         self._page = page
         self._client = StoreClient(settings, page, recorder)

@@ -23,7 +23,12 @@ from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.persistence.run.records import RankRecords, joined, reach
-from lowdiff.persistence.staging.status import has_replica, read_replica_status, read_trainer_image
+from lowdiff.persistence.staging.status import (
+    ReplicaStatus,
+    TrainerStatus,
+    has_replica,
+    read_status,
+)
 from lowdiff.recovery.load import empty_state, load_constants, load_shard, merge
 from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
 from lowdiff.recovery.replay.optimizers import settle_kernels
@@ -64,7 +69,9 @@ class _Source:
         """The file."""
         if self.is_image:
             return self.stage.snapshot
-        return self.stage.replica_state(read_replica_status(self.stage.replica_status).generation)
+        return self.stage.replica_state(
+            read_status(self.stage.replica_status, ReplicaStatus).generation
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,7 +216,7 @@ def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
 
 def _sources_of(stage: StagingFolder) -> list[_Source]:
     found = []
-    status = read_replica_status(stage.replica_status)
+    status = read_status(stage.replica_status, ReplicaStatus)
     is_there = status.generation >= 0 and stage.replica_state(status.generation).exists()
     if is_there and not is_of_this_kernel(stage):
         _logger.warning(
@@ -228,7 +235,7 @@ def _sources_of(stage: StagingFolder) -> list[_Source]:
             step = file.base_step if last is None else last[0]
             reach = max([step, *map(int, file.unit_steps)])
             found.append(_Source(stage, step, reach, is_image=False))
-    mark = read_trainer_image(stage.trainer_status)
+    mark = read_status(stage.trainer_status, TrainerStatus).image
     if mark is None or not stage.snapshot.exists():
         return found
     # One that was taken over serves where what it was taken into does not.

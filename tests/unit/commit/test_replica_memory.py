@@ -25,9 +25,9 @@ from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.run.fences import read_fence
-from lowdiff.persistence.staging.status import read_replica_status
+from lowdiff.persistence.staging.status import ReplicaStatus, read_status
 from lowdiff.recovery import engine, recover
-from lowdiff.recovery.replay.replayer import replay
+from lowdiff.recovery.replay.replayer import replay, step_through
 from lowdiff.recovery.replica import file as replica_file
 from lowdiff.recovery.replica import recover as in_memory
 from lowdiff.recovery.replica.file import ReplicaFile
@@ -230,7 +230,7 @@ def make_whole(stage: StagingFolder) -> None:
     fence = read_fence(
         RunFolder(stage.root.parents[2] / "run").fence(stage.incarnation, stage.rank)
     )
-    path = stage.replica_state(read_replica_status(stage.replica_status).generation)
+    path = stage.replica_state(read_status(stage.replica_status, ReplicaStatus).generation)
     state = Shard(ReplicaFile.open(path, private=True), fence, journaled=False).state
     ReplicaFile.create(path.with_suffix(".new"), contents_of(state, whole=True))
     path.with_suffix(".new").rename(path)
@@ -275,10 +275,9 @@ def test_a_share_that_begins_with_the_trainers_image_is_stepped_as_the_others_ar
 ) -> None:
     digest, _ = pool.run(trained, 2, tmp_path)
     first, second = StagingFolder.all(tmp_path / "staging")
-    first.replica_state(read_replica_status(first.replica_status).generation).unlink()
+    first.replica_state(read_status(first.replica_status, ReplicaStatus).generation).unlink()
     make_whole(second)
     stepped: list[tuple[int, bool]] = []
-    step_through = in_memory.step_through
 
     def noted(share: RecoveredState, steps: Any, fence: Any, options: Any) -> Any:
         stepped.append((len(steps), options.whole))
@@ -294,7 +293,7 @@ def test_a_share_that_begins_with_the_trainers_image_is_stepped_as_the_others_ar
 
 def tear(stage: StagingFolder) -> None:
     """Leave one page of the replica's state as it was at an earlier step, as a loss of power does."""
-    generation = read_replica_status(stage.replica_status).generation
+    generation = read_status(stage.replica_status, ReplicaStatus).generation
     file = ReplicaFile.open(stage.replica_state(generation), private=False)
     for tensor in file.tensors().values():
         tensor.zero_()
@@ -336,7 +335,7 @@ def test_a_replica_without_its_trainer_ends_with_the_step_in_hand(
     testing.kill(life.checkpointer, processes=False)
     os.kill(stats["replica_pid"], signal.SIGCONT)
     wait_until(lambda: not (is_alive(stats["replica_pid"]) or is_alive(stats["writer_pid"])))
-    assert read_replica_status(stage.replica_status).step <= 3
+    assert read_status(stage.replica_status, ReplicaStatus).step <= 3
     life.assert_recovered()
     after = Life(tmp_path, LargerTraining, snapshot_every=1000)
     assert after.resumed == 8

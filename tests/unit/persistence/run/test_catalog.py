@@ -316,7 +316,7 @@ def test_files_that_retention_removes_during_the_scan_are_no_damage(
         manifest_file(folder.snapshot(0, 1), 0).unlink(missing_ok=True)
         return read(path)
 
-    monkeypatch.setattr("lowdiff.persistence.run.segment_scan.SegmentFile", open_late)
+    monkeypatch.setattr("lowdiff.persistence.run.records.SegmentFile", open_late)
     monkeypatch.setattr(Manifest, "read", read_late)
     found = scan(folder)
     assert listed(found) == {2: False}

@@ -318,7 +318,7 @@ def test_when_its_trainer_is_killed_it_drains_and_exits(tmp_path: Path, kind: st
             os.kill(child, signal.SIGKILL)
     assert not is_alive(writer)
     stage = StagingFolder.of(tmp_path / "staging", RUN_ID, 0, 0)
-    status = StatusReader(stage.status).read()
+    status = StatusReader(stage.status, WriterStatus).read()
     assert (status.durable_step, status.durable_snapshot, status.closed) == (7, 7, True)
     assert stored(RunFolder(tmp_path / "run")) == list(range(1, 8))
     assert FileLock(stage.writer_lock).acquire("the next one")
