@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.collectives import chained, completed
 from lowdiff.compressors.exchange import exchange
 from lowdiff.compressors.feedback import residuals_of
-from lowdiff.compressors.futures import chained, completed
 from lowdiff.compressors.settings import (
     SparseSettings,
     checked_size,

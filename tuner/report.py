@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -171,20 +171,15 @@ def make_report(question: Question, *, seed: int = 0) -> Report:
         question=question,
         choice=choice,
         effective=effective_share(costs, rates, f, b),
-        current_waste=None if now is None else waste(costs, rates, *_numbers(now)),
+        current_waste=None if now is None else waste(costs, rates, *astuple(now)),
         published=published,
-        published_waste=waste(costs, rates, *_numbers(published)),
+        published_waste=waste(costs, rates, *astuple(published)),
         heat_map=_heat_map(question, [choice.setting, published, *([now] if now else [])]),
         simulated=simulated,
         bytes_per_day=24 * written_bytes_per_hour(costs, f, b),
         stored_bytes=stored_bytes(costs, limits, f),
         warnings=(*_warnings(question, choice), *_better(simulated)),
     )
-
-
-def _numbers(setting: Setting) -> tuple[int, int]:
-    """``f`` and ``b``."""
-    return setting.snapshot_every, setting.batch_size
 
 
 def _heat_map(question: Question, shown: Sequence[Setting]) -> HeatMap:
