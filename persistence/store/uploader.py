@@ -169,7 +169,7 @@ class Uploader:
         here = await asyncio.to_thread(Listing.of_folder, folder)
         for name in here.constants():
             if there.get(name) != here.sizes[name]:
-                await self._client.upload("fences", name, folder.root / name)
+                await self._client.upload("snapshots", name, folder.root / name)
 
     # Differentials
 
