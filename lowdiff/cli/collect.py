@@ -13,12 +13,10 @@ from typing import Any
 from lowdiff.cli.output import count, print_json, say, size, span
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.files.trust import check_root, shared_staging_root
+from lowdiff.persistence.files.trust import check_folder, shared_staging_root
 from lowdiff.persistence.retention.collect import (
-    Checked,
     carry_out,
     check_snapshots,
-    is_overtaken,
     retention_locked,
     take_inventory,
 )
@@ -55,24 +53,19 @@ def collect_run(
     folder = RunFolder(run)
     run_id = read_run_id(folder)
     _policy(folder, run_id, changes, unpin)  # refused before minutes are spent on checksums
-    checked = Checked()
-    while True:
-        checked = check_snapshots(folder, run_id, checked)
-        with _locked(folder, dry_run):
-            inventory = take_inventory(folder, run_id, checked=checked)
-            if is_overtaken(folder, run_id, inventory, checked):
-                continue
-            policy = _policy(folder, run_id, changes, unpin)
-            if not dry_run:
-                for label in unpin:
-                    remove_pin(folder, label)
-            pins = [pin for pin in read_pins(folder, run_id) if pin.label not in unpin]
-            plan = plan_collection(
-                inventory, policy or Retention(snapshots=None), pins, now_seconds=time.time()
-            )
-            if not dry_run:
-                carry_out(folder, run_id, plan)
-            break
+    checked = check_snapshots(folder, run_id)
+    with _locked(folder, dry_run):
+        inventory = take_inventory(folder, run_id, checked=checked)
+        policy = _policy(folder, run_id, changes, unpin)
+        if not dry_run:
+            for label in unpin:
+                remove_pin(folder, label)
+        pins = [pin for pin in read_pins(folder, run_id) if pin.label not in unpin]
+        plan = plan_collection(
+            inventory, policy or Retention(snapshots=None), pins, now_seconds=time.time()
+        )
+        if not dry_run:
+            carry_out(folder, run_id, plan)
     void = [pin for pin in pins if not is_valid(inventory.spans, pin)]
     if not as_json:
         _print(folder, policy, plan, void, dry_run)
@@ -174,7 +167,7 @@ def clear_memory(
         NotARun: If ``run`` is no run and left nothing.
     """
     root = shared_staging_root() if root is None else root
-    check_root(root)
+    check_folder(root)
     verdicts = list(clear_staging(root, run=run, force=force, dry_run=dry_run))
     if as_json:
         folders = [{**asdict(v), "path": str(v.path)} for v in verdicts]

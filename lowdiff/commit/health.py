@@ -17,7 +17,7 @@ from lowdiff.core.events import log_event
 from lowdiff.errors import RankLost, RanksDiverged, WriterFailed
 from lowdiff.model.ranks import Ranks
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.staging.status import StatusReader, WriterStatus
+from lowdiff.persistence.staging.status import WriterStatus, read_status
 from lowdiff.settings import Settings
 
 _logger = logging.getLogger(__name__)
@@ -143,11 +143,8 @@ class Trouble:
         mine = self._folder
         root = mine.root.parent.parent
         page = StagingFolder.of(root, mine.run_id, mine.incarnation, rank).status
-        try:
-            status = StatusReader(page).read()
-            return status.error or status.remote_error
-        except FileNotFoundError:
-            return ""
+        status = read_status(page, WriterStatus)
+        return status.error or status.remote_error
 
 
 class Health:

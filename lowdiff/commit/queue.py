@@ -21,7 +21,7 @@ from lowdiff.persistence.files.shared_page import ImageMark
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor, stage_image
 from lowdiff.persistence.staging.log import StagingLog
-from lowdiff.persistence.staging.status import TrainerPage, TrainerStatus, WriterStatus
+from lowdiff.persistence.staging.status import StatusPage, TrainerStatus, WriterStatus
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.protocols import Reducer
 from lowdiff.settings import Settings
@@ -56,13 +56,12 @@ class Stager:
         self._log = log
         self._settings = settings
         self._rank, self._world_size = rank, world_size
-        self._page = TrainerPage(log.folder.trainer_status)
+        self._page = StatusPage(log.folder.trainer_status, TrainerStatus(os.getpid()))
         #: Step of the last staged snapshot, -1 before the first.
         self.snapshot_step = -1
         self._owes_snapshot = False
         self._retry_step, self._retry_after = -1, 1
         self._first_dropped = -1
-        self._shown = TrainerStatus(os.getpid(), -1, -1, 0.0, preempted=False)
         #: Last step before staging was made anew, until the snapshot after it is durable; else -1.
         self._renewed_step = -1
         self.trouble = Trouble(log.folder, rank, settings, lambda: self._most_at_risk)
@@ -95,10 +94,9 @@ class Stager:
             StorageError: If there is no memory for it.
         """
         log = self._log = self._log.anew()
-        self._page = TrainerPage(log.folder.trainer_status)
-        self._show(image=None)
+        shown = replace(self._page.status, image=None)
+        self._page = StatusPage(log.folder.trainer_status, shown)
         self.meter.recorder.reopen()
-        self.cadence.reopen()
         self.writer.begin_anew()
         status = self.writer.read_status()
         self.snapshot_step = min(self.snapshot_step, status.durable_snapshot)
@@ -201,7 +199,7 @@ class Stager:
                     raise
                 self._owe_for(error, step)
                 return False
-            self._show(image=ImageMark(step, size, checksum))
+            self._page.update(image=ImageMark(step, size, checksum))
         self.snapshot_step = step
         self._owes_snapshot = False
         self._retry_after = 1
@@ -410,18 +408,14 @@ class Stager:
 
     def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
         """Tell whoever watches the run how far this rank is."""
-        is_new = step > self._shown.step
-        at = time.time() if is_new else self._shown.committed_at_unix_seconds
-        self._show(
+        is_new = step > self._page.status.step
+        at = time.time() if is_new else self._page.status.committed_at_unix_seconds
+        self._page.update(
             step=step,
             committed_step=committed_step,
             committed_at_unix_seconds=at,
             preempted=preempted,
         )
-
-    def _show(self, **changes: Any) -> None:
-        self._shown = replace(self._shown, **changes)
-        self._page.publish(self._shown)
 
     def _reported(self) -> WriterStatus:
         """What the writer says."""

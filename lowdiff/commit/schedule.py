@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from lowdiff.commit.news import RankNews
 from lowdiff.core.events import log_event
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.staging.measurements import Recorder, RecordReader, append_decision
+from lowdiff.persistence.staging.measurements import Recorder, read_recorded, write_decisions
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.settings import Settings
 from lowdiff.tuner.choice import Setting
@@ -50,7 +50,7 @@ class Cadence:
         self._writer = writer
         self._recorder = recorder
         self._rank, self._world_size = ranks
-        self._written = RecordReader(folder.measured_by_writer)
+        self._decisions: list[dict[str, Any]] = []
         self._lives: tuple[Life, ...] = ()
         self._base_step = 0
         self._levels = Levels.near(Setting(self.snapshot_every, self.batch_size))
@@ -80,10 +80,6 @@ class Cadence:
             self._wish = Move(self._levels, ())
             self._take_effect()
         self._note_setting()
-
-    def reopen(self) -> None:
-        """Go on in a staging folder that was made anew."""
-        self._written.reopen()
 
     def is_due(self, step: int) -> bool:
         """Whether a full snapshot is due at a step."""
@@ -140,7 +136,7 @@ class Cadence:
         if self._rank == 0:
             log_event(_logger, logging.INFO, "tuned", text, step=step)
         self._note_setting()
-        self._record(
+        self._decisions.append(
             {
                 "step": step,
                 "unix_seconds": time.time(),
@@ -151,10 +147,8 @@ class Cadence:
                 "reasons": reasons,
             }
         )
-
-    def _record(self, decision: Mapping[str, Any]) -> None:
         try:
-            append_decision(self._folder.decisions, decision)
+            write_decisions(self._folder.decisions, self._decisions)
         except OSError as error:  # no memory is left for it: training needs none of this
             text = "rank %d: measurements are incomplete: a decision of the tuner is not kept: %s"
             _logger.warning(text, self._rank, error)
@@ -177,7 +171,7 @@ class Cadence:
 
     def _consider(self) -> None:
         """Form a wish for the next steps; the same one while nothing better pays."""
-        samples, facts = self._written.read()
+        samples, facts = read_recorded(self._folder.measured_by_writer)
         here = Life(
             self._folder.incarnation,
             {**self._recorder.samples(), **samples},

@@ -63,17 +63,6 @@ class ImageMark:
     checksum: int
 
 
-def with_mark(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a page whose field ``image`` is an `ImageMark` or None."""
-    mark = content["image"]
-    return {**content, "image": None if mark is None else ImageMark(**mark)}
-
-
-def fitting(error: str, most_bytes: int) -> str:
-    """The beginning of a message, so that it fits a slot whatever its alphabet."""
-    return error.encode(errors="replace")[:most_bytes].decode(errors="ignore")
-
-
 def _newest(view: memoryview, known: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
     """Sequence and content of the newest whole slot, or what is known if none is newer."""
     found = known
@@ -83,7 +72,7 @@ def _newest(view: memoryview, known: tuple[int, dict[str, Any]]) -> tuple[int, d
         if sequence > found[0]:
             body = bytes(view[start + _HEAD.size : start + _HEAD.size + min(size, _SLOT_BYTES)])
             if len(body) == size and checksum == _checksum(sequence, body):
-                found = (sequence, msgpack.unpackb(body))
+                found = (sequence, msgpack.unpackb(body, use_list=False))
     return found
 
 

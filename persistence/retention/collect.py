@@ -11,15 +11,13 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile, RunInUse
-from lowdiff.persistence.files.durable import fsync_directory
+from lowdiff.persistence.files.durable import fsync_directory, remove_folder
 from lowdiff.persistence.files.locks import FileLock
-from lowdiff.persistence.files.network_fs import is_still_open, remove_empty_folder
 from lowdiff.persistence.files.paths import RunFolder, file_bytes
 from lowdiff.persistence.format.image import check_shard, shard_file
 from lowdiff.persistence.retention.journal import note_collected, read_pins
@@ -30,7 +28,6 @@ from lowdiff.persistence.retention.plan import (
     Retention,
     StoredSegment,
     StoredSnapshot,
-    is_on,
     plan_collection,
 )
 from lowdiff.persistence.run.catalog import SnapshotSet, begun_fences, complete_snapshots
@@ -41,19 +38,6 @@ _logger = logging.getLogger(__name__)
 
 #: What the system says where the disk, or the user's share of it, is full.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """Snapshots whose shards were compared with their checksums, and those that passed.
-
-    Attributes:
-        unreadable: Those of which a shard could not be read, so that nobody knows.
-    """
-
-    snapshots: tuple[SnapshotSet, ...] = ()
-    whole: tuple[SnapshotSet, ...] = ()
-    unreadable: tuple[SnapshotSet, ...] = ()
 
 
 @contextmanager
@@ -100,41 +84,22 @@ def collect(folder: RunFolder, run_id: str, policy: Retention) -> None:
         carry_out(folder, run_id, plan)
 
 
-def check_snapshots(folder: RunFolder, run_id: str, before: Checked | None = None) -> Checked:
+def check_snapshots(folder: RunFolder, run_id: str) -> dict[Path, bool | None]:
     """Read the shards of all snapshots that are there.
 
     It takes minutes for a large model, so it is for before the retention lock is taken: an attach
     would wait for it, and so would a training loop that pins a step.
 
-    Args:
-        folder: The run.
-        run_id: Its identity.
-        before: What need not be read again.
+    Returns:
+        Folder -> whether the shards have their lengths and checksums; None if one of them cannot be
+        read, so that nobody knows.
     """
-    before = before or Checked()
-    new = [s for s in complete_snapshots(folder, run_id) if s not in before.snapshots]
-    passed = {s.folder: _passes(s) for s in new if _has_lengths(s)}
-    return Checked(
-        (*before.snapshots, *new),
-        (*before.whole, *(s for s in new if passed.get(s.folder, False))),
-        (*before.unreadable, *(s for s in new if passed.get(s.folder, False) is None)),
-    )
+    return {s.folder: _has_lengths(s) and _passes(s) for s in complete_snapshots(folder, run_id)}
 
 
-def is_overtaken(folder: RunFolder, run_id: str, inventory: Inventory, checked: Checked) -> bool:
-    """Whether a snapshot that an inventory does not count, as it was not checked, is an old one.
-
-    New ones come after all that are counted, where nothing is removed. One that comes before them,
-    as when a dead life's is adopted, may be what a pinned step is replayed on.
-    """
-    counted = [s.step for s in inventory.snapshots if s.complete and is_on(inventory.spans, s)]
-    return any(
-        snapshot.step <= max(counted, default=-1) and snapshot not in checked.snapshots
-        for snapshot in complete_snapshots(folder, run_id)
-    )
-
-
-def take_inventory(folder: RunFolder, run_id: str, *, checked: Checked | None = None) -> Inventory:
+def take_inventory(
+    folder: RunFolder, run_id: str, *, checked: Mapping[Path, bool | None] | None = None
+) -> Inventory:
     """List what retention decides about.
 
     A snapshot counts if its manifests are all there and its shards have the lengths they say. One
@@ -143,7 +108,9 @@ def take_inventory(folder: RunFolder, run_id: str, *, checked: Checked | None = 
     Args:
         folder: The run.
         run_id: Its identity.
-        checked: Count only those that passed.
+        checked: What `check_snapshots` found; count only those that passed. New snapshots come
+            after all that passed, where nothing is removed. One that comes before them, as when a
+            dead life's is adopted, may be what a pinned step is replayed on: it is said to stay.
 
     Raises:
         DamagedFile: If a fence is damaged.
@@ -155,11 +122,18 @@ def take_inventory(folder: RunFolder, run_id: str, *, checked: Checked | None = 
     whole = {
         snapshot.folder: snapshot
         for snapshot in complete_snapshots(folder, run_id, damage)
-        if _has_lengths(snapshot) and (checked is None or snapshot in checked.whole)
+        if _has_lengths(snapshot)
     }
     unreadable = {error.path.parent: error.what for error in damage}
-    for snapshot in () if checked is None else checked.unreadable:
-        unreadable.setdefault(snapshot.folder, "a shard of it cannot be read")
+    if checked is not None:
+        unknown = {path: s for path, s in whole.items() if checked.get(path) is None}
+        whole = {path: s for path, s in whole.items() if checked.get(path)}
+        newest_whole = max((s.step for s in whole.values()), default=-1)
+        for path, snapshot in unknown.items():
+            if path in checked:
+                unreadable[path] = "a shard of it cannot be read"
+            elif snapshot.step <= newest_whole:
+                unreadable[path] = "it came while the others were checked"
     for path, why in sorted(unreadable.items()):
         text = (
             "old files stay: %s may be needed, but %s; it stays, and what could depend on it, until it "
@@ -195,31 +169,26 @@ def carry_out(folder: RunFolder, run_id: str, plan: CollectionPlan) -> None:
 
     What will be missing is written down first. A snapshot's manifests go before its tensors:
     without them it no longer exists by the one definition there is. On a full disk snapshots go
-    until there is room to write that down: it is about differentials, and these go after them.
+    first, which makes room to write that down: it is about differentials, and these go after them.
     """
     if not plan.removals:
         return
-    is_noted = False
-    for removal in plan.removals:
-        is_noted = is_noted or _is_noted(folder, run_id, plan, must=not removal.is_snapshot)
-        if removal.is_snapshot:
-            _remove_snapshot(removal)
-        else:
-            removal.path.unlink(missing_ok=True)
-    if not is_noted:
-        note_collected(folder, run_id, plan.collected)
-    _remove_unused_constants(folder)
-
-
-def _is_noted(folder: RunFolder, run_id: str, plan: CollectionPlan, *, must: bool) -> bool:
-    """Write down what will be missing; false if the disk is full, which is an error if it must be."""
+    is_noted = True
     try:
         note_collected(folder, run_id, plan.collected)
     except OSError as error:
-        if must or error.errno not in DISK_FULL:
+        if error.errno not in DISK_FULL:
             raise
-        return False
-    return True
+        is_noted = False
+    for removal in plan.removals:
+        if removal.is_snapshot:
+            _remove_snapshot(removal)
+    if not is_noted:
+        note_collected(folder, run_id, plan.collected)
+    for removal in plan.removals:
+        if not removal.is_snapshot:
+            removal.path.unlink(missing_ok=True)
+    _remove_unused_constants(folder)
 
 
 def _remove_unused_constants(folder: RunFolder) -> None:
@@ -238,10 +207,7 @@ def _remove_snapshot(removal: Removal) -> None:
         for manifest in sorted(removal.path.glob("rank-*.json")):
             manifest.unlink(missing_ok=True)
         fsync_directory(removal.path)  # a power failure must not bring back manifests alone
-        for file in sorted(removal.path.iterdir()):
-            if not is_still_open(file):
-                file.unlink(missing_ok=True)
-        remove_empty_folder(removal.path)
+        remove_folder(removal.path)
 
 
 def _has_lengths(snapshot: SnapshotSet) -> bool:

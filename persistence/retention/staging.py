@@ -12,17 +12,15 @@ from pathlib import Path
 from lowdiff.errors import DamagedFile, LowDiffError, NotARun, StorageError
 from lowdiff.persistence.files.durable import fsync_directory, make_durable
 from lowdiff.persistence.files.locks import FileLock
-from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder, file_bytes
-from lowdiff.persistence.files.shared_page import PageReader
-from lowdiff.persistence.format.framing import FileHeader, RecordKind, RecordRef, read_records
+from lowdiff.persistence.format.framing import RecordKind, RecordRef
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.retention.journal import Collected, read_notes
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import read_run_id
 from lowdiff.persistence.run.owner import Owner, is_known, staging_of_run
-from lowdiff.persistence.staging.log import open_chunk
-from lowdiff.persistence.staging.status import has_replica, read_replica_status
+from lowdiff.persistence.staging.log import staged_records
+from lowdiff.persistence.staging.status import ReplicaStatus, WriterStatus, has_replica, read_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +102,13 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
     steps: set[int] = set()
     try:
         # What may hold a step stays.
-        steps.update(r.header.step for r in staged_differentials(stage, check=False))
+        for _, record in staged_records(stage, check=False, must_read=True):
+            if record.header.kind is RecordKind.DIFFERENTIAL:
+                steps.add(record.header.step)
     except StorageError as error:
         return _verdict(stage, f"it may hold steps, but {error}")
     if has_replica(stage):
-        steps.add(read_replica_status(stage.replica_status).step)
+        steps.add(read_status(stage.replica_status, ReplicaStatus).step)
         steps.discard(-1)
     if not steps:
         return _verdict(stage, "it holds no step", goes=True)
@@ -142,50 +142,13 @@ def _left(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> Co
     return [] if durable >= max(steps) else range(max(durable + 1, min(steps)), max(steps) + 1)
 
 
-def staged_differentials(stage: StagingFolder, *, check: bool = True) -> Iterator[RecordRef]:
-    """Every differential of a log that is no longer written to.
-
-    Args:
-        stage: Where it is.
-        check: Whether bodies are compared with their checksums, too.
-
-    Raises:
-        DamagedFile: If a chunk cannot be read, so that it is not known what is in it. What fails a
-            check instead is none, as everywhere.
-    """
-    for sequence, path in stage.chunks():
-        opened = open_chunk(stage, sequence)
-        if opened is None:
-            _refuse_unreadable(stage, sequence, path)
-            continue
-        view, header = opened
-        for record in read_records(view, header, check=check, past_damage=True):
-            if record.header.kind is RecordKind.DIFFERENTIAL:
-                yield record
-
-
-def _refuse_unreadable(stage: StagingFolder, sequence: int, path: Path) -> None:
-    """Pass over a chunk that its trainer had only begun to make; refuse any other."""
-    view = read_view(path)
-    try:
-        header = FileHeader.unpack(view, path)
-    except DamagedFile:
-        return
-    if (header.incarnation, header.rank, header.sequence) == (
-        stage.incarnation,
-        stage.rank,
-        sequence,
-    ):
-        raise DamagedFile(path, "it could not be read a moment ago")
-
-
 def only_staged(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> list[int]:
     """Those of a log's steps that are in no segment and that retention has not removed, ascending.
 
     The newest segment's end says little: one before it may be damaged, or may never have been
     fetched from a store, because the step was here. What is found there is durable on return.
     """
-    missing, said = set(steps), said_durable(stage)
+    missing, said = set(steps), read_status(stage.status, WriterStatus).durable_step
     doubtful = {step for step in steps if step > said}
     found = False
     for path in _segments_around(folder, stage, steps):
@@ -199,14 +162,6 @@ def only_staged(folder: RunFolder, stage: StagingFolder, steps: Collection[int])
     with suppress(DamagedFile):  # then what it has removed is kept once more
         collected = read_notes(folder, stage.run_id).collected if missing else collected
     return sorted(step for step in missing if not collected.holds(stage.incarnation, step))
-
-
-def said_durable(stage: StagingFolder) -> int:
-    """Up to which step a log's writer said that all is durable; -1 if it said nothing."""
-    try:
-        return int(PageReader(stage.status).read().get("durable_step", -1))
-    except FileNotFoundError:
-        return -1
 
 
 def _segments_around(

@@ -19,8 +19,7 @@ from lowdiff.persistence.retention.journal import Collected, read_notes, read_pi
 from lowdiff.persistence.retention.plan import Pin
 from lowdiff.persistence.run.fences import read_fence, read_run_id
 from lowdiff.persistence.run.owner import staging_of_run
-from lowdiff.persistence.run.records import RankRecords, StoredRecord
-from lowdiff.persistence.run.segment_scan import list_segment
+from lowdiff.persistence.run.records import RankRecords, StoredRecord, list_segment
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.types import Fence

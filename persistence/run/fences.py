@@ -1,8 +1,10 @@
-"""A run's identity and its fences, as JSON on disk."""
+"""A run's identity and its fences, as JSON on disk; and what no folder of ours holds."""
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import uuid
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import Any
 from lowdiff.errors import DamagedFile, LowDiffError, NotARun, RunInUse
 from lowdiff.persistence.files.durable import check_types, make_directory, read_json, write_json
 from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.run.foreign_files import refuse_strange_entries
 from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
 _CONTENT_HASH = re.compile("[0-9a-f]{64}")
@@ -71,6 +72,40 @@ def read_run_id(folder: RunFolder) -> str:
     if len(run_id) != 32 or not set(run_id) <= set("0123456789abcdef"):
         raise DamagedFile(folder.run_file, f"run_id {run_id[:40]!r} is not 32 hexadecimal digits")
     return run_id
+
+
+def refuse_strange_entries(folder: RunFolder) -> None:
+    """Look for links, pipes and devices among the run's files; there are none of ours.
+
+    A link would lead a reader, and worse a writer, out of the folder; opening a pipe waits for
+    ever. So whoever opens a run that may be a stranger's looks first, before it takes a lock.
+
+    Raises:
+        DamagedFile: Naming the first one found.
+    """
+    pending = [
+        folder.root / name
+        for name in (
+            *("run.json", "incarnations", "snapshots", "segments", "constants"),
+            *("locks", "pins", "retention.json", "staging", "measurements"),
+        )
+    ]
+    while pending:
+        path = pending.pop()
+        try:
+            mode = path.lstat().st_mode
+            if stat.S_ISDIR(mode):
+                # What most entries are is known from the listing; the rest is looked at above.
+                with os.scandir(path) as entries:
+                    others = [e.path for e in entries if not e.is_file(follow_symlinks=False)]
+                pending += map(Path, others)
+        except FileNotFoundError:
+            continue  # a live run's retention was faster
+        except NotADirectoryError as error:
+            raise NotARun(folder.root, "a part of its path is a file") from error
+        if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+            what = "it is a link, a pipe or a device, and lowdiff makes none; remove it"
+            raise DamagedFile(path, what)
 
 
 def write_fence(folder: RunFolder, fence: Fence) -> None:

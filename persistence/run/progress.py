@@ -17,7 +17,7 @@ from lowdiff.persistence.format.framing import HEADER_BYTES
 from lowdiff.persistence.format.image import manifest_file, shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.fences import read_fence, read_run_id
-from lowdiff.persistence.staging.status import StatusReader, WriterStatus, read_trainer_status
+from lowdiff.persistence.staging.status import TrainerStatus, WriterStatus, read_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,7 @@ class RunWatch:
         self._folder = folder
         self._staging_root = staging_root
         self._run_id = read_run_id(folder)
-        self._world_sizes: dict[int, tuple[int, int]] = {}
-        self._tails: dict[tuple[int, int], _SegmentTail] = {}
+        self._tails: dict[Path, tuple[int, int]] = {}
 
     def look(self, now_unix_seconds: float) -> RunProgress:
         """How far the run is now."""
@@ -108,10 +107,10 @@ class RunWatch:
         newest = max((number for number, rank in listing.fences if rank == 0), default=None)
         ranks: tuple[RankProgress, ...] = ()
         if newest is not None:
-            world_size, base_step = self._fence(newest)
+            fence = read_fence(self._folder.fence(newest, 0))
             ranks = tuple(
-                self._rank(listing, newest, rank, base_step, now_unix_seconds)
-                for rank in range(world_size)
+                self._rank(listing, newest, rank, fence.base_step, now_unix_seconds)
+                for rank in range(fence.world_size)
             )
         committed = _least([rank.staged_step for rank in ranks])
         durable = _least([rank.durable_step for rank in ranks])
@@ -129,19 +128,12 @@ class RunWatch:
             ranks=ranks,
         )
 
-    def _fence(self, incarnation: int) -> tuple[int, int]:
-        """World size and base step; a fence never changes."""
-        if incarnation not in self._world_sizes:
-            fence = read_fence(self._folder.fence(incarnation, 0))
-            self._world_sizes[incarnation] = fence.world_size, fence.base_step
-        return self._world_sizes[incarnation]
-
     def _rank(
         self, listing: _Listing, incarnation: int, rank: int, base_step: int, now: float
     ) -> RankProgress:
         stage = StagingFolder.of(self._staging_root, self._run_id, incarnation, rank)
-        trainer = read_trainer_status(stage.trainer_status)
-        writer = _writer_status(stage)
+        trainer = read_status(stage.trainer_status, TrainerStatus)
+        writer = read_status(stage.status, WriterStatus)
         snapshots = [
             step
             for number, step, path in listing.snapshots
@@ -149,66 +141,47 @@ class RunWatch:
         ]
         files = [path for _, owner, _, path in listing.segments if owner == rank]
         files += [shard_file(path, rank) for _, _, path in listing.snapshots]
-        durable = writer.unbroken_step if writer else self._on_disk(listing, incarnation, rank)
+        durable: int | None = writer.unbroken_step
+        if writer.durable_step < 0:
+            durable = self._on_disk(listing, incarnation, rank)
         if durable is None and (incarnation, rank) in listing.fences:
             durable = base_step
-        staged = durable if trainer is None else max(trainer.step, durable or 0)
-        runs = trainer is not None and _is_alive(trainer.pid)
+        staged = durable if trainer.pid == 0 else max(trainer.step, durable or 0)
         return RankProgress(
             rank=rank,
-            trainer="running" if runs else "gone",
+            trainer="running" if _is_alive(trainer.pid) else "gone",
             staged_step=staged,
             durable_step=durable,
             durable_snapshot=max(snapshots, default=-1),
             disk_bytes=sum(map(file_bytes, files)),
             commit_age_seconds=None
-            if trainer is None
+            if trainer.step < 0
             else max(0.0, now - trainer.committed_at_unix_seconds),
-            preempted=trainer is not None and trainer.preempted,
-            retries=0 if writer is None else writer.retries,
-            error="" if writer is None else writer.error,
+            preempted=trainer.preempted,
+            retries=writer.retries,
+            error=writer.error,
         )
 
     def _on_disk(self, listing: _Listing, incarnation: int, rank: int) -> int | None:
         """One rank's last step in its newest segment; None if there is no segment."""
-        newest = None
-        for number, owner, first, path in listing.segments:
-            if (number, owner) == (incarnation, rank):
-                newest = first, path
-        if newest is None:
+        own = [
+            (first, path)
+            for number, owner, first, path in listing.segments
+            if (number, owner) == (incarnation, rank)
+        ]
+        if not own:
             return None
-        first, path = newest
-        tail = self._tails.get((incarnation, rank))
-        if tail is None or tail.path != path:
-            tail = self._tails[incarnation, rank] = _SegmentTail(path, first - 1)
-        return tail.last_step()
-
-
-class _SegmentTail:
-    """The last step of a growing segment; each look reads only the records added since."""
-
-    def __init__(self, path: Path, step_before: int) -> None:
-        self.path = path
-        self._offset = HEADER_BYTES
-        self._step = step_before
-
-    def last_step(self) -> int:
-        """Step of its last whole record, or the one before its first."""
+        first, path = own[-1]
+        # Where the last look ended, and the step before that: only what was added since is read.
+        end, step = self._tails.get(path, (HEADER_BYTES, first - 1))
         # Retention may be faster, or a dead writer's first record torn.
         with contextlib.suppress(OSError, DamagedFile):
-            file = SegmentFile(self.path)
-            file.end = self._offset
+            file = SegmentFile(path)
+            file.end = end
             while (record := file.next()) is not None:
-                self._offset, self._step = file.end, record.header.step
-        return self._step
-
-
-def _writer_status(stage: StagingFolder) -> WriterStatus | None:
-    try:
-        status = StatusReader(stage.status).read()
-    except FileNotFoundError:
-        return None
-    return status if status.durable_step >= 0 else None
+                end, step = file.end, record.header.step
+        self._tails[path] = end, step
+        return step
 
 
 def _is_alive(pid: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +68,6 @@ class HistogramValue:
             "p99": self.quantile(0.99),
             "buckets": buckets,
         }
-
-    def encoded(self) -> list[float]:
-        """Plain numbers, always equally many, for the status page."""
-        return [self.first, self.sum, self.max, *self.counts]
-
-    @classmethod
-    def decoded(cls, numbers: Sequence[float]) -> HistogramValue:
-        """What ``encoded`` made."""
-        first, total, largest, *counts = numbers
-        return cls(first, tuple(int(count) for count in counts), total, largest)
 
 
 class Histogram:

@@ -127,10 +127,9 @@ class StagingLog:
         size = HEADER_BYTES + padded(len(meta)) + sections_bytes(sections)
         if not self._reserve(size, durable_step, drop=drop):
             return None
-        meta_bytes = padded(len(meta))
-        copy = CheckedCopy(self._body()[: meta_bytes + sections_bytes(sections)])
-        copy.add(meta.ljust(meta_bytes, b"\0"))
+        copy = CheckedCopy(self._body())
         write_sections(copy, sections)
+        copy.add(meta.ljust(padded(len(meta)), b"\0"))
         self._seal(kind, step, len(meta), copy, rebases=rebases)
         if kind is RecordKind.DIFFERENTIAL:
             self._usual_bytes = size - HEADER_BYTES
@@ -181,11 +180,11 @@ class StagingLog:
             return None
         body = self._ahead
         assert body is not None
-        body.add(meta)
+        body.add(meta.ljust(padded(len(meta)), b"\0"))
         self._ahead = None
         self._usual_bytes = body.size
-        self._seal(kind, step, len(meta), body, rebases=rebases, meta_last=True)
-        return HEADER_BYTES + padded(body.size)
+        self._seal(kind, step, len(meta), body, rebases=rebases)
+        return HEADER_BYTES + body.size
 
     def _seal(
         self,
@@ -195,7 +194,6 @@ class StagingLog:
         body: CheckedCopy,
         *,
         rebases: bool,
-        meta_last: bool = False,
     ) -> None:
         """Put the header before a body: now it is a record."""
         chunk = self._chunks.newest
@@ -211,12 +209,11 @@ class StagingLog:
             world_size=self._world_size,
             lap=chunk.sequence,
             rebases=rebases,
-            meta_last=meta_last,
         )
         start = self._offset + HEADER_BYTES
         chunk.file.view[self._offset : start] = header.pack()
         chunk.last_step = step
-        self._offset = start + padded(body.size)
+        self._offset = start + body.size
 
     def _reserve(self, size: int, durable_step: int, *, drop: bool) -> bool:
         if self._offset + size <= self._chunks.newest.file.size:
@@ -339,7 +336,10 @@ class LogTail:
         return record
 
     def _enter(self, sequence: int) -> bool:
-        opened = open_chunk(self._folder, sequence)
+        try:
+            opened = open_chunk(self._folder, sequence)
+        except (FileNotFoundError, DamagedFile):
+            return False
         if opened is None:
             return False
         self._view, self._header = opened
@@ -348,28 +348,44 @@ class LogTail:
 
 
 def open_chunk(folder: StagingFolder, sequence: int) -> tuple[memoryview, FileHeader] | None:
-    """Map a chunk; None while its header is not that of this lap."""
+    """Map a chunk; None while its header is not that of this lap.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+        DamagedFile: If it cannot be read, so that it is not known what is in it.
+    """
     path = folder.chunk(sequence)
+    view = read_view(path)
     try:
-        view = read_view(path)
         header = FileHeader.unpack(view, path)
-    except (FileNotFoundError, DamagedFile):
+    except DamagedFile:
         return None
-    found = (header.run_id, header.incarnation, header.rank, header.sequence)
-    if found != (folder.run_id, folder.incarnation, folder.rank, sequence):
-        return None
-    return view, header
+    found = (*header.owner, header.sequence)
+    is_of_log = found == (folder.run_id, folder.incarnation, folder.rank, sequence)
+    return (view, header) if is_of_log else None
 
 
 def staged_records(
-    folder: StagingFolder, *, check: bool = True
+    folder: StagingFolder, *, check: bool = True, must_read: bool = False
 ) -> Iterator[tuple[Path, RecordRef]]:
     """Every whole record of a log that is no longer written to, with the chunk it lies in.
 
-    Without ``check`` their headers are read only.
+    Args:
+        folder: Whose log.
+        check: Whether bodies are compared with their checksums; else only headers are read.
+        must_read: Whether a chunk that cannot be read is an error; else it is passed over.
+
+    Raises:
+        FileNotFoundError, DamagedFile: If a chunk cannot be read that must be. What fails a check
+            instead is none, as everywhere.
     """
     for sequence, path in folder.chunks():
-        opened = open_chunk(folder, sequence)
+        try:
+            opened = open_chunk(folder, sequence)
+        except (FileNotFoundError, DamagedFile):
+            if must_read:
+                raise
+            continue
         if opened is not None:
             view, header = opened
             for record in read_records(view, header, check=check, past_damage=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import deque
@@ -10,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
-
-from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, LowDiffError
 from lowdiff.persistence.files.durable import make_directory, read_json, write_json
@@ -45,9 +42,9 @@ class Recorder:
         """Replace single values."""
         self._facts |= facts
 
-    def samples(self) -> dict[str, list[float]]:
+    def samples(self) -> dict[str, tuple[float, ...]]:
         """Recent samples by name."""
-        return {name: list(values) for name, values in self._samples.items()}
+        return {name: tuple(values) for name, values in self._samples.items()}
 
     def facts(self) -> dict[str, float | str]:
         """Single values by name."""
@@ -63,26 +60,13 @@ class Recorder:
         self._page.publish({"samples": self.samples(), "facts": self._facts})
 
 
-class RecordReader:
-    """The other end of a `Recorder`; keeps its page mapped once that is there."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._page: PageReader | None = None
-
-    def reopen(self) -> None:
-        """Look for the page anew: somebody removed it."""
-        self._page = None
-
-    def read(self) -> tuple[dict[str, list[float]], dict[str, float | str]]:
-        """Samples and facts; empty while nobody published any."""
-        if self._page is None:
-            # A file that is only being created has no length yet.
-            if not self._path.exists() or not self._path.stat().st_size:
-                return {}, {}
-            self._page = PageReader(self._path)
-        content = self._page.read()
-        return content.get("samples", {}), content.get("facts", {})
+def read_recorded(path: Path) -> tuple[dict[str, tuple[float, ...]], dict[str, float | str]]:
+    """Samples and facts on the page of a `Recorder`; empty while nobody published any."""
+    try:
+        content = PageReader(path).read()
+    except FileNotFoundError:
+        return {}, {}
+    return content.get("samples", {}), content.get("facts", {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +139,18 @@ def gather_measurements(
     staging: StagingFolder, run_id: str, world_size: int, *, ended: str
 ) -> Measurements:
     """What is on the pages of a staging folder now; at a life's end, what is lost of it is said."""
-    decisions, num_damaged = read_decisions(staging.decisions)
-    if num_damaged and ended:
-        text = "rank %d: measurements are incomplete: %d decision(s) of the tuner in %s are damaged"
-        _logger.warning(text, staging.rank, num_damaged, staging.decisions)
-    samples: dict[str, list[float]] = {}
+    decisions: list[dict[str, Any]] = []
+    try:
+        if staging.decisions.exists():
+            decisions = read_json(staging.decisions)["decisions"]
+    except LowDiffError as error:
+        if ended:
+            text = "rank %d: measurements are incomplete: decisions of the tuner are lost: %s"
+            _logger.warning(text, staging.rank, error)
+    samples: dict[str, tuple[float, ...]] = {}
     facts: dict[str, float | str] = {}
     for page in (staging.measured_by_trainer, staging.measured_by_writer):
-        more_samples, more_facts = RecordReader(page).read()
+        more_samples, more_facts = read_recorded(page)
         samples |= more_samples
         facts |= more_facts
     said = str(facts.pop("ended", ""))
@@ -178,30 +166,9 @@ def gather_measurements(
     )
 
 
-def append_decision(path: Path, decision: Mapping[str, Any]) -> None:
-    """Add a line to a staging folder's decisions."""
-    checksum = crc32c(json.dumps(decision).encode())
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**decision, "crc32c": checksum}) + "\n")
-
-
-def read_decisions(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The newest decisions that are whole, and how many are not."""
-    if not path.exists():
-        return [], 0
-    *lines, _ = path.read_bytes().split(b"\n")
-    found = [_decision(line) for line in lines[-_DECISIONS:]]
-    whole = [decision for decision in found if decision is not None]
-    return whole, len(found) - len(whole)
-
-
-def _decision(line: bytes) -> dict[str, Any] | None:
-    try:
-        decision = dict(json.loads(line))
-        checksum = decision.pop("crc32c")
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return decision if checksum == crc32c(json.dumps(decision).encode()) else None
+def write_decisions(path: Path, decisions: Sequence[Mapping[str, Any]]) -> None:
+    """Replace a staging folder's decisions; the newest are kept."""
+    write_json(path, {"decisions": decisions[-_DECISIONS:]})
 
 
 def read_lives(folder: RunFolder, run_id: str, rank: int) -> list[Measurements]:

@@ -1,17 +1,22 @@
-"""What a replica tells its trainer, the writer of its images, and recovery."""
+"""What trainer, writer and replica of a rank tell each other: one page each, and one class for all."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lowdiff.persistence.files.detached_process import ProcessSettings
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.files.shared_page import ImageMark, Page, PageReader, fitting, with_mark
+from lowdiff.persistence.files.shared_page import ImageMark, Page, PageReader
 from lowdiff.persistence.staging.histogram import SECONDS, HistogramValue
+
+#: So long may a text on a page become, in UTF-8.
+_TEXT_BYTES = 1000
+#: Fields that are values of their own.
+_PARTS = {"image": ImageMark, "batch_seconds": HistogramValue}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,8 @@ class WriterStatus:
     """What the writer has done.
 
     Attributes:
-        durable_step: Differentials up to here are fsynced; the base step at the start.
+        durable_step: Differentials up to here are fsynced; the base step at the start, -1 while
+            the writer has said nothing.
         durable_snapshot: Step of the newest fsynced snapshot of this incarnation, -1 for none.
         first_lost_step: First of the differentials that are not in segments, and were to be; it
             counts while no durable snapshot is behind `lost_step`.
@@ -40,7 +46,7 @@ class WriterStatus:
         closed: True once everything staged before the trainer's end is durable.
     """
 
-    durable_step: int
+    durable_step: int = -1
     durable_snapshot: int = -1
     first_lost_step: int = -1
     lost_step: int = -1
@@ -86,111 +92,20 @@ class TrainerStatus:
     """How far the trainer of one rank is.
 
     Attributes:
-        pid: Its process.
-        step: Newest staged step.
+        pid: Its process; 0 while the trainer has said nothing.
+        step: Newest staged step, -1 before the first.
         committed_step: Newest step that it knows to be staged on all ranks.
         committed_at_unix_seconds: When it staged its newest step.
         preempted: Whether it was told to stop soon.
         image: Its newest snapshot in staging; None before the first.
     """
 
-    pid: int
-    step: int
-    committed_step: int
-    committed_at_unix_seconds: float
-    preempted: bool
+    pid: int = 0
+    step: int = -1
+    committed_step: int = -1
+    committed_at_unix_seconds: float = 0.0
+    preempted: bool = False
     image: ImageMark | None = None
-
-
-class StatusPage:
-    """The writer's end."""
-
-    def __init__(self, path: Path, status: WriterStatus) -> None:
-        self._page = Page(path)
-        self.status = status
-        self.update()
-
-    def update(self, **changes: object) -> None:
-        """Change some fields and publish."""
-        self.status = replace(self.status, **changes)  # type: ignore[arg-type]
-        content = {f.name: getattr(self.status, f.name) for f in fields(WriterStatus)}
-        content["batch_seconds"] = self.status.batch_seconds.encoded()
-        content["error"] = fitting(self.status.error, 1000)
-        content["remote_error"] = fitting(self.status.remote_error, 600)
-        self._page.publish(content)
-
-
-class Complaints:
-    """What several tasks of the writer complain of, together in one field of its page."""
-
-    def __init__(self, page: StatusPage, field: str) -> None:
-        self._page = page
-        self._field = field
-        self._errors: dict[str, str] = {}
-
-    def report(self, task: str, error: str) -> None:
-        """Publish the errors of all tasks: the success of one says nothing about another."""
-        self._errors[task] = error
-        text = "; ".join(filter(None, self._errors.values()))
-        if text != getattr(self._page.status, self._field):
-            self._page.update(**{self._field: text})
-
-
-class StatusReader:
-    """The trainer's end; keeps the page mapped."""
-
-    def __init__(self, path: Path) -> None:
-        self._page = PageReader(path)
-        self._content: dict[str, Any] = {}
-        self._status = WriterStatus(durable_step=-1)
-
-    def read(self) -> WriterStatus:
-        """The newest whole status; ``durable_step`` is -1 while there is none."""
-        content = self._page.read()
-        if content and content is not self._content:
-            histogram = HistogramValue.decoded(content["batch_seconds"])
-            self._status = WriterStatus(**{**content, "batch_seconds": histogram})
-            self._content = content
-        return self._status
-
-
-def status_before(path: Path) -> WriterStatus:
-    """What a dead writer of this life said last."""
-    return StatusReader(path).read() if path.exists() else WriterStatus(durable_step=-1)
-
-
-class TrainerPage:
-    """Where the trainer says how far it is; nobody has to listen."""
-
-    def __init__(self, path: Path) -> None:
-        self._page = Page(path)
-
-    def publish(self, status: TrainerStatus) -> None:
-        """Replace what readers find."""
-        self._page.publish(asdict(status))
-
-
-def read_trainer_status(path: Path) -> TrainerStatus | None:
-    """What a trainer said last; None if it is not there or said nothing yet."""
-    try:
-        content = PageReader(path).read()
-    except FileNotFoundError:
-        return None
-    return TrainerStatus(**with_mark(content)) if content else None
-
-
-def read_trainer_image(path: Path) -> ImageMark | None:
-    """A trainer's newest whole image; None if there is none, or no trainer's page."""
-    status = read_trainer_status(path)
-    return None if status is None else status.image
-
-
-_ERROR_BYTES = 1000
-
-
-def has_replica(stage: StagingFolder) -> bool:
-    """Whether the state of that life is kept by a replica, and its log is only what followed."""
-    return stage.replica_status.exists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,39 +139,75 @@ class ReplicaStatus:
     image: ImageMark | None = None
 
 
-class ReplicaPage:
-    """The replica's end."""
+_Status = TypeVar("_Status", bound=WriterStatus | TrainerStatus | ReplicaStatus)
 
-    def __init__(self, path: Path) -> None:
+
+class StatusPage(Generic[_Status]):
+    """The page of the process that says how far it is; nobody has to listen."""
+
+    def __init__(self, path: Path, status: _Status) -> None:
         self._page = Page(path)
-        self.status = read_replica_status(path)
+        self.status = status
+        self.update()
 
     def update(self, **changes: object) -> None:
-        """Change some fields and publish them together."""
+        """Change some fields and publish them together; long texts are cut, so that all fits."""
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
-        error = fitting(self.status.error, _ERROR_BYTES)
-        self._page.publish({**asdict(self.status), "error": error})
+        content = asdict(self.status)
+        for name, value in content.items():
+            if isinstance(value, str):
+                text = value.encode(errors="replace")[:_TEXT_BYTES]
+                content[name] = text.decode(errors="ignore")
+        self._page.publish(content)
 
 
-class ReplicaReader:
+class StatusReader(Generic[_Status]):
     """The other end; keeps the page mapped."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: type[_Status]) -> None:
         self._page = PageReader(path)
+        self._content: dict[str, Any] = {}
+        self._status = kind()
 
-    def read(self) -> ReplicaStatus:
-        """The newest whole status."""
+    def read(self) -> _Status:
+        """The newest whole status; one of defaults while there is none."""
         content = self._page.read()
-        return ReplicaStatus(**with_mark(content)) if content else ReplicaStatus()
+        if content is not self._content:
+            parts = {
+                name: part(**content[name]) for name, part in _PARTS.items() if content.get(name)
+            }
+            self._status = replace(self._status, **content | parts)
+            self._content = content
+        return self._status
 
 
-def read_replica_status(path: Path) -> ReplicaStatus:
-    """What a replica said last.
+def read_status(path: Path, kind: type[_Status]) -> _Status:
+    """What a process said last; one of defaults if there is no page, or nothing on it."""
+    try:
+        return StatusReader(path, kind).read()
+    except FileNotFoundError:
+        return kind()
 
-    Raises:
-        FileNotFoundError: If there was none.
-    """
-    return ReplicaReader(path).read()
+
+class Complaints:
+    """What several tasks of the writer complain of, together in one field of its page."""
+
+    def __init__(self, page: StatusPage[WriterStatus], field: str) -> None:
+        self._page = page
+        self._field = field
+        self._errors: dict[str, str] = {}
+
+    def report(self, task: str, error: str) -> None:
+        """Publish the errors of all tasks: the success of one says nothing about another."""
+        self._errors[task] = error
+        text = "; ".join(filter(None, self._errors.values()))
+        if text != getattr(self._page.status, self._field):
+            self._page.update(**{self._field: text})
+
+
+def has_replica(stage: StagingFolder) -> bool:
+    """Whether the state of that life is kept by a replica, and its log is only what followed."""
+    return stage.replica_status.exists()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from lowdiff.errors import ConfigError, RunMismatch, StoreError
 from lowdiff.persistence.staging.measurements import Recorder
-from lowdiff.persistence.staging.status import Complaints, StatusPage
+from lowdiff.persistence.staging.status import Complaints, StatusPage, WriterStatus
 from lowdiff.persistence.writer.settings import WriterSettings
 
 _logger = logging.getLogger(__name__)
@@ -174,7 +174,9 @@ class StoreClient:
         complaints: What keeps which task from the store.
     """
 
-    def __init__(self, settings: WriterSettings, page: StatusPage, recorder: Recorder) -> None:
+    def __init__(
+        self, settings: WriterSettings, page: StatusPage[WriterStatus], recorder: Recorder
+    ) -> None:
         assert settings.store is not None
         self._settings = settings
         self._page = page

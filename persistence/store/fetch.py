@@ -41,7 +41,7 @@ from lowdiff.persistence.format.image import Manifest, check_shard, manifest_fil
 from lowdiff.persistence.run.catalog import complete_fences
 from lowdiff.persistence.run.fences import read_run_id
 from lowdiff.persistence.run.lineage import Span, lineage
-from lowdiff.persistence.run.segment_scan import list_segment
+from lowdiff.persistence.run.records import list_segment
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.types import Fence
 

@@ -18,9 +18,9 @@ from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.files.paths import RunFile
 from lowdiff.persistence.format.image import manifest_file, shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
-from lowdiff.persistence.run.segment_scan import list_segment
+from lowdiff.persistence.run.records import list_segment
 from lowdiff.persistence.staging.measurements import Recorder
-from lowdiff.persistence.staging.status import StatusPage
+from lowdiff.persistence.staging.status import StatusPage, WriterStatus
 from lowdiff.persistence.store.client import StoreClient
 from lowdiff.persistence.store.fetch import Listing
 from lowdiff.persistence.store.retention import spent
@@ -40,7 +40,9 @@ class Uploader:
     whose logs it makes durable: on a machine of its own, perhaps nobody else sees them.
     """
 
-    def __init__(self, settings: WriterSettings, page: StatusPage, recorder: Recorder) -> None:
+    def __init__(
+        self, settings: WriterSettings, page: StatusPage[WriterStatus], recorder: Recorder
+    ) -> None:
         self._settings = settings
         self._page = page
         self._client = StoreClient(settings, page, recorder)
@@ -355,7 +357,7 @@ class Uploader:
 
 
 def _is_sealed(path: Path) -> bool:
-    return SegmentFile(path).trailer is not None
+    return SegmentFile(path).footer is not None
 
 
 def _check_read(unread: Sequence[str]) -> None:

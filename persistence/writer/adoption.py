@@ -6,18 +6,25 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from lowdiff.errors import StorageError
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.files.shared_page import Page, PageReader
 from lowdiff.persistence.format.codec import Codec
-from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordRef
+from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordKind, RecordRef
 from lowdiff.persistence.format.segment_file import seal_left
-from lowdiff.persistence.retention.staging import only_staged, said_durable, staged_differentials
+from lowdiff.persistence.retention.staging import only_staged
 from lowdiff.persistence.run.catalog import complete_snapshots
-from lowdiff.persistence.staging.status import has_replica, read_trainer_status
+from lowdiff.persistence.staging.log import staged_records
+from lowdiff.persistence.staging.status import (
+    StatusPage,
+    TrainerStatus,
+    WriterStatus,
+    has_replica,
+    read_status,
+)
 from lowdiff.persistence.writer.segments import SegmentWriter, batches_of, require_run
 from lowdiff.persistence.writer.settings import WriterSettings
 
@@ -96,8 +103,7 @@ def _is_replaced(
 
 def _has_trained(settings: WriterSettings) -> bool:
     """Whether this rank's trainer has committed a step, for which it exchanged with all others."""
-    found = read_trainer_status(settings.staging.trainer_status)
-    return found is not None and found.step > settings.base_step
+    return read_status(settings.staging.trainer_status, TrainerStatus).step > settings.base_step
 
 
 def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
@@ -106,8 +112,9 @@ def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
     codec = Codec()
     segments: SegmentWriter | None = None
     staged: dict[int, RecordRef] = {}
-    for record in staged_differentials(stage):
-        staged.setdefault(record.header.step, record)
+    for _, record in staged_records(stage, must_read=True):
+        if record.header.kind is RecordKind.DIFFERENTIAL:
+            staged.setdefault(record.header.step, record)
     missing = only_staged(settings.folder, stage, staged)
     if missing:
         _doubt(stage, missing[0])
@@ -138,6 +145,6 @@ def _doubt(stage: StagingFolder, first: int) -> None:
     They are about to be written again, and that may fail: whoever finds them then must not rely on
     what was true of others.
     """
-    if said_durable(stage) >= first:
-        said = PageReader(stage.status).read()
-        Page(stage.status).publish({**said, "durable_step": first - 1})
+    said = read_status(stage.status, WriterStatus)
+    if said.durable_step >= first:
+        StatusPage(stage.status, replace(said, durable_step=first - 1))

@@ -296,13 +296,13 @@ class WriterProcess:
         # It multiplies no matrices, for which NumPy would start a thread for each core.
         return start_detached(module, self._settings, log, OPENBLAS_NUM_THREADS="1")
 
-    def _wait_for_status(self) -> StatusReader:
+    def _wait_for_status(self) -> StatusReader[WriterStatus]:
         path = self._settings.staging.status
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             # The file gets its size before its content, and content before its first status.
             if path.exists() and path.stat().st_size:
-                reader = StatusReader(path)
+                reader = StatusReader(path, WriterStatus)
                 if reader.read().durable_step >= 0:
                     return reader
             if self._process.poll() is not None:

@@ -15,7 +15,7 @@ from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.image import Manifest, manifest_file, shard_file
 from lowdiff.persistence.run.catalog import complete_snapshots
-from lowdiff.persistence.staging.status import has_replica, read_replica_status, read_trainer_image
+from lowdiff.persistence.staging.status import ReplicaStatus, TrainerStatus, read_status
 from lowdiff.persistence.writer.segments import make_run_directory
 from lowdiff.persistence.writer.settings import WriterSettings
 
@@ -35,10 +35,10 @@ def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
 
     Of two of one step it is the trainer's: the replica's may be gone once the other is durable.
     """
-    sources = [(read_trainer_image(staging.trainer_status), staging.snapshot)]
-    if has_replica(staging):
-        replica = read_replica_status(staging.replica_status)
-        sources.insert(0, (replica.image, staging.replica_image))
+    sources = (
+        (read_status(staging.replica_status, ReplicaStatus).image, staging.replica_image),
+        (read_status(staging.trainer_status, TrainerStatus).image, staging.snapshot),
+    )
     new: dict[int, StagedImage] = {}
     for mark, image in sources:
         if mark is not None and mark.step > step:

@@ -35,7 +35,7 @@ from lowdiff.persistence.staging.measurements import (
     write_measurements,
 )
 from lowdiff.persistence.staging.residual_slots import checksum_slots
-from lowdiff.persistence.staging.status import Complaints, StatusPage, status_before
+from lowdiff.persistence.staging.status import Complaints, StatusPage, WriterStatus, read_status
 from lowdiff.persistence.store.uploader import Uploader
 from lowdiff.persistence.writer.adoption import adopt_predecessors
 from lowdiff.persistence.writer.images import (
@@ -75,7 +75,7 @@ class Writer:
         self._codec = Codec()
         self._queue: asyncio.Queue[Batch | StagedImage | None] = asyncio.Queue(maxsize=2)
         # A restarted writer goes on after what its predecessor made durable.
-        before = status_before(settings.staging.status)
+        before = read_status(settings.staging.status, WriterStatus)
         known = before.durable_step
         durable = durable_step(
             settings.folder, settings.incarnation, settings.rank, settings.base_step, known

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from lowdiff.persistence.files.detached_process import DetachedProcess, start_detached
 from lowdiff.persistence.staging.status import (
-    ReplicaPage,
-    ReplicaReader,
     ReplicaSettings,
     ReplicaStatus,
+    StatusPage,
+    StatusReader,
+    read_status,
 )
 from lowdiff.persistence.writer.handle import Deaths
 
@@ -32,8 +33,9 @@ class ReplicaProcess:
         """Start a replica that knows nothing; one before, if there was any, was stopped."""
         settings = self._settings
         self._deaths = Deaths("the replica", settings.staging.replica_log, settings.rank, _logger)
-        ReplicaPage(settings.staging.replica_status).update()
-        self._status = ReplicaReader(settings.staging.replica_status)
+        page = settings.staging.replica_status
+        StatusPage(page, read_status(page, ReplicaStatus))
+        self._status = StatusReader(page, ReplicaStatus)
         self._process = self._start()
         self.is_stopped = False
         self._checked = time.monotonic()

@@ -32,11 +32,13 @@ from lowdiff.persistence.run.fences import read_fence
 from lowdiff.persistence.run.records import StoredRecord
 from lowdiff.persistence.staging.log import LogTail
 from lowdiff.persistence.staging.status import (
-    ReplicaPage,
     ReplicaSettings,
+    ReplicaStatus,
+    StatusPage,
     StatusReader,
     TrainerStatus,
-    read_trainer_status,
+    WriterStatus,
+    read_status,
 )
 from lowdiff.recovery.compare import largest_difference
 from lowdiff.recovery.images import shard_images
@@ -97,13 +99,14 @@ class Replica:
         self._staging = settings.staging
         self._fence = read_fence(settings.folder.fence(settings.incarnation, settings.rank))
         self._tail = LogTail(self._staging, self._pass_over)
-        self._page = ReplicaPage(self._staging.replica_status)
+        path = self._staging.replica_status
+        self._page = StatusPage(path, read_status(path, ReplicaStatus))
         # What was tried again by an earlier process is no trouble of this one's yet.
         error = self._page.status.error if self._page.status.generation < 0 else ""
         self._page.update(applied_steps=0, apply_seconds=0.0, error=error)
         made = self._page.status.image
         self._image_step = -1 if made is None else made.step
-        self._writer = StatusReader(self._staging.status)
+        self._writer = StatusReader(self._staging.status, WriterStatus)
         self._holds_image = self._staging.replica_image.exists()
         self._pace = ImagePace(settings)
         self._is_trainer_gone = False
@@ -130,7 +133,7 @@ class Replica:
         while not self._look_for_trainer():
             record = record or self._tail.next()
             # Read behind the record, or that could overtake the image that it follows.
-            trainer = read_trainer_status(self._staging.trainer_status)
+            trainer = read_status(self._staging.trainer_status, TrainerStatus)
             image = self._new_image(trainer)
             if image is not None and (record is None or record.header.step > image.step):
                 work, record_after = partial(self._load, image), record
@@ -171,14 +174,13 @@ class Replica:
             self._is_trainer_gone = is_closed or is_orphan
         return self._is_trainer_gone
 
-    def _is_committed(self, step: int, trainer: TrainerStatus | None) -> bool:
+    def _is_committed(self, step: int, trainer: TrainerStatus) -> bool:
         """Whether every rank has staged a step: only then can none of them go back behind it."""
-        committed_step = -1 if trainer is None else trainer.committed_step
-        return self._settings.world_size == 1 or step <= committed_step
+        return self._settings.world_size == 1 or step <= trainer.committed_step
 
-    def _new_image(self, trainer: TrainerStatus | None) -> ImageMark | None:
+    def _new_image(self, trainer: TrainerStatus) -> ImageMark | None:
         """The trainer's newest image, if it is committed and was not taken over yet."""
-        image, status = None if trainer is None else trainer.image, self._page.status
+        image, status = trainer.image, self._page.status
         if image is None or not self._is_committed(image.step, trainer):
             return None
         return image if image.step > status.image_step and image.step >= status.step else None
@@ -245,12 +247,6 @@ class Replica:
 
     def _step(self, shard: Shard, step: Step) -> None:
         """Apply a step in place; or, where that makes state of a new shape, into a new file."""
-        if names := shard.unsettled(step):
-            private = self._privately(step)
-            if any(o.state.get(name) for name in names for o in private.optimizers):
-                self._begin(private)
-                return
-            shard.settle(names)
         try:
             shard.apply(step)
         except SlotTooSmall:

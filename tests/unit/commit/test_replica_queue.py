@@ -27,10 +27,9 @@ from lowdiff.persistence.format.image import PARAMETER
 from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.staging.log import StagingLog
-from lowdiff.persistence.staging.status import ReplicaStatus, read_replica_status
+from lowdiff.persistence.staging.status import ReplicaStatus, read_status
 from lowdiff.recovery import recover
 from lowdiff.recovery.inspect.verify import verify
-from lowdiff.recovery.replay.unit import Scratch
 from lowdiff.recovery.replica.file import ReplicaFile
 from lowdiff.recovery.replica.share import Shard, share_step
 from tests.faults.victim import ONE_WORKER, TinyTraining, digest_of
@@ -97,7 +96,7 @@ class Life:
 
     def replica_page(self) -> ReplicaStatus:
         """What the replica tells of itself."""
-        return read_replica_status(self.stage.replica_status)
+        return read_status(self.stage.replica_status, ReplicaStatus)
 
     def signal(self, process: str, number: signal.Signals) -> None:
         """Send a signal to the ``writer`` or ``replica``."""
@@ -173,13 +172,12 @@ def test_killed_in_the_middle_of_a_step_memory_holds_each_step_once(
     life.kill()
     catalog = scan(RunFolder(tmp_path / "run"), [tmp_path / "staging"])
     fence = catalog.incarnations[0].fence
-    generation = read_replica_status(stage.replica_status).generation
+    generation = read_status(stage.replica_status, ReplicaStatus).generation
     file = ReplicaFile.open(stage.replica_state(generation), private=False)
     shard = Shard(file, fence, journaled=True)
     step = share_step(catalog.records[0, 0][5], fence)
-    scratch = Scratch(max(unit.scratch_elements for unit in file.units))
     for index, unit in list(enumerate(shard._built()))[: 1 if parts == 1 else None]:
-        shard._step_unit(index, unit, step, scratch)
+        shard._step_unit(index, unit, step)
     assert shard.step == 4
     life.assert_recovered()
 
@@ -211,7 +209,7 @@ def test_how_far_it_is_from_the_trainers_snapshot_is_told(tmp_path: Path) -> Non
     for step, (change, drift) in enumerate(changes.items(), start=1):
         life.run(step)
         life.wait(lambda stats: stats["replica_step"] == life.step)
-        generation = read_replica_status(stage.replica_status).generation
+        generation = read_status(stage.replica_status, ReplicaStatus).generation
         file = ReplicaFile.open(stage.replica_state(generation), private=False)
         name, parameter = next(iter(life.training.model.named_parameters()))
         weights = file.tensors()[PARAMETER + name]
@@ -219,7 +217,7 @@ def test_how_far_it_is_from_the_trainers_snapshot_is_told(tmp_path: Path) -> Non
         parameter.data.view(-1)[0] = weights[0] = 1.0
         weights[0] += change
         life.snapshot()
-        while read_replica_status(stage.replica_status).image_step != step:
+        while read_status(stage.replica_status, ReplicaStatus).image_step != step:
             time.sleep(0.01)
         assert life.checkpointer.stats()["replica_drift"] == drift
     life.kill()

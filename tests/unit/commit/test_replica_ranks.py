@@ -24,7 +24,7 @@ from lowdiff.commit.replica_queue import ReplicatedStager
 from lowdiff.compressors import TopK
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.staging.status import read_replica_status, read_trainer_status
+from lowdiff.persistence.staging.status import ReplicaStatus, TrainerStatus, read_status
 from tests.crash.pool import Pool
 from tests.faults.victim import TinyTraining
 from tests.unit.persistence.s3_server import S3Server
@@ -181,7 +181,7 @@ def train_until_storage_fails(rank: int, _: int, folder: Path, hangs: str) -> tu
     life.wait(
         lambda: (
             life.checkpointer.stats()["durable_snapshot"] == 0
-            and read_replica_status(life.stage.replica_status).image_step == 0
+            and read_status(life.stage.replica_status, ReplicaStatus).image_step == 0
         )
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -248,8 +248,7 @@ def watched_while_preempted(rank: int, _: int, folder: Path) -> list[tuple[bool,
     shown: list[tuple[bool, int, float]] = []
 
     def look() -> None:
-        page = read_trainer_status(life.stage.trainer_status)
-        assert page is not None
+        page = read_status(life.stage.trainer_status, TrainerStatus)
         shown.append((page.preempted, page.step, page.committed_at_unix_seconds))
 
     if rank == 1:

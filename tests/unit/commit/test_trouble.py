@@ -27,7 +27,7 @@ from lowdiff.persistence.format.framing import HEADER_BYTES
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.run.catalog import last_segment
 from lowdiff.persistence.staging.log import staged_records
-from lowdiff.persistence.staging.status import status_before
+from lowdiff.persistence.staging.status import WriterStatus, read_status
 from tests.crash.pool import Pool
 from tests.mounts import fill, tmpfs, tmpfs_or_skip
 from tests.unit.loops import Loop, small_model, wait_until, wait_until_lost
@@ -292,7 +292,7 @@ def test_a_step_that_was_damaged_in_memory_is_said_and_a_snapshot_follows(
         file.seek(record.offset + HEADER_BYTES)
         file.write(bytes([record.body[0] ^ 1]))
     os.kill(stats()["writer_pid"], signal.SIGCONT)
-    wait_until(lambda: status_before(stage.status).lost_step == 4)
+    wait_until(lambda: read_status(stage.status, WriterStatus).lost_step == 4)
     assert stats()["durable_step"] == 3
     loop.step(10)
     loop.checkpointer.commit()

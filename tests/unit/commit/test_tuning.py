@@ -23,7 +23,7 @@ from lowdiff.persistence.run.fences import read_run_id
 from lowdiff.persistence.staging.measurements import (
     Measurements,
     Recorder,
-    read_decisions,
+    gather_measurements,
     read_lives,
 )
 from lowdiff.persistence.writer.handle import WriterProcess
@@ -216,7 +216,7 @@ def train_tuned(rank: int, world_size: int, folder: str, until: int) -> tuple[in
         model(inputs).square().mean().backward()
         optimizer.step()
     (stage,) = StagingFolder.all(Path(folder, f"staging-{rank}"))
-    decisions = read_decisions(stage.decisions)[0]
+    decisions = list(gather_measurements(stage, "", world_size, ended="").decisions)
     checkpointer.close()
     return resumed, decisions
 
@@ -340,7 +340,7 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
     after = Setting(ranks[0].cadence.snapshot_every, ranks[0].cadence.batch_size)
     assert after.batch_size > before.batch_size
     assert ranks[2].keeps_up()
-    decisions = [read_decisions(rank.staging.decisions)[0] for rank in ranks]
+    decisions = [gather_measurements(rank.staging, "", 1, ended="").decisions for rank in ranks]
     settings = [
         [(d["step"], d["snapshot_every"], d["batch_size"]) for d in all_] for all_ in decisions
     ]

@@ -21,7 +21,7 @@ from lowdiff.persistence.format.image import ImageTensor, stage_image
 from lowdiff.persistence.format.sections import read_sections
 from lowdiff.persistence.run.fences import create_run
 from lowdiff.persistence.staging.log import StagingLog
-from lowdiff.persistence.staging.status import TrainerPage, TrainerStatus, WriterStatus
+from lowdiff.persistence.staging.status import StatusPage, TrainerStatus, WriterStatus
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.persistence.writer.settings import WriterSettings
 from lowdiff.types import Section
@@ -84,8 +84,8 @@ def stage_snapshot(log: StagingLog, step: int, num_items: int) -> None:
     data = noise(step, num_items)
     image = ImageTensor("model/w", "U32", (num_items,), data.data.cast("B"))
     mark = ImageMark(step, *stage_image(log.folder.snapshot, [image]))
-    page = TrainerPage(log.folder.trainer_status)
-    page.publish(TrainerStatus(os.getpid(), step, step, 0.0, preempted=False, image=mark))
+    trainer = TrainerStatus(os.getpid(), step, step, image=mark)
+    StatusPage(log.folder.trainer_status, trainer)
 
 
 @contextmanager

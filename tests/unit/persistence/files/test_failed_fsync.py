@@ -13,9 +13,11 @@ from crc32c import crc32c
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, FileKind, read_records
 from lowdiff.persistence.format.image import manifest_file
-from lowdiff.persistence.retention.staging import clear_staging, staged_differentials
+from lowdiff.persistence.format.segment_file import SegmentFile
+from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.fences import write_fence
 from lowdiff.persistence.run.owner import claim
+from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import StatusPage, WriterStatus
 from lowdiff.persistence.writer.adoption import adopt_predecessors
 from lowdiff.persistence.writer.images import StagedImage, persist_image
@@ -43,7 +45,7 @@ def dead(tmp_path: Path, kernel: ForgetfulKernel) -> WriterSettings:
     log = log_of(settings)
     for step in range(1, STEPS + 1):
         append(log, step)
-    records = list(staged_differentials(settings.staging))
+    records = [record for _, record in staged_records(settings.staging)]
     header = FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, sequence=0)
     segments = SegmentWriter(settings.folder, header, settings.segment_bytes)
     for first, last in ((0, DURABLE), (DURABLE, STEPS)):
@@ -90,7 +92,9 @@ def test_what_is_known_to_be_durable_is_not_written_again(
     dead: WriterSettings, kernel: ForgetfulKernel
 ) -> None:
     assert durable_step(dead.folder, 0, 0, 0, known_step=STEPS) == STEPS
-    assert not kernel.rewritten
+    footer = SegmentFile(segment(dead)).footer
+    assert footer is not None, "it is sealed"
+    assert min(start for start, _ in kernel.rewritten) == footer.end, "and only that is new"
     kernel.fail_next(".seg")
     assert durable_step(dead.folder, 0, 0, 0, known_step=DURABLE) == DURABLE, "the rest is not"
     assert durable_step(dead.folder, 0, 0, 0, known_step=-1) == STEPS

@@ -167,7 +167,7 @@ def test_a_full_disk_is_freed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_what_will_be_missing_is_written_down_once_a_snapshot_made_room_for_it(
+def test_what_will_be_missing_is_written_down_once_snapshots_made_room_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     folder = complete_run(tmp_path / "run", [0, 10, 20, 30], world_size=1)
@@ -177,7 +177,7 @@ def test_what_will_be_missing_is_written_down_once_a_snapshot_made_room_for_it(
     def full(*arguments: Any) -> None:
         snapshots.append(on_disk(folder)[0])
         assert on_disk(folder)[1] == before[1], "no segment goes without a word"
-        if len(snapshots) < 3:
+        if len(snapshots) < 2 or number == errno.EIO:
             raise OSError(number, os.strerror(number))
         write_json(*arguments)
 
@@ -188,7 +188,7 @@ def test_what_will_be_missing_is_written_down_once_a_snapshot_made_room_for_it(
         assert on_disk(folder) == before
     else:
         collect(folder, RUN_ID, Retention(1))
-        assert snapshots == [[0, 10, 20, 30], [10, 20, 30], [20, 30]]
+        assert snapshots == [[0, 10, 20, 30], [30]]
         assert on_disk(folder) == ([30], [(0, 31)])
         assert read_notes(folder, RUN_ID).collected == Collected(((0, 1, 30),))
 

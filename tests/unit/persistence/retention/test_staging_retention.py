@@ -142,8 +142,7 @@ def test_a_folder_that_cannot_be_read_stays(
         raise DamagedFile(path, "it cannot be read ([Errno 5] Input/output error)")
 
     with monkeypatch.context() as patch:
-        for module in ("staging", "staging_retention"):
-            patch.setattr(f"lowdiff.persistence.{module}.read_view", broken)
+        patch.setattr("lowdiff.persistence.staging.log.read_view", broken)
         verdict = cleared(stage)
     assert not verdict.goes
     assert verdict.reason.startswith("it may hold steps, but ")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, NewerFormat, NotARun, RunInUse
+from lowdiff.errors import DamagedFile, NotARun, OtherFormat, RunInUse
 from lowdiff.persistence.files.durable import make_directory, write_json
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.codec import Codec
@@ -266,7 +266,7 @@ def test_files_of_a_later_version_stop_the_scan_by_name(folder: RunFolder) -> No
     text = json.dumps(later, sort_keys=True, separators=(",", ":")).encode()
     content = {**later, "crc32c": crc32c(text)}
     folder.fence(0, 0).write_text(json.dumps(content))
-    with pytest.raises(NewerFormat, match=r"rank-0000\.json has format version 3"):
+    with pytest.raises(OtherFormat, match=r"rank-0000\.json has format version 3"):
         scan(folder)
 
 
@@ -316,7 +316,7 @@ def test_files_that_retention_removes_during_the_scan_are_no_damage(
         manifest_file(folder.snapshot(0, 1), 0).unlink(missing_ok=True)
         return read(path)
 
-    monkeypatch.setattr("lowdiff.persistence.run.segment_scan.SegmentFile", open_late)
+    monkeypatch.setattr("lowdiff.persistence.run.records.SegmentFile", open_late)
     monkeypatch.setattr(Manifest, "read", read_late)
     found = scan(folder)
     assert listed(found) == {2: False}

@@ -14,7 +14,7 @@ from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.framing import RecordHeader, RecordRef
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.progress import RunWatch
-from lowdiff.persistence.staging.status import StatusPage, TrainerPage, TrainerStatus, WriterStatus
+from lowdiff.persistence.staging.status import StatusPage, TrainerStatus, WriterStatus
 from tests.unit.loops import Loop
 
 
@@ -51,7 +51,7 @@ def test_a_run_is_watched_while_it_trains_after_its_death_and_after_its_staging_
     loop.die()
     page = tmp_path / "staging" / live.run_id / "i000000-r0000" / "trainer"
     # This process lives on; no process has a number as large as this one.
-    TrainerPage(page).publish(TrainerStatus(2**22 + 1, 7, 6, 1e9, True))
+    StatusPage(page, TrainerStatus(2**22 + 1, 7, 6, 1e9, True))
     (dead,) = watch.look(1e9 + 5).ranks
     assert (dead.trainer, dead.staged_step, dead.preempted) == ("gone", 7, True)
     assert dead.commit_age_seconds == 5

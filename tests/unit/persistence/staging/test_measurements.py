@@ -14,11 +14,10 @@ from lowdiff.persistence.staging.measurements import (
     WINDOW,
     Measurements,
     Recorder,
-    RecordReader,
-    append_decision,
     gather_measurements,
-    read_decisions,
     read_measurements,
+    read_recorded,
+    write_decisions,
     write_measurements,
 )
 
@@ -95,7 +94,7 @@ def test_full_windows_of_all_kinds_fit_on_a_page(tmp_path: Path) -> None:
     recorder.note(processor="p" * 60, host="h" * 60)
     for _ in range(3):
         recorder.publish()
-    samples, facts = RecordReader(tmp_path / "page").read()
+    samples, facts = read_recorded(tmp_path / "page")
     assert samples == recorder.samples()
     assert facts == recorder.facts()
     assert [len(values) for values in samples.values()] == [WINDOW] * 9
@@ -103,16 +102,15 @@ def test_full_windows_of_all_kinds_fit_on_a_page(tmp_path: Path) -> None:
 
 
 def test_a_page_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
-    reader = RecordReader(tmp_path / "page")
-    assert reader.read() == ({}, {})
+    assert read_recorded(tmp_path / "page") == ({}, {})
     (tmp_path / "page").touch()
-    assert reader.read() == ({}, {})
+    assert read_recorded(tmp_path / "page") == ({}, {})
     (tmp_path / "page").unlink()
     recorder = Recorder(tmp_path / "page")
-    assert reader.read() == ({}, {})
+    assert read_recorded(tmp_path / "page") == ({}, {})
     recorder.note(steps=2.0)
     recorder.publish()
-    assert reader.read() == ({}, {"steps": 2.0})
+    assert read_recorded(tmp_path / "page") == ({}, {"steps": 2.0})
 
 
 def test_pages_of_trainer_and_writer_make_one_document(tmp_path: Path) -> None:
@@ -123,9 +121,9 @@ def test_pages_of_trainer_and_writer_make_one_document(tmp_path: Path) -> None:
     trainer.publish()
     writer.observe("batch_seconds", 0.1)
     writer.publish()
-    append_decision(staging.decisions, {"step": 8})
+    write_decisions(staging.decisions, [{"step": 8}])
     found = gather_measurements(staging, "00" * 16, 2, ended="died")
-    assert found.samples == {"iteration_seconds": [0.5], "batch_seconds": [0.1]}
+    assert found.samples == {"iteration_seconds": (0.5,), "batch_seconds": (0.1,)}
     assert found.facts == {"steps": 4.0}
     assert (found.ended, found.decisions) == ("died", [{"step": 8}])
     trainer.note(ended="closed")
@@ -133,11 +131,19 @@ def test_pages_of_trainer_and_writer_make_one_document(tmp_path: Path) -> None:
     assert gather_measurements(staging, "00" * 16, 2, ended="died").ended == "closed"
 
 
-def test_a_decision_that_is_being_written_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "decisions"
-    assert read_decisions(path)[0] == []
-    append_decision(path, {"step": 1})
-    append_decision(path, {"step": 2})
-    with path.open("a") as file:
-        file.write('{"step": 3, "reas')
-    assert read_decisions(path)[0] == [{"step": 1}, {"step": 2}]
+def test_decisions_are_whole_or_said_to_be_lost_at_the_end_of_a_life(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    staging = StagingFolder(tmp_path, 3, 1)
+    decisions = [{"step": step, "reasons": ["\u00e9"]} for step in range(300)]
+    write_decisions(staging.decisions, decisions)
+    assert gather_measurements(staging, "00" * 16, 2, ended="died").decisions == decisions[-200:]
+    whole = staging.decisions.read_bytes()
+    for offset in range(0, len(whole), 97):
+        damaged = bytearray(whole)
+        damaged[offset] ^= 4
+        staging.decisions.write_bytes(damaged)
+        assert gather_measurements(staging, "00" * 16, 2, ended="").decisions == []
+    assert caplog.text == ""  # while it lives they are gathered every few seconds
+    assert gather_measurements(staging, "00" * 16, 2, ended="died").decisions == []
+    assert f"decisions of the tuner are lost: {staging.decisions}" in caplog.text

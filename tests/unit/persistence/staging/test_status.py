@@ -32,14 +32,14 @@ def path(tmp_path: Path) -> Path:
 
 def test_every_field_is_read_as_it_was_published(path: Path) -> None:
     page = StatusPage(path, WriterStatus(durable_step=5))
-    assert StatusReader(path).read() == WriterStatus(durable_step=5)
+    assert StatusReader(path, WriterStatus).read() == WriterStatus(durable_step=5)
     page.update(**{f.name: getattr(FULL, f.name) for f in dataclasses.fields(FULL)})
-    assert StatusReader(path).read() == FULL
+    assert StatusReader(path, WriterStatus).read() == FULL
 
 
 def test_an_update_is_seen_by_a_reader_that_is_open(path: Path) -> None:
     page = StatusPage(path, WriterStatus(durable_step=0))
-    reader = StatusReader(path)
+    reader = StatusReader(path, WriterStatus)
     for step in range(1, 6):
         page.update(durable_step=step)
         assert reader.read().durable_step == step
@@ -50,14 +50,14 @@ def test_a_later_writer_goes_on_with_the_page_of_an_earlier_one(path: Path) -> N
     for life in range(3):
         page = StatusPage(path, WriterStatus(durable_step=10 * life))
         page.update(batches=life)
-        reader_of_first = reader_of_first or StatusReader(path)
+        reader_of_first = reader_of_first or StatusReader(path, WriterStatus)
         assert reader_of_first.read() == WriterStatus(durable_step=10 * life, batches=life)
 
 
 @pytest.mark.parametrize("content", [b"", bytes(2 * SLOT)], ids=["no length yet", "all zero"])
 def test_a_page_without_a_status_reads_as_nothing_durable(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    assert StatusReader(path).read() == WriterStatus(durable_step=-1)
+    assert StatusReader(path, WriterStatus).read() == WriterStatus(durable_step=-1)
 
 
 def published(path: Path) -> tuple[bytes, bytes, int]:
@@ -87,7 +87,7 @@ def test_an_update_torn_anywhere_reads_as_the_old_status_or_the_new_one(path: Pa
             torn = first[: start + cut] + last[start + cut : start + SLOT]
             whole = torn + first[start + SLOT :] if start == 0 else torn
             path.write_bytes(whole)
-            status = StatusReader(path).read()
+            status = StatusReader(path, WriterStatus).read()
             assert (status.durable_step, status.error) in ((2, "first"), (3, "second"))
 
 
@@ -95,13 +95,13 @@ def test_every_flip_in_the_newest_slot_reads_as_the_old_status_or_the_new_one(pa
     _, after, start = published(path)
     for position in range(start, start + 16 + 120):
         path.write_bytes(after[:position] + bytes([after[position] ^ 255]) + after[position + 1 :])
-        status = StatusReader(path).read()
+        status = StatusReader(path, WriterStatus).read()
         assert (status.durable_step, status.error) in ((2, "first"), (3, "second"))
 
 
 def test_a_reader_that_meets_two_torn_slots_keeps_what_it_read_before(path: Path) -> None:
     StatusPage(path, FULL)
-    reader = StatusReader(path)
+    reader = StatusReader(path, WriterStatus)
     assert reader.read() == FULL
     with path.open("r+b") as file:
         file.write(bytes(2 * SLOT))
@@ -110,7 +110,7 @@ def test_a_reader_that_meets_two_torn_slots_keeps_what_it_read_before(path: Path
 
 def test_a_reader_beside_a_busy_writer_never_goes_back(path: Path) -> None:
     page = StatusPage(path, WriterStatus(durable_step=0))
-    reader = StatusReader(path)
+    reader = StatusReader(path, WriterStatus)
     done = threading.Event()
 
     def write() -> None:
@@ -137,7 +137,7 @@ def test_a_long_error_in_any_alphabet_fits_its_slot_and_keeps_its_beginning(
     page = StatusPage(path, WriterStatus(durable_step=1))
     for _ in range(2):  # into both slots
         page.update(error="StorageError: " + 5000 * letter)
-        error = StatusReader(path).read().error
+        error = StatusReader(path, WriterStatus).read().error
         assert error.startswith("StorageError: " + letter.encode(errors="replace").decode())
         assert 900 < len(error.encode()) <= 1000
     assert path.stat().st_size == 2 * SLOT

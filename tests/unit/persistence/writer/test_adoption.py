@@ -25,7 +25,7 @@ from lowdiff.persistence.format.image import Manifest, manifest_file
 from lowdiff.persistence.retention.journal import note_collected
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.staging.log import StagingLog
-from lowdiff.persistence.staging.status import TrainerPage, TrainerStatus
+from lowdiff.persistence.staging.status import StatusPage, TrainerStatus
 from lowdiff.persistence.writer.adoption import adopt_predecessors
 from lowdiff.persistence.writer.settings import WriterSettings
 from tests.unit.persistence.network_disk import keep_open
@@ -260,8 +260,6 @@ def test_a_chunk_that_cannot_be_read_is_no_empty_one(
     settings = settings_in(tmp_path, incarnation=1, base_step=20)
     with monkeypatch.context() as patch:
         patch.setattr("lowdiff.persistence.staging.log.read_view", broken)  # for a moment
-        assert "could not be read a moment ago" in adopt_predecessors(settings, threading.Event())
-        patch.setattr("lowdiff.persistence.retention.staging.read_view", broken)
         assert "Input/output error" in adopt_predecessors(settings, threading.Event())
     assert dead.staging.root.exists()
     assert adopt_predecessors(settings, threading.Event()) == ""
@@ -313,13 +311,12 @@ def test_a_replicas_memory_stays_until_no_rank_can_fail_to_begin(
     )
     snapshot(settings, rank=0)  # its own base is durable; the other rank still starts
     make_directory(settings.staging.root)
-    page = TrainerPage(settings.staging.trainer_status)
-    page.publish(TrainerStatus(0, 3, 3, 0.0, False))
+    page = StatusPage(settings.staging.trainer_status, TrainerStatus(0, 3, 3))
     adopting = threading.Thread(target=adopt, args=[settings])
     adopting.start()
     time.sleep(0.3)
     assert dead.staging.root.exists()
-    page.publish(TrainerStatus(0, 4, 3, 0.0, False))  # a step for which both were needed
+    page.update(step=4)  # a step for which both were needed
     adopting.join(20)
     assert not dead.staging.root.exists()
 
@@ -331,7 +328,7 @@ def test_what_a_life_does_not_go_on_from_stays_until_that_life_has_begun(
     """Until then the life before is the run's history, and only there is its newest residual."""
     dead = predecessor(tmp_path, range(1, 4))
     settings = settings_in(tmp_path, incarnation=1, world_size=2, continues=False)
-    page = TrainerPage(settings.staging.trainer_status)
+    page = StatusPage(settings.staging.trainer_status, TrainerStatus())
     snapshot(settings, rank=0)
     gone = threading.Event()
     gone.set()
@@ -343,6 +340,6 @@ def test_what_a_life_does_not_go_on_from_stays_until_that_life_has_begun(
     if how == "its first snapshot":
         snapshot(settings, rank=1)
     else:
-        page.publish(TrainerStatus(0, 1, 0, 0.0, False))
+        page.update(step=1)
     adopting.join(PATIENCE_SECONDS)
     assert not dead.staging.root.exists()

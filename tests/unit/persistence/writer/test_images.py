@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.shared_page import ImageMark
-from lowdiff.persistence.staging.status import ReplicaPage, TrainerPage, TrainerStatus
+from lowdiff.persistence.staging.status import ReplicaStatus, StatusPage, TrainerStatus
 from lowdiff.persistence.writer.images import newer_images
 
 
@@ -15,9 +15,9 @@ def test_of_two_of_one_step_the_trainers_counts_and_the_oldest_comes_first(tmp_p
     staging.root.mkdir(parents=True)
     assert newer_images(staging, -1) == []
     trainer = TrainerStatus(1, 20, 20, 0.0, preempted=False, image=ImageMark(20, 5, 2))
-    TrainerPage(staging.trainer_status).publish(trainer)
+    StatusPage(staging.trainer_status, trainer)
     assert [(i.step, i.image) for i in newer_images(staging, 10)] == [(20, staging.snapshot)]
-    replica = ReplicaPage(staging.replica_status)
+    replica = StatusPage(staging.replica_status, ReplicaStatus())
     replica.update(image=ImageMark(20, 5, 1))
     assert [(i.step, i.image) for i in newer_images(staging, 10)] == [(20, staging.snapshot)]
     replica.update(image=ImageMark(30, 5, 3))
