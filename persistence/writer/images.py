@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiofiles
 from crc32c import crc32c
 
 from lowdiff.errors import StorageError
@@ -75,18 +73,18 @@ def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
     return newest
 
 
-async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
+def persist_image(settings: WriterSettings, image: StagedImage) -> None:
     """Make one rank's shard durable; after a failure the same one can be given again.
 
     Raises:
         StorageError: If the staged image changed while it was copied.
     """
     folder = settings.folder.snapshot(settings.incarnation, image.step)
-    await asyncio.to_thread(make_run_directory, settings.folder, folder)
+    make_run_directory(settings.folder, folder)
     target = shard_file(folder, settings.rank)
     partial = target.with_name(target.name + ".partial")
     try:
-        await _copy_image(image, partial)
+        _copy_image(image, partial)
     except OSError:
         partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
         raise
@@ -100,20 +98,20 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
         checksum=image.checksum,
     )
     partial.replace(target)
-    await asyncio.to_thread(fsync_directory, folder)
+    fsync_directory(folder)
     # An earlier attempt's manifest says the same.
-    await asyncio.to_thread(write_json, manifest_file(folder, settings.rank), manifest.document())
+    write_json(manifest_file(folder, settings.rank), manifest.document())
 
 
-async def _copy_image(mark: StagedImage, partial: Path) -> None:
+def _copy_image(mark: StagedImage, partial: Path) -> None:
     source = read_view(mark.image)[: mark.bytes]
     checksum = 0
-    async with aiofiles.open(partial, "wb") as file:
+    with partial.open("wb") as file:
         for start in range(0, mark.bytes, _COPY_BYTES):
             piece = source[start : start + _COPY_BYTES]
             checksum = crc32c(piece, checksum)
-            await file.write(piece)
-        await file.flush()
-        await asyncio.to_thread(os.fsync, file.fileno())
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
     if checksum != mark.checksum:
         raise StorageError(f"the staged snapshot of step {mark.step} changed before it was durable")

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -59,6 +60,7 @@ _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.005
 _RETRY_SECONDS = 1.0
 _MEASUREMENTS_SECONDS = 10.0
+_NUM_THREADS = 12
 
 
 _Work = TypeVar("_Work")
@@ -108,6 +110,8 @@ class Writer:
 
         The lock is given back once all is durable: a next incarnation need not wait for a store.
         """
+        # Enough that neither a store nor an adoption takes the thread of a durable write.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_NUM_THREADS))
         uploading = None
         if self._uploader is not None:
             uploading = asyncio.create_task(self._uploader.run())
@@ -240,14 +244,14 @@ class Writer:
             if isinstance(work, StagedImage):
                 if copying is not None:
                     await copying
-                await self._segments.seal()
+                await asyncio.to_thread(self._segments.seal)
                 copying = asyncio.create_task(self._snapshot(work))
             else:
                 self._batch_began = time.monotonic()
                 await self._retrying(self._persist_batch, work)
         if copying is not None:
             await copying
-        await self._segments.seal()
+        await asyncio.to_thread(self._segments.seal)
 
     async def _next(self) -> Batch | StagedImage | None:
         """What is to be made durable next; meanwhile a segment that is old enough goes to the store."""
@@ -259,7 +263,7 @@ class Writer:
             try:
                 return await asyncio.wait_for(self._queue.get(), left)
             except asyncio.TimeoutError:
-                await self._segments.seal()
+                await asyncio.to_thread(self._segments.seal)
                 if self._uploader is not None:
                     self._uploader.wake(batch=True)
 
@@ -299,7 +303,7 @@ class Writer:
             raise WriterFailed(f"{self._settings.run} is gone, and so is its trainer") from error
 
     async def _persist_batch(self, batch: Batch) -> None:
-        written = await self._segments.append(batch)
+        written = await asyncio.to_thread(self._segments.append, batch)
         status = self._status.status
         seconds = time.monotonic() - self._batch_began
         self._batch_seconds.observe(seconds)
@@ -335,7 +339,7 @@ class Writer:
     async def _persist_snapshot(self, image: StagedImage) -> None:
         settings = self._settings
         began = time.monotonic()
-        await persist_image(settings, image)
+        await asyncio.to_thread(persist_image, settings, image)
         self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
         self._recorder.note(snapshot_bytes=image.bytes)
         self._recorder.publish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import threading
@@ -55,9 +54,9 @@ def dead(tmp_path: Path, kernel: ForgetfulKernel) -> WriterSettings:
             StatusPage(settings.staging.status, WriterStatus(DURABLE))
             kernel.fail_next(".seg")
             with pytest.raises(OSError, match="Input/output error"):
-                asyncio.run(segments.append(batch))
+                segments.append(batch)
         else:
-            asyncio.run(segments.append(batch))
+            segments.append(batch)
     assert stored(settings.folder) == list(range(1, STEPS + 1)), "it can still be read"
     return settings
 
@@ -150,7 +149,7 @@ def test_an_adoption_that_failed_is_made_again_with_all_it_wrote(
 
 
 def written(settings: WriterSettings, image: StagedImage) -> Path:
-    asyncio.run(persist_image(settings, image))
+    persist_image(settings, image)
     return settings.folder.snapshot(0, image.step)
 
 
