@@ -7,6 +7,7 @@ the parameters that there were at the start. They go through the writer process'
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,11 +79,11 @@ def make_run(where: Places, shape: Shape, seed: int) -> None:
     folder = RunFolder(where.run)
     record = scan(folder).records[0, 0][_FIRST_STEPS].record
     with _without_fsync():
-        _write_segments(folder, shape, record)
+        asyncio.run(_write_segments(folder, shape, record))
         _write_snapshots(folder, shape)
 
 
-def _write_segments(folder: RunFolder, shape: Shape, record: RecordRef) -> None:
+async def _write_segments(folder: RunFolder, shape: Shape, record: RecordRef) -> None:
     header = record.header
     run_id = scan(folder).run_id
     writer = SegmentWriter(
@@ -94,8 +95,8 @@ def _write_segments(folder: RunFolder, shape: Shape, record: RecordRef) -> None:
     for first in range(_FIRST_STEPS + 1, shape.steps + 1, shape.batch_size):
         last = min(first + shape.batch_size - 1, shape.steps)
         records = [replace(header, step=step).pack() + body for step in range(first, last + 1)]
-        writer.append(Batch(b"".join(records), first, last, tuple(map(len, records))))
-        writer.seal()
+        await writer.append(Batch(b"".join(records), first, last, tuple(map(len, records))))
+        await writer.seal()
 
 
 def _write_snapshots(folder: RunFolder, shape: Shape) -> None:

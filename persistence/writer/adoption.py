@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -53,7 +54,7 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
             else:
                 is_log = not has_replica(stage)
                 if is_log:
-                    _adopt(settings, stage)
+                    asyncio.run(_adopt(settings, stage))
                 # The residual of a log's last step is nowhere else, as is all of a replica's state.
                 is_base = is_log and settings.continues
                 if not is_base and not _is_replaced(settings, stage, trainer_gone):
@@ -106,7 +107,7 @@ def _has_trained(settings: WriterSettings) -> bool:
     return read_status(settings.staging.trainer_status, TrainerStatus).step > settings.base_step
 
 
-def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
+async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
     """Make every step of a log durable that the run needs, and that no segment has; seal segments."""
     require_run(settings.folder)
     codec = Codec()
@@ -131,9 +132,9 @@ def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
             )
             segments = SegmentWriter(settings.folder, file_header, settings.segment_bytes)
         for batch in batches_of([record], codec):
-            segments.append(batch)
+            await segments.append(batch)
     if segments is not None:
-        segments.seal()
+        await segments.seal()
     for number, _, _, path in settings.folder.segments(lambda rank: rank == stage.rank):
         if number == stage.incarnation:  # whose writer is dead: its lock is held here
             seal_left(path, (settings.run_id, number, stage.rank))

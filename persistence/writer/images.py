@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiofiles
 from crc32c import crc32c
 
 from lowdiff.errors import StorageError
@@ -73,18 +75,18 @@ def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
     return newest
 
 
-def persist_image(settings: WriterSettings, image: StagedImage) -> None:
+async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
     """Make one rank's shard durable; after a failure the same one can be given again.
 
     Raises:
         StorageError: If the staged image changed while it was copied.
     """
     folder = settings.folder.snapshot(settings.incarnation, image.step)
-    make_run_directory(settings.folder, folder)
+    await asyncio.to_thread(make_run_directory, settings.folder, folder)
     target = shard_file(folder, settings.rank)
     partial = target.with_name(target.name + ".partial")
     try:
-        _copy_image(image, partial)
+        await _copy_image(image, partial)
     except OSError:
         partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
         raise
@@ -98,20 +100,20 @@ def persist_image(settings: WriterSettings, image: StagedImage) -> None:
         checksum=image.checksum,
     )
     partial.replace(target)
-    fsync_directory(folder)
+    await asyncio.to_thread(fsync_directory, folder)
     # An earlier attempt's manifest says the same.
-    write_json(manifest_file(folder, settings.rank), manifest.document())
+    await asyncio.to_thread(write_json, manifest_file(folder, settings.rank), manifest.document())
 
 
-def _copy_image(mark: StagedImage, partial: Path) -> None:
+async def _copy_image(mark: StagedImage, partial: Path) -> None:
     source = read_view(mark.image)[: mark.bytes]
     checksum = 0
-    with partial.open("wb") as file:
+    async with aiofiles.open(partial, "wb") as file:
         for start in range(0, mark.bytes, _COPY_BYTES):
             piece = source[start : start + _COPY_BYTES]
             checksum = crc32c(piece, checksum)
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+            await file.write(piece)
+        await file.flush()
+        await asyncio.to_thread(os.fsync, file.fileno())
     if checksum != mark.checksum:
         raise StorageError(f"the staged snapshot of step {mark.step} changed before it was durable")

@@ -244,14 +244,14 @@ class Writer:
             if isinstance(work, StagedImage):
                 if copying is not None:
                     await copying
-                await asyncio.to_thread(self._segments.seal)
+                await self._segments.seal()
                 copying = asyncio.create_task(self._snapshot(work))
             else:
                 self._batch_began = time.monotonic()
                 await self._retrying(self._persist_batch, work)
         if copying is not None:
             await copying
-        await asyncio.to_thread(self._segments.seal)
+        await self._segments.seal()
 
     async def _next(self) -> Batch | StagedImage | None:
         """What is to be made durable next; meanwhile a segment that is old enough goes to the store."""
@@ -263,7 +263,7 @@ class Writer:
             try:
                 return await asyncio.wait_for(self._queue.get(), left)
             except asyncio.TimeoutError:
-                await asyncio.to_thread(self._segments.seal)
+                await self._segments.seal()
                 if self._uploader is not None:
                     self._uploader.wake(batch=True)
 
@@ -303,7 +303,7 @@ class Writer:
             raise WriterFailed(f"{self._settings.run} is gone, and so is its trainer") from error
 
     async def _persist_batch(self, batch: Batch) -> None:
-        written = await asyncio.to_thread(self._segments.append, batch)
+        written = await self._segments.append(batch)
         status = self._status.status
         seconds = time.monotonic() - self._batch_began
         self._batch_seconds.observe(seconds)
@@ -339,7 +339,7 @@ class Writer:
     async def _persist_snapshot(self, image: StagedImage) -> None:
         settings = self._settings
         began = time.monotonic()
-        await asyncio.to_thread(persist_image, settings, image)
+        await persist_image(settings, image)
         self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
         self._recorder.note(snapshot_bytes=image.bytes)
         self._recorder.publish()

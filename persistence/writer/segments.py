@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -10,8 +11,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
+import aiofiles
+from aiofiles.threadpool.binary import AsyncBufferedReader
 from crc32c import crc32c
 
 from lowdiff.errors import StorageError
@@ -67,34 +69,34 @@ class SegmentWriter:
         self._offsets = array("Q")
         self._rebases: list[int] = []
 
-    def append(self, batch: Batch) -> int:
+    async def append(self, batch: Batch) -> int:
         """Write and fsync one batch; after a failure the same batch can be given again."""
         if batch.first != self._last + 1:
             # A segment's steps ascend by one: some were dropped while storage was slow.
-            self.seal()
+            await self.seal()
         if self._path is not None and self._folder.run_file.exists() and not self._path.exists():
             self._path = None  # the run went back, and retention took this incarnation's steps
         if self._path is None:
             path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
             data = replace(self._header, sequence=batch.first).pack() + batch.data
-            make_run_directory(self._folder, path.parent)
+            await asyncio.to_thread(make_run_directory, self._folder, path.parent)
             # A file of that name can only hold a torn first record of a dead writer.
-            with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-                _put_at_end(file, 0, data)
-                os.fsync(file.fileno())
-            fsync_directory(path.parent)
+            async with aiofiles.open(path, "r+b", opener=_created) as file:
+                await _put_at_end(file, 0, data)
+                await asyncio.to_thread(os.fsync, file.fileno())
+            await asyncio.to_thread(fsync_directory, path.parent)
             self._path, self._size = path, len(data)
             self._first, self._offsets, self._rebases = batch.first, array("Q"), []
             self._began = time.monotonic()
             self._note(batch, HEADER_BYTES)
             return self._size
-        with self._path.open("r+b") as file:
-            _put_at_end(file, self._size, batch.data)
-            os.fdatasync(file.fileno())
+        async with aiofiles.open(self._path, "r+b") as file:
+            await _put_at_end(file, self._size, batch.data)
+            await asyncio.to_thread(os.fdatasync, file.fileno())
         self._note(batch, self._size)
         self._size += len(batch.data)
         if self._size > self._max_bytes:
-            self.seal()
+            await self.seal()
         return len(batch.data)
 
     @property
@@ -110,11 +112,13 @@ class SegmentWriter:
         self._last = batch.last
         self._rebases += batch.rebases
 
-    def seal(self) -> None:
+    async def seal(self) -> None:
         """Seal the segment, which is not touched again: the next batch starts a new one."""
-        path, self._path = self._path, None
-        if path is None:
-            return
+        if self._path is not None:
+            await asyncio.to_thread(self._put_footer, self._path)
+        self._path = None
+
+    def _put_footer(self, path: Path) -> None:
         header = replace(self._header, sequence=self._first)
         footer = Footer(self._offsets, self._rebases, self._size).pack(header)
         with contextlib.suppress(OSError):  # its run went back, and retention took it
@@ -123,16 +127,21 @@ class SegmentWriter:
                 write_footer(path, footer, self._size)
 
 
-def _put_at_end(file: IO[bytes], offset: int, data: bytes) -> None:
+def _created(path: str, flags: int) -> int:
+    """Open a file as it is, or make an empty one."""
+    return os.open(path, flags | os.O_CREAT, 0o666)
+
+
+async def _put_at_end(file: AsyncBufferedReader, offset: int, data: bytes) -> None:
     """Make data what a file holds from an offset on.
 
     An earlier, failed attempt left the beginning of the same data, or all of it. That is written
     over, not cut off first: on another machine a later incarnation may have gone on from there.
     """
-    file.seek(offset)
-    file.write(data)
-    file.truncate()
-    file.flush()
+    await file.seek(offset)
+    await file.write(data)
+    await file.truncate()
+    await file.flush()
 
 
 def coded_record(record: RecordRef, codec: Codec) -> bytes:
@@ -167,14 +176,17 @@ def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:
             runs[-1].append(own)
         else:
             runs.append([own])
-    return [_batch(run, codec) for run in runs]
-
-
-def _batch(run: Sequence[RecordRef], codec: Codec) -> Batch:
-    coded = [coded_record(record, codec) for record in run]
-    rebases = tuple(record.header.step for record in run if record.header.rebases)
-    first, last = run[0].header.step, run[-1].header.step
-    return Batch(b"".join(coded), first, last, tuple(map(len, coded)), rebases)
+    coded = ((run, [coded_record(record, codec) for record in run]) for run in runs)
+    return [
+        Batch(
+            b"".join(records),
+            run[0].header.step,
+            run[-1].header.step,
+            tuple(map(len, records)),
+            _rebases(run),
+        )
+        for run, records in coded
+    ]
 
 
 def durable_step(
@@ -226,3 +238,7 @@ def make_run_directory(run: RunFolder, path: Path) -> None:
     """Make a directory of a run that is there; `StorageError` if it is not."""
     require_run(run)
     make_directory(path)
+
+
+def _rebases(records: Sequence[RecordRef]) -> tuple[int, ...]:
+    return tuple(record.header.step for record in records if record.header.rebases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -54,9 +55,9 @@ def dead(tmp_path: Path, kernel: ForgetfulKernel) -> WriterSettings:
             StatusPage(settings.staging.status, WriterStatus(DURABLE))
             kernel.fail_next(".seg")
             with pytest.raises(OSError, match="Input/output error"):
-                segments.append(batch)
+                asyncio.run(segments.append(batch))
         else:
-            segments.append(batch)
+            asyncio.run(segments.append(batch))
     assert stored(settings.folder) == list(range(1, STEPS + 1)), "it can still be read"
     return settings
 
@@ -149,7 +150,7 @@ def test_an_adoption_that_failed_is_made_again_with_all_it_wrote(
 
 
 def written(settings: WriterSettings, image: StagedImage) -> Path:
-    persist_image(settings, image)
+    asyncio.run(persist_image(settings, image))
     return settings.folder.snapshot(0, image.step)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -262,7 +263,7 @@ def test_a_footer_that_cannot_be_written_leaves_the_segment_as_it_was(
 ) -> None:
     writer = SegmentWriter(folder, FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 0), 256 << 20)
     data = np.arange(104, dtype=np.uint8).tobytes()
-    writer.append(Batch(data, 1, 1, (len(data),)))
+    asyncio.run(writer.append(Batch(data, 1, 1, (len(data),))))
     path = folder.segment(0, 0, 1)
     before = path.read_bytes()
 
@@ -271,9 +272,9 @@ def test_a_footer_that_cannot_be_written_leaves_the_segment_as_it_was(
 
     with monkeypatch.context() as full:
         full.setattr(os, "fdatasync", refuse)
-        writer.seal()
+        asyncio.run(writer.seal())
     assert path.read_bytes() == before
-    writer.append(Batch(data, 2, 2, (len(data),)))
+    asyncio.run(writer.append(Batch(data, 2, 2, (len(data),))))
     assert [first for _, _, first, _ in folder.segments()] == [1, 2]
 
 
