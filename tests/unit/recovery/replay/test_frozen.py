@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import lowdiff
 from lowdiff.persistence.format.values import same
 from tests.unit.recovery.training import train
 
@@ -23,6 +24,13 @@ def half_frozen(model: nn.Module) -> torch.optim.Optimizer:
     model.get_parameter("last.weight").requires_grad_(False)
     trained = [p for p in model.parameters() if all(p is not other for other in frozen)]
     return torch.optim.AdamW([*frozen, *trained], lr=1e-2)
+
+
+def test_frozen_parameters_in_a_group_are_in_nobodys_way(tmp_path: Path) -> None:
+    trained = train(tmp_path, 4, build=half_frozen, end="crash", snapshot_every=100)
+    state = lowdiff.recover(trained.run, 4, staging=trained.staging)
+    assert same(dict(state.model_state_dict()), dict(trained.models[4]))
+    assert same(state.optimizer_state_dict(), trained.optimizers[4][0])
 
 
 def last_frozen(make: Callable[[Any], torch.optim.Optimizer]) -> Build:
