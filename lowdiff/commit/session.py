@@ -309,20 +309,6 @@ class Session:
             with self._unless_gone():
                 self.stager.wait_for_snapshot()
 
-    def _warn_about_kept_gradients(self) -> None:
-        """A body that only makes gradients for a later step is not resumed; said once one uses them."""
-        step = self.step + 1
-
-        def report() -> None:
-            self._warn_once(
-                f"step {step} ended without optimizer.step(), and the next one uses its gradients: "
-                "a run that resumes between the two lacks them, and what was compressed away of them "
-                "is owed anew; run all backward passes of an optimizer step between two commits, or "
-                "clear what a skipped step leaves with optimizer.zero_grad()"
-            )
-
-        self._capture.watch_kept_gradients(report)
-
     @property
     def large_items(self) -> dict[str, int]:
         """Items of which a step logged more than 1 MiB, and the most bytes one did."""
@@ -355,7 +341,6 @@ class Session:
         self._is_half_made = True
         steps = self._capture.optimizer_steps()
         held = self._committed_held = self._attached.held()
-        self._warn_about_kept_gradients()
         self._residual.advance()
         self.scaling.end_step()
         averages, replayable = self._averages.commit()
