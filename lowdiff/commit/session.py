@@ -19,8 +19,7 @@ from lowdiff.commit.run_lock import RunLock
 from lowdiff.commit.staging_area import StagingArea
 from lowdiff.errors import StorageError, UsageError
 from lowdiff.model.ranks import Ranks
-from lowdiff.model.replaced import AttachedObjects
-from lowdiff.model.watch import Seen, Watch
+from lowdiff.model.watch import AttachedObjects, Seen, Watch
 from lowdiff.persistence.format.differentials import encode_scalars, sections_of
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.values import encode
