@@ -125,7 +125,7 @@ class Session:
         self.stager.show(step, step)
         self._begin()
         self._capture.install(
-            lambda: self.stager.timed("differential_seconds"), self.hear, self._stage_ahead
+            lambda: self.stager.timed("training_thread_seconds"), self.hear, self._stage_ahead
         )
         self._objects = AttachedObjects(attached)
 
@@ -187,7 +187,7 @@ class Session:
         if self._attached.device.type != "cpu":  # a body may run on a stream of the user's
             torch.accelerator.synchronize(self._attached.device)
         self.keep_staging()
-        with self.stager.timed("differential_seconds"):
+        with self.stager.timed("training_thread_seconds"):
             heard = self.hear()
             self._objects.check()
             self._proofs.settle(self.step + 1)
