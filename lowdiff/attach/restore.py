@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -12,8 +12,9 @@ from lowdiff.errors import RunMismatch
 from lowdiff.model.averages import LiveAverage
 from lowdiff.model.binding import Attached
 from lowdiff.model.items import ABSENT_ITEM, ExtraStates, Stateful
-from lowdiff.model.shared_memory import FreshTensors, doubtful, is_whole, part_copies, same_bits
+from lowdiff.model.shared_memory import FreshTensors, doubtful, is_whole, part_copies
 from lowdiff.persistence.format.values import same
+from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.replay.optimizers import placed_scalar, take_scales_by_groups
 from lowdiff.recovery.state import (
     BUFFER_ITEM,
@@ -23,7 +24,7 @@ from lowdiff.recovery.state import (
     RecoveredState,
     is_aligned,
 )
-from lowdiff.types import Fence, Layout, ParameterSpec
+from lowdiff.types import Fence, Layout
 
 _NEW_RUN = (
     "start a new run folder, or take the old weights along, where names and shapes fit with "
@@ -63,16 +64,56 @@ def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Atta
         RunMismatch: If the model has a tensor that the run does not know, or was built without one
             that the run's model was built with.
     """
-    fresh = FreshTensors(attached)
-    differences = _load_constants(state, items, attached, fresh)
-    live, tensors = _live(attached), state.tensors()
-    with torch.no_grad():  # last: no buffer's bytes stay on a weight
-        for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
-            parameter.copy_(tensors[spec.name])
-    for name in doubtful(live):
-        if name in items and not same_bits(live[name], value := state.resolved(name, items)):
-            fresh.give(name, live[name], value)
+    live, slots = attached.constants(), attached.buffer_slots()
+    for name in live:
+        if name not in items and ABSENT_ITEM + name not in items:
+            raise RunMismatch(
+                f"{name} is not in the run, whose model had no such tensor; {_NEW_RUN}"
+            )
+    tensors, differences = state.tensors(), []
+    names = {spec.name for spec in attached.layout.parameters}
+    known = set(state.fence.names.values())  # as the run's model was built
+    for name in [n for n in items if n.startswith((BUFFER_ITEM, FROZEN_ITEM))]:
+        value, tensor = state.resolved(name, items), live.get(name)
+        is_other = tensor is not None and _form(value) != _form(tensor)
+        if name in slots:
+            if tensor is not None and is_other:
+                differences.append(f"{name} is {_form(value)} in the run, built as {_form(tensor)}")
+        elif tensor is None and name.startswith(BUFFER_ITEM) and name not in known:
+            differences.append(f"{name} is left to the model, which makes it while it trains")
+            continue
+        elif tensor is None or is_other:
+            _refuse(name, tensor, value)
+        names.add(name)
+    for name in live:
+        if ABSENT_ITEM + name in items:
+            part, key = slots[name]
+            setattr(part, key, None)
+    _fill(attached, names, lambda n: tensors[n] if n in tensors else state.resolved(n, items))
     return differences
+
+
+def _fill(
+    attached: Attached, names: Collection[str], value_of: Callable[[str], torch.Tensor]
+) -> None:
+    """Give tensors of the model their values, by the names of `_live`.
+
+    One that cannot hold its value, or whose memory another name has as well with another value, is
+    replaced by a tensor of its own.
+    """
+    trained = {spec.name for spec in attached.layout.parameters}
+    live, fresh = _live(attached), FreshTensors(attached)
+    for name in sorted(names, key=trained.__contains__):  # no buffer's bytes stay on a weight
+        value, tensor = value_of(name), live.get(name)
+        if tensor is None or _form(tensor) != _form(value):
+            fresh.give(name, tensor, value)
+        elif is_whole(tensor):  # else it may hold the bytes once all others do
+            with torch.no_grad():
+                tensor.copy_(value)  # in place, because other tensors may be views of it
+    live = {name: tensor for name, tensor in _live(attached).items() if name in names}
+    for name in doubtful(live):
+        if name not in trained and not has_same_bits(live[name], value := value_of(name)):
+            fresh.give(name, live[name], value)
 
 
 def _live(attached: Attached) -> dict[str, torch.Tensor]:
@@ -151,40 +192,6 @@ def load_stateful(
                 part_copies(thing, value)
 
 
-def _load_constants(
-    state: RecoveredState, items: Mapping[str, bytes], attached: Attached, fresh: FreshTensors
-) -> list[str]:
-    live, slots = attached.constants(), attached.buffer_slots()
-    for name in live:
-        if name not in items and ABSENT_ITEM + name not in items:
-            raise RunMismatch(
-                f"{name} is not in the run, whose model had no such tensor; {_NEW_RUN}"
-            )
-    differences = []
-    known = set(state.fence.names.values())  # as the run's model was built
-    for name in [n for n in items if n.startswith((BUFFER_ITEM, FROZEN_ITEM))]:
-        value, tensor = state.resolved(name, items), live.get(name)
-        if tensor is not None and (value.shape, value.dtype) == (tensor.shape, tensor.dtype):
-            if is_whole(tensor):  # else it may hold the bytes once all others do
-                with torch.no_grad():
-                    tensor.copy_(value)  # in place, because other tensors may be views of it
-        elif name not in slots:
-            if tensor is None and name.startswith(BUFFER_ITEM) and name not in known:
-                differences.append(f"{name} is left to the model, which makes it while it trains")
-            else:
-                _refuse(name, tensor, value)
-        else:
-            fresh.give(name, tensor, value)
-            if tensor is not None:
-                forms = _form(value), _form(tensor)
-                differences.append(f"{name} is {forms[0]} in the run, built as {forms[1]}")
-    for name in live:
-        if ABSENT_ITEM + name in items:
-            part, key = slots[name]
-            setattr(part, key, None)
-    return differences
-
-
 def load_weights(
     state: RecoveredState, items: Mapping[str, bytes], attached: Attached
 ) -> list[str]:
@@ -204,46 +211,35 @@ def load_weights(
     Raises:
         RunMismatch: Naming what the model lacks, or has in another shape.
     """
-    slots, fresh = attached.buffer_slots(), FreshTensors(attached)
-    live = {name.removeprefix(FROZEN_ITEM): tensor for name, tensor in _live(attached).items()}
+    live, slots, old = _live(attached), attached.buffer_slots(), state.tensors()
+    own_names = {name.removeprefix(FROZEN_ITEM): name for name in live}
     made = {name for name, (part, key) in slots.items() if key in part._non_persistent_buffers_set}
-    wrong, taken = [], set()
+    wrong, taken = [], {}  # name here -> name in the run
     for name, value in _weights(state, items):
-        tensor = live.get(name)
-        if tensor is None and name not in slots:
+        own = own_names.get(name, name)
+        tensor = live.get(own)
+        if tensor is None and own not in slots:
             wrong.append(f"{name} is not in the model")
         elif tensor is not None and tensor.shape != value.shape:
             wrong.append(f"{name} is {_form(value)} there and {_form(tensor)} here")
         else:
-            taken.add(name)
+            taken[own] = name
     if wrong:
         raise RunMismatch(
             f"the run's weights do not fit the model: {'; '.join(wrong)}. Rename such parts, or "
             "load what fits by hand from what `lowdiff recover RUN --out weights.safetensors` writes"
         )
-    trained, old = {spec.name for spec in attached.layout.parameters}, state.tensors()
 
-    def weight(name: str) -> torch.Tensor:
+    def weight(own: str) -> torch.Tensor:
+        name = taken[own]
         item = name if name.startswith(BUFFER_ITEM) else FROZEN_ITEM + name
         value: torch.Tensor = old[name] if name in old else state.resolved(item, items)
-        return value
+        return value.to(live[own].dtype) if own in live else value
 
-    # Parameters last: no buffer's bytes stay on a weight.
-    for name in sorted(taken, key=trained.__contains__):
-        tensor = live.get(name)
-        if tensor is None:
-            fresh.give(name, None, weight(name))
-        elif is_whole(tensor):
-            with torch.no_grad():
-                tensor.copy_(weight(name))
-    written = {name: tensor for name, tensor in live.items() if name in taken}
-    for name in doubtful(written):
-        value = weight(name).to(written[name].dtype)
-        if name not in trained and not same_bits(written[name], value):
-            fresh.give(name if name in slots else FROZEN_ITEM + name, written[name], value)
+    _fill(attached, taken, weight)
     extra = state.resolved(EXTRA_ITEM, items) if EXTRA_ITEM in items else {}
     ExtraStates(attached.module, attached.device).load_state_dict(extra)
-    return [name for name in live if name not in taken | made]
+    return [name.removeprefix(FROZEN_ITEM) for name in live if name not in taken.keys() | made]
 
 
 def _weights(
@@ -296,7 +292,9 @@ def check_averages(state: RecoveredState, averages: Mapping[str, LiveAverage]) -
             known = state.averages.get(name, {})
             for i, tensor in average.parameters.items():
                 spec = state.fence.layout.parameters[i]
-                if spec.name in known and not same_bits(flat_like(tensor, spec), known[spec.name]):
+                if spec.name in known and not has_same_bits(
+                    flat_like(tensor, spec), known[spec.name]
+                ):
                     yield f"the average of {spec.name!r} in {name!r}"
 
     _refuse_difference(state.step, differing())
@@ -317,11 +315,11 @@ def _unlike_model(
     state: RecoveredState, items: Mapping[str, bytes], attached: Attached
 ) -> Iterator[str]:
     for spec, parameter in zip(attached.layout.parameters, attached.parameters, strict=True):
-        if not same_bits(flat_like(parameter.detach(), spec), state.parameters[spec.name]):
+        if not has_same_bits(flat_like(parameter.detach(), spec), state.parameters[spec.name]):
             yield f"parameter {spec.name!r}"
     constants = attached.constants()
     for name, tensor in constants.items():
-        if name not in items or not same_bits(tensor, state.resolved(name, items)):
+        if name not in items or not has_same_bits(tensor, state.resolved(name, items)):
             yield _worded(name)
     for name in items:
         # One that forward registers is left to the model.
@@ -351,20 +349,11 @@ def _unlike_optimizers(state: RecoveredState, attached: Attached) -> Iterator[st
             live = optimizer.state.get(attached.parameters[i], {})
             known = recovered.state.get(spec.name, {})
             for key in live.keys() | known.keys():
-                if (
-                    key not in live
-                    or key not in known
-                    or not _is_same_entry(key, live[key], known[key], spec)
-                ):
+                ours, theirs = live.get(key), known.get(key)
+                if isinstance(ours, torch.Tensor) and is_aligned(key, theirs, spec.numel):
+                    ours, theirs = flat_like(ours, spec), theirs.flatten()
+                if key not in live or key not in known or not has_same_bits(ours, theirs):
                     yield f"{key!r} of {spec.name!r} {whose}"
-
-
-def _is_same_entry(key: str, live: Any, known: Any, spec: ParameterSpec) -> bool:
-    if not isinstance(live, torch.Tensor) or not isinstance(known, torch.Tensor):
-        return same(live, known)
-    if is_aligned(key, known, spec.numel):
-        return same_bits(flat_like(live, spec), known.flatten())
-    return same_bits(live, known)
 
 
 def unlike(
@@ -382,7 +371,7 @@ def unlike(
 def _is_same_value(live: Any, known: Any) -> bool:
     """Whether two states are the same, without copying large tensors; the order of keys is free."""
     if isinstance(live, torch.Tensor) and isinstance(known, torch.Tensor):
-        return same_bits(live, known) if live.layout is known.layout else same(live, known)
+        return has_same_bits(live, known) if live.layout is known.layout else same(live, known)
     # An average's state is an OrderedDict, and is stored as a plain one.
     if isinstance(live, dict) and isinstance(known, dict):
         return live.keys() == known.keys() and all(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lowdiff.persistence.files.paths import StagingFolder
@@ -27,7 +27,7 @@ class Counters:
     steps: int = 0
     snapshots: int = 0
     staged_bytes: int = 0
-    differential_seconds: float = 0.0
+    training_thread_seconds: float = 0.0
     snapshot_seconds: float = 0.0
     waiting_seconds: float = 0.0
     unprotected_steps: int = 0
@@ -38,18 +38,10 @@ class Counters:
 
     def document(self) -> dict[str, Any]:
         """As plain values, under the names of ``Checkpointer.stats()``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
-            "steps": self.steps,
-            "snapshots": self.snapshots,
-            "staged_bytes": self.staged_bytes,
-            "training_thread_seconds": self.differential_seconds,
-            "snapshot_seconds": self.snapshot_seconds,
-            "waiting_seconds": self.waiting_seconds,
-            "unprotected_steps": self.unprotected_steps,
-            "dropped_steps": self.dropped_steps,
-            "stall_seconds": self.stall_seconds.value().document(),
-            "step_bytes": self.step_bytes.value().document(),
-            "lag_steps": self.lag_steps.value().document(),
+            name: value.value().document() if isinstance(value, Histogram) else value
+            for name, value in values.items()
         }
 
 
@@ -90,7 +82,7 @@ class Meter:
         counters = self._counters
         now = time.perf_counter()
         totals = (
-            counters.differential_seconds,
+            counters.training_thread_seconds,
             counters.snapshot_seconds,
             counters.waiting_seconds,
             counters.staged_bytes,
@@ -116,16 +108,17 @@ class Meter:
 
     def end(self, how: str) -> None:
         """Say that nothing more comes, and that this life was not cut short."""
-        self.recorder.note(ended=how)
-        self._publish()
+        self._publish(ended=how)
 
-    def _publish(self) -> None:
-        self.recorder.note(
-            seen_unix_seconds=time.time(),
-            steps=float(self._counters.steps),
-            waiting_seconds=self._counters.waiting_seconds,
+    def _publish(self, **facts: str) -> None:
+        self.note(
+            {
+                "seen_unix_seconds": time.time(),
+                "steps": float(self._counters.steps),
+                "waiting_seconds": self._counters.waiting_seconds,
+                **facts,
+            }
         )
-        self.recorder.publish()
 
 
 class RecoveryClock:

@@ -19,8 +19,7 @@ from lowdiff.commit.run_lock import RunLock
 from lowdiff.commit.staging_area import StagingArea
 from lowdiff.errors import StorageError, UsageError
 from lowdiff.model.ranks import Ranks
-from lowdiff.model.replaced import AttachedObjects
-from lowdiff.model.watch import Seen, Watch
+from lowdiff.model.watch import AttachedObjects, Seen, Watch
 from lowdiff.persistence.format.differentials import encode_scalars, sections_of
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.values import encode
@@ -126,7 +125,7 @@ class Session:
         self.stager.show(step, step)
         self._begin()
         self._capture.install(
-            lambda: self.stager.timed("differential_seconds"), self.hear, self._stage_ahead
+            lambda: self.stager.timed("training_thread_seconds"), self.hear, self._stage_ahead
         )
         self._objects = AttachedObjects(attached)
 
@@ -188,7 +187,7 @@ class Session:
         if self._attached.device.type != "cpu":  # a body may run on a stream of the user's
             torch.accelerator.synchronize(self._attached.device)
         self.keep_staging()
-        with self.stager.timed("differential_seconds"):
+        with self.stager.timed("training_thread_seconds"):
             heard = self.hear()
             self._objects.check()
             self._proofs.settle(self.step + 1)
@@ -309,20 +308,6 @@ class Session:
             with self._unless_gone():
                 self.stager.wait_for_snapshot()
 
-    def _warn_about_kept_gradients(self) -> None:
-        """A body that only makes gradients for a later step is not resumed; said once one uses them."""
-        step = self.step + 1
-
-        def report() -> None:
-            self._warn_once(
-                f"step {step} ended without optimizer.step(), and the next one uses its gradients: "
-                "a run that resumes between the two lacks them, and what was compressed away of them "
-                "is owed anew; run all backward passes of an optimizer step between two commits, or "
-                "clear what a skipped step leaves with optimizer.zero_grad()"
-            )
-
-        self._capture.watch_kept_gradients(report)
-
     @property
     def large_items(self) -> dict[str, int]:
         """Items of which a step logged more than 1 MiB, and the most bytes one did."""
@@ -355,7 +340,6 @@ class Session:
         self._is_half_made = True
         steps = self._capture.optimizer_steps()
         held = self._committed_held = self._attached.held()
-        self._warn_about_kept_gradients()
         self._residual.advance()
         self.scaling.end_step()
         averages, replayable = self._averages.commit()

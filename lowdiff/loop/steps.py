@@ -14,7 +14,7 @@ from lowdiff.commit.session import Session
 from lowdiff.errors import UsageError
 from lowdiff.loop.dataloader import Body
 from lowdiff.model.binding import Attached
-from lowdiff.model.items import random_states, restore_random_states
+from lowdiff.model.items import random_generators, restore_random_states
 from lowdiff.recovery.state import RNG_ITEM
 
 _logger = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ class Draws:
 
     def __init__(self, device: torch.device) -> None:
         self._readers = {
-            name.removeprefix(RNG_ITEM): read for name, read in random_states(device).items()
+            name.removeprefix(RNG_ITEM): read
+            for name, (read, _) in random_generators(device).items()
         }
         self._before: Mapping[str, Any] = {name: read() for name, read in self._readers.items()}
 

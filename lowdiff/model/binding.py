@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -101,23 +102,12 @@ class Attached:
         """Parameters that hold a gradient tensor now."""
         return [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
 
-    def kept_gradients(self, optimizer: int) -> list[int]:
-        """Parameters of an optimizer that hold gradients which a later step of it could use.
-
-        After an overflow that a scaler skipped, they are not finite and of no further use.
-        """
-        found = {i: p.grad for i, p in self._owned(optimizer) if p.grad is not None}
-        is_of_use = any(bool(g.any()) for g in found.values()) and all(
-            bool(g.isfinite().all()) for g in found.values()
-        )
-        return list(found) if is_of_use else []
-
-    def absent(self, optimizer: int) -> list[int]:
-        """Parameters of an optimizer whose gradient is None."""
-        return [i for i, parameter in self._owned(optimizer) if parameter.grad is None]
-
-    def _owned(self, optimizer: int) -> Iterator[tuple[int, torch.nn.Parameter]]:
-        return ((i, p) for i, p in enumerate(self.parameters) if self.owner[i] == optimizer)
+    def kept_gradients(self) -> dict[int, weakref.ref[torch.Tensor]]:
+        """Layout index -> gradient that a later step could use: none are zero, or of an overflow."""
+        found = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+        if not all(bool(gradient.isfinite().all()) for gradient in found.values()):
+            return {}
+        return {i: weakref.ref(gradient) for i, gradient in found.items() if bool(gradient.any())}
 
 
 def ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:

@@ -41,33 +41,22 @@ class FrozenSamples:
     """
 
     def __init__(self) -> None:
-        self._live: dict[str, torch.Tensor] = {}
-        self._seen: dict[str, torch.Tensor] = {}
-        #: By device, names and what was seen of all of them: joining that costs as much as looking.
-        self._joined: dict[torch.device, tuple[list[str], torch.Tensor]] = {}
+        #: By name: some elements, in the parameter's memory, and a copy of them.
+        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def note(self, name: str, parameter: torch.Tensor) -> None:
         """A parameter is being read whole."""
-        self._live[name] = _sampled(parameter)
-        self._seen[name] = self._live[name].clone()
-        self._joined.clear()
+        live = _sampled(parameter)
+        self._pairs[name] = live, live.clone()
 
     def have_moved(self, names: Iterable[str]) -> bool:
         """Whether any of these is not as it was noted; their memory must be where it was."""
-        by_device: dict[torch.device, list[str]] = {}
+        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for name in names:
-            by_device.setdefault(self._live[name].device, []).append(name)
-        return any(
-            not torch.equal(
-                torch.cat([self._live[name] for name in own]), self._seen_of(own, device)
-            )
-            for device, own in by_device.items()
-        )
-
-    def _seen_of(self, names: list[str], device: torch.device) -> torch.Tensor:
-        if device not in self._joined or self._joined[device][0] != names:
-            self._joined[device] = names, torch.cat([self._seen[name] for name in names])
-        return self._joined[device][1]
+            by_device.setdefault(self._pairs[name][0].device, []).append(self._pairs[name])
+        # Joined, because an accelerator is waited for at each comparison.
+        joined = (map(torch.cat, zip(*pairs, strict=True)) for pairs in by_device.values())
+        return any(not torch.equal(live, seen) for live, seen in joined)
 
 
 def _sampled(parameter: torch.Tensor) -> torch.Tensor:
@@ -88,7 +77,8 @@ _ABSENT = encode(None)
 LARGE_ITEM_BYTES = 1 << 20
 #: Tensors in stateful objects from this size on are logged apart, and only when they changed.
 _APART_BYTES = 4096
-_APART_DEPTH = 32
+#: No record holds what is nested deeper.
+_MOST_DEPTH = 64
 _APART_DTYPES = frozenset({*ITEM_BYTES, "int64", "int32", "int16", "int8", "uint8", "bool"})
 
 
@@ -105,7 +95,7 @@ class Stateful(Protocol):
         ...
 
 
-def _generators(
+def random_generators(
     device: torch.device,
 ) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
     """Item name -> what reads and what sets each global random generator."""
@@ -122,14 +112,9 @@ def _generators(
     return found
 
 
-def random_states(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Item name -> reader of each global random generator."""
-    return {name: read for name, (read, _) in _generators(device).items()}
-
-
 def restore_random_states(items: Mapping[str, bytes], device: torch.device) -> None:
     """Set every global random generator that the items hold."""
-    for name, (_, write) in _generators(device).items():
+    for name, (_, write) in random_generators(device).items():
         if name in items:
             write(decode(items[name]))
 
@@ -149,7 +134,7 @@ class ItemTracker:
             ConfigError: Naming an object whose state does not survive encoding.
         """
         self._constants = constants
-        self._random = random_states(device)
+        self._random = random_generators(device)
         self._stateful = dict(stateful)
         self._versions: dict[str, tuple[int, int] | None] = {}
         self._checksums: dict[str, int] = {}
@@ -195,7 +180,7 @@ class ItemTracker:
     def read(self) -> dict[str, bytes]:
         """Every item but the tensors, as it is now."""
         found = {}
-        for name, read in self._random.items():
+        for name, (read, _) in self._random.items():
             raw = read()
             # Python's and NumPy's generators seldom move, and comparing is cheaper than encoding.
             seen, data = self._seen_random.get(name, (None, b""))
@@ -361,21 +346,13 @@ def outlined(name: str, state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """
     apart: dict[str, torch.Tensor] = {}
 
-    def walk(value: Any, path: str, depth: int = 0) -> Any:
-        kind = type(value)
-        if depth > _APART_DEPTH:
-            return value
-        if kind is dict or kind is OrderedDict:
-            parts = ((key, walk(part, f"{path}/{key}", depth + 1)) for key, part in value.items())
-            return kind(parts)
-        if kind is list or kind is tuple:
-            return kind(walk(part, f"{path}/{i}", depth + 1) for i, part in enumerate(value))
-        if kind is not torch.Tensor or path in apart or not _is_worth_it(value):
-            return value
-        apart[path] = value.detach()
+    def refer(path: str, tensor: torch.Tensor) -> object:
+        if type(tensor) is not torch.Tensor or path in apart or not _is_worth_it(tensor):
+            return tensor
+        apart[path] = tensor.detach()
         return ItemRef(path)
 
-    return walk(state, TENSOR_ITEM + name), apart
+    return _each_tensor(state, refer, TENSOR_ITEM + name), apart
 
 
 def _is_worth_it(tensor: torch.Tensor) -> bool:
@@ -438,7 +415,7 @@ class ExtraStates:
     def _placed(self, value: Any, on_device: list[bool]) -> Any:
         """``value`` with its tensors where they were: modules may keep them as they get them."""
         marks = iter(on_device)
-        return _each_tensor(value, lambda t: t.to(self._device) if next(marks) else t)
+        return _each_tensor(value, lambda _, t: t.to(self._device) if next(marks) else t)
 
 
 def with_extra_states(
@@ -477,22 +454,33 @@ def extra_state_keys(module: torch.nn.Module) -> dict[torch.nn.Module, list[str]
 def _on_device(value: Any) -> list[bool]:
     """Of each tensor in ``value``, whether it is on an accelerator."""
     found: list[bool] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(not tensor.is_cpu)
-        return tensor
-
-    _each_tensor(value, note)
+    _each_tensor(value, lambda _, tensor: found.append(not tensor.is_cpu))
     return found
 
 
-def _each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with what ``change`` makes of each tensor in it, in an order that encoding keeps."""
+def _each_tensor(
+    value: Any, change: Callable[[str, torch.Tensor], object], path: str = "", depth: int = 0
+) -> Any:
+    """``value`` with what ``change`` makes of each tensor in it, in an order that encoding keeps.
+
+    Args:
+        value: A state; what is nested deeper than a record can hold is left as it is.
+        change: Gets the path of a tensor and the tensor.
+        path: Of the value.
+        depth: Of the value.
+    """
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        return change(value)
+        return change(path, value)
+    if depth > _MOST_DEPTH:
+        return value
     if kind is dict or kind is OrderedDict:
-        return kind((key, _each_tensor(part, change)) for key, part in value.items())
+        return kind(
+            (key, _each_tensor(part, change, f"{path}/{key}", depth + 1))
+            for key, part in value.items()
+        )
     if kind is list or kind is tuple:
-        return kind(_each_tensor(part, change) for part in value)
+        return kind(
+            _each_tensor(part, change, f"{path}/{i}", depth + 1) for i, part in enumerate(value)
+        )
     return value

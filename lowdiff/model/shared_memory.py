@@ -11,20 +11,9 @@ from typing import Any
 
 import torch
 
-from lowdiff.core.layout import INT_OF_BYTES
 from lowdiff.model.binding import Attached, Slot
+from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.state import FROZEN_ITEM
-
-_INTEGERS = {1: torch.int8, **INT_OF_BYTES}
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two dense tensors have one shape, one dtype and the same bits, on whatever device."""
-    if (left.shape, left.dtype) != (right.shape, right.dtype):
-        return False
-    integer = _INTEGERS[left.element_size()]
-    ours, theirs = left.detach().view(integer), right.detach().to(left.device).view(integer)
-    return torch.equal(ours, theirs)
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
@@ -81,7 +70,7 @@ class FreshTensors:
         if old is not None and old.numel():
             place = (old.device, old.data_ptr(), old.shape, old.stride(), old.dtype)
             earlier = self._given.setdefault(place, [])
-            new = next((tensor for tensor in earlier if same_bits(tensor, new)), new)
+            new = next((tensor for tensor in earlier if has_same_bits(tensor, new)), new)
             earlier.append(new)
         put(self._slots[name], new, is_parameter=name.startswith(FROZEN_ITEM))
 
@@ -116,6 +105,6 @@ def part_copies(module: torch.nn.Module, values: Mapping[str, Any]) -> None:
     tensors = [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
     live = {name: tensor for name, tensor in tensors if name in values}
     for name in doubtful(live):
-        if not same_bits(live[name], value := values[name]):
+        if not has_same_bits(live[name], value := values[name]):
             new = _copied(value, live[name].device, live[name])
             put(slots[name][0], new, is_parameter=slots[name][1])

@@ -1,22 +1,27 @@
-"""Noticing what replay could not reproduce."""
+"""Noticing what replay could not reproduce: other writes, other state, other objects that train."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import is_
-from typing import Any, TypeAlias
+from typing import Any, NoReturn
 
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lowdiff.core.digest import Looker, in_order, join
-from lowdiff.core.layout import bits, flat, refuse_shared_memory, shares_of
+from lowdiff.core.layout import bits, flat, own_name, refuse_shared_memory, shares_of, torch_dtype
 from lowdiff.errors import UnsupportedOptimizer, UsageError
 from lowdiff.model.binding import Attached
+from lowdiff.model.items import extra_state_keys
 from lowdiff.recovery.replay.optimizers import refuse_foreign_state
-from lowdiff.types import AverageStep, Bits, Written
+from lowdiff.types import AverageStep, Bits, ParameterSpec, Written
 
 _logger = logging.getLogger(__name__)
 
@@ -108,16 +113,11 @@ class Watch:
             step: Number of the body's step.
             averages: What every average did since the last call.
         """
+        if self._is_live and any(average.updated for average in averages.values()):
+            return self._look_at_all(step, averages)[1]
         before, self._before = self._before, {}
-        if not self._is_live or not any(average.updated for average in averages.values()):
-            self._say(step, before, {})
-            return Written(before)
-        found = self._look(self._own)
-        after = self._changed(found)
-        self._seen = found
-        _, moved = self._look_at_averages(averages, after)
-        self._say(step, before, after)
-        return Written(before, after, moved)
+        self._say(step, before)
+        return Written(before)
 
     def at_commit(self, step: int, averages: Mapping[str, AverageStep]) -> Seen:
         """Look at everything at the end of a step; forgets the step.
@@ -126,15 +126,10 @@ class Watch:
             step: Number of the step that ends.
             averages: What every average did in it.
         """
-        before, self._before = self._before, {}
         if not self._can_look:
             return Seen((), averages, Written())
-        found = self._look(self._own)
-        after = self._changed(found) if self._is_live else {}
-        self._seen = found
-        done, moved = self._look_at_averages(averages, after)
-        self._say(step, before, after)
-        seen = Seen(tuple(found.values()), done, Written(before, after, moved))
+        done, written = self._look_at_all(step, averages)
+        seen = Seen(tuple(self._seen.values()), done, written)
         if not self._is_live or self._world_size == 1:
             return seen
         watched = (self._rank + 1 + step % (self._world_size - 1)) % self._world_size
@@ -154,6 +149,18 @@ class Watch:
 
     def _look(self, parameters: Sequence[int]) -> dict[int, int]:
         return dict(zip(parameters, self._parameters.look(parameters), strict=True))
+
+    def _look_at_all(
+        self, step: int, averages: Mapping[str, AverageStep]
+    ) -> tuple[dict[str, AverageStep], Written]:
+        """What averages did, with digests, and what something else than the optimizer wrote."""
+        before, self._before = self._before, {}
+        found = self._look(self._own)
+        after = self._changed(found) if self._is_live else {}
+        self._seen = found
+        done, moved = self._look_at_averages(averages, after)
+        self._say(step, before | after)
+        return done, Written(before, after, moved)
 
     def _changed(self, found: Mapping[int, int]) -> dict[int, Bits]:
         """Values of the parameters that are not as they were seen last."""
@@ -190,9 +197,8 @@ class Watch:
                     moved[name] = values
         return done, moved
 
-    def _say(self, step: int, before: Mapping[int, Bits], after: Mapping[int, Bits]) -> None:
+    def _say(self, step: int, written: Mapping[int, Bits]) -> None:
         """Tell the user once per parameter that something writes to it, and what that costs."""
-        written = {**before, **after}
         news = [i for i in written if i not in self._told]
         if not news:
             return
@@ -224,46 +230,30 @@ class _Average:
         return dict(zip(self.tensors, found, strict=True))
 
 
-#: What a user can do whose parameters are to be trained otherwise from some step on.
-_TRAINED_OTHERWISE = (
-    "a run keeps the parameters and groups that it began with: close this checkpointer and attach "
-    "model and optimizer as they are now to one with a new run folder, or to one with this folder "
-    'by attach(..., restore="model"), which counts from step 0; wrap the module anew first if it is '
-    "in DDP"
+#: What to do with a model or optimizer that is not the attached one.
+_ATTACH_ANEW = (
+    "a run records the objects that were attached, so this step is not committed: close this "
+    "checkpointer, wrap the module anew if it is in DDP, build its optimizer, and attach both as "
+    "they are now to a checkpointer with a new run folder, or to one with this folder by "
+    'attach(..., restore="model"), which counts from step 0'
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Seen:
+class _Held:
     """What an optimizer held when it was last looked at.
 
     The objects themselves are kept, not their ids, which others could have by now.
 
     Attributes:
-        state: Its ``state``.
-        owners: Parameters that have some.
-        values: All that they have, tensors or not, in the same order.
-        tensors: Which of ``values`` are tensors; on an accelerator, the optimizer's parameters too.
+        objects: Its ``state``, the parameters that have some, and all that they have.
+        tensors: Those that only an optimizer writes; on an accelerator, its parameters too.
         versions: Theirs.
     """
 
-    state: Mapping[torch.Tensor, Any]
-    owners: list[torch.Tensor]
-    values: list[Any]
+    objects: list[Any]
     tensors: list[torch.Tensor]
     versions: list[int]
-
-    def holds(self, state: Mapping[torch.Tensor, Any]) -> bool:
-        """Whether nothing in an optimizer's state was put in, taken out or replaced since."""
-        owners, entries = _filled(state)
-        # ``==`` would compare the elements of tensors.
-        return (
-            state is self.state
-            and len(owners) == len(self.owners)
-            and all(map(is_, owners, self.owners))
-            and sum(map(len, entries)) == len(self.values)
-            and all(map(is_, _values(entries), self.values))
-        )
 
 
 class StepGuard:
@@ -271,15 +261,16 @@ class StepGuard:
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
+        self._specs, self._device = attached.layout.parameters, attached.device
         self._groups = [_group_ids(optimizer) for optimizer in attached.optimizers]
-        pairs = list(zip(attached.parameters, attached.owner, strict=True))
-        self._own = [[p for p, owner in pairs if owner == i] for i in range(len(self._groups))]
-        self._seen = [self._look(i) for i in range(len(self._groups))]
+        self._own = [
+            [i for i, owner in enumerate(attached.owner) if owner == index]
+            for index in range(len(self._groups))
+        ]
         self._known = {id(parameter) for parameter in attached.parameters}
-        self._forms = {id(parameter): _form(parameter) for parameter in attached.parameters}
+        self._seen = [self._look(index) for index in range(len(self._groups))]
         #: Where each lay when its form was last compared, and in which order.
-        self._places = {id(p): (p.data_ptr(), p.stride()) for p in attached.parameters}
-        self._strides = {id(parameter): parameter.stride() for parameter in attached.parameters}
+        self._places = [(p.data_ptr(), p.stride()) for p in attached.parameters]
         self._has_reordered = False
         self._num_entries = [len(optimizer.state) for optimizer in attached.optimizers]
         self._hook_ids: dict[int, int] = {}
@@ -308,7 +299,7 @@ class StepGuard:
             )
         if _group_ids(optimizer) != self._groups[index]:
             raise UsageError(
-                f"the optimizer's parameter groups changed after attach, and {_TRAINED_OTHERWISE}"
+                f"the optimizer's parameter groups changed after attach, and {_ATTACH_ANEW}"
             )
         thawed = [
             parameter
@@ -319,7 +310,7 @@ class StepGuard:
         if thawed:
             raise UsageError(
                 f"a parameter of shape {tuple(thawed[0].shape)} was frozen at attach and has a "
-                f"gradient now, but {_TRAINED_OTHERWISE}"
+                f"gradient now, but {_ATTACH_ANEW}"
             )
         if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hook_ids[index]:
             raise UsageError(
@@ -331,16 +322,16 @@ class StepGuard:
         return self._look_again(index)
 
     def _refuse_other_gradients(self, index: int) -> None:
-        for parameter in self._own[index]:
-            gradient = parameter.grad
-            if gradient is not None and gradient.dtype != parameter.dtype:
+        for i in self._own[index]:
+            parameter = self._attached.parameters[i]
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
                 raise UsageError(
-                    f"the gradient of {self._name_of(parameter)} is {gradient.dtype}, and the log "
+                    f"the gradient of {self._specs[i].name!r} is {parameter.grad.dtype}, and the log "
                     f"holds it in the parameter's {parameter.dtype}; leave grad_dtype alone, or "
                     "train fp32 parameters under torch.autocast"
                 )
 
-    def _keep_forms(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _keep_forms(self, indices: Iterable[int]) -> None:
         """Keep parameters as they were at attach, because replay goes by that.
 
         Values that were assigned in another memory order (``p.data = q.t()``) are moved to the
@@ -351,43 +342,41 @@ class StepGuard:
             UnsupportedModel: If one was put into the memory of another.
         """
         has_moved = False
-        for parameter in parameters:
-            if (parameter.data_ptr(), parameter.stride()) == self._places[id(parameter)]:
+        for i in indices:
+            parameter, spec = self._attached.parameters[i], self._specs[i]
+            if (parameter.data_ptr(), parameter.stride()) == self._places[i]:
                 continue
-            was, now = self._forms[id(parameter)], _form(parameter)
-            if now[:_STRIDES] != was[:_STRIDES]:
-                raise UsageError(
-                    f"{self._name_of(parameter)} was {_worded(was)} at attach and is {_worded(now)} "
-                    "now, so that its steps could not be replayed; convert the model, by .to(...), "
-                    ".half() or .double(), before its optimizer is built and attached"
-                )
+            was = torch_dtype(spec.dtype), spec.shape, self._device
+            now = parameter.dtype, tuple(parameter.shape), parameter.device
             if now != was:
-                self._reorder(parameter)
-            self._places[id(parameter)] = parameter.data_ptr(), parameter.stride()
+                raise UsageError(
+                    f"{spec.name!r} was {was[0]} {was[1]} on {was[2]} at attach and is {now[0]} "
+                    f"{now[1]} on {now[2]} now, so that its steps could not be replayed; convert the "
+                    "model, by .to(...), .half() or .double(), before its optimizer is built and "
+                    "attached"
+                )
+            # The stride of a dimension of one element says nothing of where its elements lie.
+            sizes = zip(spec.shape, spec.strides, parameter.stride(), strict=True)
+            if any(size > 1 and old != new for size, old, new in sizes):
+                self._reorder(parameter, spec)
+            self._places[i] = parameter.data_ptr(), parameter.stride()
             has_moved = True
         if has_moved:
-            specs = self._attached.layout.parameters
-            pairs = zip(specs, self._attached.parameters, strict=True)
+            pairs = zip(self._specs, self._attached.parameters, strict=True)
             refuse_shared_memory({spec.name: parameter for spec, parameter in pairs})
 
-    def _reorder(self, parameter: torch.Tensor) -> None:
-        strides = self._strides[id(parameter)]
-        parameter.data = in_order(parameter, strides)
+    def _reorder(self, parameter: torch.nn.Parameter, spec: ParameterSpec) -> None:
+        parameter.data = in_order(parameter, spec.strides)
         if parameter.grad is not None:  # it follows the parameter's order, and so does replay
-            parameter.grad = in_order(parameter.grad, strides)
+            parameter.grad = in_order(parameter.grad, spec.strides)
         if not self._has_reordered:
             self._has_reordered = True
             _logger.warning(
-                "%s was assigned values in another memory order (.t(), channels_last, ...); they were "
+                "%r was assigned values in another memory order (.t(), channels_last, ...); they were "
                 "copied into the order that it had at attach, which replay goes by. Assign with "
                 "p.data.copy_(values) to avoid the copy. This is said once",
-                self._name_of(parameter),
+                spec.name,
             )
-
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        layout = self._attached.layout.parameters
-        pairs = zip(layout, self._attached.parameters, strict=True)
-        return repr(next(spec.name for spec, own in pairs if own is parameter))
 
     def after_step(self, index: int) -> None:
         """Note the state that the optimizer left, in new tensors or in those it had.
@@ -404,77 +393,160 @@ class StepGuard:
             refuse_foreign_state(optimizer)
             self._num_entries[index] = len(optimizer.state)
 
-    def keep_forms(self) -> None:
-        """See `_keep_forms`: of all parameters, at the end of a step.
-
-        Raises:
-            UsageError: If the dtype, shape or device of one changed.
-            UnsupportedModel: If one was put into the memory of another.
-        """
-        self._keep_forms(self._attached.parameters)
-
     def at_commit(self) -> bool:
         """Whether anything was changed since the optimizers stepped; forgets it."""
         changes = [self._look_again(i) for i in range(len(self._seen))]  # at all of them
         return any(changes)
 
+    def keep_forms(self) -> None:
+        """See `_keep_forms`: of all parameters, at the end of a step."""
+        self._keep_forms(range(len(self._specs)))
+
     def _look_again(self, index: int) -> bool:
         """Whether a parameter or state was written or replaced since the last look."""
         seen = self._seen[index]
-        if not seen.holds(self._attached.optimizers[index].state):
+        if not _are_same(self._objects(index), seen.objects):
             self._seen[index] = self._look(index)  # what was replaced is freed by this
             return True
-        versions = _versions(seen.tensors)
+        versions = [tensor._version for tensor in seen.tensors]
         if versions == seen.versions:
             return False
         self._seen[index] = replace(seen, versions=versions)
         return True
 
-    def _look(self, index: int) -> _Seen:
-        state = self._attached.optimizers[index].state
-        owners, entries = _filled(state)
-        values = [*_values(entries)]
+    def _look(self, index: int) -> _Held:
+        objects = self._objects(index)
+        held = [o for o in objects if isinstance(o, torch.Tensor) and id(o) not in self._known]
         # Of an accelerator's parameters only version counters tell without stopping the host.
         own = [] if self._attached.is_on_host else self._own[index]
-        tensors = [*own, *(v for v in values if isinstance(v, torch.Tensor))]
-        return _Seen(state, owners, values, tensors, _versions(tensors))
+        tensors = [*(self._attached.parameters[i] for i in own), *held]
+        return _Held(objects, tensors, [tensor._version for tensor in tensors])
 
-
-def _filled(
-    state: Mapping[torch.Tensor, Any],
-) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-    """Parameters that have state, and what they have."""
-    # A mere look at a defaultdict makes an empty entry, which is as good as none.
-    entries = [own for own in state.values() if isinstance(own, dict) and own]
-    if len(entries) == len(state):
-        return [*state], entries
-    return [p for p, own in state.items() if isinstance(own, dict) and own], entries
-
-
-def _values(entries: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, entries))
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
+    def _objects(self, index: int) -> list[Any]:
+        state = self._attached.optimizers[index].state
+        # A mere look at a defaultdict makes an empty entry, which is as good as none.
+        filled = [(p, own) for p, own in state.items() if isinstance(own, dict) and own]
+        values = chain.from_iterable(own.values() for _, own in filled)
+        return [state, *(p for p, _ in filled), *values]
 
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-#: Dtype, shape, device and strides.
-_Form: TypeAlias = "tuple[torch.dtype, tuple[int, ...], torch.device, tuple[int, ...]]"
-_STRIDES = 3
+def _are_same(left: Sequence[object], right: Sequence[object]) -> bool:
+    """Whether two lists hold the same objects; ``==`` would compare the elements of tensors."""
+    return len(left) == len(right) and all(map(is_, left, right))
 
 
-def _form(tensor: torch.Tensor) -> _Form:
-    # The stride of a dimension of one element says nothing of where its elements lie.
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    strides = tuple(stride for size, stride in sizes if size > 1)
-    return tensor.dtype, tuple(tensor.shape), tensor.device, strides
+class AttachedObjects:
+    """The modules, parameters and optimizers of one session; `check` sees that they still train.
+
+    What was attached is what steps record: a parameter that took the place of another one, or an
+    optimizer for a new phase, would train unrecorded. Modules without parameters may be replaced.
+    """
+
+    def __init__(self, attached: Attached) -> None:
+        """Remember the objects, and watch the optimizers of this process until `remove`."""
+        self._attached = attached
+        self._names = _parameters_by_path(attached.module)
+        self._extra = set(extra_state_keys(attached.module))
+        self._look()
+        self._own = set(map(id, attached.optimizers))
+        #: Optimizers whose step runs now, outermost first.
+        self._stepping: list[torch.optim.Optimizer] = []
+        self._foreign: str | None = None
+        #: Whether the step that trains now was refused, so that it stays uncommitted.
+        self.has_refused = False
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def remove(self) -> None:
+        """Stop watching the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def check(self) -> None:
+        """See, before a step is committed, that it is the attached objects that trained.
+
+        Raises:
+            UsageError: Naming the parameter, module or optimizer that took another's place.
+        """
+        self._stepping = []  # a step that raised never ended
+        self.has_refused = False
+        if self._foreign is not None:
+            self._refuse(self._foreign)
+        self._check_model()
+
+    def _check_model(self) -> None:
+        if not _are_same([*chain.from_iterable(self._views)], self._seen):
+            self._look_closely()
+
+    def _look(self) -> None:
+        """Remember which objects every module holds now."""
+        parts = list(self._attached.model.modules())
+        # These follow their dicts, and asking them for all costs little.
+        self._views = [d.values() for part in parts for d in (part._parameters, part._modules)]
+        self._seen = [*chain.from_iterable(self._views)]
+
+    def _refuse(self, what: str) -> NoReturn:
+        self.has_refused = True
+        raise UsageError(f"{what}; {_ATTACH_ANEW}")
+
+    def _look_closely(self) -> None:
+        """Something was replaced, put in or taken out: go through all parameters by name."""
+        now = _parameters_by_path(self._attached.module)
+        for name, was in self._names.items():
+            if now.get(name) is was:
+                continue
+            moved = next((other for other, parameter in now.items() if parameter is was), None)
+            how = "assigned anew, by its module or by load_state_dict(assign=True), or taken out?"
+            if moved is not None:
+                how = f"that is found as {moved!r} now"
+            self._refuse(f"{name!r} is not the parameter any more that was attached ({how})")
+        new = next((name for name in now if name not in self._names), None)
+        if new is not None:
+            self._refuse(f"parameter {new!r} was added to the model after attach")
+        changed = self._extra.symmetric_difference(extra_state_keys(self._attached.module))
+        if changed:
+            kind = type(next(iter(changed))).__name__
+            self._refuse(f"a {kind}, which keeps extra state, was put in or taken out after attach")
+        self._names = now
+        self._look()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # which the attached optimizers refuse
+        if id(optimizer) in self._own:
+            self._stepping = [optimizer]  # those around it, as SAM and Lookahead are, lead to it
+            # Not only at commit: DDP leaves gradients as they are where a parameter is missing, which
+            # would be said instead.
+            self._check_model()
+        elif self._held_by(optimizer) is not None:
+            self._stepping.append(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not any(other is optimizer for other in self._stepping):
+            return  # it has none of these parameters, or an attached one stepped within
+        while self._stepping.pop() is not optimizer:
+            pass  # that one's step raised
+        # What steps within an attached optimizer is a part of its step.
+        if id(optimizer) not in self._own and not self._stepping:
+            self._foreign = (
+                f"{self._held_by(optimizer)!r} was stepped by a {type(optimizer).__name__} that is "
+                "not attached, whose state and hyper-parameters no step records"
+            )
+            self._refuse(self._foreign)
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """A parameter of the model that an optimizer would step, if there is one."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return next((name for name, p in self._names.items() if id(p) in held), None)
 
 
-def _worded(form: _Form) -> str:
-    dtype, shape, device, strides = form
-    return f"{dtype} {shape} with strides {strides} on {device}"
+def _parameters_by_path(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Every parameter under each of its names; one that is tied has several."""
+    return {own_name(n): p for n, p in module.named_parameters(remove_duplicate=False)}

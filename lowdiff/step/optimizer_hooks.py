@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -11,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.errors import UsageError
@@ -27,57 +28,7 @@ from lowdiff.step.grad_scaling import Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.types import EarlierStep, OptimizerStep, Payload
 
-
-class KeptGradients:
-    """Looks at gradients that were left, once a body would add to them or step with them.
-
-    A loop that clears them first, also in place and as late as between forward and backward pass,
-    uses none of them.
-    """
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._waiting: set[int] = set()
-        self._handles: list[RemovableHandle] = []
-        self._report: Callable[[], None] = lambda: None
-
-    def watch(self, kept: Iterable[int], report: Callable[[], None]) -> None:
-        """Call ``report`` when one of the kept gradients is used; replaces what was watched before.
-
-        Args:
-            kept: Indices of parameters that hold a gradient now.
-            report: Called at most once per parameter, by the thread that runs backward or the step.
-        """
-        self.forget()
-        self._report = report
-        for index in kept:
-            # Autograd calls it before it adds to the parameter's gradient.
-            handle = self._parameters[index].register_hook(lambda _, i=index: self._look(i))
-            self._handles.append(handle)
-            self._waiting.add(index)
-
-    def before_step(self, owned: Iterable[int]) -> None:
-        """Look at those that no backward pass has reached; their optimizer is about to step."""
-        for index in owned:
-            self._look(index)
-        self.forget()
-
-    def forget(self) -> None:
-        """Watch nothing more, and take the hooks out."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._waiting.clear()
-        self._report = lambda: None
-
-    def _look(self, index: int) -> None:
-        """The first look counts: what comes later is of the body's own backward passes."""
-        if index in self._waiting:
-            self._waiting.discard(index)
-            gradient = self._parameters[index].grad
-            if gradient is not None and bool(gradient.any()):
-                self._report()
-
+_logger = logging.getLogger(__name__)
 
 #: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
 #: 2.6 does not tell.
@@ -149,7 +100,9 @@ class StepCapture:
         self.changed_outside = False
         self.committed_groups = self._hyper_parameters()
         self._guard = StepGuard(attached)
-        self._kept = KeptGradients(attached.parameters)
+        #: Layout index -> gradient that the last body left, in which no optimizer stepped.
+        self._kept: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._has_told_kept = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def install(
@@ -182,7 +135,6 @@ class StepCapture:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._kept.forget()
 
     def begin(self, step: int) -> None:
         """Start the step that leads to state ``step``."""
@@ -210,16 +162,6 @@ class StepCapture:
         """Whether the log has room for as many optimizer steps as this body has made by now."""
         return len(self._earlier) < self._most_calls
 
-    def watch_kept_gradients(self, report: Callable[[], None]) -> None:
-        """Call ``report`` if the next body uses gradients that the one that ends leaves.
-
-        It leaves some where no optimizer stepped.
-        """
-        left = range(0 if self._stepped or self._earlier else len(self._attached.optimizers))
-        self._kept.watch(
-            [i for index in left for i in self._attached.kept_gradients(index)], report
-        )
-
     def look_outside(self) -> None:
         """Notice what was changed since the optimizers stepped, also by one that was broken off."""
         self._guard.keep_forms()
@@ -229,6 +171,8 @@ class StepCapture:
         """What each optimizer did, with its groups as they are now; ends the step."""
         steps = []
         self.committed_groups = self._hyper_parameters()
+        has_stepped = self._stepped or self._earlier
+        self._kept = {} if has_stepped else self._attached.kept_gradients()
         for index, groups in enumerate(self.committed_groups):
             done = self._stepped.get(index)
             if done is None:
@@ -345,7 +289,7 @@ class StepCapture:
             index, [argument for argument in arguments if argument is not optimizer]
         ) or self._averages.before_step(index)
         self._watch.before_step(index)
-        self._kept.before_step(i for i, owner in enumerate(self._attached.owner) if owner == index)
+        self._tell_of_kept_gradients(index)
         gradients = self._attached.gradients(index)
         self._refuse_own_gradients(gradients)
         step = OptimizerStep(
@@ -364,9 +308,26 @@ class StepCapture:
             self._reducer.consume(gradients, factors=self._scaling.factors)
         if not step.found_inf:
             self._residual.settle({i for i, g in enumerate(gradients) if g is not None})
-        self.absent.update(self._attached.absent(index))
+        owned = (i for i, owner in enumerate(self._attached.owner) if owner == index)
+        self.absent.update(i for i in owned if gradients[i] is None)
         self._stepped[index] = step
         self._proofs.before_step(index, self._step, step)
+
+    def _tell_of_kept_gradients(self, index: int) -> None:
+        """Say once that a body steps with gradients of the one before, which no resume has."""
+        parameters, owner = self._attached.parameters, self._attached.owner
+        kept = self._kept.items()
+        used = any(owner[i] == index and ref() is parameters[i].grad for i, ref in kept)
+        if used and not self._has_told_kept:
+            self._has_told_kept = True
+            _logger.warning(
+                "step %d ended without optimizer.step(), and the next one uses its gradients, unless "
+                "they were zeroed in place: a run that resumes between the two lacks them, and what "
+                "was compressed away of them is owed anew; run all backward passes of an optimizer "
+                "step between two commits, or clear what a skipped step leaves with "
+                "optimizer.zero_grad(). This is said once",
+                self._step - 1,
+            )
 
     def _refuse_own_gradients(self, gradients: list[torch.Tensor | None]) -> None:
         if self._hook is None:

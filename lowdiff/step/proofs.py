@@ -26,9 +26,8 @@ import torch
 from lowdiff.core.layout import flat_like, shares_of
 from lowdiff.errors import RankLost, UnsupportedOptimizer
 from lowdiff.model.binding import Attached
-from lowdiff.model.items import random_states, restore_random_states
+from lowdiff.model.items import random_generators
 from lowdiff.model.ranks import Ranks
-from lowdiff.persistence.format.values import encode
 from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.replay.optimizers import granularity, is_registered
 from lowdiff.recovery.replay.proof import Held, refuse_unproven
@@ -237,8 +236,9 @@ class Proofs:
 @contextmanager
 def _generators_put_back(device: torch.device) -> Iterator[None]:
     """What is drawn inside does not move the training's random numbers on."""
-    items = {name: encode(read()) for name, read in random_states(device).items()}
+    states = [(write, read()) for read, write in random_generators(device).values()]
     try:
         yield
     finally:
-        restore_random_states(items, device)
+        for write, state in states:
+            write(state)

@@ -355,7 +355,6 @@ def test_an_error_of_the_training_comes_out_when_the_disk_takes_nothing(
     [
         ("before forward", False),
         ("before backward", False),
-        ("in place", False),
         ("never", True),
         ("never, and steps without a backward pass", True),
     ],
@@ -377,8 +376,8 @@ def test_gradients_of_a_skipped_step_matter_only_if_the_next_body_uses_them(
         for part in range(2):  # gradients are accumulated within a body
             inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(number))
             loss = loop.model(inputs).square().mean()
-            if part == 0 and clears in ("before backward", "in place"):
-                loop.optimizer.zero_grad(set_to_none=clears == "before backward")
+            if part == 0 and clears == "before backward":
+                loop.optimizer.zero_grad()
             loss.backward()
         if number != 2:
             loop.optimizer.step()
@@ -394,7 +393,6 @@ def test_gradients_of_a_skipped_step_matter_only_if_the_next_body_uses_them(
             loop.checkpointer.commit()
     assert caplog.text.count("step 3 ended without optimizer.step()") == warns
     loop.checkpointer.close()
-    assert not any(p._backward_hooks for p in loop.model.parameters()), "no hook is left behind"
 
 
 def test_gradients_of_another_optimizer_are_not_in_the_way(
