@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.consumed import Corrections
-from lowdiff.compressors.lane import Lane, share, shares_in
-from lowdiff.compressors.ranges import half_width, refuse_other_half
+from lowdiff.compressors.consumed import corrected
+from lowdiff.compressors.lane import share, shares_in
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, pieces, shared_parts
-from lowdiff.core.layout import dtype_name
+from lowdiff.compressors.settings import Settings, half_width, refuse_other_half
+from lowdiff.core.layout import torch_dtype
 from lowdiff.errors import ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Cast(Settings):
     """Rounds gradients to half width, divides by the world size and averages them so.
 
     With two ranks the result equals that of PyTorch's ``bf16_compress_hook`` or
@@ -47,16 +47,6 @@ class Cast:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", half_width("dtype", self.dtype))
 
-    @property
-    def half(self) -> torch.dtype:
-        """The dtype gradients are rounded to."""
-        assert isinstance(self.dtype, torch.dtype)
-        return self.dtype
-
-    def settings(self) -> Mapping[str, Any]:
-        """The constructor's arguments."""
-        return {"dtype": dtype_name(self.half)}
-
     def residual_layout(self, layout: Layout) -> Layout:
         """Nothing is kept.
 
@@ -68,14 +58,13 @@ class Cast:
 
     def bind(
         self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
-    ) -> RepresentedReducer:
+    ) -> CastReducer:
         """Make the reducer of one run."""
-        return RepresentedReducer(_Cast(self.half, layout), layout, group)
+        return CastReducer(self, layout, residual, group)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Widens each rank's range of the half-width average."""
-        corrections = Corrections(payloads, layout)
-        halves = shared_parts("cast", payloads, layout, lambda i: layout.parameters[i].numel)
+        halves = shared_parts("cast", payloads, layout)
 
         def rebuild(block: Block, out: torch.Tensor) -> None:
             numel = layout.parameters[block.parameter].numel
@@ -84,43 +73,37 @@ class Cast:
             for rank, there, here in shares_in(block, numel, len(halves)):
                 out[here] = floats(halves[rank][block.parameter][there], self.half)
 
-        return lambda block, out: corrections.apply(block, out, rebuild)
+        return corrected(payloads, layout, rebuild)
+
+    @property
+    def half(self) -> torch.dtype:
+        """The dtype gradients are rounded to."""
+        assert isinstance(self.dtype, torch.dtype)
+        return self.dtype
 
 
-class _Cast:
-    """The method behind `Cast`; see ``Method``."""
+class CastReducer(RepresentedReducer[torch.Tensor]):
+    """Cast bound to one run; holds this rank's range of the average in half width."""
 
-    def __init__(self, dtype: torch.dtype, layout: Layout) -> None:
-        self._dtype = dtype
-        self._layout = layout
-        self._own: dict[int, torch.Tensor] = {}
-        self._wide: dict[int, torch.dtype] = {}
-        self._kept: dict[int, torch.Tensor] = {}
-
-    def begin(self, step: int) -> None:
-        self._own.clear()
-        self._kept.clear()
+    compressor: Cast
 
     def sent_bytes(self, gradients: Mapping[int, torch.Tensor]) -> int:
+        """See ``RepresentedReducer``."""
         return 2 * sum(g.numel() for g in gradients.values())
 
-    def average(self, gradients: Mapping[int, torch.Tensor], lane: Lane) -> None:
-        halves = torch.cat([g.to(self._dtype) for g in gradients.values()])
-        lane.mean(halves)
-        sizes = [g.numel() for g in gradients.values()]
-        for (i, gradient), own in zip(gradients.items(), halves.split(sizes), strict=True):
-            gradient.copy_(own)
-            self._wide[i] = gradient.dtype
-            self._own[i] = own[slice(*share(own.numel(), lane.rank, lane.world_size))].clone()
-
-    def represents(self, parameter: int) -> bool:
-        return parameter in self._own
+    def average(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """See ``RepresentedReducer``."""
+        halves = {i: g.to(self.compressor.half) for i, g in gradients.items()}
+        self.lane.mean_of(halves)
+        for i, gradient in gradients.items():
+            gradient.copy_(halves[i])
+            mine = slice(*share(gradient.numel(), self.lane.rank, self.lane.world_size))
+            self.held[i] = halves[i][mine].clone()
 
     def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
-        return self._own[parameter].to(self._wide[parameter])
+        """See ``RepresentedReducer``."""
+        return self.held[parameter].to(torch_dtype(self.layout.parameters[parameter].dtype))
 
-    def keep(self, parameter: int) -> None:
-        self._kept[parameter] = self._own[parameter]
-
-    def sections(self, parameters: Sequence[int]) -> list[Section]:
-        return pieces("cast", self._layout, {i: self._kept[i] for i in parameters})
+    def sections(self, kept: Mapping[int, torch.Tensor]) -> list[Section]:
+        """See ``RepresentedReducer``."""
+        return pieces("cast", self.layout, kept)

@@ -13,19 +13,25 @@ filled up with 1.0).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from crc32c import crc32c
 
-from lowdiff.compressors.changes import Factors, equal_bits, find_factors, multiply
-from lowdiff.compressors.foreign import ChangeWarning, whole_ranges
+from lowdiff.compressors.changes import (
+    ChangeWarning,
+    Factors,
+    equal_bits,
+    find_factors,
+    multiply,
+)
 from lowdiff.compressors.lane import share, shares_in
-from lowdiff.compressors.sections import factor_sections, factors_of, pieces
+from lowdiff.compressors.sections import factor_sections, factors_of, pieces, shared_parts
 from lowdiff.core.layout import bits, byte_view
 from lowdiff.core.numerics import flushes_denormals
-from lowdiff.types import Bits, Block, Layout, Payload, Section
+from lowdiff.protocols import Decoder
+from lowdiff.types import Block, Layout, Payload, Section
 
 _SAMPLED = 64
 
@@ -171,24 +177,21 @@ def _is_finite(values: torch.Tensor) -> bool:
 Rebuild = Callable[[Block, torch.Tensor], None]
 
 
-class Corrections:
-    """The reading side: turns what the hook returned into what was consumed."""
+def corrected(payloads: Sequence[Payload], layout: Layout, rebuild: Rebuild) -> Decoder:
+    """A decoder that turns what the hook returned into what was consumed."""
+    of_rank = list(
+        zip(map(factors_of, payloads), shared_parts("whole", payloads, layout), strict=True)
+    )
 
-    def __init__(self, payloads: Sequence[Payload], layout: Layout) -> None:
-        self._layout = layout
-        self._of_rank: list[tuple[Mapping[int, Factors], Mapping[int, Bits]]] = [
-            (factors_of(payload), whole)
-            for payload, whole in zip(payloads, whole_ranges(payloads, layout), strict=True)
-        ]
-
-    def apply(self, block: Block, out: torch.Tensor, rebuild: Rebuild) -> None:
-        """Write one block as the optimizer consumed it."""
-        numel = self._layout.parameters[block.parameter].numel
-        for rank, there, here in shares_in(block, numel, len(self._of_rank)):
-            factors, whole = self._of_rank[rank]
+    def decode(block: Block, out: torch.Tensor) -> None:
+        numel = layout.parameters[block.parameter].numel
+        for rank, there, here in shares_in(block, numel, len(of_rank)):
+            factors, whole = of_rank[rank]
             mine, stored = out[here], whole.get(block.parameter)
             if stored is not None:
                 bits(mine)[:] = stored[there]
                 continue
             rebuild(Block(block.parameter, block.start + here.start, block.start + here.stop), mine)
             multiply(mine, factors.get(block.parameter, ()))
+
+    return decode

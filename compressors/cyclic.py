@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.feedback import residuals_of
-from lowdiff.compressors.ranges import checked_density, checked_size, kept_of
-from lowdiff.compressors.selection import MagnitudeSelector
-from lowdiff.compressors.shared import SharedReducer
-from lowdiff.compressors.sparse import IndexedDecoder
+from lowdiff.compressors.settings import SparseSettings
+from lowdiff.compressors.sparse import IndexedDecoder, SharedReducer
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Layout, Payload
 
 
 @dataclass(frozen=True, slots=True)
-class CyclicTopK:
+class CyclicTopK(SparseSettings):
     """Keeps the entries that are largest on one rank, another one in every step.
 
     The leader of step ``t``, rank ``t mod world_size``, picks each parameter's largest entries of
@@ -41,20 +38,6 @@ class CyclicTopK:
     """
 
     name: ClassVar[str] = "cyclic_topk"
-    density: float
-    dense_below: int = 1024
-
-    def __post_init__(self) -> None:
-        checked_density(self.density)
-        checked_size("dense_below", "elements", self.dense_below)
-
-    def settings(self) -> Mapping[str, Any]:
-        """The constructor's arguments."""
-        return asdict(self)
-
-    def residual_layout(self, layout: Layout) -> Layout:
-        """One residual per parameter."""
-        return residuals_of(layout)
 
     def bind(
         self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
@@ -70,21 +53,6 @@ class CyclicTopK:
 class CyclicTopKReducer(SharedReducer):
     """CyclicTopK bound to one run."""
 
-    def __init__(
-        self,
-        compressor: CyclicTopK,
-        layout: Layout,
-        residual: ResidualStore,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(layout, residual, group)
-        self._compressor = compressor
-        self._selector = MagnitudeSelector()
-
-    def kept(self, numel: int) -> int:
-        """See ``SharedReducer.kept``."""
-        return kept_of(numel, self._compressor.density, self._compressor.dense_below)
-
     def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """See ``SharedReducer.choose``: what the leader of this step finds largest."""
         if not totals:
@@ -93,7 +61,7 @@ class CyclicTopKReducer(SharedReducer):
         leader = self.step % self.world_size
         if self.rank == leader:
             chosen = torch.cat(
-                [self._selector.select(t, k) for t, k in zip(totals.values(), counts, strict=True)]
+                [self.selector.select(t, k) for t, k in zip(totals.values(), counts, strict=True)]
             ).int()
         else:
             device = next(iter(totals.values())).device

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.futures import chained, completed
-from lowdiff.compressors.reproducible import reproducible_mean
+from lowdiff.compressors.collectives import chained, completed, reproducible_mean
+from lowdiff.compressors.settings import Settings
 from lowdiff.core.layout import bits, shares_of
 from lowdiff.errors import ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
@@ -19,7 +19,7 @@ from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class Dense(Settings):
     """Leaves the gradient as it is; each rank logs its share of the parameters.
 
     The average has the bits of DDP without a communication hook: every rank's gradient times
@@ -40,10 +40,6 @@ class Dense:
 
     name: ClassVar[str] = "dense"
     reproducible: bool = False
-
-    def settings(self) -> Mapping[str, Any]:
-        """The constructor's arguments."""
-        return asdict(self)
 
     def residual_layout(self, layout: Layout) -> Layout:
         """See ``Compressor.residual_layout``: nothing is left out, so nothing is kept."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.futures import chained, completed
+from lowdiff.compressors.collectives import chained, completed
 from lowdiff.errors import RankLost, UsageError
 
 #: Rank, stamp, elements of the bucket, entries sent of it.

@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.collectives import chained, completed, leave, own_group, reproducible_mean
 from lowdiff.compressors.exchange import HEADER_WORDS, Headers
-from lowdiff.compressors.futures import chained, completed
-from lowdiff.compressors.groups import leave, own_group
-from lowdiff.compressors.reproducible import reproducible_mean
 from lowdiff.errors import LowDiffError, RankLost, UsageError
 from lowdiff.types import Block
 

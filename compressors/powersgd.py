@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.consumed import Corrections
-from lowdiff.compressors.feedback import ErrorFeedback, is_used, residuals_of
-from lowdiff.compressors.lane import Lane, share
-from lowdiff.compressors.ranges import checked_size
+from lowdiff.compressors.consumed import corrected
+from lowdiff.compressors.feedback import is_used, residuals_of
+from lowdiff.compressors.lane import share
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, pieces, shared_parts
+from lowdiff.compressors.settings import Settings, checked_size
 from lowdiff.core.layout import torch_dtype
 from lowdiff.errors import ConfigError, ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
@@ -29,7 +29,7 @@ Factorized = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class PowerSGD:
+class PowerSGD(Settings):
     """Replaces each gradient matrix by one of low rank, found by a step of power iteration.
 
     A parameter is a matrix of its outermost dimension in memory against all others, ``[n, m]``.
@@ -69,10 +69,6 @@ class PowerSGD:
                 f"matrix_rank must be in 1 .. {_MAX_RANK}, got {self.matrix_rank}; 1 to 4 is usual"
             )
 
-    def settings(self) -> Mapping[str, Any]:
-        """The constructor's arguments."""
-        return asdict(self)
-
     def residual_layout(self, layout: Layout) -> Layout:
         """One residual per parameter, and after them Q of those that are factorised."""
         specs = list(residuals_of(layout).parameters)
@@ -95,13 +91,12 @@ class PowerSGD:
 
     def bind(
         self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
-    ) -> RepresentedReducer:
+    ) -> PowerSGDReducer:
         """Make the reducer of one run."""
-        return RepresentedReducer(_PowerSGD(self, layout, residual), layout, group)
+        return PowerSGDReducer(self, layout, residual, group)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Puts the ranks' shares of P and Q together and adds up the terms."""
-        corrections = Corrections(payloads, layout)
         factors = self._read(payloads, layout)
 
         def rebuild(block: Block, out: torch.Tensor) -> None:
@@ -109,7 +104,7 @@ class PowerSGD:
                 raise ReplayMismatch("the payloads lack the factors of a gradient")
             low_rank(factors[block.parameter], block.start, block.stop, out)
 
-        return lambda block, out: corrections.apply(block, out, rebuild)
+        return corrected(payloads, layout, rebuild)
 
     def _read(self, payloads: Sequence[Payload], layout: Layout) -> dict[int, Factorized]:
         specs = layout.parameters
@@ -126,65 +121,64 @@ class PowerSGD:
         return found
 
 
-class _PowerSGD:
-    """The method behind `PowerSGD`; see ``Method``."""
+class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
+    """PowerSGD bound to one run; holds P and Q, one after the other."""
 
-    def __init__(self, compressor: PowerSGD, layout: Layout, residual: ResidualStore) -> None:
-        self._compressor = compressor
-        self._layout = layout
-        self._residual = residual
-        self._feedback = ErrorFeedback(residual)
+    compressor: PowerSGD
+
+    def __init__(
+        self,
+        compressor: PowerSGD,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(compressor, layout, residual, group)
         worth = compressor.factorized(layout)
         self._q_of = {i: len(layout.parameters) + k for k, i in enumerate(worth)}
-        self._values: dict[int, torch.Tensor] = {}
-        self._kept: dict[int, torch.Tensor] = {}
-        self._lane_of: tuple[int, int] = (0, 1)
-
-    def begin(self, step: int) -> None:
-        self._values.clear()
-        self._kept.clear()
 
     def sent_bytes(self, gradients: Mapping[int, torch.Tensor]) -> int:
-        rank = self._compressor.matrix_rank
+        """See ``RepresentedReducer``."""
+        rank = self.compressor.matrix_rank
         return sum(
-            sum(matrix_of(self._layout.parameters[i])) * rank if i in self._q_of else g.numel()
+            sum(matrix_of(self.layout.parameters[i])) * rank if i in self._q_of else g.numel()
             for i, g in gradients.items()
         )
 
-    def average(self, gradients: Mapping[int, torch.Tensor], lane: Lane) -> None:
-        self._lane_of = lane.rank, lane.world_size
+    def average(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """See ``RepresentedReducer``."""
         dense = {i: g for i, g in gradients.items() if i not in self._q_of}
         matrices = {i: g for i, g in gradients.items() if i in self._q_of}
         if dense:
-            lane.mean_of(dense)
+            self.lane.mean_of(dense)
         if matrices:
-            self._factorize(matrices, lane)
+            self._factorize(matrices)
 
-    def _factorize(self, gradients: Mapping[int, torch.Tensor], lane: Lane) -> None:
+    def _factorize(self, gradients: Mapping[int, torch.Tensor]) -> None:
         sent: dict[int, torch.Tensor] = {}
         ps: dict[int, torch.Tensor] = {}
         for i, gradient in gradients.items():
-            total = self._feedback.total(i, gradient)
-            matrix = total.view(matrix_of(self._layout.parameters[i]))
-            wide = matrix.to(torch_dtype(_wide(self._layout.parameters[i].dtype)))
+            total = self.feedback.total(i, gradient)
+            matrix = total.view(matrix_of(self.layout.parameters[i]))
+            wide = matrix.to(torch_dtype(_wide(self.layout.parameters[i].dtype)))
             sent[i] = wide if is_used(gradient) else torch.zeros_like(wide)
             ps[i] = self._start(i) @ sent[i].T
-        lane.mean_of(ps)
+        self.lane.mean_of(ps)
         for p in ps.values():
             orthogonalize(p)
         qs = {i: ps[i] @ sent[i] for i in gradients}
-        lane.mean_of(qs)
+        self.lane.mean_of(qs)
         for i, gradient in gradients.items():
-            self._values[i] = torch.cat([ps[i].flatten(), qs[i].flatten()])
+            self.held[i] = torch.cat([ps[i].flatten(), qs[i].flatten()])
             low_rank((ps[i], qs[i]), 0, gradient.numel(), gradient.zero_())
-            self._feedback.sent(i, gradient)
+            self.feedback.sent(i, gradient)
             self._keep_start(i, qs[i])
 
     def _start(self, parameter: int) -> torch.Tensor:
         """Q of the last step, ``[matrix_rank, columns]``, orthogonal; random where it is zero."""
-        last, _ = self._residual.pair(self._q_of[parameter])
-        q = last.view(self._compressor.matrix_rank, -1).clone()
-        generator = torch.Generator().manual_seed(self._compressor.seed + 1_000_003 * parameter)
+        last, _ = self.residual.pair(self._q_of[parameter])
+        q = last.view(self.compressor.matrix_rank, -1).clone()
+        generator = torch.Generator().manual_seed(self.compressor.seed + 1_000_003 * parameter)
         drawn = torch.randn(q.shape, generator=generator, dtype=q.dtype, device="cpu")
         # An overflow that no scaler skipped must not stay for ever either.
         usable = q.isfinite().all(1, keepdim=True) & q.any(1, keepdim=True)
@@ -192,31 +186,24 @@ class _PowerSGD:
 
     def _keep_start(self, parameter: int, q: torch.Tensor) -> None:
         """Start from Q the next time; rows that are zero, as for unused parameters, stay."""
-        last, target = (t.view_as(q) for t in self._residual.pair(self._q_of[parameter]))
+        last, target = (t.view_as(q) for t in self.residual.pair(self._q_of[parameter]))
         target.copy_(torch.where(q.any(1, keepdim=True), q, last))
-        self._residual.written(self._q_of[parameter], of=parameter)
-
-    def represents(self, parameter: int) -> bool:
-        return parameter in self._values
+        self.residual.written(self._q_of[parameter], of=parameter)
 
     def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
-        spec = self._layout.parameters[parameter]
-        factors = split_factors(self._values[parameter], spec, self._compressor.matrix_rank)
-        out = torch.zeros(
-            share.stop - share.start,
-            dtype=torch_dtype(spec.dtype),
-            device=self._values[parameter].device,
-        )
+        """See ``RepresentedReducer``."""
+        spec, held = self.layout.parameters[parameter], self.held[parameter]
+        numel, dtype = share.stop - share.start, torch_dtype(spec.dtype)
+        out = torch.zeros(numel, dtype=dtype, device=held.device)
+        factors = split_factors(held, spec, self.compressor.matrix_rank)
         low_rank(factors, share.start, share.stop, out)
         return out
 
-    def keep(self, parameter: int) -> None:
-        self._kept[parameter] = self._values[parameter]
-
-    def sections(self, parameters: Sequence[int]) -> list[Section]:
-        kept = {i: self._kept[i] for i in parameters}
-        mine = {i: own[slice(*share(own.numel(), *self._lane_of))] for i, own in kept.items()}
-        return pieces("low_rank", self._layout, mine)
+    def sections(self, kept: Mapping[int, torch.Tensor]) -> list[Section]:
+        """See ``RepresentedReducer``: this rank's share of P and Q."""
+        rank, world_size = self.lane.rank, self.lane.world_size
+        mine = {i: own[slice(*share(own.numel(), rank, world_size))] for i, own in kept.items()}
+        return pieces("low_rank", self.layout, mine)
 
 
 def matrix_of(spec: ParameterSpec) -> tuple[int, int]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.consumed import Corrections
-from lowdiff.compressors.feedback import ErrorFeedback, is_used, residuals_of
-from lowdiff.compressors.lane import Lane, share
+from lowdiff.compressors.consumed import corrected
+from lowdiff.compressors.feedback import is_used
+from lowdiff.compressors.lane import share
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.compressors.sections import floats, listed, numbers
+from lowdiff.compressors.settings import Settings, checked_seed
 from lowdiff.core.layout import bits
 from lowdiff.errors import ConfigError, ReplayMismatch
 from lowdiff.protocols import Decoder, ResidualStore
@@ -33,7 +34,7 @@ Codes = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Quantize:
+class Quantize(Settings):
     """Rounds gradients to a few levels between minus and plus the largest magnitude of a block.
 
     Blocks are of 256 elements. Every rank quantises its gradient plus residual, codes are exchanged
@@ -66,31 +67,21 @@ class Quantize:
             raise ConfigError(f"bits is 8 or 4, got {self.bits!r}; Cast takes 16")
         if self.rounding not in _ROUNDINGS:
             raise ConfigError(f"rounding is one of {_ROUNDINGS}, got {self.rounding!r}")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 31:
-            raise ConfigError(f"seed must be in 0 .. 2**31 - 1, got {self.seed!r}")
+        checked_seed(self.seed, 31)
 
     @property
     def levels(self) -> int:
         """Largest code: 127 or 7."""
         return int((1 << (self.bits - 1)) - 1)
 
-    def settings(self) -> Mapping[str, Any]:
-        """The constructor's arguments."""
-        return asdict(self)
-
-    def residual_layout(self, layout: Layout) -> Layout:
-        """One residual per parameter."""
-        return residuals_of(layout)
-
     def bind(
         self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
-    ) -> RepresentedReducer:
+    ) -> QuantizeReducer:
         """Make the reducer of one run."""
-        return RepresentedReducer(_Quantize(self, ErrorFeedback(residual)), layout, group)
+        return QuantizeReducer(self, layout, residual, group)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Adds the ranks' values, in rank order, as the hook did."""
-        corrections = Corrections(payloads, layout)
         codes = [_read(payload, layout, self.bits) for payload in payloads]
 
         def rebuild(block: Block, out: torch.Tensor) -> None:
@@ -103,67 +94,53 @@ class Quantize:
             mean = _mean(cut, self.levels, len(codes))
             out.copy_(mean[first : first + out.numel()])
 
-        return lambda block, out: corrections.apply(block, out, rebuild)
+        return corrected(payloads, layout, rebuild)
 
 
-class _Quantize:
-    """The method behind `Quantize`; see ``Method``."""
+class QuantizeReducer(RepresentedReducer[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
+    """Quantize bound to one run; holds this rank's codes and scales, and its range of the average."""
 
-    def __init__(self, compressor: Quantize, feedback: ErrorFeedback) -> None:
-        self._compressor = compressor
-        self._feedback = feedback
-        self._step = 0
-        self._own: dict[int, Codes] = {}
-        self._share: dict[int, torch.Tensor] = {}
-        self._kept: dict[int, Codes] = {}
-
-    def begin(self, step: int) -> None:
-        self._step = step
-        self._own.clear()
-        self._share.clear()
-        self._kept.clear()
+    compressor: Quantize
 
     def sent_bytes(self, gradients: Mapping[int, torch.Tensor]) -> int:
+        """See ``RepresentedReducer``."""
         blocks = sum(-(-g.numel() // _SCALED) for g in gradients.values())
-        return blocks * (_SCALED * self._compressor.bits // 8 + 4)
+        return blocks * (_SCALED * self.compressor.bits // 8 + 4)
 
-    def average(self, gradients: Mapping[int, torch.Tensor], lane: Lane) -> None:
-        levels, width = self._compressor.levels, self._compressor.bits
+    def average(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """See ``RepresentedReducer``."""
+        levels, width = self.compressor.levels, self.compressor.bits
+        own: dict[int, Codes] = {}
         for i, gradient in gradients.items():
-            total = self._feedback.total(i, gradient)
-            self._share.pop(i, None)  # until the exchange is done, these codes stand for nothing
-            self._own[i] = self._quantized(i, total, lane, is_sent=is_used(gradient))
+            total = self.feedback.total(i, gradient)
+            own[i] = self._quantized(i, total, is_sent=is_used(gradient))
             for piece in _pieces(total.numel()):
-                total[piece].sub_(
-                    _values(_cut(self._own[i], piece), levels)[: _length(total, piece)]
-                )
-            self._feedback.left(i)
+                total[piece].sub_(_values(_cut(own[i], piece), levels)[: _length(total, piece)])
+            self.feedback.left(i)
         packed = [
             part
-            for codes, scales in (self._own[i] for i in gradients)
+            for codes, scales in own.values()
             for part in (_packed(codes, width), scales.view(torch.uint8))
         ]
-        everyone = lane.gather(torch.cat(packed))
+        everyone = self.lane.gather(torch.cat(packed))
         start = 0
         for i, gradient in gradients.items():
             stop = start + self.sent_bytes({i: gradient})
             of_rank = [_unpacked(wire[start:stop], gradient.numel(), width) for wire in everyone]
             for piece in _pieces(gradient.numel()):
-                mean = _mean([_cut(own, piece) for own in of_rank], levels, lane.world_size)
+                mean = _mean([_cut(codes, piece) for codes in of_rank], levels, len(of_rank))
                 gradient[piece].copy_(mean[: _length(gradient, piece)])
-            mine = slice(*share(gradient.numel(), lane.rank, lane.world_size))
-            self._share[i] = gradient[mine].clone()
+            mine = slice(*share(gradient.numel(), self.lane.rank, self.lane.world_size))
+            self.held[i] = (*own[i], gradient[mine].clone())
             start = stop
 
-    def _quantized(
-        self, parameter: int, total: torch.Tensor, lane: Lane, *, is_sent: bool
-    ) -> Codes:
+    def _quantized(self, parameter: int, total: torch.Tensor, *, is_sent: bool) -> Codes:
         """Codes of gradient plus residual; all zero if none of it is to be sent."""
         blocks = -(-total.numel() // _SCALED)
         codes = torch.zeros(blocks, _SCALED, dtype=torch.int8, device=total.device)
         scales = torch.zeros(blocks, dtype=torch.float32, device=total.device)
         if is_sent:
-            noise = self._noise(parameter, total.device, lane)
+            noise = self._noise(parameter, total.device)
             for piece in _pieces(total.numel()):
                 into, scale_into = _cut((codes, scales), piece)
                 self._quantize(total[piece], noise, into, scale_into)
@@ -177,7 +154,7 @@ class _Quantize:
         scales: torch.Tensor,
     ) -> None:
         """Write the codes and scales of some values; whole blocks, but for a parameter's last."""
-        levels = self._compressor.levels
+        levels = self.compressor.levels
         padded = torch.zeros(codes.shape, dtype=torch.float32, device=values.device)
         padded.view(-1)[: values.numel()] = values
         largest = padded.abs().amax(1)
@@ -190,30 +167,28 @@ class _Quantize:
         codes.copy_(steps.nan_to_num_(0.0, 0.0, 0.0).clamp_(-levels, levels))
         scales.copy_(torch.where(largest.isfinite(), largest, torch.nan))
 
-    def _noise(self, parameter: int, device: torch.device, lane: Lane) -> torch.Generator | None:
+    def _noise(self, parameter: int, device: torch.device) -> torch.Generator | None:
         """What a parameter is rounded with in this step; None rounds to the nearest."""
-        if self._compressor.rounding == "nearest":
+        if self.compressor.rounding == "nearest":
             return None
-        words = (self._compressor.seed, self._step, lane.rank, parameter)
+        words = (self.compressor.seed, self.step, self.lane.rank, parameter)
         seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
         return torch.Generator(device).manual_seed(seed)
 
-    def represents(self, parameter: int) -> bool:
-        return parameter in self._share
-
     def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
-        return self._share[parameter]
+        """See ``RepresentedReducer``."""
+        return self.held[parameter][2]
 
-    def keep(self, parameter: int) -> None:
-        self._kept[parameter] = self._own[parameter]
-
-    def sections(self, parameters: Sequence[int]) -> list[Section]:
-        if not parameters:
+    def sections(
+        self, kept: Mapping[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    ) -> list[Section]:
+        """See ``RepresentedReducer``."""
+        if not kept:
             return []
-        codes = torch.cat([_packed(self._kept[i][0], self._compressor.bits) for i in parameters])
-        scales = torch.cat([self._kept[i][1] for i in parameters]).cpu()
+        codes = torch.cat([_packed(own, self.compressor.bits) for own, _, _ in kept.values()])
+        scales = torch.cat([own for _, own, _ in kept.values()]).cpu()
         return [
-            Section("quantized/parameters", "ascending", numbers(parameters)),
+            Section("quantized/parameters", "ascending", numbers(list(kept))),
             Section("quantized/codes", "planes", codes.cpu().numpy()),
             Section("quantized/scales", "planes", bits(scales)),
         ]

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.feedback import residuals_of
 from lowdiff.compressors.lane import share
-from lowdiff.compressors.ranges import checked_density, checked_size, kept_of
 from lowdiff.compressors.sections import pieces, shared_parts
-from lowdiff.compressors.shared import SharedReducer
-from lowdiff.compressors.sparse import IndexedDecoder
+from lowdiff.compressors.settings import SparseSettings, checked_seed
+from lowdiff.compressors.sparse import IndexedDecoder, SharedReducer
 from lowdiff.core.layout import bits
-from lowdiff.errors import ConfigError
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Block, Layout, Payload, Section
 
-_MAX_SEED = (1 << 63) - 1
-
 
 @dataclass(frozen=True, slots=True)
-class RandomK:
+class RandomK(SparseSettings):
     """Keeps random entries of each parameter and remembers the rest.
 
     A parameter is cut into ``k`` ranges of (nearly) equal length, of each of which one entry is
@@ -49,29 +44,11 @@ class RandomK:
     """
 
     name: ClassVar[str] = "randomk"
-    density: float
-    dense_below: int = 1024
     seed: int = 0
 
     def __post_init__(self) -> None:
-        checked_density(self.density)
-        checked_size("dense_below", "elements", self.dense_below)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed is an int, got {self.seed!r}")
-        if not 0 <= self.seed <= _MAX_SEED:
-            raise ConfigError(f"seed must be in 0 .. 2**63 - 1, got {self.seed}")
-
-    def settings(self) -> Mapping[str, Any]:
-        """The constructor's arguments."""
-        return asdict(self)
-
-    def kept(self, numel: int) -> int:
-        """How many entries of a parameter with ``numel`` elements are exchanged."""
-        return kept_of(numel, self.density, self.dense_below)
-
-    def residual_layout(self, layout: Layout) -> Layout:
-        """One residual per parameter."""
-        return residuals_of(layout)
+        SparseSettings.__post_init__(self)
+        checked_seed(self.seed, 63)
 
     def bind(
         self, layout: Layout, residual: ResidualStore, group: dist.ProcessGroup | None
@@ -113,26 +90,14 @@ class RandomK:
 class RandomKReducer(SharedReducer):
     """RandomK bound to one run."""
 
-    def __init__(
-        self,
-        compressor: RandomK,
-        layout: Layout,
-        residual: ResidualStore,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(layout, residual, group)
-        self._compressor = compressor
-
-    def kept(self, numel: int) -> int:
-        """See ``SharedReducer.kept``."""
-        return self._compressor.kept(numel)
+    compressor: RandomK
 
     def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """See ``SharedReducer.choose``: drawn from seed, step and parameter."""
         chosen = {}
         for i, total in totals.items():
             n, k = total.numel(), self.kept(total.numel())
-            drawn = positions(self._compressor.seed, self.step, i, n, k, np.arange(k))
+            drawn = positions(self.compressor.seed, self.step, i, n, k, np.arange(k))
             chosen[i] = torch.from_numpy(drawn).to(total.device)
         return chosen
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,58 +13,67 @@ import torch.distributed as dist
 from lowdiff.compressors.changes import Factors
 from lowdiff.compressors.consumed import Consumed
 from lowdiff.compressors.exchange import Headers
+from lowdiff.compressors.feedback import ErrorFeedback
 from lowdiff.compressors.lane import Lane
+from lowdiff.compressors.settings import Settings
+from lowdiff.protocols import ResidualStore
 from lowdiff.types import Layout, Payload, Section
 
-
-class Method(Protocol):
-    """How one compressor represents gradients; bound to a run, remembers one step."""
-
-    def begin(self, step: int) -> None:
-        """Start a step: forget the last one."""
-        ...
-
-    def sent_bytes(self, gradients: Mapping[int, torch.Tensor]) -> int:
-        """Bytes this rank sends of a bucket; must be equal on all ranks."""
-        ...
-
-    def average(self, gradients: Mapping[int, torch.Tensor], lane: Lane) -> None:
-        """Overwrite flat gradients, by layout index, with what the optimizer shall see."""
-        ...
-
-    def represents(self, parameter: int) -> bool:
-        """Whether the payload will represent it; else it was exchanged as it is, or not at all."""
-        ...
-
-    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
-        """A range of what ``average`` left, rebuilt from what the payload will hold."""
-        ...
-
-    def keep(self, parameter: int) -> None:
-        """Note that an optimizer consumed it: a further backward pass must not replace this."""
-        ...
-
-    def sections(self, parameters: Sequence[int]) -> list[Section]:
-        """This rank's part of the payload for these parameters: ascending, all kept."""
-        ...
+#: What a rank holds of one parameter in order to store it.
+Held = TypeVar("Held")
 
 
-class RepresentedReducer:
-    """A ``Reducer`` around a method."""
+class RepresentedReducer(ABC, Generic[Held]):
+    """A ``Reducer`` of one run; remembers one step."""
 
-    def __init__(self, method: Method, layout: Layout, group: dist.ProcessGroup | None) -> None:
-        self._method = method
-        self._lane = Lane(group)
-        self._consumed = Consumed(layout, self._lane.rank, self._lane.world_size)
+    def __init__(
+        self,
+        compressor: Settings,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.compressor = compressor
+        self.layout = layout
+        self.residual = residual
+        self.feedback = ErrorFeedback(residual)
+        self.lane = Lane(group)
+        #: By layout index, of what was exchanged last; others were exchanged as they are, or not.
+        self.held: dict[int, Held] = {}
+        #: The same of what an optimizer consumed: a further backward pass does not replace this.
+        self._kept: dict[int, Held] = {}
+        self._consumed = Consumed(layout, self.lane.rank, self.lane.world_size)
         self._headers = Headers()
         self._stamp = 0
+
+    @abstractmethod
+    def sent_bytes(self, gradients: Mapping[int, torch.Tensor]) -> int:
+        """Bytes this rank sends of a bucket; must be equal on all ranks."""
+
+    @abstractmethod
+    def average(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Overwrite flat gradients, by layout index, with what the optimizer shall see."""
+
+    @abstractmethod
+    def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
+        """A range of what ``average`` left, rebuilt from what is held of it."""
+
+    @abstractmethod
+    def sections(self, kept: Mapping[int, Held]) -> list[Section]:
+        """This rank's part of the payload for these parameters, in ascending order."""
+
+    @property
+    def step(self) -> int:
+        """The step that the stamp names."""
+        return self._stamp & 0xFFFFFFFFFF
 
     def begin(self, stamp: int) -> None:
         """See ``Reducer.begin``."""
         self._stamp = stamp
         self._headers.begin()
         self._consumed.begin()
-        self._method.begin(stamp & 0xFFFFFFFFFF)
+        self.held.clear()
+        self._kept.clear()
 
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -72,16 +82,19 @@ class RepresentedReducer:
         bucket = dict(zip(parameters, gradients, strict=True))
 
         def work() -> torch.Tensor:
-            sizes = [buffer.numel(), self._method.sent_bytes(bucket)]
-            self._lane.greet(self._stamp, sizes, self._headers, buffer.device)
+            sizes = [buffer.numel(), self.sent_bytes(bucket)]
+            self.lane.greet(self._stamp, sizes, self._headers, buffer.device)
+            # What is held of them is about to be replaced, and that may be broken off.
             self._consumed.unseal(bucket)
-            self._method.average(bucket, self._lane)
+            for i in bucket:
+                self.held.pop(i, None)
+            self.average(bucket)
             for i, gradient in bucket.items():
-                if self._method.represents(i):
+                if i in self.held:
                     self._consumed.seal(i, gradient)
             return buffer
 
-        return self._lane.submit(work, buffer.device)
+        return self.lane.submit(work, buffer.device)
 
     def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Factors = ()) -> None:
         """See ``Reducer.consume``."""
@@ -89,18 +102,17 @@ class RepresentedReducer:
             if gradient is None:
                 continue
             rebuild = None
-            if self._method.represents(i):
-                rebuild = partial(self._method.rebuilt, i, self._consumed.share(i))
+            if i in self.held:
+                rebuild = partial(self.rebuilt, i, self._consumed.share(i))
+                self._kept[i] = self.held[i]
             self._consumed.take(i, rebuild, gradient, factors)
-            if rebuild is not None:
-                self._method.keep(i)
 
     def close(self) -> None:
         """See ``Reducer.close``."""
-        self._lane.close()
+        self.lane.close()
 
     def payload(self) -> Payload:
         """See ``Reducer.payload``."""
         self._headers.confirm()
-        own = self._method.sections(self._consumed.parameters)
+        own = self.sections({i: self._kept[i] for i in self._consumed.parameters})
         return Payload((*own, *self._consumed.sections()))

@@ -65,47 +65,41 @@ def listed(name: str, payload: Payload, layout: Layout) -> list[int]:
     return found
 
 
-def parts(
-    name: str, payload: Payload, layout: Layout, size_of: Callable[[int], int]
-) -> dict[int, Bits]:
-    """Undo `pieces`: layout index -> bit patterns, ``size_of(index)`` of them.
-
-    Raises:
-        ReplayMismatch: If the sections do not fit together.
-    """
-    found: dict[int, Bits] = {}
-    taken: dict[str, int] = {}
-    for i in listed(name, payload, layout):
-        dtype = layout.parameters[i].dtype
-        section = payload.section(f"{name}/{dtype}")
-        start = taken.get(dtype, 0)
-        stop = taken[dtype] = start + size_of(i)
-        if section is None or stop > section.data.size:
-            raise ReplayMismatch(
-                f"a payload's section {name}/{dtype} ends before parameter "
-                f"{layout.parameters[i].name!r}"
-            )
-        found[i] = section.data[start:stop]
-    return found
-
-
 def shared_parts(
-    name: str, payloads: Sequence[Payload], layout: Layout, size_of: Callable[[int], int]
+    name: str,
+    payloads: Sequence[Payload],
+    layout: Layout,
+    size_of: Callable[[int], int] | None = None,
 ) -> list[dict[int, Bits]]:
-    """`parts` of every rank, which stores its share of ``size_of(index)`` elements.
+    """Undo `pieces` of every rank: layout index -> bit patterns of its share.
+
+    Args:
+        name: Of the sections.
+        payloads: Of all ranks, in rank order.
+        layout: The layout they were made for.
+        size_of: How many values a parameter has, of which each rank stores its share; None for as
+            many as it has elements.
 
     Raises:
         ReplayMismatch: If the sections do not fit together.
     """
-
-    def of_rank(rank: int, payload: Payload) -> dict[int, Bits]:
-        def size(parameter: int) -> int:
-            first, last = share(size_of(parameter), rank, len(payloads))
-            return last - first
-
-        return parts(name, payload, layout, size)
-
-    return [of_rank(rank, payload) for rank, payload in enumerate(payloads)]
+    specs, everyone = layout.parameters, []
+    for rank, payload in enumerate(payloads):
+        found: dict[int, Bits] = {}
+        taken: dict[str, int] = {}
+        for i in listed(name, payload, layout):
+            dtype, size = specs[i].dtype, specs[i].numel if size_of is None else size_of(i)
+            section = payload.section(f"{name}/{dtype}")
+            first, last = share(size, rank, len(payloads))
+            start = taken.get(dtype, 0)
+            stop = taken[dtype] = start + last - first
+            if section is None or stop > section.data.size:
+                raise ReplayMismatch(
+                    f"a payload's section {name}/{dtype} ends before parameter {specs[i].name!r}"
+                )
+            found[i] = section.data[start:stop]
+        everyone.append(found)
+    return everyone
 
 
 def factor_sections(factors: Mapping[int, Factors]) -> list[Section]:

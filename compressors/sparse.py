@@ -6,18 +6,26 @@ thought, and recovery assigns. With values of a narrower dtype it stores those a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.changes import Factors, find_factors, multiply
+from lowdiff.compressors.changes import (
+    ChangeWarning,
+    Factors,
+    find_factors,
+    has_foreign_entries,
+    multiply,
+)
 from lowdiff.compressors.exchange import Headers
 from lowdiff.compressors.feedback import ErrorFeedback, is_used
-from lowdiff.compressors.foreign import ChangeWarning, has_foreign_entries, whole_ranges
-from lowdiff.compressors.lane import share, shares_in
-from lowdiff.compressors.sections import factor_sections, factors_of, floats, pieces
+from lowdiff.compressors.lane import Lane, share, shares_in
+from lowdiff.compressors.sections import factor_sections, factors_of, floats, pieces, shared_parts
+from lowdiff.compressors.selection import MagnitudeSelector
+from lowdiff.compressors.settings import SparseSettings
 from lowdiff.core.layout import INT_OF_BYTES, bits
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
@@ -31,11 +39,14 @@ class SparseReducer:
 
     def __init__(
         self,
+        compressor: SparseSettings,
         layout: Layout,
         residual: ResidualStore,
         group: dist.ProcessGroup | None,
         value_dtype: torch.dtype | None = None,
     ) -> None:
+        self.compressor = compressor
+        self.selector = MagnitudeSelector()
         self.layout = layout
         self.feedback = ErrorFeedback(residual)
         self.group = group
@@ -46,8 +57,9 @@ class SparseReducer:
         self.selected: dict[int, torch.Tensor] = {}
         #: The same of earlier passes of this step.
         self._earlier: dict[int, torch.Tensor] = {}
-        #: Layout index -> positions that any rank exchanged in this step.
-        self._exchanged: dict[int, list[torch.Tensor]] = {}
+        #: Layout index -> of each pass: positions that the ranks exchanged, ascending each, and
+        #: where the parameter begins among them.
+        self._exchanged: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
         self.consumed: dict[int, Entries] = {}
         #: This rank's range of gradients with entries that nobody exchanged.
         self._foreign: dict[int, torch.Tensor] = {}
@@ -77,6 +89,10 @@ class SparseReducer:
         """The step that the stamp names."""
         return self.stamp & 0xFFFFFFFFFF
 
+    def kept(self, numel: int) -> int:
+        """Number of entries exchanged of a parameter in this step."""
+        return self.compressor.kept(numel, self.step)
+
     def close(self) -> None:
         """See ``Reducer.close``: there is nothing to give back."""
 
@@ -99,9 +115,15 @@ class SparseReducer:
             self._earlier[parameter] = earlier if known is None else torch.cat([known, earlier])
         self.selected[parameter] = positions
 
-    def note_exchanged(self, parameter: int, positions: torch.Tensor) -> None:
-        """Remember that entries of a parameter were exchanged; positions inside it, of all ranks."""
-        self._exchanged.setdefault(parameter, []).append(positions)
+    def note_exchanged(self, parameter: int, seen: list[torch.Tensor], offset: int = 0) -> None:
+        """Remember that entries of a parameter were exchanged.
+
+        Args:
+            parameter: Layout index.
+            seen: Ascending positions by rank; it may be filled later.
+            offset: The position of the parameter's first element.
+        """
+        self._exchanged.setdefault(parameter, []).append((seen, offset))
 
     def exchanged(self, parameter: int, share: slice) -> list[torch.Tensor] | None:
         """Positions in a range of a parameter that any rank exchanged, counted from its start.
@@ -110,10 +132,13 @@ class SparseReducer:
         """
         if parameter not in self._exchanged:
             return None
-        return [
-            own[(own >= share.start) & (own < share.stop)] - share.start
-            for own in self._exchanged[parameter]
-        ]
+        found = []
+        for seen, offset in self._exchanged[parameter]:
+            for own in seen:
+                first, last = offset + share.start, offset + share.stop
+                begin, end = torch.searchsorted(own, own.new_tensor([first, last])).tolist()
+                found.append(own[begin:end] - first)
+        return found
 
     def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Factors = ()) -> None:
         """See ``Reducer.consume``. Tensors exchanged whole are split over the ranks."""
@@ -248,6 +273,71 @@ class SparseReducer:
         return kept
 
 
+class SharedReducer(SparseReducer, ABC):
+    """Averages the same entries of every rank, ``k`` values; each rank stores its share of them."""
+
+    def __init__(
+        self,
+        compressor: SparseSettings,
+        layout: Layout,
+        residual: ResidualStore,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(compressor, layout, residual, group)
+        self.lane = Lane(group)
+
+    @abstractmethod
+    def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Ascending positions, int64 ``[kept]``, for each parameter, the same on all ranks.
+
+        Args:
+            totals: Layout index -> gradient plus residual of this rank.
+        """
+
+    def reduce(
+        self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
+    ) -> torch.futures.Future[torch.Tensor]:
+        """See ``Reducer.reduce``."""
+
+        def work() -> torch.Tensor:
+            self._average(dict(zip(parameters, gradients, strict=True)), buffer)
+            return buffer
+
+        return self.lane.submit(work, buffer.device)
+
+    def close(self) -> None:
+        """See ``Reducer.close``."""
+        self.lane.close()
+
+    def _average(self, gradients: Mapping[int, torch.Tensor], buffer: torch.Tensor) -> None:
+        counts = {i: self.kept(g.numel()) for i, g in gradients.items()}
+        sizes = [buffer.numel(), sum(counts.values())]
+        self.lane.greet(self.stamp, sizes, self.headers, buffer.device)
+        totals = {
+            i: self.feedback.total(i, g) for i, g in gradients.items() if counts[i] < g.numel()
+        }
+        chosen = self.choose(totals)
+        # An overflow must not hide where nobody looks: what is sent of such a tensor is NaN, so that
+        # a scaler skips the step.
+        hidden = {i: total.sum(dtype=_wide(total)) * 0 for i, total in totals.items()}
+        values = [
+            self.send(i, g, totals[i], chosen[i]).add_(hidden[i]) if i in chosen else g
+            for i, g in gradients.items()
+        ]
+        entries = torch.cat(values)
+        self.lane.mean(entries)
+        for (i, gradient), own in zip(
+            gradients.items(), entries.split(list(counts.values())), strict=True
+        ):
+            if i not in chosen:
+                gradient.copy_(own)
+                continue
+            gradient.zero_().index_copy_(0, chosen[i], own)
+            mine = slice(*share(counts[i], self.rank, self.world_size))
+            self.note_selected(i, chosen[i][mine])
+            self.note_exchanged(i, [chosen[i]])
+
+
 class IndexedDecoder:
     """Assigns each rank's entries; where ranks overlap they agree bit for bit.
 
@@ -269,7 +359,7 @@ class IndexedDecoder:
             for dtype in layout.dtypes
         }
         self._factors = [factors_of(payload) for payload in payloads]
-        self._whole = whole_ranges(payloads, layout)
+        self._whole = shared_parts("whole", payloads, layout)
 
     def __call__(self, block: Block, out: torch.Tensor) -> None:
         """See ``Decoder``."""
@@ -319,3 +409,7 @@ def _all_finite(parts: Iterable[Entries]) -> bool:
         not values[0].is_cpu or bool(torch.cat(values).isfinite().all())
         for values in by_dtype.values()
     )
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

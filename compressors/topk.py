@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from lowdiff.compressors.collectives import chained, completed
 from lowdiff.compressors.exchange import exchange
 from lowdiff.compressors.feedback import residuals_of
-from lowdiff.compressors.futures import chained, completed
-from lowdiff.compressors.ranges import (
-    checked_density,
+from lowdiff.compressors.settings import (
+    SparseSettings,
     checked_size,
     half_width,
-    kept_of,
     refuse_other_half,
 )
-from lowdiff.compressors.selection import MagnitudeSelector
 from lowdiff.compressors.sparse import IndexedDecoder, SparseReducer
-from lowdiff.core.layout import dtype_name
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Layout, Payload
 
@@ -30,7 +27,7 @@ _WARMUP_DENSITY = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
+class TopK(SparseSettings):
     """Keeps each parameter's largest gradient entries and remembers the rest.
 
     Every rank selects from its own gradient plus residual; entries are exchanged with one
@@ -56,35 +53,21 @@ class TopK:
     """
 
     name: ClassVar[str] = "topk"
-    density: float
-    dense_below: int = 1024
     value_dtype: torch.dtype | str | None = None
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        checked_density(self.density)
-        checked_size("dense_below", "elements", self.dense_below)
+        SparseSettings.__post_init__(self)
         checked_size("warmup", "steps", self.warmup)
         if self.value_dtype is not None:
             object.__setattr__(self, "value_dtype", half_width("value_dtype", self.value_dtype))
 
-    def settings(self) -> Mapping[str, Any]:
-        """The constructor's arguments."""
-        narrow = self._narrow
-        return asdict(self) | {"value_dtype": narrow and dtype_name(narrow)}
-
-    def kept(self, numel: int, step: int | None = None) -> int:
-        """How many entries of a parameter with ``numel`` elements are exchanged.
-
-        Args:
-            numel: Its number of elements.
-            step: In which step, counted from 1; None for any after the warm-up.
-        """
-        density = self.density
-        if step is not None and step < self.warmup:
-            start = max(density, _WARMUP_DENSITY)
-            density = start * (density / start) ** (step / self.warmup)
-        return kept_of(numel, density, self.dense_below)
+    def density_at(self, step: int | None) -> float:
+        """See ``SparseSettings.density_at``."""
+        if step is None or step >= self.warmup:
+            return self.density
+        start = max(self.density, _WARMUP_DENSITY)
+        return float(start * (self.density / start) ** (step / self.warmup))
 
     def residual_layout(self, layout: Layout) -> Layout:
         """One residual per parameter.
@@ -115,40 +98,11 @@ class TopK:
 class TopKReducer(SparseReducer):
     """TopK bound to one run; remembers this rank's selection until the optimizer's step."""
 
-    def __init__(
-        self,
-        compressor: TopK,
-        layout: Layout,
-        residual: ResidualStore,
-        group: dist.ProcessGroup | None,
-        value_dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__(layout, residual, group, value_dtype)
-        self._compressor = compressor
-        self._selector = MagnitudeSelector()
-        #: Layout index -> of each pass: what all ranks exchanged, and where the parameter begins there.
-        self._passes: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
-
-    def begin(self, stamp: int) -> None:
-        """See ``Reducer.begin``."""
-        super().begin(stamp)
-        self._passes.clear()
-
-    def exchanged(self, parameter: int, share: slice) -> list[torch.Tensor] | None:
-        """See ``SparseReducer.exchanged``."""
-        found = []
-        for seen, offset in self._passes.get(parameter, ()):
-            for own in seen:
-                first, last = offset + share.start, offset + share.stop
-                begin, end = torch.searchsorted(own, own.new_tensor([first, last])).tolist()
-                found.append(own[begin:end] - first)
-        return found if parameter in self._passes else None
-
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
         """See ``Reducer.reduce``."""
-        whole = all(self._kept(g) == g.numel() for g in gradients)
+        whole = all(self.kept(g.numel()) == g.numel() for g in gradients)
         if whole and self.world_size == 1 and self.value_dtype is None:
             # Nothing to choose and nobody to tell: for models of many small parameters, whose
             # every call would otherwise cost more than the parameter's own update.
@@ -163,7 +117,7 @@ class TopKReducer(SparseReducer):
             positions.append(chosen + offset)
             values.append(kept)
             if chosen.numel() < gradient.numel():
-                self._passes.setdefault(parameter, []).append((seen, offset))
+                self.note_exchanged(parameter, seen, offset)
         entries = torch.cat(values)
         if self.world_size > 1:
             entries.div_(self.world_size)  # before the sum, as DDP itself averages
@@ -190,15 +144,12 @@ class TopKReducer(SparseReducer):
 
         return chained(done, finish, buffer.device)
 
-    def _kept(self, gradient: torch.Tensor) -> int:
-        return self._compressor.kept(gradient.numel(), self.step)
-
     def _compress(
         self, parameter: int, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        k = self._kept(gradient)
+        k = self.kept(gradient.numel())
         if k == gradient.numel():
             return torch.arange(k, device=gradient.device), gradient
         total = self.feedback.total(parameter, gradient)
-        chosen = self._selector.select(total, k)
+        chosen = self.selector.select(total, k)
         return chosen, self.send(parameter, gradient, total, chosen, are_largest=True)

@@ -591,7 +591,7 @@ class Checkpointer:
 
     def _body(self) -> Body:
         is_here = self._loop is not None and not self._is_of_parent
-        return self._loop.body if self._loop is not None and is_here else Body(0, is_over=False)
+        return self._loop.body if self._loop is not None and is_here else Body()
 
     def _forked(self) -> None:
         """In a forked child: touch nothing that is the parent's, and hook nothing here.

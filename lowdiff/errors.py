@@ -16,8 +16,7 @@
     │   └── RunMismatch            its history belongs to another model or optimizer
     ├── StorageError           bytes could not be written or read
     │   ├── DamagedFile            bytes were read but are not what was written
-    │   ├── NewerFormat            written by a later version of lowdiff
-    │   ├── OlderFormat            written by an earlier version of lowdiff
+    │   ├── OtherFormat            written by a lowdiff of another format version
     │   ├── StoreError             an object store refused, or did not answer
     │   └── WriterFailed           the background writer reported a failure
     └── RecoveryError          no consistent state can be rebuilt
@@ -155,25 +154,14 @@ class DamagedFile(StorageError):
         return isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
 
 
-class NewerFormat(StorageError):
-    """The file was written by a later version of lowdiff."""
+class OtherFormat(StorageError):
+    """The file was written by a lowdiff of another format version."""
 
     def __init__(self, path: Path | str, found: int, supported: int) -> None:
         self.found = found
         super().__init__(
-            f"{path} has format version {found}, this lowdiff reads version {supported}; "
-            "upgrade lowdiff to read it"
-        )
-
-
-class OlderFormat(StorageError):
-    """The file was written by an earlier version of lowdiff."""
-
-    def __init__(self, path: Path | str, found: int, supported: int) -> None:
-        self.found = found
-        super().__init__(
-            f"{path} has format version {found}, this lowdiff reads version {supported} and nothing "
-            "older; start a new run folder, or recover with the lowdiff that wrote this one"
+            f"{path} has format version {found}, this lowdiff reads version {supported} only; recover "
+            "with the lowdiff that wrote it, or start a new run folder"
         )
 
 

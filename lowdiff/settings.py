@@ -17,11 +17,13 @@ from lowdiff.tuner.policy import Tuning
 
 #: Where the tuner begins: on its grid.
 _FIRST_INTERVAL, _FIRST_BATCH = 91, 16
-RESIDUAL = ("exact", "snapshot")
-ON_ERROR = ("warn", "raise")
-WATCH = ("live", "recovery")
-BACKPRESSURE = ("block", "degrade")
-OPTIMIZER_STEPS = (1, "any")
+_CHOICES: dict[str, tuple[int | str, ...]] = {
+    "backpressure": ("block", "degrade"),
+    "residual": ("exact", "snapshot"),
+    "on_error": ("warn", "raise"),
+    "watch": ("live", "recovery"),
+    "optimizer_steps": (1, "any"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +91,18 @@ class Settings:
                 "the replica makes the full snapshots and training does not pay for them; give a "
                 "number of steps"
             )
-        if self.snapshot_every < 1:
-            raise ConfigError(f"snapshot_every counts steps, at least 1, got {self.snapshot_every}")
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size counts steps, at least 1, got {self.batch_size}")
-        if self.backpressure not in BACKPRESSURE:
-            raise ConfigError(f"backpressure is one of {BACKPRESSURE}, got {self.backpressure!r}")
-        if self.residual not in RESIDUAL:
-            raise ConfigError(f"residual is one of {RESIDUAL}, got {self.residual!r}")
-        if self.on_error not in ON_ERROR:
-            raise ConfigError(f"on_error is one of {ON_ERROR}, got {self.on_error!r}")
-        if self.watch not in WATCH:
-            raise ConfigError(f"watch is one of {WATCH}, got {self.watch!r}")
+        for name in ("snapshot_every", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} counts steps, at least 1, got {getattr(self, name)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is one of {choices}, got {getattr(self, name)!r}")
         for name in self.imports:
             if not (isinstance(name, str) and all(p.isidentifier() for p in name.split("."))):
                 raise ConfigError(
                     'imports is a list of names of modules, e.g. imports=["my_optimizers"], got '
                     f"{name!r} in it"
                 )
-        if self.optimizer_steps not in OPTIMIZER_STEPS:
-            raise ConfigError(
-                f"optimizer_steps is one of {OPTIMIZER_STEPS}, got {self.optimizer_steps!r}"
-            )
         if self.has_several_steps and not self.has_replica:
             raise ConfigError(
                 'optimizer_steps="any" is for training without a compressor: error feedback belongs to '

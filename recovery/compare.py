@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,73 +11,30 @@ import torch
 
 from lowdiff.core.layout import INT_OF_BYTES
 from lowdiff.persistence.format.values import same
-from lowdiff.recovery.state import (
-    RNG_ITEM,
-    STATEFUL_ITEM,
-    TENSOR_ITEM,
-    RecoveredState,
-    begun_afresh,
-    inherit,
-)
+from lowdiff.recovery.state import RecoveredState
+from lowdiff.types import Fence
 
 #: Compared at once: what that takes in double precision stays small.
 _PIECE_ELEMENTS = 1 << 18
 
 
-def keep_inherited(before: RecoveredState, after: RecoveredState) -> None:
-    """Take out of two states, in place, what the later life did not inherit from the earlier one.
-
-    Not inherited are objects that are new, gone or of another class, averages that follow other
-    parameters or are kept in another form since, tensors of the model that are gone, and generators
-    that only one of the two knows. A hyper-parameter that only a later torch knows is taken over.
-
-    Args:
-        before: As the earlier life left it.
-        after: As a snapshot of the later life has it.
-    """
-    old, new = before.fence, after.fence
-    if len(before.items) != len(after.items):
-        before.items = inherit(before.items, len(after.items))
-    kept = {
-        name
-        for name in new.stateful.keys() - set(begun_afresh(old, new))
-        if old.averages.get(name) == new.averages.get(name)
-    }
-    objects = old.stateful.keys() | new.stateful.keys()
-    gone = set(old.names.values()) - set(new.names.values())
-    for ours, others in zip(before.items, after.items, strict=True):
-        unshared = {name for name in ours.keys() ^ others.keys() if name.startswith(RNG_ITEM)}
-        for name in ours.keys() | others.keys():
-            owner = _owner(name, objects)
-            if name in unshared or name in gone or (owner is not None and owner not in kept):
-                ours.pop(name, None)
-                others.pop(name, None)
-    for state in (before, after):
-        state.averages = {name: state.averages[name] for name in kept & state.averages.keys()}
-    for mine, theirs in zip(before.optimizers, after.optimizers, strict=True):
-        for group, known in zip(mine.groups, theirs.groups, strict=True):
-            group |= {key: value for key, value in known.items() if key not in group}
-
-
-def _owner(item: str, objects: Iterable[str]) -> str | None:
-    """The stateful object that an item belongs to; None if it belongs to the model or to none."""
-    if item.startswith(STATEFUL_ITEM):
-        return item.removeprefix(STATEFUL_ITEM)
-    # Names may hold slashes.
-    owners = (name for name in objects if item.startswith(f"{TENSOR_ITEM}{name}/"))
-    return max(owners, key=len, default="") if item.startswith(TENSOR_ITEM) else None
-
-
 def differences(left: RecoveredState, right: RecoveredState) -> Iterator[str]:
-    """Name everything in which two states differ by at least one bit, parameters first."""
+    """Name everything in which two states differ by at least one bit, parameters first.
+
+    Between lives that were set up otherwise only parameters and optimizer state are compared: objects,
+    averages, ranks, generators and hyper-parameters may have begun anew.
+    """
     yield from _mapping("parameter", left.parameters, right.parameters)
     for index, (mine, theirs) in enumerate(zip(left.optimizers, right.optimizers, strict=True)):
-        if not same(mine.groups, theirs.groups):
-            yield f"optimizer {index}: hyper-parameters"
         for name in sorted(set(mine.state) | set(theirs.state)):
             yield from _mapping(
                 f"optimizer {index}, {name}:", mine.state.get(name, {}), theirs.state.get(name, {})
             )
+    if _setup(left.fence) != _setup(right.fence):
+        return
+    for index, (mine, theirs) in enumerate(zip(left.optimizers, right.optimizers, strict=True)):
+        if not same(mine.groups, theirs.groups):
+            yield f"optimizer {index}: hyper-parameters"
     for name in sorted(set(left.averages) | set(right.averages)):
         yield from _mapping(
             f"average {name}:", left.averages.get(name, {}), right.averages.get(name, {})
@@ -86,6 +43,11 @@ def differences(left: RecoveredState, right: RecoveredState) -> Iterator[str]:
         yield from _mapping(f"rank {rank}: item", ours, others)
     if left.held != right.held:
         yield f"parameters that hold a gradient tensor ({left.held} against {right.held})"
+
+
+def _setup(fence: Fence) -> tuple[object, ...]:
+    """What two lives share if one goes on with everything that the other had."""
+    return (fence.stateful, fence.averages, fence.names, fence.world_size, fence.environment)
 
 
 def _mapping(what: str, left: dict[str, Any], right: dict[str, Any]) -> Iterator[str]:

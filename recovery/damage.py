@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.catalog import Catalog, complete_snapshots
 from lowdiff.persistence.run.fences import read_fence
 from lowdiff.persistence.staging.status import has_replica
-from lowdiff.recovery.plan import rebases, recoverable, spans_of
+from lowdiff.recovery.plan import recoverable, spans_of
 
 _RECORD_START = re.compile(rb"LDRC")
 
@@ -102,64 +101,36 @@ def judge(
     return failures, notes
 
 
-def first_gap(catalog: Catalog, base: int, last: int) -> Finding | None:
-    """The first differential after ``base``, up to ``last``, that some rank lacks."""
-    step, owner, rank = _first_missing(catalog, base, last)
-    if step is None:
-        return None
-    if owner is None:
-        return Finding(f"step {step} belongs to no incarnation that can be read")
-    if _is_replicated(catalog, owner):
-        return Finding(f"step {step} was made without a compressor, which keeps no differentials")
-    path, reason = _place_of(catalog, owner, rank, step)
-    return Finding(f"step {step} of rank {rank} is lost: {path} {reason}", str(path))
+def gap_after(catalog: Catalog, last: int) -> Finding | None:
+    """Why replay does not lead beyond ``last``; None if that is no loss.
 
-
-def last_kept(catalog: Catalog, base: int, last: int) -> int:
-    """``last``, or how far replay of ``base`` leads if that is not a loss.
-
-    It ends before a step that retention removed or a replica used up (LowDiff+), and before one
+    It may end before a step that retention removed or a replica used up (LowDiff+), and before one
     that only a snapshot leads to.
     """
-    step, owner, _ = _first_missing(catalog, base, last)
-    if (
-        step is not None
-        and owner is not None
-        and (catalog.collected.holds(owner, step) or _is_replicated(catalog, owner))
-    ):
-        last = step - 1
-    spans = spans_of(catalog)
-    return next((t - 1 for t in range(base + 1, last + 1) if rebases(catalog, spans, t)), last)
+    step = last + 1
+    owner = next((span for span in spans_of(catalog) if span.owns(step)), None)
+    if owner is None:
+        return Finding(f"step {step} belongs to no incarnation that can be read")
+    number = owner.incarnation
+    ranks = range(owner.world_size)
+    lacking = next((rank for rank in ranks if step not in catalog.of(number, rank)), None)
+    has_replica = catalog.incarnations[number].fence.has_replica
+    if lacking is None or has_replica or catalog.collected.holds(number, step):
+        return None
+    path, reason = _place_of(catalog, number, lacking, step)
+    return Finding(f"step {step} of rank {lacking} is lost: {path} {reason}", str(path))
 
 
-def _is_replicated(catalog: Catalog, incarnation: int) -> bool:
-    found = catalog.incarnations.get(incarnation)
-    return found is not None and found.fence.has_replica
-
-
-def _first_missing(catalog: Catalog, base: int, last: int) -> tuple[int | None, int | None, int]:
-    """First missing step in ``base + 1 ... last``, whose it is, and the rank that lacks it."""
-    spans = spans_of(catalog)
-    for step in range(base + 1, last + 1):
-        owner = next((span for span in spans if span.owns(step)), None)
-        if owner is None:
-            return step, None, 0
-        for rank in range(owner.world_size):
-            if step not in catalog.of(owner.incarnation, rank):
-                return step, owner.incarnation, rank
-    return None, None, 0
-
-
-def lost_after(catalog: Catalog, last: int) -> list[Finding]:
+def lost_after(catalog: Catalog, last: int) -> Finding | None:
     """The step after the newest recoverable one, if a rank that lacks it has later ones."""
-    for span in spans_of(catalog):
-        if span.owns(last + 1) and not _is_replicated(catalog, span.incarnation):
-            for rank in range(span.world_size):
-                steps = catalog.of(span.incarnation, rank)
-                if last + 1 not in steps and steps.newest > last + 1:
-                    gap = first_gap(catalog, last, last + 1)
-                    return [] if gap is None else [gap]
-    return []
+    step = last + 1
+    is_missed = any(
+        step not in records and records.newest > step
+        for span in spans_of(catalog)
+        if span.owns(step)
+        for records in (catalog.of(span.incarnation, rank) for rank in range(span.world_size))
+    )
+    return gap_after(catalog, last) if is_missed else None
 
 
 def _by_now(error: DamagedFile, owner: tuple[str, int, int]) -> DamagedFile | None:
@@ -263,28 +234,15 @@ def _end_of_records(view: memoryview, header: FileHeader) -> int:
 
 def _missing_fences(folder: RunFolder, catalog: Catalog) -> Iterator[tuple[int, Path]]:
     """Incarnations that do not count, because the fence of some rank is not there."""
-    present = {(number, rank) for number, rank, _ in folder.fences()}
+    fences, damaged = list(folder.fences()), {error.path for error in catalog.damage}
     parents = (life.fence.parent for life in catalog.incarnations.values())
-    numbers = {number for number, _ in [*present, *catalog.records]}
+    numbers = {*(number for number, _, _ in fences), *(number for number, _ in catalog.records)}
     for number in sorted(numbers.union(parent for parent in parents if parent is not None)):
-        if number not in catalog.incarnations:
-            for rank in range(_world_size(folder, catalog, number)):
-                if (number, rank) not in present:
-                    yield number, folder.fence(number, rank)
-                    break
-
-
-def _world_size(folder: RunFolder, catalog: Catalog, number: int) -> int:
-    """Number of ranks of an incarnation, from whatever of it can be read; at least 1."""
-    for incarnation, _, path in folder.fences():
-        if incarnation == number:
-            with suppress(DamagedFile):
-                return read_fence(path).world_size
-    for (incarnation, _), records in catalog.records.items():
-        if incarnation == number:
-            with suppress(DamagedFile, StopIteration):
-                return next(iter(records.values())).record.header.world_size
-    return 1
+        own = {rank: path for n, rank, path in fences if n == number}
+        if number not in catalog.incarnations and not damaged.intersection(own.values()):
+            world_size = read_fence(own[min(own)]).world_size if own else 1
+            missing = sorted(set(range(world_size)) - own.keys())
+            yield from ((number, folder.fence(number, rank)) for rank in missing[:1])
 
 
 def _left_something(catalog: Catalog, number: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from lowdiff.core.events import printable
-from lowdiff.errors import DamagedFile, ReplayMismatch, RunMismatch, StepNotFound
+from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch, StepNotFound
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
 from lowdiff.persistence.format.image import was_removed
 from lowdiff.persistence.run.catalog import Catalog, scan
@@ -22,9 +22,10 @@ from lowdiff.persistence.store.fetch import fetch_history, temporary_folder
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
-from lowdiff.recovery.replay.replayer import ReplayOptions, in_blocks_or_whole, replay
+from lowdiff.recovery.replay.replayer import ReplayOptions, replay
 from lowdiff.recovery.replay.sizing import check_memory
-from lowdiff.recovery.replica.recover import MemoryPlan, carry_out_in_memory, plan_in_memory
+from lowdiff.recovery.replay.unit import UNREPLAYABLE, is_out_of_means
+from lowdiff.recovery.replica.recover import MemoryPlan, plan_in_memory, shares_joined
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
 
 _logger = logging.getLogger(__name__)
@@ -93,35 +94,17 @@ def _recover(
     catalog = scan(folder, [root])
     for finding in judge(folder, catalog)[0]:
         _logger.warning("%s", printable(finding.message))
-
-    own, aim = options or ReplayOptions(), step
+    search = Search(catalog, step, goes_back=step is None)
 
     def act(seen: Catalog) -> RecoveredState:
-        # The newest step of a live run moves on, faster perhaps than a replay follows. So the one that
-        # was planned first stays the aim: by the next look it is in a segment.
-        nonlocal aim
-        state = recover_from_memory(seen, aim, own, goes_back=step is None)
-        while state is None:
-            try:
-                plan = plan_recovery(seen, aim)
-            except StepNotFound as error:
-                if aim == step:
-                    raise
-                plan = plan_recovery(seen, step)
-                _logger.warning("%s; going back to step %d", printable(str(error)), plan.step)
-            aim = plan.step
-            found = try_from_disk(seen, plan, reporting(own, progress, 0, len(plan.steps)))
+        search.catalog = seen
+        while True:
+            plan = search.plan()
+            own = reporting(options or ReplayOptions(), progress, 0, len(plan.steps))
+            found = search.attempt(plan, own)
             if isinstance(found, RecoveredState):
                 return found
-            if step is not None:
-                raise found.error
-            # Where nothing leads to the newest step, the newest that can still be reached serves.
-            if found.last is not None:
-                told = printable(str(found.error))
-                _logger.warning("%s; going back to step %d", told, found.last)
-                aim = found.last
-            seen = without(seen, found.snapshots)
-        return state
+            search.learn([found])
 
     return look_again(folder, root, catalog, act)
 
@@ -168,140 +151,194 @@ def look_again(
         catalog = scan(folder, [staging], check_all=check_all)
 
 
-def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | None:
-    """The way from what replicas left in memory, where it leads further than the disk, or as far."""
+def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | RecoveryPlan:
+    """Plan the way from what replicas left in memory where that leads as far as the disk, or further.
+
+    Raises:
+        StepNotFound: If nothing leads to ``step``, or to any step where that is None.
+    """
     memory = plan_in_memory(catalog, step)
-    if memory is None or step is not None:
-        return memory
-    if any(last > memory.step for _, last in recoverable(catalog)):
+    if memory is None:
+        return plan_recovery(catalog, step)
+    if step is None and any(last > memory.step for _, last in recoverable(catalog)):
         # Planned, as what is listed may not be what is there.
         with suppress(StepNotFound):
-            return None if plan_recovery(catalog).step > memory.step else memory
+            plan = plan_recovery(catalog)
+            return plan if plan.step > memory.step else memory
     return memory
 
 
-def newest_step(catalog: Catalog, step: int | None) -> int:
-    """The step that a recovery leads to.
-
-    Raises:
-        StepNotFound: If there is none, or ``step`` is given and cannot be reached.
-    """
-    memory = plan_best(catalog, step)
-    return plan_recovery(catalog, step).step if memory is None else memory.step
-
-
-def recover_from_memory(
-    catalog: Catalog, step: int | None, options: ReplayOptions, *, goes_back: bool
-) -> RecoveredState | None:
-    """What replicas left in memory, where it leads as far as the disk; None if it does not.
-
-    Args:
-        catalog: What there is.
-        step: Which step; None for the newest.
-        options: How to replay.
-        goes_back: Whether an earlier step serves where that one does not replay.
-    """
-    memory = plan_best(catalog, step)
-    if memory is None:
-        return None
-    try:
-        return carry_out_in_memory(catalog, memory, options)
-    except (DamagedFile, ReplayMismatch, RunMismatch) as error:
-        # Not for want of memory or of room on a disk: that passes, but a step back would remain.
-        what = printable(str(error))
-        failed = error.step if isinstance(error, ReplayMismatch) else None
-        if not goes_back or failed is None or failed <= memory.common:
-            _logger.warning("%s; going back to what is on disk", what)
-            return None
-        _logger.warning("%s; steps %d to %d are lost", what, failed, memory.step)
-    return recover_from_memory(catalog, failed - 1, options, goes_back=True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OutOfReach:
-    """A step to which nothing leads: its snapshots are damaged, or replay does not come so far.
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """What one attempt found on the way, so that the next one goes around it.
 
     Attributes:
-        error: Says so.
-        snapshots: ``(incarnation, step)`` of each damaged one.
+        memory: Whether what replicas left in memory cannot be used.
+        snapshot: Incarnation and step of a damaged snapshot.
+        unreadable: Its file and what the system says of that, where another try might read it.
         last: The last step that replays, where a later one does not.
     """
 
-    error: StepNotFound | ReplayMismatch
-    snapshots: tuple[tuple[int, int], ...] = ()
+    memory: bool = False
+    snapshot: tuple[int, int] | None = None
+    unreadable: tuple[str, str] | None = None
     last: int | None = None
 
 
-def without(catalog: Catalog, snapshots: Collection[tuple[int, int]]) -> Catalog:
-    """A catalog that lacks some snapshots, each given by incarnation and step."""
-    left = tuple(s for s in catalog.snapshots if (s.incarnation, s.step) not in snapshots)
-    return replace(catalog, snapshots=left)
+class Search:
+    """The way to a step, around whatever turns out to be damaged."""
+
+    def __init__(self, catalog: Catalog, step: int | None, *, goes_back: bool) -> None:
+        """Begin.
+
+        Args:
+            catalog: What there is.
+            step: Which step; None for the newest that can be had.
+            goes_back: Whether an earlier step serves where the newest does not replay.
+        """
+        self.catalog = catalog
+        #: The step of the first plan stays the goal: a live run's newest moves on, perhaps faster than
+        #: a replay follows, but by the next look that step is in a segment.
+        self.goal = step
+        self._step = step
+        self._goes_back = goes_back
+        self._damaged: list[int] = []
+        self._unreadable: tuple[str, str] | None = None
+
+    def plan(self) -> MemoryPlan | RecoveryPlan:
+        """Plan the way to the goal, or to the newest step where nothing leads to the goal any more.
+
+        Raises:
+            StepNotFound: If nothing leads to the step that was asked for.
+            DamagedFile: If nothing leads there but what cannot be read. That may pass, while a step
+                back would remain.
+        """
+        try:
+            plan = plan_best(self.catalog, self.goal)
+        except StepNotFound as error:
+            if self._unreadable is not None:
+                path, what = self._unreadable
+                raise DamagedFile(Path(path), what) from error
+            if self._damaged:
+                which = ", ".join(map(str, self._damaged))
+                why = f"{error.why} (snapshot {which}, which leads there, is damaged)"
+                error = StepNotFound(self.catalog.root, error.step, error.recoverable, why)
+            if self.goal == self._step:
+                raise error from None
+            plan = plan_best(self.catalog, self._step)
+            _logger.warning("%s; going back to step %d", printable(str(error)), plan.step)
+        self.goal = plan.step
+        return plan
+
+    def attempt(
+        self, plan: MemoryPlan | RecoveryPlan, options: ReplayOptions
+    ) -> RecoveredState | Setback:
+        """Carry a plan out, or say what the next one has to go around.
+
+        Raises:
+            DamagedFile: If it is no snapshot with another one beside it, or was removed.
+            ReplayMismatch: If a step does not replay, and no earlier one serves.
+            RunMismatch: If the run's history does not hold the whole state of that step.
+        """
+        try:
+            state = carry_out(self.catalog, plan, options)
+            if isinstance(plan, RecoveryPlan):
+                lives = dict.fromkeys([plan.base.incarnation, *(s.incarnation for s in plan.steps)])
+                fences = [self.catalog.incarnations[number].fence for number in lives]
+                refuse_lost_objects(state, fences)
+            return state
+        except ReplayMismatch as error:
+            failed, why = error.step, str(error)
+            if isinstance(plan, MemoryPlan) and (
+                not self._goes_back or failed is None or failed <= plan.common
+            ):
+                setback, where = Setback(memory=True), "what is on disk"
+            elif failed is None:
+                raise
+            else:
+                last = failed - 1
+                why = f"{why}. Steps {failed} to {plan.step} cannot be had; step {last} can"
+                if not self._goes_back:
+                    raise ReplayMismatch(why, step=failed) from None
+                setback, where = Setback(last=last), f"step {last}"
+        except (DamagedFile, RunMismatch) as error:
+            why = str(error)
+            # Not for want of memory or of room on a disk: that passes, but a step back would remain.
+            if isinstance(plan, MemoryPlan):
+                setback, where = Setback(memory=True), "what is on disk"
+            elif isinstance(error, RunMismatch):
+                raise
+            else:
+                base, is_only = plan.base, len(self.catalog.snapshots) == 1
+                if was_removed(error.path) or is_only or base.folder not in error.path.parents:
+                    raise
+                unreadable = (str(error.path), error.what) if error.is_unreadable else None
+                setback = Setback(snapshot=(base.incarnation, base.step), unreadable=unreadable)
+                where = "an older snapshot"
+        _logger.warning("%s; going back to %s", printable(why), where)
+        return setback
+
+    def learn(self, setbacks: Sequence[Setback]) -> None:
+        """Go around what an attempt found, on this rank or on others."""
+        damaged = {s.snapshot for s in setbacks if s.snapshot is not None}
+        self._damaged += sorted(step for _, step in damaged)
+        self._unreadable = next((s.unreadable for s in setbacks if s.unreadable), self._unreadable)
+        left = (s for s in self.catalog.snapshots if (s.incarnation, s.step) not in damaged)
+        staging = () if any(s.memory for s in setbacks) else self.catalog.staging
+        self.catalog = replace(self.catalog, snapshots=tuple(left), staging=staging)
+        self.goal = min((s.last for s in setbacks if s.last is not None), default=self.goal)
 
 
-def try_from_disk(
-    catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions
-) -> RecoveredState | OutOfReach:
-    """The state at a plan's step: from its snapshot, or from older ones where that is damaged.
+def carry_out(
+    catalog: Catalog, plan: MemoryPlan | RecoveryPlan, options: ReplayOptions
+) -> RecoveredState:
+    """Load what a plan begins with and replay its differentials, checked by the recorded digests.
+
+    Where blocks do not reproduce them (an unusual kernel or thread count), all is done once more with
+    parameters replayed whole. Checksums hold for whatever a stranger has written, so what fits no
+    optimizer is damaged; that a machine has nothing left says nothing about it.
 
     Raises:
-        DamagedFile: If nothing else leads there than what cannot be read. That may pass, while a step
-            back would remain.
+        ReplayMismatch: If whole parameters do not reproduce the digests, either.
+        DamagedFile: Also instead of what the optimizer says of values that do not fit.
     """
-    damaged: list[tuple[int, int]] = []
-    unreadable: DamagedFile | None = None
-    while True:
-        try:
-            state = carry_out(catalog, plan, options)
-        except DamagedFile as error:
-            base, is_only = plan.base, len(catalog.snapshots) == 1
-            if was_removed(error.path) or is_only or base.folder not in error.path.parents:
-                raise
-            _logger.warning("%s; going back to an older snapshot", printable(str(error)))
-            damaged.append((base.incarnation, base.step))
-            if error.is_unreadable:  # told anew: the error holds on to what was read
-                unreadable = DamagedFile(error.path, error.what)
-            catalog = without(catalog, damaged)
-        except ReplayMismatch as error:
-            if error.step is None:
-                raise
-            last = error.step - 1
-            lost = f"{error}. Steps {error.step} to {plan.step} cannot be had; step {last} can"
-            return OutOfReach(ReplayMismatch(lost, step=error.step), last=last)
-        else:
-            lives = dict.fromkeys([plan.base.incarnation, *(s.incarnation for s in plan.steps)])
-            refuse_lost_objects(state, [catalog.incarnations[number].fence for number in lives])
-            return state
-        try:
-            plan = plan_recovery(catalog, plan.step)
-        except StepNotFound as error:
-            if unreadable is not None:
-                raise unreadable from error
-            which = ", ".join(str(step) for _, step in damaged)
-            why = f"{error.why} (snapshot {which}, which leads there, is damaged)"
-            found = StepNotFound(catalog.root, error.step, error.recoverable, why)
-            return OutOfReach(found, tuple(damaged))
+    try:
+        return _carry_out(catalog, plan, options)
+    except ReplayMismatch as error:
+        if options.whole:
+            raise
+        why = str(error)
+    except LowDiffError:
+        raise
+    except UNREPLAYABLE as error:
+        if is_out_of_means(error):
+            raise
+        what = f"what is stored up to step {plan.step} cannot be replayed ({error!r:.200})"
+        raise DamagedFile(catalog.root, what) from error
+    # Not in the clause above, and not with the error itself, which holds on to the first state.
+    _logger.warning("%s; replaying whole tensors instead of blocks", why)
+    if options.movements is not None:
+        options.movements.clear()
+    return carry_out(catalog, plan, replace(options, whole=True))
 
 
-def carry_out(catalog: Catalog, plan: RecoveryPlan, options: ReplayOptions) -> RecoveredState:
-    """Load the plan's snapshot and replay its differentials.
-
-    In whole tensors where blocks do not reproduce the live run's bits.
-    """
+def _carry_out(
+    catalog: Catalog, plan: MemoryPlan | RecoveryPlan, options: ReplayOptions
+) -> RecoveredState:
     fences = {number: life.fence for number, life in catalog.incarnations.items()}
-    base = fences[plan.base.incarnation]
-    if base.layout != fences[plan.incarnation].layout:
-        raise RunMismatch(
-            f"the model of snapshot {plan.base.step} differs from that of step {plan.step}; "
-            "recover a step before the change"
-        )
-
-    def attempt(options: ReplayOptions) -> RecoveredState:
+    if isinstance(plan, MemoryPlan):
+        state, is_whole = shares_joined(catalog, plan, options)
+        options = replace(options, whole=is_whole)
+    else:
+        base = fences[plan.base.incarnation]
+        if base.layout != fences[plan.incarnation].layout:
+            raise RunMismatch(
+                f"the model of snapshot {plan.base.step} differs from that of step {plan.step}; "
+                "recover a step before the change"
+            )
         check_memory(plan.base.bytes, options.here)
         state = load_snapshot(plan.base, base, options.readers)
-        state.move(options.device)
-        state = replay(state, plan.steps, fences.__getitem__, options)
-        state.move(torch.device("cpu"))
-        return state
-
-    what = f"what is stored up to step {plan.step}"
-    return in_blocks_or_whole(attempt, options, catalog.root, what)
+    state.move(options.device)
+    state = replay(state, plan.steps, fences.__getitem__, options)
+    state.move(torch.device("cpu"))
+    return state

@@ -77,6 +77,33 @@ def scalars_tensor(
     return torch.frombuffer(bytearray(encode(scalars, name="snapshot")), dtype=torch.uint8)
 
 
+def aligned_tensors(state: RecoveredState) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Every flat tensor of a state: its name in an image, whose parameter's form it has, and itself."""
+    for name, values in state.parameters.items():
+        yield PARAMETER + name, name, values
+    numels = {spec.name: spec.numel for spec in state.fence.layout.parameters}
+    for index, optimizer in enumerate(state.optimizers):
+        for name, entries in optimizer.state.items():
+            for key, value in entries.items():
+                if is_aligned(key, value, numels[name]):
+                    yield f"{OPTIMIZER}{index}/{name}/{key}", name, value
+    for average, followed in state.averages.items():
+        for name, values in followed.items():
+            yield f"{AVERAGE_ITEM}{average}/{name}", name, values
+
+
+def other_numbers(state: RecoveredState) -> list[dict[str, dict[str, Any]]]:
+    """What each optimizer keeps beside those tensors, by parameter."""
+    numels = {spec.name: spec.numel for spec in state.fence.layout.parameters}
+    return [
+        {
+            name: {k: v for k, v in entries.items() if not is_aligned(k, v, numels[name])}
+            for name, entries in optimizer.state.items()
+        }
+        for optimizer in state.optimizers
+    ]
+
+
 def shard_tensors(state: RecoveredState) -> dict[str, Callable[[], torch.Tensor]]:
     """A rank's shard as a trainer would have taken it: by name, what makes each of its tensors.
 
@@ -85,20 +112,9 @@ def shard_tensors(state: RecoveredState) -> dict[str, Callable[[], torch.Tensor]
     """
     specs = {spec.name: spec for spec in state.fence.layout.parameters}
     made: dict[str, Callable[[], torch.Tensor]] = {
-        PARAMETER + name: partial(shaped, values, specs[name])
-        for name, values in state.parameters.items()
+        name: partial(shaped, values, specs[parameter])
+        for name, parameter, values in aligned_tensors(state)
     }
-    numbers: list[dict[str, dict[str, Any]]] = [{} for _ in state.optimizers]
-    for index, optimizer in enumerate(state.optimizers):
-        for name, entries in optimizer.state.items():
-            for key, value in entries.items():
-                if is_aligned(key, value, specs[name].numel):
-                    made[f"{OPTIMIZER}{index}/{name}/{key}"] = partial(shaped, value, specs[name])
-                else:
-                    numbers[index].setdefault(name, {})[key] = value
-    for average, tensors in state.averages.items():
-        for name, values in tensors.items():
-            made[f"{AVERAGE_ITEM}{average}/{name}"] = partial(shaped, values, specs[name])
     items = {}
     for name, data in state.items[0].items():
         if name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM)):
@@ -106,7 +122,7 @@ def shard_tensors(state: RecoveredState) -> dict[str, Callable[[], torch.Tensor]
         else:
             items[name] = data
     groups = [list(optimizer.groups) for optimizer in state.optimizers]
-    scalars = scalars_tensor(groups, numbers, list(state.held), items)
+    scalars = scalars_tensor(groups, other_numbers(state), list(state.held), items)
     return {**made, SCALARS: lambda: scalars}
 
 

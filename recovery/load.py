@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -58,12 +58,10 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence, num_threads: int) -> Reco
         DamagedFile: If a shard is not what was written.
     """
     state = empty_state(snapshot.step, fence)
-    state.residual_marks = [None] * fence.world_size
     constants = load_constants(RunFolder(snapshot.run), fence)
     for manifest in snapshot.manifests:
-        shard = _checked(snapshot.folder, manifest, fence, num_threads)
-        with or_damaged(shard_file(snapshot.folder, manifest.rank)):
-            shard.add_to(state, constants)
+        merge(state, _checked(snapshot.folder, manifest, fence, num_threads))
+    state.items = [{**constants, **items} for items in state.items]
     for name in fence.averages:
         item = STATEFUL_ITEM + name
         if len({int(decode(i[item])["n_averaged"]) for i in state.items if item in i}) > 1:
@@ -79,8 +77,14 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence, num_threads: int) -> Reco
 
 
 def empty_state(step: int, fence: Fence) -> RecoveredState:
-    """A state to which shards are added."""
-    return RecoveredState(step, fence, base_step=step)
+    """A state without tensors, to which shards are added."""
+    return RecoveredState(
+        step,
+        fence,
+        base_step=step,
+        optimizers=[OptimizerState([], {}) for _ in fence.optimizers],
+        averages={name: {} for name in fence.averages},
+    )
 
 
 def load_shard(path: Path, step: int, fence: Fence) -> RecoveredState:
@@ -89,26 +93,22 @@ def load_shard(path: Path, step: int, fence: Fence) -> RecoveredState:
     Raises:
         DamagedFile: If it is no image.
     """
-    state = empty_state(step, fence)
-    state.residual_marks = [None]
     with or_damaged(path):
-        _Shard.read(path, fence).add_to(state, {})
-    state.averages = {name: state.averages.get(name, {}) for name in fence.averages}
-    return state
+        return _read(path, step, fence)
 
 
-def _checked(folder: Path, manifest: Manifest, fence: Fence, num_threads: int) -> _Shard:
+def _checked(folder: Path, manifest: Manifest, fence: Fence, num_threads: int) -> RecoveredState:
     """A shard as it was written."""
     path = shard_file(folder, manifest.rank)
     try:
-        return _Shard.read(path, fence, manifest, num_threads)
+        return _read(path, manifest.step, fence, manifest, num_threads)
     except (*_UNFIT, OSError) as error:
         why = f"{error!r:.200}"
     # Not in the clause above, whose error holds on to what was read.
     check_shard(folder, manifest)  # says what is wrong with the bytes
     _logger.warning("%s was misread (%s); reading it once more", path, why)
     with or_damaged(path):
-        return _Shard.read(path, fence, manifest, num_threads)
+        return _read(path, manifest.step, fence, manifest, num_threads)
 
 
 @contextmanager
@@ -137,92 +137,100 @@ def load_constants(folder: RunFolder, fence: Fence) -> dict[str, bytes]:
         raise DamagedFile(path, f"not a file of tensors ({error!r})") from error
 
 
-@dataclass(slots=True)
-class _Shard:
-    """What one rank's image holds.
+def _read(
+    path: Path, step: int, fence: Fence, manifest: Manifest | None = None, num_threads: int = 1
+) -> RecoveredState:
+    """Read what one rank's image holds.
 
-    Attributes:
-        parameters: By name, as all tensors here flat and in the order of the parameter's memory.
-        entries: Of optimizers' state: optimizer, parameter, key and tensor.
-        averages: By name, then by parameter.
-        residual: By parameter, or by a name of the compressor's own.
-        items: Tensors that are items, encoded.
-        scalars: Everything that is no tensor, encoded.
+    Args:
+        path: The image's file.
+        step: Whose state it is.
+        fence: Of the incarnation that it is of.
+        manifest: What it must be; None if that is known already.
+        num_threads: That read at once.
     """
+    state = empty_state(step, fence)
+    specs = {spec.name: spec for spec in fence.layout.parameters}
+    items: dict[str, bytes] = {}
+    residual: dict[str, torch.Tensor] = {}
+    encoded = b""
+    with path.open("rb", buffering=0) as file:
+        # The length first, by which memory was found to suffice.
+        if manifest is not None and os.fstat(file.fileno()).st_size != manifest.bytes:
+            raise ValueError("another length than was written")
+        # Encoding takes copies: items while nothing else is there.
+        image = ImageReader(file.fileno(), num_threads, first=_is_item)
+        for name, tensor in image:
+            if _is_item(name):
+                items[name] = encode(tensor)
+            elif name == SCALARS:
+                encoded = tensor.numpy().tobytes()
+            elif name.startswith(RESIDUAL):
+                # A compressor may keep state of its own beside the parameters' residuals.
+                own = name.removeprefix(RESIDUAL)
+                residual[own] = _flat(tensor, specs[own]) if own in specs else flat(tensor)
+            else:
+                home, key, parameter = place_of(state, name, specs)
+                home[key] = _flat(tensor, specs[parameter])
+            del tensor  # the next ones are read before it is bound to another
+    if manifest is not None and image.checksum != manifest.checksum:
+        raise ValueError("other bytes than were written")
+    scalars = decode(encoded)
+    state.held = tuple(scalars["held"])
+    add_numbers(state, scalars["groups"], scalars["state"])
+    state.items, state.residuals, state.residual_marks = (
+        [scalars["items"] | items],
+        [residual],
+        [None],
+    )
+    return state
 
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    entries: list[tuple[int, str, str, torch.Tensor]] = field(default_factory=list)
-    averages: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    residual: dict[str, torch.Tensor] = field(default_factory=dict)
-    items: dict[str, bytes] = field(default_factory=dict)
-    scalars: bytes | None = None
 
-    @classmethod
-    def read(
-        cls, path: Path, fence: Fence, manifest: Manifest | None = None, num_threads: int = 1
-    ) -> _Shard:
-        """Read an image.
+def merge(state: RecoveredState, share: RecoveredState) -> None:
+    """Add what one rank holds to a state. Its tensors become the state's."""
+    state.parameters |= share.parameters
+    for optimizer, own in zip(state.optimizers, share.optimizers, strict=True):
+        optimizer.groups = own.groups
+        for name, entries in own.state.items():
+            optimizer.state.setdefault(name, {}).update(entries)
+    for name, followed in share.averages.items():
+        state.averages[name] |= followed
+    state.items += share.items
+    state.residuals += share.residuals
+    state.residual_marks += share.residual_marks
+    state.held = share.held
 
-        Args:
-            path: Its file.
-            fence: Of the incarnation that it is of.
-            manifest: What it must be; None if that is known already.
-            num_threads: That read at once.
-        """
-        shard = cls()
-        specs = {spec.name: spec for spec in fence.layout.parameters}
-        with path.open("rb", buffering=0) as file:
-            # The length first, by which memory was found to suffice.
-            if manifest is not None and os.fstat(file.fileno()).st_size != manifest.bytes:
-                raise ValueError("another length than was written")
-            # Encoding takes copies: items while nothing else is there.
-            image = ImageReader(file.fileno(), num_threads, first=_is_item)
-            for name, tensor in image:
-                shard._take(name, tensor, specs)
-                del tensor  # the next ones are read before it is bound to another
-        if manifest is not None and image.checksum != manifest.checksum:
-            raise ValueError("other bytes than were written")
-        return shard
 
-    def add_to(self, state: RecoveredState, constants: Mapping[str, bytes]) -> None:
-        """Add this to a state. Its tensors become the state's, which replay changes in place."""
-        if self.scalars is None:
-            raise KeyError(SCALARS)
-        scalars = decode(self.scalars)
-        state.held = tuple(scalars["held"])
-        if not state.optimizers:
-            state.optimizers = [OptimizerState(list(groups), {}) for groups in scalars["groups"]]
-        for optimizer, entries in zip(state.optimizers, scalars["state"], strict=True):
-            for name, values in entries.items():
-                optimizer.state.setdefault(name, {}).update(values)
-        for index, name, key, tensor in self.entries:
-            state.optimizers[index].state.setdefault(name, {})[key] = tensor
-        state.parameters |= self.parameters
-        for average, followed in self.averages.items():
-            state.averages.setdefault(average, {}).update(followed)
-        state.items.append({**constants, **scalars["items"], **self.items})
-        state.residuals.append(self.residual)
+def add_numbers(
+    state: RecoveredState,
+    groups: Sequence[Sequence[dict[str, Any]]],
+    numbers: Sequence[Mapping[str, Mapping[str, Any]]],
+) -> None:
+    """Give optimizers their groups, and what they keep beside tensors of a parameter's form."""
+    for optimizer, own, entries in zip(state.optimizers, groups, numbers, strict=True):
+        optimizer.groups = list(own)
+        for name, values in entries.items():
+            optimizer.state[name] = {**values, **optimizer.state.get(name, {})}
 
-    def _take(
-        self, full_name: str, tensor: torch.Tensor, specs: Mapping[str, ParameterSpec]
-    ) -> None:
-        prefix, _, name = full_name.partition("/")
-        if prefix + "/" == PARAMETER:
-            self.parameters[name] = _flat(tensor, specs[name])
-        elif prefix + "/" == OPTIMIZER:
-            index, parameter, key = entry_of(name, specs)
-            self.entries.append((index, parameter, key, _flat(tensor, specs[parameter])))
-        elif _is_item(full_name):
-            self.items[full_name] = encode(tensor)
-        elif prefix + "/" == AVERAGE_ITEM:
-            average, _, parameter = name.partition("/")
-            self.averages.setdefault(average, {})[parameter] = _flat(tensor, specs[parameter])
-        elif prefix + "/" == RESIDUAL:
-            # A compressor may keep state of its own beside the parameters' residuals.
-            spec = specs.get(name)
-            self.residual[name] = flat(tensor) if spec is None else _flat(tensor, spec)
-        elif full_name == SCALARS:
-            self.scalars = tensor.numpy().tobytes()
+
+def place_of(
+    state: RecoveredState, full_name: str, parameters: Container[str]
+) -> tuple[dict[str, Any], str, str]:
+    """Where in a state a tensor of an image belongs: the mapping, its key, and the parameter.
+
+    Raises:
+        KeyError: If there is no such place.
+    """
+    prefix, _, name = full_name.partition("/")
+    if prefix + "/" == PARAMETER:
+        return state.parameters, name, name
+    if prefix + "/" == OPTIMIZER:
+        index, parameter, key = entry_of(name, parameters)
+        return state.optimizers[index].state.setdefault(parameter, {}), key, parameter
+    if prefix + "/" == AVERAGE_ITEM:
+        average, _, parameter = name.partition("/")
+        return state.averages[average], parameter, parameter
+    raise KeyError(full_name)
 
 
 def _is_item(name: str) -> bool:

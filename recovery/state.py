@@ -15,7 +15,7 @@ from lowdiff.errors import DamagedFile, RunMismatch
 from lowdiff.persistence.format.value_types import BadEncoding
 from lowdiff.persistence.format.values import decode
 from lowdiff.recovery.replay.optimizers import is_scalar
-from lowdiff.types import Fence, ItemRef, ResidualMark
+from lowdiff.types import Differential, Fence, ItemRef, ResidualMark
 
 _logger = logging.getLogger(__name__)
 
@@ -89,6 +89,21 @@ class RecoveredState:
                         isinstance(value, torch.Tensor) and device.type == "cpu"
                     ):
                         entries[key] = value.to(device)
+
+    def take(self, shards: Sequence[Differential]) -> None:
+        """Become the state after a step, as far as that is no tensor.
+
+        Args:
+            shards: The step's records of the ranks whose items are here, in their order.
+        """
+        first = shards[0]
+        self.step = first.step
+        for optimizer, step in zip(self.optimizers, first.optimizers, strict=True):
+            optimizer.groups = [dict(group) for group in step.after]
+        for items, shard in zip(self.items, shards, strict=True):
+            change_items(items, shard.items)
+        self.held = first.held
+        self.residual_marks = [shard.residual for shard in shards]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameter name -> tensor of its logical shape, sharing memory."""
@@ -232,6 +247,15 @@ def decode_item(name: str, data: bytes) -> Any:
         return decode(data)
     except BadEncoding as error:
         raise DamagedFile(name, f"the item does not decode ({error})") from error
+
+
+def change_items(items: dict[str, bytes], changes: Mapping[str, bytes]) -> None:
+    """Put the items of a step into those of the step before it, in place; empty ones are gone."""
+    for name, data in changes.items():
+        if data:
+            items[name] = data
+        else:
+            items.pop(name, None)
 
 
 def inherit(items: list[dict[str, bytes]], world_size: int) -> list[dict[str, bytes]]:

@@ -36,7 +36,7 @@ from lowdiff.model.items import Stateful, name_large_items, with_extra_states
 from lowdiff.model.ranks import Ranks, refuse_disagreement
 from lowdiff.model.tracked import Given, watch
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.files.trust import check_root
+from lowdiff.persistence.files.trust import check_folder
 from lowdiff.persistence.retention.collect import retention_locked
 from lowdiff.persistence.retention.journal import note_policy
 from lowdiff.persistence.run.catalog import Catalog, scan
@@ -150,7 +150,7 @@ def open_session(
                     f'restore="none" starts afresh and has no use for step={step}; leave one of '
                     "them out"
                 )
-            check_root(settings.staging_root)
+            check_folder(settings.staging_root)
             given = watch(attached, with_extra_states(stateful, attached.module, attached.device))
             settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
             _refuse_registered(settings, attached, ranks.world_size)

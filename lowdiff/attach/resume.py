@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -36,14 +35,8 @@ from lowdiff.persistence.format.sections import max_payload_bytes
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.damage import judge
-from lowdiff.recovery.engine import (
-    OutOfReach,
-    newest_step,
-    recover_from_memory,
-    try_from_disk,
-    without,
-)
-from lowdiff.recovery.plan import plan_recovery, spans_of
+from lowdiff.recovery.engine import Search, Setback, plan_best
+from lowdiff.recovery.plan import spans_of
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.sizing import local_ranks
 from lowdiff.recovery.state import (
@@ -191,15 +184,19 @@ def recover_together(
     *,
     restore: str,
 ) -> RecoveredState | None:
-    """The state to start from, the same on every rank; None for a run without history."""
+    """The state to start from, the same on every rank; None for a run without history.
+
+    No run is stuck behind a step that does not replay, or behind a snapshot that is damaged: where the
+    newest step is asked for, all ranks go back together to the newest that every one of them reaches.
+
+    Raises:
+        StepNotFound: If nothing leads to the step that was asked for.
+        ReplayMismatch: If a step does not replay, and it was asked for or ``on_error="raise"``.
+    """
     for finding in judge(settings.folder, catalog)[0]:
         _logger.warning("rank %d: %s", ranks.rank, printable(finding.message))
     if step is None and not any(ranks.gather(_has_history(catalog))):
         return None  # new, or its only trainer died before its first snapshot was durable
-    # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
-    with ranks.together():
-        target = newest_step(catalog, step) if ranks.rank == 0 else -1
-    target = ranks.gather(target)[0]
     here = local_ranks(ranks.gather)
     options = ReplayOptions(
         num_workers=max(1, len(os.sched_getaffinity(0)) // here.count),  # they share its cores
@@ -207,57 +204,24 @@ def recover_together(
         device=attached.device,
         here=here,
     )
-    with ranks.together():
-        newest_step(catalog, target)
-        if restore == "all":
-            check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
-        goes_back = step is None and settings.on_error == "warn"
-        state = recover_from_memory(catalog, target, options, goes_back=goes_back)
-    reached = ranks.gather(-1 if state is None else state.step)
-    if state is not None and set(reached) == {state.step}:
-        return state
-    # Where one rank cannot read its memory, all go back to what is on disk, to the same step.
-    return _recover_from_disk(settings, catalog, ranks, step, options)
-
-
-def _recover_from_disk(
-    settings: Settings, catalog: Catalog, ranks: Ranks, step: int | None, options: ReplayOptions
-) -> RecoveredState:
-    """What all ranks find on disk of a step.
-
-    If it is the newest, all go back together: to the newest step without snapshots that are damaged on
-    one rank, and to the last step that replays on every rank. No run is stuck behind a step that does
-    not replay.
-
-    Raises:
-        ReplayMismatch: If a step does not replay, and it was asked for or ``on_error="raise"``.
-    """
-    goal = step
+    search = Search(catalog, step, goes_back=step is None and settings.on_error == "warn")
     while True:
+        # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
         with ranks.together():
-            target = plan_recovery(catalog, goal).step if ranks.rank == 0 else -1
-        target = ranks.gather(target)[0]
+            plan = search.plan() if ranks.rank == 0 else None
+        search.goal = ranks.gather(plan and plan.step)[0]
         with ranks.together():
-            found = try_from_disk(catalog, plan_recovery(catalog, target), options)
-            if isinstance(found, OutOfReach):
-                is_lost = found.last is not None and settings.on_error == "raise"
-                if step is not None or is_lost:
-                    raise found.error
-        mine: list[Any] = [[], None]
-        if isinstance(found, OutOfReach):
-            mine = [[list(snapshot) for snapshot in found.snapshots], found.last]
-        told = ranks.gather(mine)
-        damaged = {(number, at) for snapshots, _ in told for number, at in snapshots}
-        lasts = [last for _, last in told if last is not None]
-        if isinstance(found, OutOfReach):
-            _logger.warning(
-                "rank %d: %s; going back to an earlier one", ranks.rank, printable(str(found.error))
-            )
-        elif not damaged and not lasts:
+            plan = plan or plan_best(search.catalog, search.goal)
+            if restore == "all":
+                check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
+            found = search.attempt(plan, options)
+        told = ranks.gather(asdict(found) if isinstance(found, Setback) else None)
+        setbacks = [Setback(**setback) for setback in told if setback is not None]
+        if isinstance(found, RecoveredState) and not setbacks:
             return found
+        # What one rank cannot use, none does: all go back, and to the same step.
         del found  # where it is a state, another one takes its place
-        catalog = without(catalog, damaged)
-        goal = min(lasts, default=goal)
+        search.learn(setbacks)
 
 
 def _has_history(catalog: Catalog) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from lowdiff.cli.output import count, print_json, say, size, span
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.files.trust import check_root, shared_staging_root
+from lowdiff.persistence.files.trust import check_folder, shared_staging_root
 from lowdiff.persistence.retention.collect import (
     carry_out,
     check_snapshots,
@@ -167,7 +167,7 @@ def clear_memory(
         NotARun: If ``run`` is no run and left nothing.
     """
     root = shared_staging_root() if root is None else root
-    check_root(root)
+    check_folder(root)
     verdicts = list(clear_staging(root, run=run, force=force, dry_run=dry_run))
     if as_json:
         folders = [{**asdict(v), "path": str(v.path)} for v in verdicts]

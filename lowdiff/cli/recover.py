@@ -59,14 +59,6 @@ def recover(
     force: Annotated[bool, Option("--force", help="Overwrite FILE.")] = False,
     staging: Staging = None,
     workers: Workers = None,
-    block_elements: Annotated[
-        int | None,
-        Option(
-            min=64,
-            metavar="N",
-            help="Elements replayed at a time, a multiple of 64; default: measured.",
-        ),
-    ] = None,
     device: Device = "cpu",
     imports: Imports = [],  # noqa: B006  (typer copies it)
 ) -> None:
@@ -89,9 +81,7 @@ def recover(
     from lowdiff.recovery.inspect.export import check_output, export
     from lowdiff.recovery.replay.replayer import ReplayOptions
 
-    options = ReplayOptions(
-        num_workers=workers, block_elements=block_elements, device=device_named(device)
-    )
+    options = ReplayOptions(num_workers=workers, device=device_named(device))
     if out is not None:
         check_output(out, overwrite=force)
     if as_run is not None and as_run.exists():

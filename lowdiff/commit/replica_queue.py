@@ -11,7 +11,7 @@ from typing import Any
 
 from lowdiff.commit.queue import Stager
 from lowdiff.core.events import log_event
-from lowdiff.persistence.format.differentials import sections_of_step
+from lowdiff.persistence.format.differentials import numbered
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
@@ -64,7 +64,7 @@ class ReplicatedStager(Stager):
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """Queue gradients before their step's record, straight from where the optimizer has them."""
-        self._pending = [*self._pending, *sections_of_step(reducer.payload(), number)]
+        self._pending = [*self._pending, *numbered(reducer.payload().sections, number)]
         if self._needs_image or self._given_up == step:
             self._pending = ()
         elif self._degrades:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import nullcontext
@@ -17,17 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.model.items import Stateful
 
-_logger = logging.getLogger(__name__)
-
 _NUM_SEEDS = 2**63
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What the order and the augmentation of an epoch are made from."""
-
-    seed: int
-    shuffle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +28,56 @@ class Body:
         is_over: Whether its body has made its step, which is committed when it ends.
     """
 
-    step: int
-    is_over: bool
+    step: int = 0
+    is_over: bool = False
 
 
-class ResumableLoader:
+class _Epochs:
+    """What loaders have in common: batches are handed out in the step that they count to.
+
+    Attributes:
+        epoch: Epochs completed.
+    """
+
+    def __init__(
+        self, before_batch: Callable[[], None] | None, body: Callable[[], Body] | None
+    ) -> None:
+        """Ask where the loop is.
+
+        Args:
+            before_batch: Called before the first batch is fetched, which is where a step begins.
+            body: Where the loop is: once a step is made and not committed yet it is too early to
+                fetch the next one's batch, which would count to it.
+        """
+        self.epoch = 0
+        self._before_batch = before_batch or (lambda: None)
+        self._body = body or Body
+
+    def _in_time(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Hand batches out.
+
+        Raises:
+            UsageError: If a body of ``steps()`` fetches the next step's batch.
+        """
+        self._before_batch()
+        # Who begins with a loader after the step evaluates, say: such batches are of that step. So are
+        # those after it where others of the same body came before it.
+        is_behind, fetched_in = self._body().is_over, -1
+        for batch in batches:
+            now = self._body()
+            is_behind &= now.is_over
+            if now.is_over and not is_behind and fetched_in not in (-1, now.step):
+                raise UsageError(
+                    "the next batch was fetched after optimizer.step() and before steps() committed "
+                    "the body, so a run that resumes there would leave that batch out; begin each "
+                    "body with its batch: for step, batch in zip(checkpointer.steps(N), loader), in "
+                    "this order"
+                )
+            fetched_in = now.step
+            yield batch
+
+
+class ResumableLoader(_Epochs):
     """One epoch per iteration; an interrupted epoch goes on after its last consumed batch.
 
     What counts is the batches handed out, not what prefetching workers have drawn. The order of an
@@ -74,11 +108,10 @@ class ResumableLoader:
             batch_size: Samples per batch and rank.
             shuffle: Whether each epoch has an order of its own.
             drop_last: Whether an incomplete last batch is left out.
-            seed: Seeds orders and augmentation. A run that resumes in the middle of an epoch
-                ends it with the seed and the ``shuffle`` that it was begun with.
-            before_batch: Called before the first batch is fetched, which is where a step begins.
-            body: Where the loop is: once a step is made and not committed yet it is too early to
-                fetch the next one's batch, which would count to it.
+            seed: Seeds orders and augmentation. In the middle of an epoch a run resumes only
+                with the seed and the ``shuffle`` that the epoch was begun with.
+            before_batch: As of `_Epochs`.
+            body: Likewise.
             options: Further arguments of ``torch.utils.data.DataLoader``.
 
         Raises:
@@ -100,16 +133,13 @@ class ResumableLoader:
         if own:
             raise ConfigError(f"{min(own)} is what makes this loader resumable; leave it out")
         _refuse_out_of_order(options.get("in_order", True))
-        self.epoch = 0
+        super().__init__(before_batch, body)
         self.consumed = 0
         self._dataset = dataset
         self._samples: Sized = dataset
         self._batch_size = batch_size
         self._drop_last = drop_last
-        self._given = _Order(int(seed) % _NUM_SEEDS, bool(shuffle))
-        self._order = self._given  # of the epoch at hand
-        self._before_batch = before_batch or (lambda: None)
-        self._body = body or (lambda: Body(0, is_over=False))
+        self._seed, self._shuffle = int(seed) % _NUM_SEEDS, bool(shuffle)
         self._options = options
         # What is known by now; a launcher may form the group later, and `attach` knows it.
         joined = dist.is_available() and dist.is_initialized()
@@ -131,9 +161,9 @@ class ResumableLoader:
             UsageError: If a body of ``steps()`` fetches the next step's batch.
         """
         loader = DataLoader(
-            _SeededSamples(self._dataset, self._order.seed, self.epoch),
+            _SeededSamples(self._dataset, self._seed, self.epoch),
             batch_sampler=self._batches()[self.consumed :],
-            generator=torch.Generator().manual_seed(_mixed(self._order.seed, self.epoch)),
+            generator=torch.Generator().manual_seed(_mixed(self._seed, self.epoch)),
             **self._options,
         )
         # It draws a seed with its generator, where that is not on the default device; and forked
@@ -143,13 +173,11 @@ class ResumableLoader:
             batches = iter(loader)
         # Without workers, collating a batch may draw from the generators of the step; and so may
         # what follows an epoch of which nothing is left.
-        self._before_batch()
-        for batch in _in_time(batches, self._body):
+        for batch in self._in_time(batches):
             self.consumed += 1
             yield batch
         self.epoch += 1
         self.consumed = 0
-        self._order = self._given
 
     def state_dict(self) -> dict[str, int]:
         """Position in the data, and what the epoch is made from."""
@@ -158,46 +186,33 @@ class ResumableLoader:
             "samples": self.consumed * self._stride,
             "is_over": 0 < len(self) <= self.consumed,
             "length": len(self._samples),
-            "seed": self._order.seed,
-            "shuffle": self._order.shuffle,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
         }
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Take a position; with another world size rounded down to whole batches.
 
         Raises:
-            ConfigError: If it is in the middle of an epoch, and the dataset has another length.
+            ConfigError: If it is in the middle of an epoch that was begun with another order.
         """
         self.epoch = state_dict["epoch"]
         self.consumed = state_dict["samples"] // self._stride
-        self._order = self._given
-        if state_dict.get("is_over"):
+        if state_dict["is_over"]:
             self.consumed = len(self)  # whatever is different now
         elif state_dict["samples"]:
-            self._order = self._begun(state_dict)
-
-    def _begun(self, epoch: Mapping[str, int]) -> _Order:
-        """What an epoch that is half seen was begun with; nothing else shows the other half."""
-        length = len(self._samples)
-        if epoch.get("length", length) != length:
-            raise ConfigError(
-                f"the dataset has {length} samples, but the run is in the middle of an epoch of "
-                f"{epoch['length']}, and which of them it has not seen cannot be told; give it the "
-                "dataset that it had until that epoch is over: then another is welcome"
-            )
-        given = self._given
-        begun = _Order(epoch.get("seed", given.seed), bool(epoch.get("shuffle", given.shuffle)))
-        if begun != given and self._rank == 0:
-            _logger.warning(
-                "epoch %d was begun with seed=%d and shuffle=%s and goes on with them, so that it "
-                "has every sample once; seed=%d and shuffle=%s hold from the next epoch on",
-                self.epoch,
-                begun.seed,
-                begun.shuffle,
-                given.seed,
-                given.shuffle,
-            )
-        return begun
+            now = self.state_dict()
+            changed = [
+                f"{name}={now[name]} instead of {state_dict[name]}"
+                for name in ("length", "seed", "shuffle")
+                if now[name] != state_dict[name]
+            ]
+            if changed:
+                raise ConfigError(
+                    f"the run is in the middle of epoch {self.epoch}, and its data has "
+                    f"{', '.join(changed)} now, so which samples it has not seen cannot be told; give "
+                    "it what it had until that epoch is over: then another is welcome"
+                )
 
     @property
     def _stride(self) -> int:
@@ -207,8 +222,8 @@ class ResumableLoader:
     def _batches(self) -> list[list[int]]:
         count, stride = len(self._samples), self._stride
         order = torch.arange(count, device="cpu")
-        if self._order.shuffle:
-            generator = torch.Generator().manual_seed(_mixed(self._order.seed, self.epoch))
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(_mixed(self._seed, self.epoch))
             order = torch.randperm(count, generator=generator, device="cpu")
         # In rounds, so that whatever the world size, a prefix of the epoch is a prefix of the same
         # permutation.
@@ -222,7 +237,7 @@ class ResumableLoader:
         return batches
 
 
-class StatefulEpochs:
+class StatefulEpochs(_Epochs):
     """The epochs of a loader that keeps its own position: torchdata's ``StatefulDataLoader``.
 
     Adds what a resumed run needs and the loader does not know: how many epochs are completed, and
@@ -244,7 +259,7 @@ class StatefulEpochs:
         Args:
             loader: Any ``DataLoader`` with ``state_dict`` and ``load_state_dict``.
             before_batch: Called before the first batch is fetched, which is where a step begins.
-            body: As of `ResumableLoader`.
+            body: Where the loop is.
 
         Raises:
             ConfigError: If the loader does not know its position, or hands out batches out of order.
@@ -255,10 +270,8 @@ class StatefulEpochs:
                 "batch_size to checkpointer.dataloader(...), or a StatefulDataLoader of torchdata"
             )
         _refuse_out_of_order(getattr(loader, "in_order", True))
-        self.epoch = 0
+        super().__init__(before_batch, body)
         self._loader = loader
-        self._before_batch = before_batch
-        self._body = body
         # Until it is iterated over: asked for its state, the loader would start its workers.
         self._waiting: dict[str, Any] = {"position": None, "generator": None}
         self._started = False
@@ -284,8 +297,7 @@ class StatefulEpochs:
             # Drawing the seed of its workers is something that the loader does not repeat.
             self._loader.generator.set_state(self._waiting["generator"])
         self._started = True
-        self._before_batch()
-        yield from _in_time(iterator, self._body)
+        yield from self._in_time(iterator)
         self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -307,24 +319,6 @@ class StatefulEpochs:
             self._loader.load_state_dict(self._waiting["position"])
 
 
-def _in_time(batches: Iterator[Any], body: Callable[[], Body]) -> Iterator[Any]:
-    """Hand batches out, each in the step that it counts to."""
-    # Who begins with a loader after the step evaluates, say: such batches are of that step. So are those
-    # after it where others of the same body came before it.
-    is_behind, fetched_in = body().is_over, -1
-    for batch in batches:
-        now = body()
-        is_behind &= now.is_over
-        if now.is_over and not is_behind and fetched_in not in (-1, now.step):
-            raise UsageError(
-                "the next batch was fetched after optimizer.step() and before steps() committed the "
-                "body, so a run that resumes there would leave that batch out; begin each body with "
-                "its batch: for step, batch in zip(checkpointer.steps(N), loader), in this order"
-            )
-        fetched_in = now.step
-        yield batch
-
-
 def _refuse_out_of_order(in_order: bool) -> None:
     if not in_order:
         raise ConfigError(
@@ -342,7 +336,8 @@ class _SeededSamples(Dataset[Any]):
         self._epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
-        if get_worker_info() is not None:  # a worker process has the generators to itself
+        if get_worker_info() is not None:
+            # The generators are this process's own, and what collates the batch draws on from there.
             _seed_all(_mixed(self._seed, self._epoch, index))
             return self._dataset[index]
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -42,10 +42,10 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
         # that of another machine; everything before it is durable.
         if step < max(whole, default=0):
             plan_recovery(scan(folder), step)
-        fences = {**begun_fences(folder, run_id)}
         # With a run folder on each node, the others' fences of this life are not here yet.
         own = read_fence(folder.fence(opened.staging.folder.incarnation, opened.ranks.rank))
-        owner = owner_of(lineage({**fences, own.incarnation: own}), step)
+        fences = {**begun_fences(folder, run_id), own.incarnation: own}
+        owner = owner_of(lineage(fences), step)
         if owner is None:
             raise _not_found(settings, step, "it is not part of the run's history")
         write_pin(folder, run_id, Pin(label, step, owner))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from lowdiff.commit.session import Session
 from lowdiff.errors import UsageError
@@ -109,15 +110,15 @@ class TrainingLoop:
         self._detached: DetachedLoop | None = None
         self._is_in_body = False
         self._ends_bodies = False  # by steps()
-        self._entries: set[torch.nn.Module] = set()
-        hook = _Hook(self._before_forward)
-        self._forward_hooks = {
-            part: part.register_forward_pre_hook(hook) for part in _hooked(self._model)
-        }
-        self._step_hooks = [
-            optimizer.register_step_post_hook(lambda *_: self._leave_generators())
-            for optimizer in attached.optimizers
-        ]
+        # Only a resumed run has something to restore, and only until its first body is over.
+        self._hooks: list[RemovableHandle] = []
+        if session.step:
+            hook = _Hook(self._before_forward)
+            self._hooks += [part.register_forward_pre_hook(hook) for part in _hooked(self._model)]
+            self._hooks += [
+                optimizer.register_step_post_hook(lambda *_: self._leave_generators())
+                for optimizer in attached.optimizers
+            ]
 
     def steps(self, until: int) -> Iterator[int]:
         """See ``Checkpointer.steps``."""
@@ -180,34 +181,26 @@ class TrainingLoop:
     def remove(self, why: str = _CLOSED) -> None:
         """Take the hooks out; a loop that goes on all the same is told why it must not."""
         self._why_over = why
-        for handle in (*self._forward_hooks.values(), *self._step_hooks):
-            handle.remove()
-        self._forward_hooks.clear()
-        self._step_hooks.clear()
+        self._unhook()
 
-    def _before_forward(self, module: torch.nn.Module) -> None:
+    def _before_forward(self) -> None:
         # A pass that activation checkpointing repeats in the backward pass begins nothing.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        self._enter(module)
-        if self._restored < _IN_BODY:
-            is_training = any(part.training for part in self._model.modules())
-            self._restore(_IN_TRAINING if is_training else _IN_EVALUATION)
-
-    def _enter(self, module: torch.nn.Module) -> None:
-        """Unhook the parts of a module that the loop calls; which it does was not known before."""
-        if module in self._entries:
-            return
-        self._entries.add(module)
-        for part in module.modules():
-            if part is not module and part in self._forward_hooks:
-                self._forward_hooks.pop(part).remove()
+        is_training = any(part.training for part in self._model.modules())
+        self._restore(_IN_TRAINING if is_training else _IN_EVALUATION)
 
     def _restore(self, place: int) -> None:
         if place > self._restored:
             self._warn_about_draws()
             restore_random_states(self._random_states, self._device)
             self._restored = place
+        if place == _IN_BODY:
+            self._unhook()
+
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _warn_about_draws(self) -> None:
         """What a loop fetches ahead is drawn before the generators are restored."""
@@ -235,6 +228,7 @@ class TrainingLoop:
                 "or a checkpointer.dataloader(...), which restore them"
             )
         self._restored = _IN_BODY
+        self._unhook()
 
 
 class DetachedLoop:
@@ -264,12 +258,12 @@ class _Hook:
 
     __name__ = "lowdiff"  # torch.jit.script asks every hook for one
 
-    def __init__(self, call: Callable[[torch.nn.Module], None] | None = None) -> None:
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
         self._call = call
 
-    def __call__(self, module: torch.nn.Module, _: object) -> None:
+    def __call__(self, *_: object) -> None:
         if self._call is not None and not torch.compiler.is_compiling():
-            self._call(module)
+            self._call()
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.groups import leave, own_group
+from lowdiff.compressors.collectives import leave, own_group
 from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.persistence.files.durable import make_directory, write_file
 from lowdiff.persistence.format.values import decode, encode

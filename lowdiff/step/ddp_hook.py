@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, known to t
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from lowdiff.compressors.futures import completed
+from lowdiff.compressors.collectives import completed
 from lowdiff.core.layout import flat
 from lowdiff.errors import ConfigError, LowDiffError, RankLost, UnsupportedModel, UsageError
 from lowdiff.protocols import Reducer

@@ -6,8 +6,9 @@ import errno
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -58,18 +59,35 @@ def make_durable(path: Path, header: FileHeader, doubtful: Sequence[RecordRef]) 
     descriptor = os.open(path, os.O_RDWR if doubtful else os.O_RDONLY)
     try:
         if doubtful:
-            _write_at(descriptor, 0, header.pack())
+            write_at(descriptor, 0, header.pack())
         for record in doubtful:
-            _write_at(descriptor, record.offset, record.header.framed(bytes(record.body)))
+            write_at(descriptor, record.offset, record.header.pack() + record.body)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _write_at(descriptor: int, offset: int, data: bytes) -> None:
+def write_at(descriptor: int, offset: int, data: bytes) -> None:
+    """Put all of data into a file, from an offset on."""
     written = 0
     while written < len(data):
         written += os.pwrite(descriptor, data[written:], offset + written)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder and all that is in it, whoever has it open.
+
+    Network file systems and FUSE keep a file that somebody has open, under another name in its folder,
+    until it is closed. There an almost empty folder stays, and nothing is wrong.
+
+    Raises:
+        OSError: If something stays for any other reason.
+    """
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        left = [entry.name.startswith((".nfs", ".fuse_hidden")) for entry in path.iterdir()]
+        if not left or not all(left):
+            shutil.rmtree(path)  # says why
 
 
 @contextmanager
@@ -138,7 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedFile: If it is not JSON of ours or fails its checksum.
-        NewerFormat, OlderFormat: If a lowdiff of another format version wrote it.
+        OtherFormat: If a lowdiff of another format version wrote it.
     """
     try:
         data = path.read_bytes()
@@ -154,7 +172,7 @@ def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
 
     Raises:
         DamagedFile: If it is not JSON of ours or fails its checksum.
-        NewerFormat, OlderFormat: If a lowdiff of another format version wrote it.
+        OtherFormat: If a lowdiff of another format version wrote it.
     """
     try:
         document = json.loads(data)

@@ -58,14 +58,12 @@ class Lease:
         self._token = secrets.token_hex(8)
         self._description = ""
         self._beats = 0
-        self._descriptor = -1
-        self._looked = 0.0
         self._trouble = ""
         self._lost = False
-        self._end = threading.Event()
-        self._nudge = threading.Event()
-        self._asked = self._answered = 0
-        self._answer = threading.Condition()
+        self._looked = 0.0
+        self._asked = self._answered = 0  # looks that the thread was asked for
+        self._has_ended = False
+        self._news = threading.Condition()  # of the three above
         self._thread: threading.Thread | None = None
 
     def acquire(self, description: str, *, timeout_seconds: float) -> bool:
@@ -113,18 +111,19 @@ class Lease:
                 old, because then this process was asleep.
         """
         if not self._lost and (look or _now() - self._looked > self.seconds):
-            with self._answer:
+            with self._news:
                 self._asked = mine = self._asked + 1
-                self._nudge.set()
+                self._news.notify_all()
                 # Not by a look that had begun before.
-                self._answer.wait_for(lambda: self._answered >= mine, _LOOK_SECONDS)
+                self._news.wait_for(lambda: self._answered >= mine, _LOOK_SECONDS)
             self._looked = _now()  # a file system that does not answer is not asked at each step
         return self._lost
 
     def release(self) -> None:
         """Give the lease back; does nothing when not held."""
-        self._end.set()
-        self._nudge.set()
+        with self._news:
+            self._has_ended = True
+            self._news.notify_all()
         if self._thread is not None:
             self._thread.join(_LOOK_SECONDS)
             self._thread = None
@@ -137,74 +136,71 @@ class Lease:
         # Two may have seen the same: the one whose file stays has it. Where one of them stops
         # here for longer than this, the run's fences decide, of which there is one per life.
         time.sleep(2 * _POLL_SECONDS)
-        if self._is_ours():
-            return True
-        self._forget()
-        return False
+        return self._is_ours(self._line())
 
     def _put(self) -> None:
         """Put a file of ours in the place of whatever is there."""
         partial = self.path.with_name(f"{self.path.name}.{self._token}.partial")
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            self._write(descriptor)
+            with partial.open("wb", buffering=0) as file:
+                self._write(file.fileno())
             partial.replace(self.path)
         except BaseException:
-            os.close(descriptor)
             partial.unlink(missing_ok=True)
             raise
-        self._forget()
-        self._descriptor = descriptor
 
     def _renew(self) -> None:
         """What the thread does."""
-        while not self._end.is_set() and not self._lost:
-            self._nudge.wait(self.seconds / 5)
-            self._nudge.clear()
-            if not self._end.is_set():
+        while not self._has_ended and not self._lost:
+            with self._news:
+                self._news.wait_for(
+                    lambda: self._has_ended or self._asked > self._answered, self.seconds / 5
+                )
                 asked = self._asked
+            if not self._has_ended:
                 self._beat()
                 self._looked = _now()
-                with self._answer:
+                with self._news:
                     self._answered = asked
-                    self._answer.notify_all()
+                    self._news.notify_all()
         try:
-            if not self._lost and self._is_ours():
-                self._write(self._descriptor, machine=_NOBODY)
+            if not self._lost:
+                self._renew_line(_NOBODY)
         except OSError as error:
             _logger.warning("the lease %s could not be given back: %s", self.path, error)
-        self._forget()
 
     def _beat(self) -> None:
         try:
-            line = self._line()
+            line = self._renew_line(self._machine)
             if not line:
                 self._put()  # the folder was away, and is back, or is being copied back
-            elif not self._is_ours(line):
-                self._lost = True
-            else:
-                self._follow()
-                self._write(self._descriptor)
+            self._lost = bool(line) and not self._is_ours(line)
             self._trouble = ""
         except OSError as error:
             if str(error) != self._trouble:
                 _logger.warning("the lease %s cannot be renewed now: %s", self.path, error)
             self._trouble = str(error)
 
-    def _follow(self) -> None:
-        """Renew what lies at the path: the folder may have been moved away and copied back."""
-        there, ours = self.path.stat(), os.fstat(self._descriptor)
-        if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
-            self._put()
+    def _renew_line(self, machine: str) -> bytes | None:
+        """Write our line again if it is there; return what was there, None without a file."""
+        try:
+            # Who takes over meanwhile puts another file there, which this one does not write to.
+            with self.path.open("r+b", buffering=0) as file:
+                line = file.read(2 * _LINE_BYTES)
+                if self._is_ours(line):
+                    self._write(file.fileno(), machine)
+                return line
+        except FileNotFoundError:
+            return None
 
-    def _write(self, descriptor: int, *, machine: str = "") -> None:
+    def _write(self, descriptor: int, machine: str = "") -> None:
         self._beats += 1
         line = f"{self._token}\t{machine or self._machine}\t{self._beats}\t{self._description}"
         os.pwrite(descriptor, line.encode()[:_LINE_BYTES].ljust(_LINE_BYTES) + b"\n", 0)
         os.fsync(descriptor)  # other machines see what is on the server
 
-    def _is_ours(self, line: bytes | None = None) -> bool:
-        return _field(self._line() if line is None else line, 0) == self._token
+    def _is_ours(self, line: bytes | None) -> bool:
+        return _field(line, 0) == self._token
 
     def _line(self) -> bytes | None:
         try:
@@ -212,11 +208,6 @@ class Lease:
                 return file.read(2 * _LINE_BYTES)
         except FileNotFoundError:
             return None
-
-    def _forget(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 def _now() -> float:

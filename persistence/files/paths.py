@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowdiff.persistence.files.network_fs import remove_folder
+from lowdiff.persistence.files.durable import remove_folder
 from lowdiff.persistence.files.trust import readable_root, shared_staging_root, trusted_folders
 
 RUN_FILE = "run.json"
@@ -62,6 +62,7 @@ _RANK_NAME = re.compile(r"rank-(\d{4})(?:\.json)?")
 _INCARNATION_NAME = re.compile(r"i(\d{6})")
 _MEASUREMENTS_NAME = re.compile(r"i(\d{6})-rank-(\d{4})\.json")
 _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
+_REPLICA_STATE_NAME = re.compile(r"replica-(\d{8})")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -187,7 +188,7 @@ class RunFolder:
 
     def all_constants(self) -> Iterator[tuple[str, Path]]:
         """``(content hash, path)`` of every file of frozen parameters."""
-        for path in _named(self.root / "constants", _CONSTANTS_NAME):
+        for path, _ in _matching(self.root / "constants", _CONSTANTS_NAME):
             yield path.stem, path
 
     def lock(self, rank: int) -> Path:
@@ -200,7 +201,7 @@ class RunFolder:
 
     def pins(self) -> Iterator[tuple[str, Path]]:
         """``(label, path)`` of every pin."""
-        for path in _named(self.root / "pins", _PIN_NAME):
+        for path, _ in _matching(self.root / "pins", _PIN_NAME):
             yield path.stem, path
 
     def measurements(self, incarnation: int, rank: int) -> Path:
@@ -209,7 +210,8 @@ class RunFolder:
 
     def all_measurements(self) -> Iterator[Path]:
         """Every document of measurements, oldest life first."""
-        yield from (path for path, _ in _matching(self.root / "measurements", _MEASUREMENTS_NAME))
+        for path, _ in _matching(self.root / "measurements", _MEASUREMENTS_NAME):
+            yield path
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,17 +265,16 @@ class StagingFolder:
 
         Without those that somebody else could have made or written, which are named in a warning.
         """
-        found = []
-        for name in trusted_folders(staging_root, run_id):
-            match = _STAGING_NAME.fullmatch(name)
-            if match is not None:
-                found.append(cls(staging_root / run_id / name, int(match[1]), int(match[2])))
-        return found
+        named = (
+            (path, _STAGING_NAME.fullmatch(path.name))
+            for path in trusted_folders(staging_root, run_id)
+        )
+        return [cls(path, int(match[1]), int(match[2])) for path, match in named if match]
 
     @classmethod
     def all(cls, staging_root: Path) -> Iterator[StagingFolder]:
         """Every staging folder of every run on this machine; none if the root is not trusted."""
-        for path in _named(readable_root(staging_root), _RUN_ID):
+        for path, _ in _matching(readable_root(staging_root), _RUN_ID):
             yield from cls.all_of_run(staging_root, path.name)
 
     @property
@@ -310,22 +311,17 @@ class StagingFolder:
         if not self.replica_status.exists():
             return []
         names = (self.replica_status, self.trainer_status, self.snapshot)
-        states = _named(self.root, re.compile(r"replica-\d{8}"))
+        states = (path for path, _ in _matching(self.root, _REPLICA_STATE_NAME))
         return [*(path for path in names if path.exists()), *states]
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, tuple[int, ...]]]:
-    """Entries whose whole name matches, sorted, with the numbers in it."""
-    for path in _named(folder, pattern):
-        match = pattern.fullmatch(path.name)
-        assert match is not None
-        yield path, tuple(int(group) for group in match.groups())
-
-
-def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
-    """Entries whose whole name matches, sorted. Never follows links."""
+    """Entries whose whole name matches, sorted, with the numbers in it. Never follows links."""
     try:
         names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_symlink())
     except (FileNotFoundError, NotADirectoryError):
         return
-    yield from (folder / name for name in names if pattern.fullmatch(name))
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is not None:
+            yield folder / name, tuple(map(int, match.groups()))

@@ -3,7 +3,8 @@
 ``/dev/shm`` takes everybody's files: somebody else may make a user's staging root first, or put a
 symbolic link in its place, and fill it with folders of the right names. Therefore a staging root, and
 every folder below it that is used, is a real folder of this user which others cannot write to. A tmpfs
-is open to all when it is mounted: a new folder in it is not.
+is open to all when it is mounted: a new folder in it is not. In a folder that others cannot write to, or
+only with the sticky bit, nobody can put another folder in the place of one that was checked.
 
 Attaching closes the default root to others, and makes the folders below any root with mode 0700. A
 root given by hand keeps its mode: most folders can be read by others.
@@ -16,14 +17,13 @@ import os
 import pwd
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from lowdiff.errors import UntrustedStaging
 
 _logger = logging.getLogger(__name__)
 
-_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PRIVATE = 0o700
 #: A root below which nobody can make anything.
 _NOWHERE = Path("/proc/no-staging")
@@ -35,45 +35,54 @@ def shared_staging_root() -> Path:
     return Path("/dev/shm") / f"lowdiff-{os.geteuid()}"
 
 
-def check_root(root: Path) -> None:
-    """See that a staging root can be trusted, if it is there.
+def check_folder(path: Path) -> bool:
+    """See that a folder of staging can be trusted, if it is there.
+
+    Returns:
+        Whether it is there.
 
     Raises:
-        UntrustedStaging: If it cannot.
+        UntrustedStaging: If it cannot be trusted.
     """
-    with _opened(root):
-        pass
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):  # also below a file
+        return False
+    if stat.S_ISREG(found.st_mode):
+        return False
+    why = _distrust(found)
+    if why is None and not os.access(path, os.R_OK | os.X_OK):
+        why = "cannot be opened by its owner"
+    if why is not None:
+        raise UntrustedStaging(path, why, _way_out(path, found))
+    return True
 
 
 def readable_root(root: Path) -> Path:
     """The root itself, or one without anything if it cannot be trusted, which is said once."""
     try:
-        check_root(root)
+        check_folder(root)
     except UntrustedStaging as error:
         _logger.warning("only the disk is read, and nothing that is staged: %s", error)
         return _NOWHERE
     return root
 
 
-def trusted_folders(root: Path, run_id: str) -> Iterator[str]:
-    """Names of the folders of one run below a root, but for those that cannot be trusted."""
+def trusted_folders(root: Path, run_id: str) -> Iterator[Path]:
+    """The folders of one run below a root, but for those that cannot be trusted."""
     try:
-        with _opened(root) as descriptor:
-            if descriptor is None:
-                return
-            with _opened(root / run_id, descriptor) as folder:
-                for name in [] if folder is None else sorted(os.listdir(folder)):
-                    try:
-                        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                    except FileNotFoundError:  # adopted and removed while we look
-                        continue
-                    why = _distrust(found)
-                    if why is None:
-                        yield name
-                    else:
-                        _logger.warning("%s is not read: it %s", root / run_id / name, why)
+        is_there = check_folder(root) and check_folder(root / run_id)
     except UntrustedStaging as error:
         _logger.warning("what is staged in %s is not read: %s", root, error)
+        return
+    with suppress(FileNotFoundError):  # the run's last folder is removed while we look
+        for path in sorted((root / run_id).iterdir()) if is_there else []:
+            with suppress(FileNotFoundError):  # adopted and removed while we look
+                why = _distrust(path.lstat())
+                if why is None:
+                    yield path
+                else:
+                    _logger.warning("%s is not read: it %s", path, why)
 
 
 def make_folder(root: Path, run_id: str, name: str) -> None:
@@ -86,57 +95,16 @@ def make_folder(root: Path, run_id: str, name: str) -> None:
     root.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         root.mkdir(mode=_PRIVATE)
-    with _opened(root) as descriptor:
-        assert descriptor is not None
-        if root == shared_staging_root():
-            os.fchmod(descriptor, _PRIVATE)
-        while True:  # the last rank of an earlier life may remove the run's folder
-            with suppress(FileExistsError):
-                os.mkdir(run_id, _PRIVATE, dir_fd=descriptor)
-            with _opened(root / run_id, descriptor) as folder:
-                if folder is not None:
-                    try:
-                        os.mkdir(name, _PRIVATE, dir_fd=folder)
-                        return
-                    except FileNotFoundError:
-                        continue
-
-
-@contextmanager
-def _opened(path: Path, parent: int | None = None) -> Iterator[int | None]:
-    """A descriptor of a folder that is trusted; None if there is no folder.
-
-    Args:
-        path: The folder.
-        parent: Descriptor of the folder above; None to go by the whole path.
-
-    Raises:
-        UntrustedStaging: If it is there and cannot be trusted.
-    """
-    name = path if parent is None else path.name
-    try:
-        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    except (FileNotFoundError, NotADirectoryError):  # also below a file
-        yield None
-        return
-    if stat.S_ISREG(found.st_mode):
-        yield None
-        return
-    why = _distrust(found)
-    if why is None:
-        try:
-            descriptor = os.open(name, _OPEN_FOLDER, dir_fd=parent)
-        except FileNotFoundError:  # removed meanwhile
-            yield None
-            return
-        except PermissionError:
-            why = "cannot be opened by its owner"
-    if why is not None:
-        raise UntrustedStaging(path, why, _way_out(path, found))
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    check_folder(root)
+    if root == shared_staging_root():
+        root.chmod(_PRIVATE)
+    while True:  # the last rank of an earlier life may remove the run's folder
+        with suppress(FileExistsError):
+            (root / run_id).mkdir(_PRIVATE)
+        if check_folder(root / run_id):
+            with suppress(FileNotFoundError):
+                (root / run_id / name).mkdir(_PRIVATE)
+                return
 
 
 def _distrust(found: os.stat_result) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,16 +36,15 @@ _LATER_STEP = "step/"
 def encode_scalars(differential: Differential) -> bytes:
     """Everything but the payload, as the meta part of a record."""
     residual = differential.residual
-    scalars: dict[str, Any] = {
-        "steps": [_step_part(step) for step in differential.steps],
-        "held": _bitmap(differential.held),
-        "items": dict(differential.items),
-        "residual": residual and [residual.slot, residual.generation],
-        "digests": _numbers(differential.digests),
-    }
-    if differential.averages:
-        scalars["averages"] = _averages_part(differential.averages)
-    return encode(scalars)
+    return encode(
+        {
+            "steps": [_step_part(step) for step in differential.steps],
+            "held": _numbers(differential.held),
+            "items": dict(differential.items),
+            "residual": residual and [residual.slot, residual.generation],
+            "digests": _numbers(differential.digests),
+        }
+    )
 
 
 def sections_of(differential: Differential) -> tuple[Section, ...]:
@@ -53,22 +52,18 @@ def sections_of(differential: Differential) -> tuple[Section, ...]:
     return tuple(
         section
         for number, step in enumerate(differential.steps)
-        for section in _numbered((*step.payload.sections, *_written_sections(step.written)), number)
+        for section in numbered((*step.payload.sections, *_written_sections(step.written)), number)
     )
 
 
-def sections_of_step(payload: Payload, number: int) -> tuple[Section, ...]:
-    """The payload of one optimizer step of a loop body, counted from 0, as `sections_of` names it."""
-    return _numbered(payload.sections, number)
-
-
-def _numbered(sections: tuple[Section, ...], number: int) -> tuple[Section, ...]:
+def numbered(sections: tuple[Section, ...], number: int) -> tuple[Section, ...]:
+    """Name sections as those of one optimizer step of a loop body, counted from 0."""
     prefix = f"{_LATER_STEP}{number}/"
     return tuple(replace(s, name=prefix + s.name) for s in sections) if number else sections
 
 
 def _by_step(sections: Sequence[Section], num_steps: int) -> list[list[Section]]:
-    """Undo `_numbered`: the sections of each optimizer step.
+    """Undo `numbered`: the sections of each optimizer step.
 
     Raises:
         ValueError: If one is of none of the steps.
@@ -122,12 +117,12 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
             world_size=header.world_size,
             optimizers=last.optimizers,
             absent=last.absent,
-            held=_indices(scalars["held"]),
+            held=_tuple_of(scalars["held"]),
             payload=last.payload,
             items=scalars["items"],
             residual=scalars["residual"] and ResidualMark(*scalars["residual"]),
             digests=_tuple_of(scalars["digests"]),
-            averages=_averages(scalars.get("averages", {})),
+            averages=last.averages,
             written=last.written,
             earlier=tuple(earlier),
         )
@@ -138,13 +133,16 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
 
 
 def _step_part(step: EarlierStep | Differential) -> dict[str, Any]:
-    part: dict[str, Any] = {
-        "optimizers": [_optimizer_part(o) for o in step.optimizers],
-        "absent": _bitmap(step.absent),
+    return {
+        "optimizers": [
+            [o.stepped, o.consumed, o.committed, o.grad_scale, o.found_inf] for o in step.optimizers
+        ],
+        "absent": _numbers(step.absent),
+        "averages": {
+            name: [a.updated, a.function, a.decay, a.count, _numbers(a.digests)]
+            for name, a in step.averages.items()
+        },
     }
-    if isinstance(step, EarlierStep) and step.averages:
-        part["averages"] = _averages_part(step.averages)
-    return part
 
 
 def _read_steps(parts: Sequence[dict[str, Any]], sections: Sequence[Section]) -> list[EarlierStep]:
@@ -157,28 +155,17 @@ def _read_steps(parts: Sequence[dict[str, Any]], sections: Sequence[Section]) ->
         raise ValueError("it has no optimizer step")
     return [
         EarlierStep(
-            optimizers=tuple(_optimizer_step(*o) for o in part["optimizers"]),
-            absent=_indices(part["absent"]),
+            optimizers=tuple(OptimizerStep(*o) for o in part["optimizers"]),
+            absent=_tuple_of(part["absent"]),
             payload=Payload(tuple(s for s in own if not s.name.startswith(_WRITTEN))),
-            averages=_averages(part.get("averages", {})),
+            averages={
+                name: AverageStep(updated, function, decay, count, _tuple_of(digests))
+                for name, (updated, function, decay, count, digests) in part["averages"].items()
+            },
             written=_written(own),
         )
         for part, own in zip(parts, _by_step(sections, len(parts)), strict=True)
     ]
-
-
-def _averages_part(averages: Mapping[str, AverageStep]) -> dict[str, list[Any]]:
-    return {
-        name: [a.updated, a.function, a.decay, a.count, _numbers(a.digests)]
-        for name, a in averages.items()
-    }
-
-
-def _averages(part: Mapping[str, Sequence[Any]]) -> dict[str, AverageStep]:
-    return {
-        name: AverageStep(updated, function, decay, count, _tuple_of(digests))
-        for name, (updated, function, decay, count, digests) in part.items()
-    }
 
 
 def _written(sections: Sequence[Section]) -> Written:
@@ -208,31 +195,3 @@ def _numbers(checksums: Sequence[int]) -> bytes:
 
 def _tuple_of(data: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(data, dtype="<u4").tolist())
-
-
-def _bitmap(indices: tuple[int, ...]) -> bytes:
-    """Bit ``i % 8`` of byte ``i // 8`` is set for every index ``i``."""
-    flags = np.zeros(max(indices, default=-1) + 1, np.uint8)
-    flags[list(indices)] = 1
-    return np.packbits(flags, bitorder="little").tobytes()
-
-
-def _indices(bitmap: bytes) -> tuple[int, ...]:
-    flags = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
-    return tuple(int(i) for i in np.flatnonzero(flags))
-
-
-def _optimizer_part(step: OptimizerStep) -> list[Any]:
-    committed = None if step.committed is None else list(step.committed)
-    return [step.stepped, list(step.consumed), committed, step.grad_scale, step.found_inf]
-
-
-def _optimizer_step(
-    stepped: bool,
-    consumed: list[dict[str, Any]],
-    committed: list[dict[str, Any]] | None,
-    grad_scale: float | None,
-    found_inf: float | None,
-) -> OptimizerStep:
-    after = None if committed is None else tuple(committed)
-    return OptimizerStep(stepped, tuple(consumed), after, grad_scale, found_inf)

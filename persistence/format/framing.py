@@ -15,7 +15,7 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, NewerFormat, OlderFormat
+from lowdiff.errors import DamagedFile, OtherFormat
 
 FORMAT_VERSION = 2
 HEADER_BYTES = 64
@@ -46,16 +46,9 @@ _KINDS = frozenset(map(int, RecordKind))
 
 
 def check_version(path: Path | str, version: int) -> None:
-    """Refuse the format version of another lowdiff; call it once the file's checksum holds.
-
-    Raises:
-        NewerFormat: If a later lowdiff wrote the file.
-        OlderFormat: If an earlier one did.
-    """
-    if version > FORMAT_VERSION:
-        raise NewerFormat(path, version, FORMAT_VERSION)
-    if version < FORMAT_VERSION:
-        raise OlderFormat(path, version, FORMAT_VERSION)
+    """Refuse another format version with `OtherFormat`; call it once the file's checksum holds."""
+    if version != FORMAT_VERSION:
+        raise OtherFormat(path, version, FORMAT_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +75,7 @@ class FileHeader:
         """Whether a record is one of this file, by what its header says."""
         identity = (record.incarnation, record.rank, record.world_size)
         return (
-            record.meta_bytes <= record.body_bytes
+            padded(record.meta_bytes) <= record.body_bytes
             and identity == (self.incarnation, self.rank, self.world_size)
             and (self.kind is not FileKind.CHUNK or record.lap == self.sequence)
         )
@@ -108,7 +101,7 @@ class FileHeader:
 
         Raises:
             DamagedFile: If it is not a header of ours.
-            NewerFormat, OlderFormat: If a lowdiff of another format version wrote it.
+            OtherFormat: If a lowdiff of another format version wrote it.
         """
         if len(data) < HEADER_BYTES:
             raise DamagedFile(path, f"{len(data)} bytes are too few for a header", offset=0)
@@ -130,13 +123,13 @@ class RecordHeader:
 
     Attributes:
         coded: True when the sections are compressed, as in segments.
-        meta_bytes: Length, as stored, of the body's first part, the differential's scalars.
-        body_bytes: Length of the whole body, without padding.
+        meta_bytes: Length, as stored, of the body's last part, the differential's scalars, without
+            their padding.
+        body_bytes: Length of the whole body, a multiple of 8.
         lap: Sequence of the staging chunk it was written to.
         rebases: True when the step cannot be replayed, because something was changed outside the
             optimizer; only a snapshot leads to it.
         meta_coded: True when the scalars are compressed.
-        meta_last: True when the scalars follow the sections, as where these were staged ahead.
     """
 
     kind: RecordKind
@@ -151,11 +144,6 @@ class RecordHeader:
     lap: int
     rebases: bool = False
     meta_coded: bool = False
-    meta_last: bool = False
-
-    def framed(self, body: bytes) -> bytes:
-        """The record as it stands in a file: header, body and padding."""
-        return self.pack() + body + bytes(-len(body) % 8)
 
     def pack(self) -> bytes:
         """64 bytes; the CRC-32C covers everything after itself."""
@@ -163,7 +151,7 @@ class RecordHeader:
             _RECORD_MAGIC,
             0,
             self.kind,
-            self.coded | self.rebases << 1 | self.meta_coded << 2 | self.meta_last << 3,
+            self.coded | self.rebases << 1 | self.meta_coded << 2,
             self.meta_bytes,
             self.body_bytes,
             self.body_checksum,
@@ -199,7 +187,6 @@ class RecordHeader:
             lap=lap,
             rebases=bool(flags & 2),
             meta_coded=bool(flags & 4),
-            meta_last=bool(flags & 8),
         )
 
 
@@ -219,21 +206,18 @@ class RecordRef:
     @property
     def meta(self) -> memoryview:
         """The encoded scalars."""
-        size = self.header.meta_bytes
-        return self.body[len(self.body) - size :] if self.header.meta_last else self.body[:size]
+        start = len(self.sections)
+        return self.body[start : start + self.header.meta_bytes]
 
     @property
     def sections(self) -> memoryview:
         """The encoded payload sections."""
-        size = self.header.meta_bytes
-        if self.header.meta_last:
-            return self.body[: len(self.body) - size]
-        return self.body[padded(size) :]
+        return self.body[: len(self.body) - padded(self.header.meta_bytes)]
 
     @property
     def end(self) -> int:
         """Where the next record starts in the file."""
-        return self.offset + HEADER_BYTES + padded(self.header.body_bytes)
+        return self.offset + HEADER_BYTES + self.header.body_bytes
 
     def is_intact(self) -> bool:
         """Whether the body has its checksum; reads all of it."""

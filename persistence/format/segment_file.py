@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO
 
@@ -18,20 +19,20 @@ from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.checked_copy import checksum_of
+from lowdiff.persistence.files.durable import write_at
 from lowdiff.persistence.format.framing import (
     HEADER_BYTES,
     FileHeader,
     RecordHeader,
     RecordRef,
-    padded,
 )
 
 _logger = logging.getLogger(__name__)
 
-_FOOTER_MAGIC, _TRAILER_MAGIC = b"LDFOOTER", b"LDSEALED"
-_TRAILER = struct.Struct("<QQQQQII4x8sI")
-TRAILER_BYTES = 64
-assert _TRAILER.size == TRAILER_BYTES
+_MAGIC = b"LDSEALED"
+_TRAILER = struct.Struct("<QQQ28x8sI")
+_TRAILER_BYTES = 64
+assert _TRAILER.size == _TRAILER_BYTES
 
 #: Recovery of a run with many ranks holds one of each.
 _PIECE_BYTES = 256 << 10
@@ -41,79 +42,26 @@ _WHOLE_BYTES = 16 << 20
 _MAX_BODY_BYTES = 1 << 38
 
 
-def footer_bytes(num_steps: int, num_rebases: int) -> int:
-    """Length of the footer of a segment with so many steps, of which so many cannot be replayed."""
-    return len(_FOOTER_MAGIC) + 8 * (num_steps + num_rebases) + TRAILER_BYTES
-
-
-def pack_footer(
-    header: FileHeader, offsets: Sequence[int], rebases: Sequence[int], end: int
-) -> bytes:
-    """The footer of a segment, which stands where its records end.
-
-    Args:
-        header: Of the segment; its sequence is the first step.
-        offsets: Where the record of each step starts, in order of the steps.
-        rebases: Steps that cannot be replayed, ascending.
-        end: Where the records end.
-    """
-    body = _FOOTER_MAGIC + b"".join(np.array(n, "<u8").tobytes() for n in (offsets, rebases))
-    trailer = _TRAILER.pack(
-        header.sequence,
-        header.sequence + len(offsets) - 1,
-        len(rebases),
-        end,
-        len(body) + TRAILER_BYTES,
-        _checksum_of(header),
-        crc32c(body),
-        _TRAILER_MAGIC,
-        0,
-    )
-    return body + trailer[:-4] + struct.pack("<I", crc32c(trailer[:-4]))
-
-
-def _checksum_of(header: FileHeader) -> int:
-    """Its own, from its last bytes: one over these as well would be the same for every header."""
-    return int.from_bytes(header.pack()[-4:], "little")
-
-
 @dataclass(frozen=True, slots=True)
-class Trailer:
-    """The last bytes of a sealed segment.
+class Footer:
+    """What a sealed segment ends with: it finds a step without the records before it.
 
     Attributes:
-        first: Step of the first record.
-        last: Step of the last.
-        num_rebases: How many of its steps cannot be replayed.
-        start: Where the footer starts, and the records end.
-        checksum: Of the footer before it.
+        offsets: Where the record of each step starts, in order of the steps.
+        rebases: Steps that cannot be replayed, ascending.
+        end: Where the records end, and the footer starts.
     """
 
-    first: int
-    last: int
-    num_rebases: int
-    start: int
-    checksum: int
+    offsets: Sequence[int]
+    rebases: Sequence[int]
+    end: int
 
-    @classmethod
-    def unpack(cls, data: bytes | memoryview, header: FileHeader, size: int) -> Trailer | None:
-        """Parse and check; None if these bytes do not end a segment with this header and length."""
-        if len(data) < TRAILER_BYTES:
-            return None
-        first, last, num_rebases, start, length, of_header, of_body, magic, crc = _TRAILER.unpack(
-            data
-        )
-        is_whole = magic == _TRAILER_MAGIC and crc == crc32c(bytes(data[:-4]))
-        if not is_whole or of_header != _checksum_of(header):
-            return None
-        fits = first == header.sequence and first <= last and num_rebases <= last - first + 1
-        if not fits or length != footer_bytes(last - first + 1, num_rebases):
-            return None
-        return cls(first, last, num_rebases, start, of_body) if start + length == size else None
-
-    def place_of(self, step: int) -> int:
-        """Where the footer says at which byte the record of one of its steps starts."""
-        return self.start + len(_FOOTER_MAGIC) + 8 * (step - self.first)
+    def pack(self, header: FileHeader) -> bytes:
+        """The footer as it stands in the segment of this header; its checksum covers both."""
+        numbers = b"".join(np.array(n, "<u8").tobytes() for n in (self.offsets, self.rebases))
+        trailer = _TRAILER.pack(len(self.offsets), len(self.rebases), self.end, _MAGIC, 0)
+        body = numbers + trailer[:-4]
+        return body + struct.pack("<I", crc32c(header.pack()[:-4] + body))
 
 
 class SegmentFile:
@@ -137,10 +85,7 @@ class SegmentFile:
             self.size = os.fstat(file.fileno()).st_size
             self._piece = memoryview(file.read(HEADER_BYTES))
         self.header = FileHeader.unpack(self._piece, path)
-        self._steps, self._offsets = array("q"), array("q")
-        self._rebases = array("q")
-        self._trailer: Trailer | None = None
-        self._has_looked = False  # for the trailer
+        self._steps, self._offsets, self._rebases = array("q"), array("q"), array("q")
         #: Whether the file ends within its footer: whoever sealed it was killed.
         self.is_cut_in_footer = False
         self._newest: RecordRef | None = None
@@ -172,28 +117,25 @@ class SegmentFile:
         rest = self.size - self.end
         if rest == 0:
             return None
-        what, footer = f"{rest} bytes are no record", self.footer() or b""
+        what, footer = f"{rest} bytes are no record", self.footer_to_write() or b""
         begins = bytes(self._bytes(self.end, min(rest, len(footer))) or b"")
         if footer and footer.startswith(begins):
             if rest == len(footer):
                 return None
             self.is_cut_in_footer = rest < len(footer)
             what = "its footer is cut short" if self.is_cut_in_footer else what
-        elif begins[: len(_FOOTER_MAGIC)] == _FOOTER_MAGIC:
+        elif self.footer is not None:
             what = "its footer is not that of its records, which can all be read"
         return DamagedFile(self.path, what, offset=self.end)
 
-    def footer(self) -> bytes | None:
+    def footer_to_write(self) -> bytes | None:
         """The footer of its records; None if these are not one unbroken sequence. Reads them all."""
         while self.next() is not None:
             pass
-        first = self.header.sequence
-        if not self._steps or (self._steps[0], len(self._steps)) != (
-            first,
-            self._steps[-1] - first + 1,
-        ):
+        first, steps = self.header.sequence, self._steps
+        if not steps or steps[0] != first or steps[-1] != first + len(steps) - 1:
             return None
-        return pack_footer(self.header, self._offsets, self._rebases, self.end)
+        return Footer(self._offsets, self._rebases, self.end).pack(self.header)
 
     def record(self, step: int) -> RecordRef | None:
         """The record of a step, if the file holds it; cheap for ascending steps, or once sealed."""
@@ -213,43 +155,34 @@ class SegmentFile:
             return None
         return self._read(self._offsets[index])
 
-    @property
-    def trailer(self) -> Trailer | None:
-        """The end of its footer, or None: it was not sealed, or that is damaged."""
-        if not self._has_looked:
-            self._has_looked = True
-            data = self._apart(self.size - TRAILER_BYTES, TRAILER_BYTES)
-            self._trailer = Trailer.unpack(data, self.header, self.size)
-        return self._trailer
-
-    def sealed_rebases(self) -> tuple[int, ...] | None:
-        """Steps that cannot be replayed, as the footer lists them; None if that is damaged."""
-        trailer = self.trailer
-        if trailer is None:
+    @cached_property
+    def footer(self) -> Footer | None:
+        """The footer that it ends with; None if it was not sealed, or its footer is damaged."""
+        trailer = self._apart(self.size - _TRAILER_BYTES)
+        if len(trailer) < _TRAILER_BYTES:
             return None
-        footer = self._apart(trailer.start, self.size - TRAILER_BYTES - trailer.start)
-        if crc32c(footer) != trailer.checksum:
+        num_steps, num_rebases, end, _, _ = _TRAILER.unpack(trailer)
+        if not num_steps or end + 8 * (num_steps + num_rebases) + _TRAILER_BYTES != self.size:
             return None
-        marked = footer[len(footer) - 8 * trailer.num_rebases :]
-        return tuple(np.frombuffer(marked, "<u8").tolist())
+        data = self._apart(end)
+        if len(data) + end != self.size:  # its writer took back what it could not write
+            return None
+        numbers = array("Q", data[:-_TRAILER_BYTES])
+        found = Footer(numbers[:num_steps], numbers[num_steps:], end)
+        return found if found.pack(self.header) == data else None
 
-    def _apart(self, offset: int, size: int) -> bytes:
-        """A part of the file, without forgetting the piece in memory."""
+    def _apart(self, offset: int) -> bytes:
+        """The file from here on, without forgetting the piece in memory."""
         with _reading(self.path) as file:
             file.seek(max(0, offset))
-            return file.read(size)
+            return file.read(self.size - offset)
 
     def _by_footer(self, step: int) -> RecordRef | None:
         """A record where the footer says that it is; None if that does not say, or is wrong."""
-        trailer = self.trailer
-        if trailer is None or not trailer.first <= step <= trailer.last:
+        footer, index = self.footer, step - self.header.sequence
+        if footer is None or not 0 <= index < len(footer.offsets):
             return None
-        if self._newest is not None and self._newest.header.step == step - 1:
-            offset = self._newest.end
-        else:
-            # It needs no checksum of its own: it is right if the record of that step is there.
-            offset = int.from_bytes(self._apart(trailer.place_of(step), 8), "little")
-        found = self._read(offset) if offset < trailer.start else None
+        found = self._read(footer.offsets[index]) if footer.offsets[index] < footer.end else None
         if found is None or found.header.step != step:
             return None
         self._newest = found
@@ -285,7 +218,7 @@ class SegmentFile:
                 return None
             with _reading(self.path) as file:
                 file.seek(offset)
-                wanted = max(padded(size), min(_PIECE_BYTES, self.size - offset))
+                wanted = max(size, min(_PIECE_BYTES, self.size - offset))
                 self._piece, self._at = memoryview(file.read(wanted)), offset
             start = 0
         part = self._piece[start : start + size]
@@ -300,9 +233,7 @@ def write_footer(path: Path, footer: bytes, end: int) -> bool:
     try:
         with path.open("r+b", buffering=0) as file:
             try:
-                file.seek(end)
-                is_whole = file.write(footer) == len(footer)
-                file.truncate(end + len(footer) if is_whole else end)
+                write_at(file.fileno(), end, footer)
                 os.fdatasync(file.fileno())
             except OSError:
                 with suppress(OSError):
@@ -311,7 +242,7 @@ def write_footer(path: Path, footer: bytes, end: int) -> bool:
     except OSError as error:
         _logger.info("%s is not sealed: %s", path, error)
         return False
-    return is_whole
+    return True
 
 
 def seal_left(path: Path, owner: tuple[str, int, int]) -> bool:
@@ -328,9 +259,9 @@ def seal_left(path: Path, owner: tuple[str, int, int]) -> bool:
     """
     try:
         file = SegmentFile(path)
-        if file.header.owner != owner or file.trailer is not None:
+        if file.header.owner != owner or file.footer is not None:
             return False
-        damage, footer = file.damage(), file.footer()
+        damage, footer = file.damage(), file.footer_to_write()
     except (DamagedFile, FileNotFoundError):
         return False
     if footer is None or (damage is not None and not file.is_cut_in_footer):

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile, RunInUse
-from lowdiff.persistence.files.durable import fsync_directory
+from lowdiff.persistence.files.durable import fsync_directory, remove_folder
 from lowdiff.persistence.files.locks import FileLock
-from lowdiff.persistence.files.network_fs import is_still_open, remove_empty_folder
 from lowdiff.persistence.files.paths import RunFolder, file_bytes
 from lowdiff.persistence.format.image import check_shard, shard_file
 from lowdiff.persistence.retention.journal import note_collected, read_pins
@@ -208,10 +207,7 @@ def _remove_snapshot(removal: Removal) -> None:
         for manifest in sorted(removal.path.glob("rank-*.json")):
             manifest.unlink(missing_ok=True)
         fsync_directory(removal.path)  # a power failure must not bring back manifests alone
-        for file in sorted(removal.path.iterdir()):
-            if not is_still_open(file):
-                file.unlink(missing_ok=True)
-        remove_empty_folder(removal.path)
+        remove_folder(removal.path)
 
 
 def _has_lengths(snapshot: SnapshotSet) -> bool:

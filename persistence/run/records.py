@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lowdiff.core.events import printable
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.format.framing import HEADER_BYTES, RecordKind, RecordRef, padded
+from lowdiff.persistence.format.framing import HEADER_BYTES, RecordKind, RecordRef
 from lowdiff.persistence.format.segment_file import SegmentFile
 
 _logger = logging.getLogger(__name__)
@@ -68,13 +68,12 @@ def list_segment(
     file = SegmentFile(path)
     if file.header.owner != owner:
         raise DamagedFile(path, "it belongs to another run, incarnation or rank")
-    trailer, rebases = file.trailer, None
-    if trailer is not None and not check:
-        rebases = file.sealed_rebases()
-    if trailer is None or rebases is None:
+    footer = None if check else file.footer
+    if footer is None:
         return list(_read(file, owner)), file.damage()
-    size = trailer.start - HEADER_BYTES
-    return [Stretch(trailer.first, trailer.last, path, owner, size, rebases, True)], None
+    first, size = file.header.sequence, footer.end - HEADER_BYTES
+    last = first + len(footer.offsets) - 1
+    return [Stretch(first, last, path, owner, size, tuple(footer.rebases), True)], None
 
 
 def _read(file: SegmentFile, owner: tuple[str, int, int]) -> Iterator[Stretch]:
@@ -106,7 +105,7 @@ class StoredRecord:
     @property
     def framed_bytes(self) -> int:
         """Its length in the file."""
-        return HEADER_BYTES + padded(self.record.header.body_bytes)
+        return HEADER_BYTES + self.record.header.body_bytes
 
 
 class RankRecords(Mapping[int, StoredRecord]):

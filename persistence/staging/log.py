@@ -127,10 +127,9 @@ class StagingLog:
         size = HEADER_BYTES + padded(len(meta)) + sections_bytes(sections)
         if not self._reserve(size, durable_step, drop=drop):
             return None
-        meta_bytes = padded(len(meta))
-        copy = CheckedCopy(self._body()[: meta_bytes + sections_bytes(sections)])
-        copy.add(meta.ljust(meta_bytes, b"\0"))
+        copy = CheckedCopy(self._body())
         write_sections(copy, sections)
+        copy.add(meta.ljust(padded(len(meta)), b"\0"))
         self._seal(kind, step, len(meta), copy, rebases=rebases)
         if kind is RecordKind.DIFFERENTIAL:
             self._usual_bytes = size - HEADER_BYTES
@@ -181,11 +180,11 @@ class StagingLog:
             return None
         body = self._ahead
         assert body is not None
-        body.add(meta)
+        body.add(meta.ljust(padded(len(meta)), b"\0"))
         self._ahead = None
         self._usual_bytes = body.size
-        self._seal(kind, step, len(meta), body, rebases=rebases, meta_last=True)
-        return HEADER_BYTES + padded(body.size)
+        self._seal(kind, step, len(meta), body, rebases=rebases)
+        return HEADER_BYTES + body.size
 
     def _seal(
         self,
@@ -195,7 +194,6 @@ class StagingLog:
         body: CheckedCopy,
         *,
         rebases: bool,
-        meta_last: bool = False,
     ) -> None:
         """Put the header before a body: now it is a record."""
         chunk = self._chunks.newest
@@ -211,12 +209,11 @@ class StagingLog:
             world_size=self._world_size,
             lap=chunk.sequence,
             rebases=rebases,
-            meta_last=meta_last,
         )
         start = self._offset + HEADER_BYTES
         chunk.file.view[self._offset : start] = header.pack()
         chunk.last_step = step
-        self._offset = start + padded(body.size)
+        self._offset = start + body.size
 
     def _reserve(self, size: int, durable_step: int, *, drop: bool) -> bool:
         if self._offset + size <= self._chunks.newest.file.size:

@@ -9,45 +9,25 @@ the time a request may take, 30 seconds unless ``AWS_TIMEOUT`` says otherwise.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import random
 import re
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from lowdiff.errors import ConfigError, StoreError
+from lowdiff.errors import ConfigError, RunMismatch, StoreError
+from lowdiff.persistence.staging.measurements import Recorder
+from lowdiff.persistence.staging.status import Complaints, StatusPage, WriterStatus
+from lowdiff.persistence.writer.settings import WriterSettings
 
-_ThreadResult = TypeVar("_ThreadResult")
-
-
-class OwnThreads:
-    """A few threads beside those that an event loop's ``asyncio.to_thread`` shares."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self._executor = ThreadPoolExecutor(count, thread_name_prefix=name)
-
-    async def run(self, call: Callable[..., _ThreadResult], *arguments: object) -> _ThreadResult:
-        """Call it in a thread.
-
-        If this is cancelled, it waits for the call's end all the same: no thread can be stopped, and
-        nobody may begin the same again beside it.
-        """
-        loop = asyncio.get_running_loop()
-        result = loop.run_in_executor(self._executor, partial(call, *arguments))
-        try:
-            return await asyncio.shield(result)
-        except asyncio.CancelledError:
-            await asyncio.wait([result])
-            raise
-
-    def close(self) -> None:
-        """Begin nothing more."""
-        self._executor.shutdown(wait=False)
-
+_logger = logging.getLogger(__name__)
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
 
@@ -56,6 +36,13 @@ _MAX_PARTS = 9000  # S3 takes 10,000
 _PARTS_AT_ONCE = 4
 _RETRIES = 4
 _PAGE = 1000
+
+#: How long a writer waits before it asks again: at first and at most, after a refusal, and once its
+#: trainer is gone.
+_FIRST_DELAY_SECONDS = 0.25
+_LONGEST_DELAY_SECONDS = 30.0
+_REFUSED_DELAY_SECONDS = 60.0
+_LAST_DELAY_SECONDS = 2.0
 
 _Result = TypeVar("_Result")
 
@@ -99,13 +86,20 @@ class ObjectStore:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Length in bytes of every object whose name lies under ``prefix``, a folder."""
-        return self._listed(prefix, lambda found: int(found["size"]))
+        return {name: size for name, (size, _) in self.sizes_and_times(prefix).items()}
 
     def sizes_and_times(self, prefix: str) -> dict[str, tuple[int, float]]:
         """As `sizes`, and when each object was written: seconds since the epoch."""
-        return self._listed(
-            prefix, lambda found: (int(found["size"]), found["last_modified"].timestamp())
-        )
+
+        def listed() -> dict[str, tuple[int, float]]:
+            pages = self._obstore.list(self._store, prefix or None, chunk_size=_PAGE)
+            return {
+                str(found["path"]): (int(found["size"]), found["last_modified"].timestamp())
+                for page in pages
+                for found in page
+            }
+
+        return self._asked(f"listing {prefix or 'it'}", listed)
 
     def read(self, name: str) -> bytes:
         """A whole object."""
@@ -156,15 +150,6 @@ class ObjectStore:
         if names:
             self._asked(f"deleting {names[0]}", remove)
 
-    def _listed(
-        self, prefix: str, read: Callable[[Mapping[str, Any]], _Result]
-    ) -> dict[str, _Result]:
-        def listed() -> dict[str, _Result]:
-            pages = self._obstore.list(self._store, prefix or None, chunk_size=_PAGE)
-            return {str(found["path"]): read(found) for page in pages for found in page}
-
-        return self._asked(f"listing {prefix or 'it'}", listed)
-
     def _asked(self, doing: str, request: Callable[[], _Result]) -> _Result:
         exceptions = self._obstore.exceptions
         refusals = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
@@ -179,6 +164,114 @@ class ObjectStore:
                 is_missing=missing,
                 is_refused=missing or isinstance(error, refusals),
             ) from error
+
+
+class StoreClient:
+    """One writer's way to the store of its run. Lives on the writer's event loop.
+
+    Attributes:
+        store: The store itself; its calls block.
+        complaints: What keeps which task from the store.
+    """
+
+    def __init__(
+        self, settings: WriterSettings, page: StatusPage[WriterStatus], recorder: Recorder
+    ) -> None:
+        assert settings.store is not None
+        self._settings = settings
+        self._page = page
+        self._recorder = recorder
+        self.store = ObjectStore(settings.store, make=True)
+        self.complaints = Complaints(page, "remote_error")
+        self._ending = asyncio.Event()
+        self._ending_since = 0.0
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the trainer is gone, so that a store is not waited for much longer."""
+        return self._ending.is_set()
+
+    def end(self) -> None:
+        """The trainer is gone."""
+        self._ending_since = time.monotonic()
+        self._ending.set()
+
+    async def ask(self, task: str, request: Callable[[], _Result], *, sent: int = 0) -> _Result:
+        """Ask until the store does it; once the trainer is gone, for a while only.
+
+        The request that succeeds is a measurement if it sent something, the bytes of ``sent``.
+
+        Raises:
+            StoreError: If the store stayed away too long after the trainer's end.
+        """
+        delay, failing_since = _FIRST_DELAY_SECONDS, 0.0
+        while True:
+            began = time.monotonic()
+            try:
+                result = await asyncio.to_thread(request)
+            except StoreError as error:
+                self.complaints.report(task, str(error))
+                self._page.update(remote_retries=self._page.status.remote_retries + 1)
+                _logger.warning("rank %d: %s", self._settings.rank, error)
+                failing_since = failing_since or time.monotonic()
+                waited = time.monotonic() - max(failing_since, self._ending_since)
+                if self.is_ending and waited > self._settings.store_patience_seconds:
+                    raise
+                longest = _REFUSED_DELAY_SECONDS if error.is_refused else delay
+                await self.sleep(longest * random.uniform(0.5, 1.0))
+                delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
+            else:
+                self.complaints.report(task, "")
+                if sent:
+                    self._recorder.observe(f"{task}_upload_seconds", time.monotonic() - began)
+                    self._recorder.observe(f"{task}_upload_bytes", sent)
+                    self._recorder.publish()
+                return result
+
+    async def create(self, task: str, name: str, data: bytes) -> None:
+        """Write an object once.
+
+        Raises:
+            RunMismatch: If another history's object is there.
+        """
+        is_new = await self.ask(task, lambda: self.store.create(name, data))
+        # Else by a request that seemed lost, or an earlier writer's.
+        if not is_new and await self.ask(task, lambda: self.store.read(name)) != data:
+            raise self.mismatch(name)
+
+    async def upload(self, task: str, name: str, path: Path) -> int:
+        """Write a file as an object, in place of what is there; returns its length.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
+        # What is wrong with the file, before the store says so.
+        size = await asyncio.to_thread(_readable_bytes, path)
+        await self.ask(task, lambda: self.store.upload(name, path), sent=size)
+        self._page.update(remote_bytes=self._page.status.remote_bytes + size)
+        return size
+
+    def mismatch(self, name: str) -> RunMismatch:
+        """What to raise where an object is another history's."""
+        return RunMismatch(
+            f"{self.store.url} holds another history: its {name} is not that of "
+            f"{self._settings.run}; nothing more is uploaded. Give the store a URL of its own"
+        )
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait before another attempt; not for long when the trainer is gone."""
+        if self.is_ending:
+            await asyncio.sleep(min(seconds, _LAST_DELAY_SECONDS))
+        else:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), seconds)
+
+
+def _readable_bytes(path: Path) -> int:
+    """Length of a file; `OSError` if it is not there, or nobody may read it."""
+    with path.open("rb") as file:
+        file.read(1)
+        return os.fstat(file.fileno()).st_size
 
 
 def _obstore() -> ModuleType:

@@ -49,7 +49,6 @@ _logger = logging.getLogger(__name__)
 
 
 _PIECE_BYTES = 16 << 20
-_MOST_CHANGED_BYTES = 8
 
 #: Requests to a store.
 AT_ONCE = 8
@@ -147,35 +146,22 @@ def mend(store: ObjectStore, folder: RunFolder, names: Sequence[str]) -> None:
             write_file(path, there)
 
 
-def mend_document(store: ObjectStore, folder: RunFolder, name: str, there: bytes) -> None:
-    """Compare a document with the store's, which takes its place if it is that one with damage.
-
-    Args:
-        store: Where it is, too.
-        folder: Of a run that nobody writes to.
-        name: Of ``run.json`` or a fence, which never change.
-        there: What the store has.
+def compare_document(store: ObjectStore, folder: RunFolder, name: str, there: bytes) -> None:
+    """Compare ``run.json`` or a fence, which never change, with the store's.
 
     Raises:
-        DamagedFile: If the store's is damaged, or too little is left here to say whose it is.
-        RunMismatch: If the two are not the same.
+        DamagedFile: If one of the two is damaged.
+        RunMismatch: If they are not the same.
     """
     path = folder.root / name
     said = parse_json(there, f"{store.url.rstrip('/')}/{name}")
     try:
-        differ = read_json(path) != said
+        found = read_json(path)
     except DamagedFile as error:
-        here = b"" if isinstance(error.__cause__, OSError) else path.read_bytes()
-        num_changed = sum(a != b for a, b in zip(here, there, strict=False))
-        # Another life's differs in all of its random number.
-        if len(here) != len(there) or num_changed > _MOST_CHANGED_BYTES:
-            what = f"{error.what}; remove it to take that of {store.url}"
-            raise DamagedFile(path, what) from error
-        _logger.warning("%s; it is replaced by that of %s", error, store.url)
-        write_file(path, there)
-    else:
-        if differ:
-            raise different_histories(store, folder, name)
+        what = f"{error.what}; remove it to take that of {store.url}"
+        raise DamagedFile(path, what) from error
+    if found != said:
+        raise different_histories(store, folder, name)
 
 
 def different_histories(store: ObjectStore, folder: RunFolder, name: str) -> RunMismatch:
@@ -298,7 +284,7 @@ def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> Non
     """Bring ``run.json``, all fences and retention's notes; compare the fences that are there already.
 
     Raises:
-        DamagedFile: If one is damaged, and what is left is not clearly that of the store.
+        DamagedFile: If one is damaged.
         NotARun: If the store holds no run.
         RunMismatch: If folder and store hold histories that parted.
     """
@@ -313,7 +299,7 @@ def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> Non
     with ThreadPoolExecutor(AT_ONCE) as pool:
         common = [name for name in [RUN_FILE, *names] if name in here]
         for name, data in zip(common, pool.map(store.read, common), strict=True):
-            mend_document(store, folder, name, data)
+            compare_document(store, folder, name, data)
 
 
 def fetch_history(store: ObjectStore, folder: RunFolder, step: int | None) -> list[int]:

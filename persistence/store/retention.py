@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections import Counter
 from pathlib import Path
 
 from lowdiff.persistence.retention.journal import read_pins
@@ -22,33 +21,32 @@ from lowdiff.persistence.writer.settings import WriterSettings
 from lowdiff.types import Fence
 
 
-def spent(
-    settings: WriterSettings, in_store: Listing, listing: Listing, segments: Collection[str]
-) -> frozenset[Path]:
-    """Snapshots and segments of a listing that may go, given the snapshots in the store.
+def spent(settings: WriterSettings, in_store: Listing, here: Listing) -> frozenset[Path]:
+    """Return the snapshots and segments that the run's policy does not keep in the store.
 
-    Of the store's own, that is what retention removes; of the run folder's, what is not worth
-    uploading any more.
+    What of them is in the store can go; what is in the run folder only is not worth uploading. A
+    snapshot counts as complete, and as old, by what is in the store.
 
     Args:
         settings: The policy, the run and whose writer this is.
-        in_store: What the store holds, at least all manifests, and since when.
-        listing: What is asked about.
-        segments: Names of the segments in it that are asked about.
+        in_store: What the store holds, at least all snapshots, and since when.
+        here: What the run folder holds.
+
+    Raises:
+        DamagedFile: If a fence or a pin is damaged: then it is not known what must stay.
     """
     folder = settings.folder
     if settings.retention is None:
         return frozenset()
     fences = _fences(settings)
     complete = set(in_store.snapshots(fences))
-    sizes: dict[tuple[int, int], int] = dict.fromkeys(complete, 0)
-    for file in listing.files("manifest", "shard"):
+    both = Listing({**here.sizes, **in_store.sizes})
+    sizes: Counter[tuple[int, int]] = Counter()
+    written: dict[tuple[int, int], float] = {}
+    for file in both.files("manifest", "shard"):
         key = file.step, file.incarnation
-        sizes[key] = sizes.get(key, 0) + listing.sizes[file.name]
-    uploaded: dict[tuple[int, int], float] = {}
-    for file in in_store.files("manifest", "shard"):
-        key = file.step, file.incarnation
-        uploaded[key] = max(uploaded.get(key, 0.0), in_store.written.get(file.name, 0.0))
+        sizes[key] += both.sizes[file.name]
+        written[key] = max(written.get(key, 0.0), in_store.written.get(file.name, 0.0))
     inventory = Inventory(
         spans=lineage(fences),
         snapshots=tuple(
@@ -58,7 +56,7 @@ def spent(
                 folder.snapshot(number, step),
                 size,
                 (step, number) in complete,
-                _written_seconds(folder.snapshot(number, step), uploaded.get((step, number), 0.0)),
+                written[step, number],
             )
             for (step, number), size in sorted(sizes.items())
         ),
@@ -68,10 +66,9 @@ def spent(
                 file.rank,
                 file.step,
                 folder.root / file.name,
-                listing.sizes[file.name],
+                both.sizes[file.name],
             )
-            for file in listing.files("segment")
-            if file.name in segments
+            for file in both.files("segment")
         ),
     )
     pins = read_pins(folder, settings.run_id)
@@ -84,11 +81,3 @@ def _fences(settings: WriterSettings) -> dict[int, Fence]:
     own = read_fence(settings.folder.fence(settings.incarnation, settings.rank))
     # With run folders of their own, ranks do not see each other's newest fences.
     return {own.incarnation: own, **begun_fences(settings.folder, settings.run_id)}
-
-
-def _written_seconds(snapshot: Path, uploaded: float) -> float:
-    """When a snapshot was written: by this rank's node, else when the store got it."""
-    with suppress(FileNotFoundError):  # or retention is just removing it
-        times = [path.stat().st_mtime for path in snapshot.glob("rank-*.json")]
-        return max(times, default=uploaded)
-    return uploaded

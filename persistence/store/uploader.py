@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
-from lowdiff.persistence.files.paths import RunFile, RunFolder
+from lowdiff.persistence.files.paths import RunFile
 from lowdiff.persistence.format.image import manifest_file, shard_file
+from lowdiff.persistence.format.segment_file import SegmentFile
+from lowdiff.persistence.run.records import list_segment
 from lowdiff.persistence.staging.measurements import Recorder
 from lowdiff.persistence.staging.status import StatusPage, WriterStatus
+from lowdiff.persistence.store.client import StoreClient
 from lowdiff.persistence.store.fetch import Listing
-from lowdiff.persistence.store.patience import StoreClient, check_read, unreadable
 from lowdiff.persistence.store.retention import spent
-from lowdiff.persistence.store.segment_uploads import SegmentUploads
+from lowdiff.persistence.writer.adoption import ranks_to_adopt
 from lowdiff.persistence.writer.settings import WriterSettings
 
 _logger = logging.getLogger(__name__)
@@ -44,13 +46,21 @@ class Uploader:
         self._settings = settings
         self._page = page
         self._client = StoreClient(settings, page, recorder)
-        self._store, self._threads = self._client.store, self._client.threads
-        self._segments = SegmentUploads(settings, page, self._client)
+        self._store = self._client.store
+        self._adopts = ranks_to_adopt(settings)
+        #: What the store had when it was listed last, and names of the segments that it has by now.
         self._listing = Listing({})
-        self._old: frozenset[Path] = frozenset()
+        self._segments: set[str] = set()
+        #: What the policy does not keep in the store.
+        self._spent: frozenset[Path] = frozenset()
         self._notes: dict[str, bytes] = {}
-        self._adopted = asyncio.Event()
-        self._snapshots_passed = asyncio.Event()
+        self._last = settings.base_step
+        # With a replica all that counts is one snapshot of this life.
+        self._needed_snapshot = settings.base_step if settings.has_replica else -1
+        self._is_base_there = False
+        #: Segments of earlier lives that could not be read, and did not get there since.
+        self._missing: set[Path] = set()
+        self._is_adopted = self._has_snapshots = False
         self._new_segments, self._new_snapshots = asyncio.Event(), asyncio.Event()
 
     def wake(self, *, batch: bool = False, snapshot: bool = False) -> None:
@@ -62,7 +72,7 @@ class Uploader:
 
     def adopted(self) -> None:
         """Everything of earlier incarnations is durable."""
-        self._adopted.set()
+        self._is_adopted = True
         self.wake(batch=True, snapshot=True)
 
     def end(self) -> None:
@@ -76,15 +86,13 @@ class Uploader:
             await self._upload()
         except RunMismatch as error:
             _logger.error("rank %d: %s", self._settings.rank, error)
-            self._client.report("history", str(error))
+            self._client.complaints.report("history", str(error))
         except StoreError as error:
             _logger.error("rank %d: given up: %s", self._settings.rank, error)
         except Exception as error:
             # A bug must cost the copy in the store only, and be seen.
             _logger.exception("rank %d: uploads ended", self._settings.rank)
-            self._client.report("uploads", f"ended by {error!r}; see the writer's log")
-        finally:
-            self._threads.close()
+            self._client.complaints.report("uploads", f"ended by {error!r}; see the writer's log")
 
     async def _upload(self) -> None:
         if not await self._try("run folder", self._begin):
@@ -102,7 +110,6 @@ class Uploader:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)  # for requests under way: what comes next is not to meet them
         # Its steps count once the first pass of snapshots is over, which may have been the last.
         await self._try("segments folder", self._upload_segments)
 
@@ -134,14 +141,14 @@ class Uploader:
                 if text != said:
                     said = text
                     _logger.warning("rank %d: %s", self._settings.rank, text)
-                self._client.report(what, text)
+                self._client.complaints.report(what, text)
                 # Once is no reason to give up: retention and users remove files meanwhile.
                 last_attempts -= self._client.is_ending
                 if not last_attempts:
                     return False
                 await self._client.sleep(_ATTEMPT_SECONDS)
             else:
-                self._client.report(what, "")
+                self._client.complaints.report(what, "")
                 return True
 
     # What has to be there before any batch
@@ -153,52 +160,92 @@ class Uploader:
             await self._upload_constants()
         fences = [path for _, rank, path in folder.fences() if self._settings.serves(rank)]
         for path in [folder.run_file, *fences]:
-            await self._client.create(
-                "fences", folder.name(path), await self._threads.run(path.read_bytes)
-            )
-        self._listing = await self._client.ask("fences", self._my_listing)
-        self._segments.there |= self._listing.sizes.keys()
-        self._old = await self._spent_here()
+            content = await asyncio.to_thread(path.read_bytes)
+            await self._client.create("fences", folder.name(path), content)
+        await self._take_stock()
 
     async def _upload_constants(self) -> None:
         """Frozen parameters that fences name, before those fences."""
         folder = self._settings.folder
         there = await self._client.ask("fences", lambda: self._store.sizes("constants"))
-        here = await self._threads.run(Listing.of_folder, folder)
+        here = await asyncio.to_thread(Listing.of_folder, folder)
         for name in here.constants():
             if there.get(name) != here.sizes[name]:
-                upload = partial(self._store.upload, name, folder.root / name)
-                await self._client.ask("fences", upload)
-                self._client.count(here.sizes[name])
-
-    def _other_life(self) -> str | None:
-        """Fence of a later incarnation that this run folder does not know: it is elsewhere."""
-        settings, there = self._settings, Listing(self._store.sizes("incarnations"))
-        known = {number for number, _, _ in settings.folder.fences()}
-        later = [f for f in there.files("fence") if f.incarnation > settings.incarnation]
-        return next((f.name for f in later if f.incarnation not in known), None)
-
-    def _my_listing(self) -> Listing:
-        """All snapshots, and the segments that this rank uploads."""
-        snapshots = self._store.sizes_and_times("snapshots")
-        sizes = {name: size for name, (size, _) in snapshots.items()}
-        ranks = {
-            rank for _, rank, _, _ in self._settings.folder.segments(self._segments.has_segments_of)
-        }
-        for rank in {self._settings.rank, *ranks}:
-            sizes |= self._store.sizes(f"segments/rank-{rank:04d}")
-        return Listing(sizes, {name: written for name, (_, written) in snapshots.items()})
+                await self._client.upload("snapshots", name, folder.root / name)
 
     # Differentials
 
+    def _has_segments_of(self, rank: int) -> bool:
+        """Whether this rank uploads segments of another, or of its own."""
+        return rank in self._adopts or self._settings.serves(rank)
+
     async def _upload_segments(self) -> None:
+        """Upload the segments that nobody adds to any more and the store lacks.
+
+        Raises:
+            StorageError: If some could not be read. All others are there.
+        """
+        settings, is_last = self._settings, self._client.is_ending
         # Looked at first: what is adopted or uploaded meanwhile is for the next pass.
-        is_adopted = self._adopted.is_set()
-        await self._segments.upload(
-            self._old,
-            is_adopted=is_adopted,
-            base_will_be_there=is_adopted and self._snapshots_passed.is_set(),
+        is_adopted = self._is_adopted
+        base_will_be_there = is_adopted and self._has_snapshots
+        me = settings.incarnation, settings.rank
+        segments = await asyncio.to_thread(
+            lambda: list(settings.folder.segments(self._has_segments_of))
         )
+        newest = max((first for *key, first, _ in segments if tuple(key) == me), default=-1)
+        unread, follows = list[str](), True
+        for incarnation, rank, first, path in segments:
+            is_own = (incarnation, rank) == me
+            # Until its log is adopted, an earlier life's segments may have another writer; and those
+            # of another rank that lives are its own.
+            is_mine = settings.serves(rank) or incarnation < settings.incarnation
+            if path in self._spent or not is_mine or not (is_own or is_adopted):
+                continue
+            name = settings.folder.name(path)
+            may_grow = is_own and first == newest and not is_last
+            try:
+                if name not in self._segments:
+                    if may_grow and not await asyncio.to_thread(_is_sealed, path):
+                        continue
+                    await self._client.upload("segments", name, path)
+                    self._segments.add(name)
+                if is_own and follows and first > self._last:
+                    await self._count(path)
+            except FileNotFoundError:
+                continue  # collected
+            except (OSError, DamagedFile) as error:
+                unread.append(_unreadable(name, error))
+                if is_own:
+                    follows = False
+                else:
+                    self._missing.add(path)
+            else:
+                self._missing.discard(path)
+        self._is_base_there |= base_will_be_there and not self._missing
+        # A snapshot of this life needs nothing of those before.
+        self._is_base_there |= self._page.status.remote_snapshot >= settings.base_step
+        self._publish()
+        _check_read(unread)
+
+    async def _count(self, path: Path) -> None:
+        """Steps of a segment of this life's, which is there with all before it."""
+        settings = self._settings
+        owner = settings.run_id, settings.incarnation, settings.rank
+        found, _ = await asyncio.to_thread(list_segment, path, owner, check=False)
+        for stretch in found:
+            if stretch.first > self._last + 1:  # collected here before the store had it
+                self._needed_snapshot = stretch.first - 1
+            self._needed_snapshot = max((self._needed_snapshot, *stretch.rebases))
+            self._publish(stretch.last)
+
+    def _publish(self, last: int = -1) -> None:
+        """Own steps, the last one given included, count once all that they build on is there."""
+        self._last = max(self._last, last)
+        status = self._page.status
+        if self._is_base_there and status.remote_snapshot >= self._needed_snapshot:
+            # A restarted writer has yet to count what its predecessor uploaded.
+            self._page.update(remote_step=max(self._last, status.remote_step))
 
     # Snapshots
 
@@ -206,11 +253,11 @@ class Uploader:
         settings, folder = self._settings, self._settings.folder
         uploaded, unread = False, []
         for incarnation, step, path in list(folder.snapshots()):
-            if path in self._old:
+            if path in self._spent:
                 continue
             for manifest in sorted(path.glob("rank-*.json")):
                 file = RunFile.parse(folder.name(manifest))
-                if file is None or not self._settings.serves(file.rank):
+                if file is None or not settings.serves(file.rank):
                     continue
                 try:
                     if file.name not in self._listing.sizes:
@@ -219,26 +266,23 @@ class Uploader:
                 except FileNotFoundError:
                     continue  # collected
                 except OSError as error:
-                    unread.append(unreadable(file.name, error))
+                    unread.append(_unreadable(file.name, error))
                     continue
                 if incarnation == settings.incarnation and file.rank == settings.rank:
                     newest = max(step, self._page.status.remote_snapshot)
                     self._page.update(remote_snapshot=newest)
-                    self._segments.publish(newest if settings.has_replica else -1)
+                    self._publish(newest if settings.has_replica else -1)
         if uploaded and settings.retention is not None:
             await self._collect()
-        self._segments.lacks_snapshots = bool(unread)
-        self._segments.publish()
-        check_read(unread)
-        if not self._snapshots_passed.is_set():
-            self._snapshots_passed.set()
-            self._new_segments.set()
+        self._has_snapshots |= not unread
+        self._new_segments.set()  # more of its steps may count now
+        _check_read(unread)
 
     async def _upload_shard(self, path: Path, rank: int) -> None:
         """A shard and then its manifest, which makes it exist."""
         folder, shard = self._settings.folder, shard_file(path, rank)
         manifest = manifest_file(path, rank)
-        content = await self._threads.run(manifest.read_bytes)
+        content = await asyncio.to_thread(manifest.read_bytes)
         size = await self._client.upload("snapshots", folder.name(shard), shard)
         await self._client.create("snapshots", folder.name(manifest), content)
         sizes = {folder.name(shard): size, folder.name(manifest): len(content)}
@@ -246,12 +290,63 @@ class Uploader:
 
     # Retention
 
+    async def _take_stock(self) -> None:
+        """List what the store has of this rank's, and what of it and of the run folder is spent."""
+        self._listing = await self._client.ask("retention", self._list_store)
+        self._segments |= self._listing.sizes.keys()
+        self._spent = await asyncio.to_thread(self._find_spent)
+
+    def _list_store(self) -> Listing:
+        """All snapshots, and the segments that this rank uploads."""
+        snapshots = self._store.sizes_and_times("snapshots")
+        sizes = {name: size for name, (size, _) in snapshots.items()}
+        ranks = {rank for _, rank, _, _ in self._settings.folder.segments(self._has_segments_of)}
+        for rank in {self._settings.rank, *ranks}:
+            sizes |= self._store.sizes(f"segments/rank-{rank:04d}")
+        return Listing(sizes, {name: written for name, (_, written) in snapshots.items()})
+
+    def _find_spent(self) -> frozenset[Path]:
+        try:
+            here = Listing.of_folder(self._settings.folder)
+            return spent(self._settings, self._listing, here)
+        except DamagedFile as error:
+            _logger.warning("rank %d: old objects stay: %s", self._settings.rank, error)
+            return frozenset()
+
+    async def _collect(self) -> None:
+        """Remove from the store what retention no longer needs there, of this rank's."""
+        settings, folder = self._settings, self._settings.folder
+        name = await self._client.ask("retention", self._other_life)
+        if name is not None:  # what it needs is not for this life to judge
+            raise self._client.mismatch(name)
+        if settings.serves(0):
+            await self._upload_notes()
+        await self._take_stock()
+        names = [
+            file.name
+            for kind in ("manifest", "shard", "segment")  # without its manifests it does not exist
+            for file in self._listing.files(kind)
+            if settings.serves(file.rank)
+            and not self._spent.isdisjoint([path := folder.root / file.name, path.parent])
+        ]
+        await self._client.ask("retention", lambda: self._store.delete(names))
+        left = {n: size for n, size in self._listing.sizes.items() if n not in set(names)}
+        self._listing = replace(self._listing, sizes=left)
+        self._segments -= set(names)
+
+    def _other_life(self) -> str | None:
+        """Fence of a later incarnation that this run folder does not know: it is elsewhere."""
+        settings, there = self._settings, Listing(self._store.sizes("incarnations"))
+        known = settings.folder.incarnations()
+        later = [f for f in there.files("fence") if f.incarnation > settings.incarnation]
+        return next((f.name for f in later if f.incarnation not in known), None)
+
     async def _upload_notes(self) -> None:
         """What retention wrote down: rank 0's view replaces what the store has."""
         folder = self._settings.folder
-        here = (await self._threads.run(Listing.of_folder, folder)).notes()
+        here = (await asyncio.to_thread(Listing.of_folder, folder)).notes()
         for name in here:
-            content = await self._threads.run((folder.root / name).read_bytes)
+            content = await asyncio.to_thread((folder.root / name).read_bytes)
             if self._notes.get(name) != content:
                 upload = partial(self._store.upload, name, folder.root / name)
                 await self._client.ask("retention", upload)
@@ -260,43 +355,17 @@ class Uploader:
         unpinned = [name for name in Listing(there).notes() if name not in here]
         await self._client.ask("retention", lambda: self._store.delete(unpinned))
 
-    async def _collect(self) -> None:
-        """Remove from the store what retention no longer needs there, of this rank's."""
-        name = await self._client.ask("retention", self._other_life)
-        if name is not None:  # what it needs is not for this life to judge
-            raise self._client.mismatch(name)
-        if self._settings.serves(0):
-            await self._upload_notes()
-        self._listing = await self._client.ask("retention", self._my_listing)
-        gone = await self._threads.run(self._spent, self._listing)
-        folder = self._settings.folder
-        names = [
-            file.name
-            for kind in ("manifest", "shard", "segment")  # without its manifests it does not exist
-            for file in self._listing.files(kind)
-            if self._settings.serves(file.rank) and not gone.isdisjoint(_places(folder, file))
-        ]
-        await self._client.ask("retention", lambda: self._store.delete(names))
-        left = {n: size for n, size in self._listing.sizes.items() if n not in set(names)}
-        self._listing = replace(self._listing, sizes=left)
-        self._segments.there -= set(names)
-        self._old = await self._spent_here()
 
-    async def _spent_here(self) -> frozenset[Path]:
-        """What of the run folder is not worth uploading any more."""
-        here = await self._threads.run(Listing.of_folder, self._settings.folder)
-        return await self._threads.run(self._spent, here)
-
-    def _spent(self, listing: Listing) -> frozenset[Path]:
-        mine = {f.name for f in listing.files("segment") if self._segments.has_segments_of(f.rank)}
-        try:
-            return spent(self._settings, self._listing, listing, mine)
-        except DamagedFile as error:
-            _logger.warning("rank %d: old objects stay: %s", self._settings.rank, error)
-            return frozenset()
+def _is_sealed(path: Path) -> bool:
+    return SegmentFile(path).footer is not None
 
 
-def _places(folder: RunFolder, file: RunFile) -> set[Path]:
-    """The path of a file, and the folder of the snapshot it belongs to."""
-    path = folder.root / file.name
-    return {path} if file.kind == "segment" else {path.parent}
+def _check_read(unread: Sequence[str]) -> None:
+    """Raise a `StorageError` after a pass in which files could not be read: they are tried again."""
+    if unread:
+        raise StorageError(f"{'; '.join(unread)}; what does not build on that is uploaded")
+
+
+def _unreadable(name: str, error: OSError | DamagedFile) -> str:
+    why = error.what if isinstance(error, DamagedFile) else error.strerror or repr(error)
+    return f"{name} cannot be read ({why})"

@@ -71,22 +71,29 @@ class Deaths:
         self._start_at = time.monotonic() + delay
         return delay
 
-    def found(self, exit_code: int, done: Sequence[int]) -> None:
-        """It is no longer there, which is noted and said once until another one is."""
-        if self._is_dead:
-            return
-        self._is_dead = True
-        delay = self.note(how_it_ended(exit_code), done)
-        when = f" in {delay:.0f} s" if delay else ""
-        kind = self._name.removeprefix("the ")
-        text = f"{self._name} of rank {self._rank} ended; starting another{when}"
-        facts = {"rank": self._rank, "exit_code": exit_code, f"{kind}_log": str(self._log)}
-        log_event(self._logger, logging.WARNING, f"{kind}_restarted", text, **facts)
-
     def successor(
-        self, start: Callable[[], DetachedProcess], done: Sequence[int]
+        self,
+        exit_code: int,
+        done: Sequence[int],
+        start: Callable[[], DetachedProcess],
+        *,
+        at_once: bool = False,
     ) -> DetachedProcess | None:
-        """Another one; None if it cannot be started now."""
+        """Start another process in the place of one that ended, which is noted and said once.
+
+        Returns:
+            The new process; None if it is not time to start one, or none can be started now.
+        """
+        if not self._is_dead:
+            self._is_dead = True
+            delay = self.note(how_it_ended(exit_code), done)
+            when = f" in {delay:.0f} s" if delay else ""
+            kind = self._name.removeprefix("the ")
+            text = f"{self._name} of rank {self._rank} ended; starting another{when}"
+            facts = {"rank": self._rank, "exit_code": exit_code, f"{kind}_log": str(self._log)}
+            log_event(self._logger, logging.WARNING, f"{kind}_restarted", text, **facts)
+        if not at_once and time.monotonic() < self._start_at:
+            return None
         try:
             process = start()
         except OSError as error:  # no memory or no process is to be had: perhaps later
@@ -96,11 +103,6 @@ class Deaths:
             return None
         self._is_dead = False
         return process
-
-    @property
-    def may_start(self) -> bool:
-        """Whether it is time to start another one."""
-        return time.monotonic() >= self._start_at
 
 
 def how_it_ended(exit_code: int) -> str:
@@ -206,9 +208,16 @@ class WriterProcess:
         self._checked = time.monotonic()
         if self._finishing or self._process.poll() is None:
             return
-        self._deaths.found(self._process.returncode, self._done())
-        if at_once or self._deaths.may_start:
-            self._restart()
+        with self._pipe:
+            self._close_pipe()
+            process = self._deaths.successor(
+                self._process.returncode, self._done(), self._start, at_once=at_once
+            )
+            if process is not None:
+                self._process = process
+                self.restarts += 1
+                if self._write_through:
+                    self._tell(WRITE_THROUGH)
 
     def finish(self, timeout_seconds: float) -> WriterStatus:
         """Tell the writer that nothing more comes, and wait until all is durable; idempotent.
@@ -225,8 +234,7 @@ class WriterProcess:
             with self._pipe:
                 # A byte, not only the pipe's end: forked DataLoader workers may hold it open.
                 self._tell(END)
-                assert self._process.stdin is not None
-                self._process.stdin.close()
+                self._close_pipe()
             try:
                 self._process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -236,17 +244,18 @@ class WriterProcess:
         self._finishing = True
         is_running = self._process.poll() is None  # before its last word is read
         status = self.read_status()
-        if not status.closed and not is_running:
-            raise WriterFailed(
-                f"the writer of rank {self._settings.rank} died {_FINISH_ATTEMPTS} times while it "
-                f"finished; nothing is lost: the next attach adopts {self._settings.staging.root}, "
-                f"and {self._settings.staging.writer_log} says why"
-            )
         if not status.closed:
+            staging = self._settings.staging
             raise WriterFailed(
-                f"the writer of rank {self._settings.rank} did not finish within "
-                f"{timeout_seconds:.0f} s ({status.error or 'no error reported'}); nothing is "
-                f"lost: it goes on, and the next attach adopts {self._settings.staging.root}"
+                f"the writer of rank {self._settings.rank} "
+                + (
+                    f"did not finish within {timeout_seconds:.0f} s "
+                    f"({status.error or 'no error reported'}), and goes on"
+                    if is_running
+                    else f"died {_FINISH_ATTEMPTS} times while it finished; {staging.writer_log} "
+                    "says why"
+                )
+                + f"; nothing is lost: the next attach adopts {staging.root}"
             )
         lacks = store_lacks(self._settings, status, self.pid if is_running else None)
         if lacks:
@@ -259,8 +268,7 @@ class WriterProcess:
         """Let the writer see what it sees when its trainer dies: the end of its pipe."""
         self._finishing = True
         with self._pipe, suppress(BrokenPipeError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            self._close_pipe()
 
     def stop(self) -> None:
         """End the writer at once, as its trainer's death would not."""
@@ -269,17 +277,9 @@ class WriterProcess:
         with self._process:  # closes its pipe and waits
             pass
 
-    def _restart(self) -> None:
-        with self._pipe:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            process = self._deaths.successor(self._start, self._done())
-            if process is None:
-                return
-            self._process = process
-            self.restarts += 1
-            if self._write_through:
-                self._tell(WRITE_THROUGH)
+    def _close_pipe(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def _tell(self, word: bytes) -> None:
         """Write to the process; `_pipe` is held. One that has ended has nothing to be told."""
@@ -308,8 +308,7 @@ class WriterProcess:
             if self._process.poll() is not None:
                 break
             time.sleep(0.01)
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # should it come up after all, it ends at once
+        self._close_pipe()  # should it come up after all, it ends at once
         log = self._settings.staging.writer_log.read_text(errors="replace")[-2000:]
         raise WriterFailed(
             f"the writer process did not start; its log says:\n{log}\nMend that, and attach again"

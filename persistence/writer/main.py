@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -59,6 +60,7 @@ _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.005
 _RETRY_SECONDS = 1.0
 _MEASUREMENTS_SECONDS = 10.0
+_NUM_THREADS = 12
 
 
 _Work = TypeVar("_Work")
@@ -108,6 +110,8 @@ class Writer:
 
         The lock is given back once all is durable: a next incarnation need not wait for a store.
         """
+        # Enough that neither a store nor an adoption takes the thread of a durable write.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_NUM_THREADS))
         uploading = None
         if self._uploader is not None:
             uploading = asyncio.create_task(self._uploader.run())

@@ -23,8 +23,8 @@ from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, RecordRef, padded
 from lowdiff.persistence.format.sections import encode_sections, read_sections
 from lowdiff.persistence.format.segment_file import (
+    Footer,
     SegmentFile,
-    pack_footer,
     seal_left,
     write_footer,
 )
@@ -120,7 +120,7 @@ class SegmentWriter:
 
     def _put_footer(self, path: Path) -> None:
         header = replace(self._header, sequence=self._first)
-        footer = pack_footer(header, self._offsets, self._rebases, self._size)
+        footer = Footer(self._offsets, self._rebases, self._size).pack(header)
         with contextlib.suppress(OSError):  # its run went back, and retention took it
             # Else a failed attempt left whole records behind these, which others may have seen.
             if path.stat().st_size == self._size:
@@ -150,18 +150,17 @@ def coded_record(record: RecordRef, codec: Codec) -> bytes:
     sections = encode_sections(read_sections(record.sections, codec, coded=False), codec)
     frame = codec.shrink(record.meta)
     meta = bytes(record.meta) if frame is None else frame
-    body = meta.ljust(padded(len(meta)), b"\0") + sections
+    body = sections + meta.ljust(padded(len(meta)), b"\0")
     coded = replace(
         header,
         coded=True,
         meta_coded=frame is not None,
-        meta_last=False,
         meta_bytes=len(meta),
         body_bytes=len(body),
         body_checksum=crc32c(body),
         lap=0,
     )
-    return coded.framed(body)
+    return coded.pack() + body
 
 
 def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:

@@ -21,22 +21,20 @@ WRITE_THROUGH = b"!"
 #: How long a segment grows: with a store, which gets whole segments only, and without.
 _OBJECT_BYTES, _SEGMENT_BYTES = 16 << 20, 256 << 20
 
-#: A batch has one differential, two, four, ...: each a word of one byte, so none arrives in parts.
-_BATCH_SIZES = b"abcdefghijklm"
-#: The largest batch that a writer can be told.
-MAX_TOLD_BATCH_SIZE = 1 << (len(_BATCH_SIZES) - 1)
+#: The largest batch that a writer can be told of, by a word whose one byte is the power of two.
+MAX_TOLD_BATCH_SIZE = 1 << 12
 
 
 def batch_size_word(batch_size: int) -> bytes:
-    """Word for a batch size that is a power of two, up to ``MAX_TOLD_BATCH_SIZE``."""
+    """Return the word for a batch size that is a power of two, up to ``MAX_TOLD_BATCH_SIZE``."""
     level = batch_size.bit_length() - 1
     assert 1 << level == batch_size <= MAX_TOLD_BATCH_SIZE
-    return _BATCH_SIZES[level : level + 1]
+    return bytes([level])
 
 
 def told_batch_size(said: bytes) -> int | None:
-    """The last batch size among some words; None if there is none."""
-    levels = [_BATCH_SIZES.index(word) for word in said if word in _BATCH_SIZES]
+    """Return the last batch size among some words; None if there is none."""
+    levels = [word for word in said if 1 << word <= MAX_TOLD_BATCH_SIZE]
     return 1 << levels[-1] if levels else None
 
 

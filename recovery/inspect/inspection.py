@@ -17,7 +17,7 @@ from lowdiff.persistence.run.records import RankRecords
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.persistence.store.fetch import fetch_history, opened, temporary_folder
-from lowdiff.recovery.plan import plan_recovery, recoverable, spans_of, usable_snapshots
+from lowdiff.recovery.plan import recoverable, spans_of, usable_snapshots
 
 _logger = logging.getLogger(__name__)
 
@@ -254,22 +254,22 @@ def _forecast(catalog: Catalog, step: int | None) -> Forecast:
     # With torch, which nothing else here needs.
     from lowdiff.recovery.engine import plan_best
     from lowdiff.recovery.replay.sizing import free_bytes, needed_bytes
+    from lowdiff.recovery.replica.recover import MemoryPlan
 
-    memory = plan_best(catalog, step)
-    if memory is None:
-        plan = plan_recovery(catalog, step)
-        base, path, size, steps = plan.base.step, plan.base.folder, plan.base.bytes, plan.steps
+    plan = plan_best(catalog, step)
+    if isinstance(plan, MemoryPlan):
+        base, path = plan.common, plan.paths[0].parent
+        size = sum(path.stat().st_size for path in plan.paths)
     else:
-        base, path, steps = memory.common, memory.paths[0].parent, memory.steps
-        size = sum(path.stat().st_size for path in memory.paths)
+        base, path, size = plan.base.step, plan.base.folder, plan.base.bytes
     return Forecast(
-        step=base + len(steps),
+        step=plan.step,
         base=base,
         base_path=str(path),
-        in_memory=memory is not None,
+        in_memory=isinstance(plan, MemoryPlan),
         snapshot_bytes=size,
-        differentials=len(steps),
-        differential_bytes=sum(planned.bytes for planned in steps),
+        differentials=len(plan.steps),
+        differential_bytes=sum(planned.bytes for planned in plan.steps),
         memory_bytes=needed_bytes(size),
         free_bytes=free_bytes(),
     )

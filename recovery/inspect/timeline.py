@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile, zip_longest
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from lowdiff.recovery.plan import (
 )
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.unit import Movement
-from lowdiff.recovery.state import begun_afresh
 
 #: A norm over so many times the median of those before it is far out of line.
 FAR_OUT = 50.0
@@ -166,11 +166,12 @@ def _measured(
     if first is not None and first > end:
         why = f"the newest step is {end}"
         raise StepNotFound(catalog.root, first, recoverable(catalog), why)
-    bases = [s for s in usable_snapshots(catalog) if begins <= s.step <= start]
-    if not bases:
+    bases = [s for s in usable_snapshots(catalog) if s.step >= begins]
+    before = sum(s.step <= start for s in bases)
+    if not before:
         why = f"no snapshot and unbroken steps lead to it, and step {start + 1} is measured from there"
         raise StepNotFound(catalog.root, start, recoverable(catalog), why)
-    plans = [plan for plan in _plans(catalog, bases[-1], end) if plan.step > start]
+    plans = [p for p in _plans(bases[before - 1 :], catalog, end) if p.step > start]
     steps: list[TimelineStep] = []
     total, done = sum(len(plan.steps) for plan in plans), 0
     for plan in plans:
@@ -193,35 +194,25 @@ def _unbroken(catalog: Catalog, last: int | None) -> tuple[int, int]:
             return begins, end
 
 
-def _plans(catalog: Catalog, base: SnapshotSet, end: int) -> Iterator[RecoveryPlan]:
-    """Replays that together make every step from a snapshot to ``end`` that can be made.
+def _plans(bases: Sequence[SnapshotSet], catalog: Catalog, end: int) -> Iterator[RecoveryPlan]:
+    """Replays from snapshot to snapshot, that together make every step up to ``end`` that can be made.
 
-    Where one cannot go on, because something was changed outside the optimizer or a life attached
-    another average, the next snapshot begins the next.
+    Each begins anew at its snapshot, so that a step which only a snapshot leads to ends one replay.
     """
-    snapshots = [s for s in usable_snapshots(catalog) if s.step < end]
-    while True:
-        reached, life = _reach(catalog, base, end)
-        if reached > base.step:
-            yield plan_recovery(replace(catalog, snapshots=(base,)), reached)
-        later = (s for s in snapshots if (s.step, s.incarnation) > (reached, life))
-        found = next(later, None)
-        if reached == end or found is None:
-            return
-        base = found
+    for base, later in zip_longest(bases, bases[1:]):
+        steps = _steps(catalog, base, end if later is None else min(later.step, end))
+        if steps:
+            yield RecoveryPlan(steps[-1].step, steps[-1].incarnation, base, steps)
 
 
-def _reach(catalog: Catalog, base: SnapshotSet, end: int) -> tuple[int, int]:
-    """The last step, and whose it is, that replay from a snapshot leads to."""
-    reached, life = base.step, base.incarnation
-    for planned in steps_after(catalog, base.step, end):
-        if planned.incarnation != life:
-            old, new = (catalog.incarnations[n].fence for n in (life, planned.incarnation))
-            afresh = begun_afresh(old, new)
-            if any(old.averages.get(n) != a or n in afresh for n, a in new.averages.items()):
-                break
-        reached, life = planned.step, planned.incarnation
-    return reached, life
+def _steps(catalog: Catalog, base: SnapshotSet, last: int) -> tuple[PlannedStep, ...]:
+    """What replay of a snapshot leads to: averages attached later are in a later life's snapshot."""
+
+    def averages(incarnation: int) -> Mapping[str, Sequence[str]]:
+        return catalog.incarnations[incarnation].fence.averages
+
+    own, steps = averages(base.incarnation), steps_after(catalog, base.step, last)
+    return tuple(takewhile(lambda step: averages(step.incarnation) == own, steps))
 
 
 def _step(planned: PlannedStep, moved: Mapping[int, Movement], elements: int) -> TimelineStep:

@@ -24,16 +24,15 @@ from lowdiff.persistence.format.image import Manifest, manifest_file
 from lowdiff.persistence.run.catalog import Catalog, SnapshotSet, complete_snapshots, scan
 from lowdiff.persistence.store.client import is_url
 from lowdiff.persistence.store.fetch import opened
-from lowdiff.recovery.compare import differences, keep_inherited
-from lowdiff.recovery.damage import Finding, first_gap, judge, last_kept, lost_after
+from lowdiff.recovery.compare import differences
+from lowdiff.recovery.damage import Finding, gap_after, judge, lost_after
 from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
 from lowdiff.recovery.load import load_snapshot
-from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
+from lowdiff.recovery.plan import plan_recovery, recoverable, steps_after, usable_snapshots
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.sizing import check_memory
 from lowdiff.recovery.replica.recover import (
     MemoryPlan,
-    carry_out_in_memory,
     plan_in_memory,
     with_steps_in_memory,
 )
@@ -129,8 +128,8 @@ def verify(
     From each snapshot the differentials are replayed up to the next one, and parameters,
     optimizer state, hyper-parameters and items are compared; from the last one, up to the newest
     step. Error-feedback residuals are not compared: a replay does not rebuild them. With the first
-    snapshot of a life that attached other objects only what it inherited is compared. What replicas
-    of a dead trainer left in memory is rebuilt, too. Damage is reported, never raised.
+    snapshot of a life that was set up otherwise only parameters and optimizer state are compared. What
+    replicas of a dead trainer left in memory is rebuilt, too. Damage is reported, never raised.
 
     Args:
         run: The run folder, or the URL of its store; nothing in it is changed. A store is read
@@ -143,7 +142,7 @@ def verify(
         NotARun: If the folder or store holds no run.
         StoreError: If the store does not answer.
         DamagedFile: If ``run.json`` is damaged, so that nothing else can be read.
-        NewerFormat, OlderFormat: If a lowdiff of another format version wrote a file.
+        OtherFormat: If a lowdiff of another format version wrote a file.
         NotEnoughMemory: If two states do not fit: what is replayed, and what it is compared with.
     """
     root = staging_to_read(staging)
@@ -192,7 +191,8 @@ def _verify(
     failures += [o.failure for o in outcomes if o.failure is not None]
     notes += [o.note for o in outcomes if o.note is not None]
     if legs:
-        failures += lost_after(catalog, _newest_recoverable(catalog))
+        lost = lost_after(catalog, _newest_recoverable(catalog))
+        failures += [] if lost is None else [lost]
     else:
         try:
             plan_recovery(catalog)
@@ -221,7 +221,7 @@ def _look(folder: RunFolder, root: Path) -> Catalog:
     catalog = scan(folder, [root], check_all=True)
     for _ in range(_LOOKS):
         legs = _legs_of(catalog)
-        if legs and not any(first_gap(catalog, leg.base.step, leg.last) for leg in legs):
+        if legs and not any(leg.gap for leg in legs):
             break
         known = {s.folder for s in catalog.snapshots} | {e.path.parent for e in catalog.damage}
         now = scan(folder, [root], check_all=True)
@@ -245,7 +245,7 @@ def _in_memory(
     def act(seen: Catalog) -> MemoryPlan | None:
         plan = plan_in_memory(seen, None)
         if plan is not None:
-            carry_out_in_memory(seen, plan, options)
+            carry_out(seen, plan, options)
         return plan
 
     try:
@@ -271,11 +271,18 @@ def _checked(folder: RunFolder, catalog: Catalog) -> Checked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Leg:
-    """One replay to do: from a snapshot to the next one, or to the newest step (None)."""
+    """One replay to do.
+
+    Attributes:
+        target: The snapshot it leads to; None if it ends elsewhere.
+        last: The last step it leads to.
+        gap: Why it leads to no later one, where that is a loss.
+    """
 
     base: SnapshotSet
     target: SnapshotSet | None
     last: int
+    gap: Finding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +305,11 @@ def _legs_of(catalog: Catalog) -> list[_Leg]:
     snapshots = usable_snapshots(catalog)
     legs = []
     for base, target in pairwise(snapshots):
-        last = last_kept(catalog, base.step, target.step)
+        last = base.step + len(steps_after(catalog, base.step, target.step))
         if last == target.step:
             legs.append(_Leg(base, target, last))
-        elif last > base.step:
-            legs.append(_Leg(base, None, last))
+        elif (gap := gap_after(catalog, last)) or last > base.step:
+            legs.append(_Leg(base, None, last, gap))
     newest = _newest_recoverable(catalog)
     if snapshots and (newest > snapshots[-1].step or not legs):
         legs.append(_Leg(snapshots[-1], None, newest))
@@ -323,8 +330,9 @@ def _prove(
         return _compare(seen, leg, options)
 
     try:
-        gap = first_gap(catalog, leg.base.step, leg.last)
-        outcome = _Outcome(gap) if gap else look_again(folder, root, catalog, act, check_all=True)
+        outcome = (
+            _Outcome(leg.gap) if leg.gap else look_again(folder, root, catalog, act, check_all=True)
+        )
     except DamagedFile as error:
         outcome = _Outcome(Finding.of(error))
     except StepNotFound as error:
@@ -339,7 +347,8 @@ def _prove(
 def _overtaken(catalog: Catalog, leg: _Leg) -> _Outcome | None:
     """What became of a leg that is not as it was seen: a live run removes and replaces files."""
     changed = [s for s in (leg.base, leg.target) if s is not None and not _is_as_seen(s)]
-    if not changed and last_kept(catalog, leg.base.step, leg.last) == leg.last:
+    reached = leg.base.step + len(steps_after(catalog, leg.base.step, leg.last))
+    if not changed and (reached == leg.last or gap_after(catalog, reached)):
         return None
     there = complete_snapshots(RunFolder(catalog.root), catalog.run_id)
     if max((s.step for s in there), default=-1) < max((s.step for s in changed), default=-1):
@@ -374,8 +383,6 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> _Outcome:
         return _Outcome(replayed=replayed)
     fence = catalog.incarnations[leg.target.incarnation].fence
     expected = load_snapshot(leg.target, fence, options.readers)
-    if leg.base.incarnation != leg.target.incarnation:
-        keep_inherited(state, expected)
     found = list(differences(state, expected))
     if not found:
         return _Outcome(replayed=replayed)

@@ -251,16 +251,17 @@ def settle_kernels() -> None:
 
 
 @contextmanager
-def without_default_group(*, when: bool = True) -> Iterator[None]:
+def without_default_group(specs: Iterable[OptimizerSpec]) -> Iterator[None]:
     """Within it ``torch.distributed`` is not initialized, as in a process that recovers by itself.
 
     An optimizer of a third party that exchanges with other ranks in its step fails there, instead of
     waiting for ranks that replay something else. Groups that are given by themselves go on to work.
 
     Args:
-        when: Whether to do anything.
+        specs: The optimizers that are built or stepped; without one of a third party, nothing changes.
     """
-    world = dist.GroupMember.WORLD if when and dist.is_available() else None
+    is_needed = dist.is_available() and any(map(is_registered, specs))
+    world = dist.GroupMember.WORLD if is_needed else None
     if world is None:
         yield
         return

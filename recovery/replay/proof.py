@@ -18,7 +18,6 @@ from lowdiff.core.layout import flat, flat_like, shaped, torch_dtype
 from lowdiff.errors import UnsupportedOptimizer
 from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.load import empty_state
-from lowdiff.recovery.replay.blocks import Unit
 from lowdiff.recovery.replay.optimizers import (
     build,
     granularity,
@@ -128,7 +127,7 @@ def refuse_unbuildable(
     parts = [made] if kind == "whole" else [[part] for part in made]
     for part in parts:
         try:
-            with without_default_group():
+            with without_default_group([spec]):
                 optimizer = build(spec, part)
             if len(optimizer.param_groups) != len(part):
                 raise ValueError(
@@ -227,12 +226,16 @@ def _replayed(
     is_whole = needs_live_threads([fence.optimizers[index]], num_threads)
     device = next(iter(before.parameters.values())).device
     settle_kernels()
-    with threads_put_back(), torch.no_grad(), without_default_group():
+    with threads_put_back(), torch.no_grad(), without_default_group(fence.optimizers):
         torch.set_num_threads(num_threads if is_whole else 1)
-        options = ReplayOptions(whole=is_whole, device=device)
+        largest = max(layout.parameters[i].numel for i in names)
+        elements = largest // _NUM_BLOCKS // _ALIGNMENT * _ALIGNMENT
+        elements = min(BLOCK_ELEMENTS, max(_ALIGNMENT, elements))
+        options = ReplayOptions(whole=is_whole, device=device, block_elements=elements)
         replaying = [
             UnitState(unit, state, state.fence)
-            for unit in _units(state, index, set(names), options)
+            for unit in plan_units(state, state.fence, options)
+            if unit.optimizer == index
         ]
         for unit in replaying:
             unit.step(step, Scratch(unit.unit.scratch_elements))
@@ -240,22 +243,6 @@ def _replayed(
         for unit in replaying:
             unit.collect(state)
     return state
-
-
-def _units(
-    state: RecoveredState, index: int, parameters: set[int], options: ReplayOptions
-) -> list[Unit]:
-    """The optimizer's units, as far as they hold these parameters."""
-    layout = state.fence.layout
-    largest = max(layout.parameters[i].numel for i in parameters)
-    elements = largest // _NUM_BLOCKS // _ALIGNMENT * _ALIGNMENT
-    fine = replace(options, block_elements=min(BLOCK_ELEMENTS, max(_ALIGNMENT, elements)))
-    own = (
-        tuple(block for block in unit.blocks if block.parameter in parameters)
-        for unit in plan_units(state, state.fence, fine)
-        if unit.optimizer == index
-    )
-    return [Unit(index, blocks) for blocks in own if blocks]
 
 
 def _difference(layout: Layout, state: RecoveredState, index: int, after: Held) -> str | None:

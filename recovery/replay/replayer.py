@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 
 import torch
 from typing_extensions import Self
@@ -20,7 +19,7 @@ from typing_extensions import Self
 from lowdiff.compressors import from_settings
 from lowdiff.core.layout import shares_of
 from lowdiff.core.numerics import arithmetic_of
-from lowdiff.errors import ConfigError, DamagedFile, LowDiffError, ReplayMismatch, RunMismatch
+from lowdiff.errors import ConfigError, ReplayMismatch, RunMismatch
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
 from lowdiff.persistence.format.sections import max_payload_bytes
@@ -29,7 +28,6 @@ from lowdiff.recovery.replay.blocks import Unit, element_units, optimizer_units,
 from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import (
     granularity,
-    is_registered,
     needs_live_threads,
     settle_kernels,
     without_default_group,
@@ -37,19 +35,16 @@ from lowdiff.recovery.replay.optimizers import (
 from lowdiff.recovery.replay.sizing import (
     BLOCK_ELEMENTS,
     LocalRanks,
-    measured_block_elements,
     threads_put_back,
     usable_cores,
 )
 from lowdiff.recovery.replay.unit import (
-    UNREPLAYABLE,
     Checksums,
     Movement,
     Scratch,
     Step,
     UnitState,
     check_digests,
-    is_out_of_means,
     replaying,
 )
 from lowdiff.recovery.state import RecoveredState, begin_life
@@ -77,8 +72,7 @@ class ReplayOptions:
 
     Attributes:
         num_workers: Threads; None takes this process's share of the cores that it may use.
-        block_elements: Elements per unit, a multiple of 64; None takes what a short measurement
-            finds fastest.
+        block_elements: Elements per unit, a multiple of 64; None takes what was measured fastest.
         whole: Replay every parameter whole on one thread team of the live run's size.
         progress: Called with the number of steps replayed so far.
         movements: If given, filled with how far every step went; costs about half as much again.
@@ -140,11 +134,6 @@ def replay(
         newest = fences(steps[-1].incarnation)
         needed = needs_live_threads(newest.optimizers, newest.environment.num_threads)
         options = replace(options, whole=options.whole or needed)
-    if options.device.type != "cpu":
-        options = replace(options, block_elements=options.block_elements or _DEVICE_BLOCK_ELEMENTS)
-    elif options.block_elements is None and not options.whole and steps:
-        best = measured_block_elements(state, fences(steps[-1].incarnation), len(steps))
-        options = replace(options, block_elements=best)
     done = 0
     for incarnation, life in groupby(steps, key=lambda s: s.incarnation):
         fence = fences(incarnation)
@@ -157,55 +146,25 @@ def replay(
                 "taken then is lost; recover a step before or after it"
             )
         state.averages = {name: state.averages[name] for name in fence.averages}
-        own = list(life)
-        with Replayer(state, fence, options) as running, closing(windows(own, fence)) as read:
-            for window in read:
-                running.run(window)
-                done += len(window)
-                if options.progress:
-                    options.progress(done)
+        for count in step_through(state, list(life), fence, options):
+            done += count
+            if options.progress:
+                options.progress(done)
     return state
 
 
-def in_blocks_or_whole(
-    attempt: Callable[[ReplayOptions], RecoveredState],
-    options: ReplayOptions,
-    root: Path,
-    what: str,
-) -> RecoveredState:
-    """Recover, checked against the digests that the live run recorded.
+def step_through(
+    state: RecoveredState, steps: Sequence[PlannedStep], fence: Fence, options: ReplayOptions
+) -> Iterator[int]:
+    """Bring a state, or one rank's share of it, forward in place through steps of one incarnation.
 
-    Where blocks do not reproduce them (an unusual kernel or thread count), all is done once more with
-    parameters replayed whole. Checksums hold for whatever a stranger has written, so what fits no
-    optimizer is damaged; that a machine has nothing left says nothing about it.
-
-    Args:
-        attempt: Does it, from the beginning.
-        options: How.
-        root: The run's folder.
-        what: What is replayed.
-
-    Raises:
-        ReplayMismatch: If whole parameters do not reproduce them, either.
-        DamagedFile: Instead of what the optimizer says of values that do not fit.
+    Yields:
+        The number of steps in each window, once that is replayed.
     """
-    try:
-        return attempt(options)
-    except ReplayMismatch as error:
-        if options.whole:
-            raise
-        why = str(error)
-    except LowDiffError:
-        raise
-    except UNREPLAYABLE as error:
-        if is_out_of_means(error):
-            raise
-        raise DamagedFile(root, f"{what} cannot be replayed ({error!r:.200})") from error
-    # Not in the clause above, and not with the error itself, which holds on to the first state.
-    _logger.warning("%s; replaying whole tensors instead of blocks", why)
-    if options.movements is not None:
-        options.movements.clear()
-    return in_blocks_or_whole(attempt, replace(options, whole=True), root, what)
+    with Replayer(state, fence, options) as running, closing(windows(steps, fence)) as read:
+        for window in read:
+            running.run(window)
+            yield len(window)
 
 
 def windows(steps: Sequence[PlannedStep], fence: Fence) -> Generator[list[Step], None, None]:
@@ -284,8 +243,7 @@ class Replayer:
     def run(self, window: Sequence[Step]) -> None:
         """Step every unit through a window, then check the checksums of the window's steps."""
         queue = iter(self._units)  # next() on a list iterator is atomic
-        has_registered = any(map(is_registered, self._state.fence.optimizers))
-        with threads_put_back(), without_default_group(when=has_registered):
+        with threads_put_back(), without_default_group(self._state.fence.optimizers):
             workers = range(self._options.workers)
             jobs = [self._pool.submit(self._work, queue, window) for _ in workers]
             results = [job.result() for job in jobs]
@@ -300,7 +258,7 @@ class Replayer:
         for step in window:
             for shard in step.shards:
                 self._check(shard, checksums)
-            self._take_scalars(step.shards)
+            self._state.take(step.shards)
 
     def _work(
         self, queue: Iterator[UnitState], window: Sequence[Step]
@@ -338,25 +296,9 @@ class Replayer:
             "it, to its gradient or to its optimizer's state, or this machine rounds differently",
         )
 
-    def _take_scalars(self, shards: Sequence[Differential]) -> None:
-        state = self._state
-        first = shards[0]
-        state.step = first.step
-        for optimizer, step in zip(state.optimizers, first.optimizers, strict=True):
-            optimizer.groups = [dict(group) for group in step.after]
-        for shard in shards:
-            items = state.items[shard.rank]
-            for name, data in shard.items.items():
-                if data:
-                    items[name] = data
-                else:
-                    items.pop(name, None)
-        state.held = first.held
-        state.residual_marks = [shard.residual for shard in shards]
-
 
 def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> list[Unit]:
-    """Cut the layout as finely as each optimizer allows."""
+    """Cut the parameters that a state holds, as finely as each optimizer allows."""
     owner_of = {
         name: (index, bool(state.optimizers[index].groups[g].get("fused")))
         for index, spec in enumerate(fence.optimizers)
@@ -365,15 +307,19 @@ def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> l
     }
     owners = [owner_of[spec.name] for spec in fence.layout.parameters]
     kinds = [granularity(spec) for spec in fence.optimizers]
+    default = BLOCK_ELEMENTS if options.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
     cut = element_units(
         fence.layout,
         owners,
         num_threads=fence.environment.num_threads if options.device.type == "cpu" else 1,
-        block_elements=options.block_elements or BLOCK_ELEMENTS,
+        block_elements=options.block_elements or default,
     )
     units = {
         "element": tensor_units(fence.layout, owners) if options.whole else cut,
         "tensor": tensor_units(fence.layout, owners),
         "whole": optimizer_units(fence.layout, owners),
     }
-    return [u for kind, made in units.items() for u in made if kinds[u.optimizer] == kind]
+    held = {i for i, spec in enumerate(fence.layout.parameters) if spec.name in state.parameters}
+    cut_so = [u for kind, made in units.items() for u in made if kinds[u.optimizer] == kind]
+    own = (Unit(u.optimizer, tuple(b for b in u.blocks if b.parameter in held)) for u in cut_so)
+    return [unit for unit in own if unit.blocks]

@@ -1,9 +1,8 @@
-"""How large blocks shall be, and whether memory suffices: decided before replay starts."""
+"""How large blocks are, how many cores there are, and whether memory suffices."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,24 +10,12 @@ from typing import Any
 
 import torch
 
-from lowdiff.core.layout import torch_dtype
 from lowdiff.errors import NotEnoughMemory
 from lowdiff.persistence.files.lease import this_machine
 from lowdiff.persistence.staging.budget import group_headrooms
-from lowdiff.recovery.replay.kernels import StepChooser
-from lowdiff.recovery.replay.optimizers import build, granularity, usable_on
-from lowdiff.recovery.state import RecoveredState
-from lowdiff.types import Fence, OptimizerSpec
 
-#: Where nothing is measured.
+#: Elements of a unit: its tensors fit a core's cache, and its kernels outweigh Python's part of a step.
 BLOCK_ELEMENTS = 1 << 18
-_CANDIDATES = tuple(1 << power for power in range(15, 21))
-#: What a unit costs at each step besides its kernels: Python, and the decoder's search. Measured
-#: from replays with one block of 2^16 to 2^18 elements each: 50 to 120 microseconds.
-_SECONDS_PER_UNIT = 90e-6
-_TRIALS = 3
-#: Element updates below which measuring takes longer than it can save.
-_WORTH_MEASURING = 1 << 28
 #: Replay needs at most its state, a quarter of it, and this, whatever the number of differentials.
 #: Whoever compares holds two: what the state is compared with counts as state.
 _SLACK_BYTES = 256 << 20
@@ -114,58 +101,6 @@ def usable_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
-
-
-def measured_block_elements(state: RecoveredState, fence: Fence, num_steps: int) -> int:
-    """The block size that steps fastest here, tried on the optimizer with the most elements.
-
-    Takes some hundredths of a second, of processor time, so that neighbours count little.
-
-    Args:
-        state: Gives the hyper-parameters.
-        fence: Describes layout and optimizers.
-        num_steps: Differentials to replay.
-    """
-    if fence.layout.elements * num_steps < _WORTH_MEASURING:
-        return BLOCK_ELEMENTS
-    specs = {spec.name: spec for spec in fence.layout.parameters}
-    # Groups may hold frozen parameters too, which the layout does not have.
-    trained = {
-        (index, g): [specs[name] for name in names if name in specs]
-        for index, spec in enumerate(fence.optimizers)
-        for g, names in enumerate(spec.groups)
-    }
-    index, group = max(trained, key=lambda place: sum(p.numel for p in trained[place]))
-    members = trained[index, group]
-    if not members or granularity(fence.optimizers[index]) != "element":
-        return BLOCK_ELEMENTS
-    spec, hyper = fence.optimizers[index], dict(state.optimizers[index].groups[group])
-    dtype = torch_dtype(members[0].dtype)
-
-    def cost(size: int) -> float:
-        return seconds_per_element(spec, hyper, dtype, size)
-
-    return min(_CANDIDATES, key=cost)
-
-
-def seconds_per_element(
-    spec: OptimizerSpec, hyper: dict[str, Any], dtype: torch.dtype, size: int
-) -> float:
-    """Processor time of one element in one step, by blocks of ``size`` elements, on one thread."""
-    with torch.device("cpu"):  # workers have no other default
-        parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
-        parameter.grad = torch.full((size,), 1e-3, dtype=dtype)
-        optimizer = build(spec, [(usable_on(parameter.device, hyper), [parameter])])
-        step = StepChooser().choose(optimizer)
-    times = []
-    with threads_put_back(), torch.no_grad():
-        torch.set_num_threads(1)
-        step(optimizer)
-        for _ in range(_TRIALS):
-            started = time.thread_time()
-            step(optimizer)
-            times.append(time.thread_time() - started)
-    return (min(times) + _SECONDS_PER_UNIT) / size
 
 
 @contextmanager

@@ -66,9 +66,8 @@ class ReplicaProcess:
 
     def _replace(self, done: Sequence[int]) -> None:
         """Start another one in the place of one that died having got so far, at its time."""
-        self._deaths.found(self._process.returncode, done)
         self._close_pipe()
-        process = self._deaths.successor(self._start, done) if self._deaths.may_start else None
+        process = self._deaths.successor(self._process.returncode, done, self._start)
         if process is not None:
             self._process = process
             self.restarts += 1

@@ -247,12 +247,6 @@ class Replica:
 
     def _step(self, shard: Shard, step: Step) -> None:
         """Apply a step in place; or, where that makes state of a new shape, into a new file."""
-        if names := shard.unsettled(step):
-            private = self._privately(step)
-            if any(o.state.get(name) for name in names for o in private.optimizers):
-                self._begin(private)
-                return
-            shard.settle(names)
         try:
             shard.apply(step)
         except SlotTooSmall:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import logging
 import re
-import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,22 +22,20 @@ from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.run.catalog import Catalog
-from lowdiff.persistence.run.records import StoredRecord, joined
+from lowdiff.persistence.run.records import RankRecords, joined, reach
 from lowdiff.persistence.staging.status import (
     ReplicaStatus,
     TrainerStatus,
     has_replica,
     read_status,
 )
-from lowdiff.recovery.load import empty_state, load_constants, load_shard
+from lowdiff.recovery.load import empty_state, load_constants, load_shard, merge
 from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_after
-from lowdiff.recovery.replay.kernels import StepChooser
-from lowdiff.recovery.replay.optimizers import is_registered, settle_kernels, without_default_group
-from lowdiff.recovery.replay.replayer import ReplayOptions, in_blocks_or_whole, replay
-from lowdiff.recovery.replay.sizing import threads_put_back
+from lowdiff.recovery.replay.optimizers import settle_kernels
+from lowdiff.recovery.replay.replayer import ReplayOptions, step_through
 from lowdiff.recovery.replica.file import PASSING, ReplicaFile, is_of_this_kernel
-from lowdiff.recovery.replica.share import Shard, contents_of, share_step
-from lowdiff.recovery.state import OptimizerState, RecoveredState
+from lowdiff.recovery.replica.share import Shard, share_step
+from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
@@ -140,7 +135,10 @@ def _way(catalog: Catalog, step: int | None) -> MemoryPlan | None:
         for common in sorted({s.reach for found in sources for s in found}, reverse=True):
             if not span.holds(common) or (step is not None and common > step):
                 continue
-            chosen = [_nearest(catalog, span.incarnation, found, common) for found in sources]
+            chosen = [
+                _nearest(catalog.of(span.incarnation, rank), found, common)
+                for rank, found in enumerate(sources)
+            ]
             steps = steps_after(catalog, common, step)
             reached = steps[-1].step if steps else common
             complete = tuple(source for source in chosen if source is not None)
@@ -149,46 +147,61 @@ def _way(catalog: Catalog, step: int | None) -> MemoryPlan | None:
     return None
 
 
-def carry_out_in_memory(
+def shares_joined(
     catalog: Catalog, plan: MemoryPlan, options: ReplayOptions
-) -> RecoveredState:
-    """Put the shares together and replay the steps in flight; the replicas' files stay as they are.
+) -> tuple[RecoveredState, bool]:
+    """All ranks' shares, at the common step; and whether only whole tensors reproduce the run's bits.
 
-    The tensors are private views of them: reading costs no copy.
+    The tensors are private views of the replicas' files, which stay as they are: reading costs no copy.
 
     Raises:
         DamagedFile: If one is not what was published.
-        ReplayMismatch: If a step in flight does not replay.
+        ReplayMismatch: If a step on the way to the common one does not replay.
     """
     settle_kernels()
-
-    def attempt(options: ReplayOptions) -> RecoveredState:
-        state, is_whole = _shares_joined(catalog, plan, options)
-        state.move(options.device if plan.steps else _HOST)
-        options = replace(options, whole=is_whole)
-        state = replay(state, plan.steps, lambda n: catalog.incarnations[n].fence, options)
-        state.move(_HOST)
-        return state
-
-    what = f"what is in memory up to step {plan.step}"
-    return in_blocks_or_whole(attempt, options, catalog.root, what)
-
-
-def _shares_joined(
-    catalog: Catalog, plan: MemoryPlan, options: ReplayOptions
-) -> tuple[RecoveredState, bool]:
-    """All ranks' shares, at the common step; and whether only whole tensors reproduce the run's bits."""
     fence = catalog.incarnations[plan.incarnation].fence
-    constants = load_constants(RunFolder(catalog.root), fence)
-    state = empty_state(plan.common, fence)
-    state.optimizers = []
+    begun = [_begun(source, fence) for source in plan.sources]
     # What one replica has seen of its share holds for all of the state.
-    is_whole = options.whole or any(map(_is_whole, plan.sources))
-    for rank, share in enumerate(_shares(catalog, fence, plan, replace(options, whole=is_whole))):
-        _merge(state, share)
-        state.items[rank] = {**constants, **state.items[rank]}
-    state.averages = {name: state.averages.get(name, {}) for name in fence.averages}
+    is_whole = options.whole or any(isinstance(b, Shard) and b.is_whole for b in begun)
+    options = replace(options, whole=is_whole, device=_HOST)
+    state = empty_state(plan.common, fence)
+    for rank, share in enumerate(begun):
+        merge(
+            state, _at_step(share, catalog.of(plan.incarnation, rank), plan.common, fence, options)
+        )
+    constants = load_constants(RunFolder(catalog.root), fence)
+    state.items = [{**constants, **items} for items in state.items]
     return state, is_whole
+
+
+def _begun(source: _Source, fence: Fence) -> Shard | RecoveredState:
+    """One rank's share as it was left, in private memory."""
+    if source.is_image:
+        return load_shard(source.path, source.step, fence)
+    return Shard(ReplicaFile.open(source.path, private=True), fence, journaled=False)
+
+
+def _at_step(
+    begun: Shard | RecoveredState,
+    records: RankRecords,
+    step: int,
+    fence: Fence,
+    options: ReplayOptions,
+) -> RecoveredState:
+    """One rank's share at a step, by that rank's own records."""
+    if isinstance(begun, RecoveredState):
+        share = begun
+    else:
+        ends = begun.file.unit_steps
+        if (ends > begun.step).any():  # what was begun in blocks ends in blocks
+            begun.apply(share_step(records[begun.step + 1], fence))
+        if (ends != begun.step).any():
+            raise DamagedFile(begun.file.path, f"it is not wholly of step {begun.step}")
+        share = begun.state
+    steps = [PlannedStep(n, fence.incarnation, (records,)) for n in range(share.step + 1, step + 1)]
+    for _ in step_through(share, steps, fence, options):
+        pass
+    return share
 
 
 def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
@@ -265,98 +278,10 @@ def _is_free(lock: FileLock, timeout_seconds: float) -> bool:
     return is_free
 
 
-def _nearest(
-    catalog: Catalog, incarnation: int, sources: Sequence[_Source], common: int
-) -> _Source | None:
+def _nearest(records: RankRecords, sources: Sequence[_Source], common: int) -> _Source | None:
     """The source from which a rank's own records lead to ``common``, with the least to replay."""
-    for source in sorted(sources, key=lambda s: -s.step):
-        between = list(_between(catalog, incarnation, source, common))
-        if source.reach <= common and None not in between:
+    for source in sorted((s for s in sources if s.reach <= common), key=lambda s: -s.step):
+        records.confirm(source.step + 1, common)
+        if reach([records], source.step, common) == common:
             return source
     return None
-
-
-def _between(
-    catalog: Catalog, incarnation: int, source: _Source, common: int
-) -> Iterator[StoredRecord | None]:
-    records = catalog.of(incarnation, source.stage.rank)
-    records.confirm(source.step + 1, common)
-    for step in range(source.step + 1, common + 1):
-        found = records.get(step)
-        yield None if found is None or found.record.header.rebases else found
-
-
-def _shares(
-    catalog: Catalog, fence: Fence, plan: MemoryPlan, options: ReplayOptions
-) -> list[RecoveredState]:
-    """Every rank's share at the common step, in private memory; several are stepped at a time."""
-    chooser = StepChooser()
-    begun = [_begun(s, fence, plan.common, chooser, whole=options.whole) for s in plan.sources]
-    between = [
-        [s for s in _between(catalog, fence.incarnation, source, plan.common) if s is not None]
-        for source in plan.sources
-    ]
-    num_workers = replace(options, device=_HOST).workers
-    has_registered = any(map(is_registered, fence.optimizers))
-    with (
-        threads_put_back(),
-        without_default_group(when=has_registered),
-        ThreadPoolExecutor(num_workers) as pool,
-    ):
-        arrive = partial(_at_step, step=plan.common, fence=fence)
-        return list(pool.map(arrive, begun, between))
-
-
-def _is_whole(source: _Source) -> bool:
-    """Whether a replica found that blocks do not reproduce its share's bits."""
-    if source.is_image:
-        return False
-    return bool(ReplicaFile.open(source.path, private=True).base().get("whole"))
-
-
-def _begun(
-    source: _Source, fence: Fence, common: int, chooser: StepChooser, *, whole: bool
-) -> Shard | RecoveredState:
-    """One rank's share as it was left, ready to be stepped, in whole tensors where that is asked."""
-    if source.is_image:
-        state = load_shard(source.path, source.step, fence)
-        if source.step == common:
-            return state
-        # Its replica came no further than the trainer's image; others did.
-    else:
-        file = ReplicaFile.open(source.path, private=True)
-        share = Shard(file, fence, journaled=False, chooser=chooser)
-        # A step that was begun in blocks ends in blocks.
-        if not whole or share.is_whole or source.step == common or source.reach > source.step:
-            return share
-        state = share.state
-    with tempfile.TemporaryDirectory(prefix="lowdiff-") as folder:
-        file = ReplicaFile.create(Path(folder) / "share", contents_of(state, whole=whole))
-    return Shard(file, fence, journaled=False, chooser=chooser)
-
-
-def _at_step(
-    begun: Shard | RecoveredState, records: Sequence[StoredRecord], step: int, fence: Fence
-) -> RecoveredState:
-    if isinstance(begun, RecoveredState):
-        return begun
-    for stored in records:
-        if stored.record.header.step > begun.step:
-            begun.apply(share_step(stored, fence))
-    if begun.step != step or not bool((begun.file.unit_steps == step).all()):
-        raise DamagedFile(begun.file.path, f"it is not wholly of step {step}")
-    return begun.state
-
-
-def _merge(state: RecoveredState, share: RecoveredState) -> None:
-    state.parameters |= share.parameters
-    if not state.optimizers:
-        state.optimizers = [OptimizerState(o.groups, {}) for o in share.optimizers]
-    for optimizer, part in zip(state.optimizers, share.optimizers, strict=True):
-        optimizer.state |= part.state
-    state.items += share.items
-    state.residuals.append({})
-    state.residual_marks.append(None)
-    state.held = share.held
-    for name, followed in share.averages.items():
-        state.averages.setdefault(name, {}).update(followed)

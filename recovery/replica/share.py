@@ -13,18 +13,23 @@ from lowdiff.core.layout import shares_of
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
-from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER
 from lowdiff.persistence.format.values import decode, encode
 from lowdiff.persistence.run.records import StoredRecord
-from lowdiff.recovery.load import empty_state, entry_of
+from lowdiff.recovery.images import aligned_tensors, other_numbers
+from lowdiff.recovery.load import add_numbers, empty_state, place_of
 from lowdiff.recovery.replay.blocks import Unit
 from lowdiff.recovery.replay.kernels import StepChooser
-from lowdiff.recovery.replay.optimizers import needs_live_threads
+from lowdiff.recovery.replay.optimizers import needs_live_threads, without_default_group
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
 from lowdiff.recovery.replay.sizing import BLOCK_ELEMENTS, threads_put_back
 from lowdiff.recovery.replay.unit import Checksums, Scratch, Step, UnitState, check_digests
 from lowdiff.recovery.replica.file import Contents, ReplicaFile, SlotTooSmall
-from lowdiff.recovery.state import AVERAGE_ITEM, OptimizerState, RecoveredState, is_aligned
+from lowdiff.recovery.state import (
+    OptimizerState,
+    RecoveredState,
+    change_items,
+    is_aligned,
+)
 from lowdiff.types import Differential, Fence
 
 _SLACK_BYTES = 256
@@ -42,14 +47,6 @@ def share_step(stored: StoredRecord, fence: Fence) -> Step:
     return Step.of((differential,), lambda payloads: compressor.decoder(payloads, fence.layout))
 
 
-class _Stepping:
-    """What applying steps takes beside the state."""
-
-    def __init__(self, file: ReplicaFile, fence: Fence, units: list[UnitState]) -> None:
-        self.units = units
-        self.scratch = Scratch(max((unit.scratch_elements for unit in file.units), default=0))
-
-
 class Shard:
     """The state in one file, which steps change in place."""
 
@@ -59,7 +56,6 @@ class Shard:
         fence: Fence,
         *,
         journaled: bool,
-        chooser: StepChooser | None = None,
     ) -> None:
         """Read a file, undoing what its dead owner had not finished.
 
@@ -67,7 +63,6 @@ class Shard:
             file: Mapped shared by its owner, privately by everyone else.
             fence: Of the incarnation that the file belongs to.
             journaled: Whether what is done here shall survive this process.
-            chooser: To be shared by shards that are stepped at the same time.
 
         Raises:
             DamagedFile: If the file does not hold what its fence says.
@@ -76,13 +71,7 @@ class Shard:
         self._fence = fence
         self._shares = shares_of(fence.layout, fence.world_size)
         self._journaled = journaled
-        self._chooser = chooser or StepChooser()
-        self._owner_of = {
-            name: index
-            for index, spec in enumerate(fence.optimizers)
-            for g in spec.groups
-            for name in g
-        }
+        self._chooser = StepChooser()
         base = file.base()
         #: Whether its units are whole tensors, because blocks do not reproduce this run's bits.
         self.is_whole = bool(base.get("whole"))
@@ -95,32 +84,14 @@ class Shard:
             self._take_numbers(base["numbers"])
         except (KeyError, ValueError, IndexError, TypeError) as error:
             raise DamagedFile(file.path, f"it does not fit its run ({error!r})") from error
-        self._stepping: _Stepping | None = None
-        self._settled = {
-            name for optimizer in self.state.optimizers for name, e in optimizer.state.items() if e
-        }
+        # Whoever only reads the state never makes these.
+        self._units: list[UnitState] = []
+        self._scratch = Scratch(max((unit.scratch_elements for unit in file.units), default=0))
 
     @property
     def step(self) -> int:
         """The newest finished step."""
         return self.state.step
-
-    def unsettled(self, step: Step) -> list[str]:
-        """Parameters whose optimizer state this step may make, so that it has no place yet."""
-        return [
-            name
-            for i, name in ((i, spec.name) for i, spec in enumerate(self._fence.layout.parameters))
-            if name in self.state.parameters
-            and name not in self._settled
-            and any(
-                i not in call.absent and call.optimizers[self._owner_of[name]].stepped
-                for call in step.calls
-            )
-        ]
-
-    def settle(self, names: list[str]) -> None:
-        """These have been stepped and need no state: their optimizer keeps none."""
-        self._settled.update(names)
 
     def apply(self, step: Step) -> None:
         """Go one step on; units that are there already are left alone.
@@ -138,13 +109,12 @@ class Shard:
         assert number == self.step + 1
         checksums: Checksums = {}
         is_resumed = bool((self.file.unit_steps >= number).any())
-        # Whoever only reads the state never makes these.
-        stepping = self._stepping or _Stepping(self.file, self._fence, self._built())
-        with threads_put_back(), torch.no_grad():
+        units = self._units or self._built()
+        with threads_put_back(), without_default_group(self._fence.optimizers), torch.no_grad():
             torch.set_num_threads(self._fence.environment.num_threads if self.is_whole else 1)
-            for index, unit in enumerate(stepping.units):
+            for index, unit in enumerate(units):
                 if self.file.unit_steps[index] < number:
-                    self._step_unit(index, unit, step, stepping.scratch)
+                    self._step_unit(index, unit, step)
                 if step.is_digested:
                     unit.add_checksums([(number, unit.look())], checksums)
         check_digests(
@@ -156,11 +126,11 @@ class Shard:
             recorded_by="those of the trainer",
         )
         # After a resume, units that were ahead begin with their own numbers.
-        self._stepping = None if is_resumed else stepping
+        self._units = [] if is_resumed else units
         values = self._values_after(differential)
         if self._journaled:
             self.file.finish_step(number, values)
-        self._take(differential)
+        self.state.take(step.shards)
 
     def _built(self) -> list[UnitState]:
         """The units, over the file's tensors and the numbers as they are now.
@@ -177,11 +147,11 @@ class Shard:
         )
         return [UnitState(unit, begun, self._fence, self._chooser) for unit in self.file.units]
 
-    def _step_unit(self, index: int, unit: UnitState, step: Step, scratch: Scratch) -> None:
+    def _step_unit(self, index: int, unit: UnitState, step: Step) -> None:
         before = list(self._written(unit.unit))
         if self._journaled:
             self.file.save(index, before)
-        unit.step(step, scratch)
+        unit.step(step, self._scratch)
         unit.collect(self.state)
         number = step.shards[0].step
         if self._journaled:
@@ -201,24 +171,17 @@ class Shard:
             }
         )
 
-    def _take(self, differential: Differential) -> None:
-        self.state.step = self.state.base_step = differential.step
-        for optimizer, done in zip(self.state.optimizers, differential.optimizers, strict=True):
-            optimizer.groups = [dict(group) for group in done.after]
-        self.state.held = differential.held
-        _override(self.state.items[0], differential.items)
-
     def _take_last_step(self) -> None:
         last = self.file.last_step()
         if last is None:
             return
         values = decode(last[1])
-        self.state.step = self.state.base_step = last[0]
+        self.state.step = last[0]
         for optimizer, groups in zip(self.state.optimizers, values["groups"], strict=True):
             optimizer.groups = groups
         self.state.held = tuple(values["held"])
         self._overrides = values["items"]
-        _override(self.state.items[0], self._overrides)
+        change_items(self.state.items[0], self._overrides)
 
     def _take_numbers(self, begun: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
         """A parameter some of whose units are a step ahead keeps the numbers of those behind."""
@@ -249,32 +212,13 @@ def contents_of(
     layout = state.fence.layout
     whole |= needs_live_threads(state.fence.optimizers, state.fence.environment.num_threads)
     options = ReplayOptions(whole=whole, block_elements=block_elements)
-    units = [
-        Unit(unit.optimizer, blocks)
-        for unit in plan_units(state, state.fence, options)
-        if (
-            blocks := tuple(
-                b for b in unit.blocks if layout.parameters[b.parameter].name in state.parameters
-            )
-        )
-    ]
-    tensors = {PARAMETER + name: values for name, values in state.parameters.items()}
-    numbers: list[dict[str, dict[str, Any]]] = [{} for _ in state.optimizers]
-    numels = {spec.name: spec.numel for spec in layout.parameters}
-    for index, optimizer in enumerate(state.optimizers):
-        for name, entries in optimizer.state.items():
-            for key, value in entries.items():
-                if is_aligned(key, value, numels[name]):
-                    tensors[f"{OPTIMIZER}{index}/{name}/{key}"] = value
-                else:
-                    numbers[index].setdefault(name, {})[key] = value
-    for average, followed in state.averages.items():
-        tensors |= {f"{AVERAGE_ITEM}{average}/{name}": v for name, v in followed.items()}
+    units = plan_units(state, state.fence, options)
+    tensors = {name: values for name, _, values in aligned_tensors(state)}
     base = {
         "groups": [list(optimizer.groups) for optimizer in state.optimizers],
         "held": list(state.held),
         "items": dict(state.items[0]),
-        "numbers": numbers,
+        "numbers": other_numbers(state),
         "whole": whole,
     }
     numbers_bytes = max((len(numbers_of(state, unit)) for unit in units), default=0)
@@ -318,32 +262,11 @@ def numbers_of(state: RecoveredState, unit: Unit) -> bytes:
 
 def _state(file: ReplicaFile, fence: Fence, base: dict[str, Any]) -> RecoveredState:
     state = empty_state(file.base_step, fence)
-    state.residual_marks = [None]
-    state.residuals = [{}]
-    state.optimizers = [
-        OptimizerState(list(groups), {name: dict(entries) for name, entries in numbers.items()})
-        for groups, numbers in zip(base["groups"], base["numbers"], strict=True)
-    ]
+    state.items, state.residuals, state.residual_marks = [base["items"]], [{}], [None]
     state.held = tuple(base["held"])
-    state.items = [base["items"]]
-    state.averages = {name: {} for name in fence.averages}
     names = {spec.name for spec in fence.layout.parameters}
     for full_name, tensor in file.tensors().items():
-        prefix, _, name = full_name.partition("/")
-        if prefix + "/" == PARAMETER:
-            state.parameters[name] = tensor
-        elif prefix + "/" == OPTIMIZER:
-            index, parameter, key = entry_of(name, names)
-            state.optimizers[index].state.setdefault(parameter, {})[key] = tensor
-        else:
-            average, _, parameter = name.partition("/")
-            state.averages[average][parameter] = tensor
+        home, key, _ = place_of(state, full_name, names)
+        home[key] = tensor
+    add_numbers(state, base["groups"], base["numbers"])
     return state
-
-
-def _override(items: dict[str, bytes], changed: Any) -> None:
-    for name, data in changed.items():
-        if data:
-            items[name] = data
-        else:
-            items.pop(name, None)

@@ -22,6 +22,12 @@ Undisturbed = Callable[[str, int], History]
 STRATEGIES: dict[str, dict[str, Any]] = {"log": {}, "replica": {"compressor": None}}
 
 
+def remove_tree(folder: Path) -> None:
+    """Remove a folder whose files others remove, and make, at the same time."""
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def remove_all(own: Path) -> None:
     """The folder of every rank, and of every run."""
     shutil.rmtree(own.parents[1], ignore_errors=True)
@@ -29,13 +35,13 @@ def remove_all(own: Path) -> None:
 
 def remove_own(own: Path) -> None:
     """The folder of one rank."""
-    shutil.rmtree(own)
+    remove_tree(own)
 
 
 def remove_and_kill(own: Path) -> None:
     """The folder, with a writer that has made nothing durable yet: the steps in it are lost."""
     os.kill(int((own / "writer.lock").read_text().split()[-1]), signal.SIGKILL)
-    shutil.rmtree(own)
+    remove_tree(own)
 
 
 def remove_files(own: Path) -> None:

@@ -21,6 +21,10 @@ NODES = {"examples/torchrun_multinode.md": 2}
 FROM_ZERO = ("docs/getting_started.md", "examples/README.md")
 
 
+#: Modules of lowdiff whose names users may import; docs/architecture.md says so.
+PUBLIC = {"compressors", "errors", "metrics", "protocols", "recovery", "testing", "types"}
+
+
 def runnable() -> list[str]:
     return [
         d
@@ -80,11 +84,24 @@ def test_every_error_and_every_event_is_explained() -> None:
         if issubclass(getattr(errors, name), errors.LowDiffError):
             assert f"| `{name}` |" in text, name
     folders = ("lowdiff", "persistence", "recovery")
-    code = "".join(p.read_text() for f in folders for p in (ROOT / f).glob("*.py"))
+    code = "".join(p.read_text() for f in folders for p in (ROOT / f).rglob("*.py"))
     events = set(re.findall(r'logging\.(?:WARNING|INFO),\s+"([a-z_]+)"', code))
     assert "writer_error" in events
     for event in events:
         assert f"`{event}`" in text, event
+
+
+def test_documents_and_examples_import_public_modules_only() -> None:
+    shown = [(b.document, b.text) for d in documents() for b in blocks_of(d)]
+    shown += [(path.name, path.read_text()) for path in (ROOT / "examples").glob("*.py")]
+    pattern = re.compile(r"^\s*(?:from|import) lowdiff\.([\w.]+)", re.MULTILINE)
+    private = {
+        f"{where} imports lowdiff.{name}"
+        for where, text in shown
+        for name in pattern.findall(text)
+        if name not in PUBLIC
+    }
+    assert not private
 
 
 def test_links_between_documents_lead_somewhere() -> None:

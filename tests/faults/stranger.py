@@ -133,7 +133,7 @@ def meta_of(record: RecordRef) -> bytes:
 
 def signed(record: RecordRef, meta: bytes, sections: bytes) -> bytes:
     """A record like another one, with other content and checksums that hold."""
-    body = meta.ljust(padded(len(meta)), b"\0") + sections
+    body = sections + meta.ljust(padded(len(meta)), b"\0")
     header = replace(
         record.header,
         meta_coded=False,

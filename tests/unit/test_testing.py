@@ -64,8 +64,11 @@ def test_it_leaves_what_a_real_kill_leaves(tmp_path: Path, kind: str) -> None:
     assert not is_alive(writer)
     assert files(ours) == files(real)
     assert [Loop(folder).run(STEPS) for folder in (ours, real)] == [STEPS, STEPS]
-    states = [lowdiff.recover(folder / "run", STEPS).model_state_dict() for folder in (ours, real)]
-    assert same(dict(states[0]), dict(states[1]))
+    # The real one was trained by another process, whose kernels may round otherwise.
+    whole = Loop(tmp_path / "whole")
+    whole.run(STEPS)
+    recovered = lowdiff.recover(ours / "run", STEPS)
+    assert same(dict(recovered.model_state_dict()), whole.weights())
 
 
 def test_nothing_is_flushed_and_nothing_of_it_is_left(tmp_path: Path) -> None:

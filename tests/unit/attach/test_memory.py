@@ -79,7 +79,7 @@ def test_a_file_is_no_place_for_staging(tmp_path: Path) -> None:
 def test_another_folder_than_the_one_that_holds_steps_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("settings", "run_view"):
+    for module in ("settings", "attach.discover"):
         monkeypatch.setattr(f"lowdiff.{module}.shared_staging_root", lambda: tmp_path / "usual")
     loop = loop_with(tmp_path, None, 10)
     loop.attach()

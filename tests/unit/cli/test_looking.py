@@ -64,7 +64,7 @@ def test_inspect_and_verify_count_the_same_incarnations(
 
 
 def test_inspect_says_what_is_damaged_and_what_is_left(command: Command, copy: Trained) -> None:
-    flip(copy.segment(6), 100)
+    flip(copy.segment(6), 30)  # its header; behind a good footer nothing is read
     rows = [
         " ".join(line.split())
         for line in command("inspect", copy.run, "--staging", copy.staging).out.splitlines()

@@ -26,11 +26,11 @@ from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.run.fences import read_fence
 from lowdiff.persistence.staging.status import ReplicaStatus, read_status
-from lowdiff.recovery import recover
-from lowdiff.recovery.replay.replayer import replay
+from lowdiff.recovery import engine, recover
+from lowdiff.recovery.replay.replayer import replay, step_through
 from lowdiff.recovery.replica import file as replica_file
 from lowdiff.recovery.replica import recover as in_memory
-from lowdiff.recovery.replica.file import Contents, ReplicaFile
+from lowdiff.recovery.replica.file import ReplicaFile
 from lowdiff.recovery.replica.recover import plan_in_memory
 from lowdiff.recovery.replica.share import Shard, contents_of
 from lowdiff.recovery.state import RecoveredState
@@ -194,7 +194,7 @@ def test_content_that_fits_nothing_is_a_reason_to_go_back(
     def misfit(*_: object, **__: object) -> Any:
         raise RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")
 
-    monkeypatch.setattr(in_memory, "_merge", misfit)
+    monkeypatch.setattr(in_memory, "merge", misfit)
     dead.assert_recovered(0)
     assert "going back to what is on disk" in caplog.text
 
@@ -240,7 +240,7 @@ def test_steps_in_flight_are_replayed_in_whole_tensors_where_blocks_do_not_repro
     in_flight: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempts: list[bool] = []
-    monkeypatch.setattr(in_memory, "replay", replaying_in_blocks_fails(attempts))
+    monkeypatch.setattr(engine, "replay", replaying_in_blocks_fails(attempts))
     in_flight.assert_recovered()
     assert attempts == [False, True]
     assert "replaying whole tensors instead of blocks" in caplog.text
@@ -251,7 +251,7 @@ def test_steps_in_flight_are_replayed_as_the_replica_had_to(
 ) -> None:
     make_whole(stage_of(in_flight.folder))
     attempts: list[bool] = []
-    monkeypatch.setattr(in_memory, "replay", replaying_in_blocks_fails(attempts))
+    monkeypatch.setattr(engine, "replay", replaying_in_blocks_fails(attempts))
     in_flight.assert_recovered()
     assert attempts == [True]
     assert not caplog.records
@@ -276,17 +276,22 @@ def test_a_share_that_begins_with_the_trainers_image_is_stepped_as_the_others_ar
     digest, _ = pool.run(trained, 2, tmp_path)
     first, second = StagingFolder.all(tmp_path / "staging")
     first.replica_state(read_status(first.replica_status, ReplicaStatus).generation).unlink()
+    # A trainer gives its image's memory back once the writer has made the image durable.
+    (image,) = (tmp_path / "run").rglob("rank-0000.safetensors")
+    shutil.copy(image, first.snapshot)
     make_whole(second)
-    made: list[bool] = []
+    stepped: list[tuple[int, bool]] = []
 
-    def contents(state: RecoveredState, *, whole: bool) -> Contents:
-        made.append(whole)
-        return contents_of(state, whole=whole)
+    def noted(share: RecoveredState, steps: Any, fence: Any, options: Any) -> Any:
+        stepped.append((len(steps), options.whole))
+        return step_through(share, steps, fence, options)
 
-    monkeypatch.setattr(in_memory, "contents_of", contents)
+    monkeypatch.setattr(in_memory, "step_through", noted)
     state = recover(tmp_path / "run", staging=tmp_path / "staging", options=ONE_WORKER)
     assert (state.step, digest_of(state)) == (STEPS, digest)
-    assert made == [True]
+    (first_steps, is_whole), others = stepped
+    assert first_steps > 0
+    assert (is_whole, others) == (True, (0, True))
 
 
 def tear(stage: StagingFolder) -> None:

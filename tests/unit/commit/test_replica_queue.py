@@ -30,7 +30,6 @@ from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.status import ReplicaStatus, read_status
 from lowdiff.recovery import recover
 from lowdiff.recovery.inspect.verify import verify
-from lowdiff.recovery.replay.unit import Scratch
 from lowdiff.recovery.replica.file import ReplicaFile
 from lowdiff.recovery.replica.share import Shard, share_step
 from tests.faults.victim import ONE_WORKER, TinyTraining, digest_of
@@ -177,9 +176,8 @@ def test_killed_in_the_middle_of_a_step_memory_holds_each_step_once(
     file = ReplicaFile.open(stage.replica_state(generation), private=False)
     shard = Shard(file, fence, journaled=True)
     step = share_step(catalog.records[0, 0][5], fence)
-    scratch = Scratch(max(unit.scratch_elements for unit in file.units))
     for index, unit in list(enumerate(shard._built()))[: 1 if parts == 1 else None]:
-        shard._step_unit(index, unit, step, scratch)
+        shard._step_unit(index, unit, step)
     assert shard.step == 4
     life.assert_recovered()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import threading
 import time
@@ -15,6 +14,7 @@ import pytest
 
 from lowdiff.commit import queue as stagers
 from lowdiff.errors import StorageError
+from tests.crash.test_staging_removed import remove_tree
 from tests.unit.loops import Loop, wait_until
 
 STRATEGIES: dict[str, dict[str, Any]] = {"log": {}, "replica": {"compressor": None}}
@@ -52,7 +52,7 @@ def test_it_is_named_once_and_nothing_else_goes_wrong(
     loop = begun(tmp_path, **STRATEGIES[strategy], **settings)
     for number in range(3, 30):
         if number in (8, 15):
-            shutil.rmtree(own_folder(loop))
+            remove_tree(own_folder(loop))
         loop.step(number)
         loop.checkpointer.commit()
     wait_until(lambda: loop.checkpointer.stats()["durable_step"] > 15)
@@ -73,7 +73,7 @@ def test_a_training_that_waits_goes_on(
     loop = begun(tmp_path, batch_size=1, snapshot_every=2, **STRATEGIES[strategy])
     os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGSTOP)
     own = own_folder(loop)
-    removal = threading.Timer(1.0, shutil.rmtree, [own])
+    removal = threading.Timer(1.0, remove_tree, [own])
     removal.start()
     began = time.monotonic()
     for number in range(3, 15):
@@ -90,7 +90,7 @@ def test_a_training_that_waits_goes_on(
 def test_lost_steps_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop = begun(tmp_path, batch_size=64)
     os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGKILL)
-    shutil.rmtree(own_folder(loop))
+    remove_tree(own_folder(loop))
     for number in range(3, 9):
         loop.step(number)
         loop.checkpointer.commit()
@@ -104,7 +104,7 @@ def test_lost_steps_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_staging_that_cannot_be_made_again_is_an_error_that_says_so(tmp_path: Path) -> None:
     loop = begun(tmp_path)
     staging = tmp_path / "staging"
-    shutil.rmtree(staging)
+    remove_tree(staging)
     staging.write_text("no folder")
     loop.step(3)
     with pytest.raises(StorageError, match="cannot be made again"):
@@ -121,7 +121,7 @@ def test_several_steps_of_a_body_are_covered_as_well(tmp_path: Path) -> None:
     for number in range(3, 9):
         loop.step(number)
         if number == 5:
-            shutil.rmtree(own_folder(loop))
+            remove_tree(own_folder(loop))
         loop.step(number)
         loop.checkpointer.commit()
     loop.checkpointer.close()

@@ -12,7 +12,6 @@ from torch import nn
 from lowdiff.compressors import Cast, PowerSGD
 from lowdiff.compressors.consumed import Consumed
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.compressors.lane import Lane
 from lowdiff.compressors.represented import RepresentedReducer
 from lowdiff.core.layout import layout_of
 from lowdiff.types import Block
@@ -115,12 +114,12 @@ def test_a_step_that_is_tried_again_forgets_what_the_first_try_stored(
 class FailingExchange:
     """A group of one whose second exchange breaks off behind the first of its parameters."""
 
-    def __init__(self, reducer: RepresentedReducer) -> None:
-        self.average = reducer._method.average
+    def __init__(self, reducer: RepresentedReducer[torch.Tensor]) -> None:
+        self.average = reducer.average
 
-    def __call__(self, gradients: Mapping[int, torch.Tensor], lane: Lane) -> None:
+    def __call__(self, gradients: Mapping[int, torch.Tensor]) -> None:
         first = min(gradients)
-        self.average({first: gradients[first]}, lane)
+        self.average({first: gradients[first]})
         raise MemoryError
 
 
@@ -140,7 +139,7 @@ def test_an_exchange_that_breaks_off_leaves_no_seal_of_the_one_before(
         return views
 
     averaged = exchange()
-    monkeypatch.setattr(reducer._method, "average", FailingExchange(reducer))
+    monkeypatch.setattr(reducer, "average", FailingExchange(reducer))
     with pytest.raises((MemoryError, RuntimeError)):
         exchange()
     reducer.consume(averaged)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lowdiff.compressors import CyclicTopK, RandomK, TopK
+from lowdiff.compressors.changes import ChangeWarning, has_foreign_entries
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.compressors.foreign import ChangeWarning, has_foreign_entries, whole_ranges
 from lowdiff.compressors.lane import share
-from lowdiff.compressors.sections import pieces
+from lowdiff.compressors.sections import pieces, shared_parts
 from lowdiff.core.layout import layout_of
 from lowdiff.errors import ReplayMismatch
 from lowdiff.protocols import Compressor
@@ -119,7 +119,7 @@ def test_what_was_changed_by_hand_is_stored_whole_and_nothing_else_is(
             rebuilt = decoded(compressor, payloads, LAYOUT, block_elements)
             for found, consumed in zip(rebuilt, expected, strict=True):
                 np.testing.assert_array_equal(exact(found), consumed)
-        whole = [sorted(ranges) for ranges in whole_ranges(payloads, LAYOUT)]
+        whole = [sorted(ranges) for ranges in shared_parts("whole", payloads, LAYOUT)]
         last: list[list[int]] = [[]] * (world_size - 1) + [[2]]
         assert whole == {1: [[0]] * world_size, 2: [[]] * world_size, 3: last}[step]
 
@@ -130,12 +130,12 @@ def test_ranges_that_do_not_fit_together_are_refused() -> None:
     for rank in range(2):
         own = {i: g[slice(*share(g.numel(), rank, 2))] for i, g in gradients.items()}
         payloads.append(Payload(tuple(pieces("whole", LAYOUT, own))))
-    for rank, ranges in enumerate(whole_ranges(payloads, LAYOUT)):
+    for rank, ranges in enumerate(shared_parts("whole", payloads, LAYOUT)):
         for i, gradient in gradients.items():
             mine = gradient[slice(*share(gradient.numel(), rank, 2))]
             np.testing.assert_array_equal(ranges[i].view(exact(mine).dtype), exact(mine))
     with pytest.raises(ReplayMismatch, match="ends before parameter 'a'"):
-        whole_ranges(payloads[:1], LAYOUT)
+        shared_parts("whole", payloads[:1], LAYOUT)
 
 
 def test_a_change_is_said_once_per_parameter(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.groups import own_group
+from lowdiff.compressors.collectives import own_group
 from lowdiff.compressors.lane import Lane
 from tests.crash.pool import Pool
 

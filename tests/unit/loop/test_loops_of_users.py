@@ -168,17 +168,17 @@ def test_a_fresh_loop_has_nothing_to_restore_and_is_not_warned(
     assert "random generators" not in caplog.text
 
 
-def test_hooks_remain_only_where_the_loop_enters_the_model(tmp_path: Path) -> None:
+def test_no_hook_remains_after_the_first_step_of_a_resumed_run(tmp_path: Path) -> None:
     def hooked(loop: UserLoop) -> set[str]:
         return {name for name, part in loop.model.named_modules() if part._forward_pre_hooks}
 
-    for kind, entries in {"called": {""}, "parts": {"", "encoder", "head"}}.items():
-        loop = UserLoop(tmp_path / kind, kind)
+    for life in range(2):
+        loop = UserLoop(tmp_path, "parts")
         loop.attach()
+        assert hooked(loop) >= ({"", "encoder", "head"} if life else set())
         loop.step(0)
-        assert hooked(loop) == entries
-        loop.checkpointer.close()
         assert hooked(loop) == set()
+        loop.checkpointer.close()
 
 
 def test_a_recomputed_forward_pass_begins_nothing(tmp_path: Path) -> None:

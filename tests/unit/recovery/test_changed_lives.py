@@ -20,7 +20,7 @@ from lowdiff.persistence.files.durable import write_json
 from lowdiff.persistence.format.image import Manifest
 from lowdiff.persistence.format.values import encode
 from lowdiff.recovery import recover
-from lowdiff.recovery.compare import differences, keep_inherited
+from lowdiff.recovery.compare import differences
 from lowdiff.recovery.inspect.timeline import Timeline, timeline
 from lowdiff.recovery.inspect.verify import Replayed, VerifyReport, verify
 from tests.unit.cli.commands import Command, command
@@ -169,27 +169,22 @@ def test_what_a_life_inherited_is_compared_with_its_first_snapshot(
     assert tensor.rpartition("/")[2] in message
 
 
-def test_only_what_was_not_inherited_is_left_out_of_a_comparison(tmp_path: Path) -> None:
+def test_between_lives_that_were_set_up_otherwise_only_tensors_are_compared(tmp_path: Path) -> None:
     live(tmp_path, 3, lambda loop: {**step_lr(loop), **ema(loop), "data": Vocabulary("old")})
     before, after = (recover(tmp_path / "run", staging=tmp_path / "staging") for _ in range(2))
-    after.fence = replace(
-        after.fence,
-        stateful={**after.fence.stateful, "scheduler": "another.Scheduler"},
-        names={key: name for key, name in after.fence.names.items() if "running_var" not in key},
-    )
-    after.items[0]["stateful/scheduler"] = encode({"last_epoch": 0})
     after.items[0]["stateful/data"] = encode({"words": ["new"]})
-    after.items[0]["tensor/data/table"] = encode(torch.zeros(3000))
-    after.items[0]["rng/cuda"] = encode(torch.zeros(3))
-    del after.items[0]["buffer/1.running_var"]
     after.averages["ema"]["0.bias"][2] += 1
     after.optimizers[0].groups[0]["of a later torch"] = 1
-    keep_inherited(before, after)
+    after.parameters["0.bias"][1] += 1
     assert [text.partition(" (")[0] for text in differences(before, after)] == [
+        "parameter 0.bias",
+        "optimizer 0: hyper-parameters",
         "average ema: 0.bias",
         "rank 0: item stateful/data",
-        "rank 0: item tensor/data/table",
     ]
+    others = {**after.fence.stateful, "scheduler": "another.Scheduler"}
+    after.fence = replace(after.fence, stateful=others)
+    assert [text.partition(" (")[0] for text in differences(before, after)] == ["parameter 0.bias"]
 
 
 def test_the_timeline_goes_on_after_a_step_that_only_a_snapshot_leads_to(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ _SCRIPT = """
 import sys, time
 from pathlib import Path
 import lowdiff
-from lowdiff.recovery import branch, export
+from lowdiff.recovery.inspect import branch, export
 
 run, staging, target, way, marker = sys.argv[1:]
 state = lowdiff.recover(run, staging=staging)

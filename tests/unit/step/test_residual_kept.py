@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowdiff.compressors import PowerSGD, TopK
-from lowdiff.errors import StorageError
+from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.run.catalog import scan
@@ -115,7 +115,7 @@ def test_it_fits_where_three_slots_do_not(tmp_path: Path) -> None:
         return loop
 
     with tmpfs_or_skip(tmp_path / "memory", 6):
-        with pytest.raises(StorageError, match=r"residuals"):
+        with pytest.raises(ConfigError, match=r"residuals"):
             wide("exact").attach()
         loop = wide("snapshot")
         assert loop.attach() == 0

@@ -127,9 +127,9 @@ def failing(
         raise error
 
     if isinstance(compressor, TopK):
-        reducer._kept = fails
+        reducer.kept = fails
     else:
-        reducer._method.average = fails
+        reducer.average = fails
     seen = caught(made.backward, 1)
     made.checkpointer._close(failed=True)
     return seen
@@ -161,9 +161,9 @@ def alone(rank: int, world_size: int, folder: str, compressor: Compressor) -> tu
         raise UsageError("odd")
 
     if isinstance(compressor, TopK):
-        reducer._kept = fails
+        reducer.kept = fails
     else:
-        reducer._method.average = fails
+        reducer.average = fails
     model(batch(0, 0, 6, 12)).square().mean().backward()
     seen = caught(optimizer.step)
     checkpointer._close(failed=True)

@@ -14,6 +14,7 @@ from crc32c import crc32c
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, FileKind, read_records
 from lowdiff.persistence.format.image import manifest_file
+from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.fences import write_fence
 from lowdiff.persistence.run.owner import claim
@@ -92,7 +93,9 @@ def test_what_is_known_to_be_durable_is_not_written_again(
     dead: WriterSettings, kernel: ForgetfulKernel
 ) -> None:
     assert durable_step(dead.folder, 0, 0, 0, known_step=STEPS) == STEPS
-    assert not kernel.rewritten
+    footer = SegmentFile(segment(dead)).footer
+    assert footer is not None, "it is sealed"
+    assert min(start for start, _ in kernel.rewritten) == footer.end, "and only that is new"
     kernel.fail_next(".seg")
     assert durable_step(dead.folder, 0, 0, 0, known_step=DURABLE) == DURABLE, "the rest is not"
     assert durable_step(dead.folder, 0, 0, 0, known_step=-1) == STEPS

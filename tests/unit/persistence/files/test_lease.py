@@ -68,9 +68,10 @@ def test_from_a_dead_machine_it_is_taken_after_its_time(tmp_path: Path) -> None:
 def test_a_sleeper_cannot_write_over_its_successor(tmp_path: Path) -> None:
     first, second = lease(tmp_path, "a"), lease(tmp_path, "b")
     assert first.acquire("first", timeout_seconds=0.0)
-    fall_asleep(first)
-    assert second.acquire("second", timeout_seconds=PATIENCE_SECONDS)
-    first._write(first._descriptor)  # it had looked before it fell asleep, and writes now
+    with first.path.open("r+b") as opened:
+        fall_asleep(first)
+        assert second.acquire("second", timeout_seconds=PATIENCE_SECONDS)
+        first._write(opened.fileno())  # it had looked before it fell asleep, and writes now
     assert second.holder() == "second"
     first.release()
     second.release()

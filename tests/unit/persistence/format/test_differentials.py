@@ -85,7 +85,7 @@ def in_segment(record: bytes) -> RecordRef:
 
 def with_meta(record: RecordRef, meta: bytes) -> RecordRef:
     """A record whose meta claims to be coded, with checksums that hold."""
-    body = meta + bytes(-len(meta) % 8) + bytes(record.sections)
+    body = bytes(record.sections) + meta + bytes(-len(meta) % 8)
     header = replace(
         record.header,
         meta_coded=True,
@@ -237,15 +237,15 @@ def with_steps(num_steps: int, *sections: Section) -> RecordRef:
     scalars = decode(encode_scalars(written))
     scalars["steps"] *= num_steps
     meta = encode(scalars)
-    body = bytearray(len(meta) + -len(meta) % 8 + sections_bytes(sections))
-    body[: len(meta)] = meta
+    meta_bytes = len(meta) + -len(meta) % 8
+    body = bytearray(sections_bytes(sections) + meta_bytes)
     copy = CheckedCopy(memoryview(body))
-    copy.add(bytes(body[: len(meta) + -len(meta) % 8]))
     write_sections(copy, sections)
+    copy.add(meta.ljust(meta_bytes, b"\0"))
     header = RecordHeader(
         RecordKind.DIFFERENTIAL, False, len(meta), len(body), crc32c(body), 3, 0, 0, 1, 0
     )
-    return in_segment(header.framed(bytes(body)))
+    return in_segment(header.pack() + body)
 
 
 def test_all_optimizer_steps_of_a_body_come_back(tmp_path: Path) -> None:

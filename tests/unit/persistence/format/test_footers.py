@@ -21,10 +21,8 @@ from lowdiff.persistence.format.framing import (
     RecordKind,
 )
 from lowdiff.persistence.format.segment_file import (
-    TRAILER_BYTES,
+    Footer,
     SegmentFile,
-    footer_bytes,
-    pack_footer,
     seal_left,
 )
 from lowdiff.persistence.run.catalog import scan
@@ -39,7 +37,7 @@ from tests.unit.recovery.training import flip
 
 STEPS = range(1, 10)
 OWNER = (RUN_ID, 0, 0)
-FOOTER_BYTES = footer_bytes(len(STEPS), 0)
+FOOTER_BYTES = 8 * len(STEPS) + 64
 
 
 @pytest.fixture
@@ -105,10 +103,11 @@ def test_a_writer_seals_what_it_ends_and_the_whole_file_agrees(
     with writing(settings):
         pass
     (found,) = (path for *_, path in folder.segments())
-    trailer = SegmentFile(found).trailer
-    assert trailer is not None
-    assert (trailer.first, trailer.last, trailer.num_rebases) == (1, 5, 0)
-    assert found.stat().st_size - trailer.start == footer_bytes(5, 0)
+    footer = SegmentFile(found).footer
+    assert footer is not None
+    assert list(footer.offsets) == places(found)
+    assert (len(footer.offsets), len(footer.rebases)) == (5, 0)
+    assert found.stat().st_size - footer.end == 5 * 8 + 64
     assert SegmentFile(found).damage() is None
     assert stored(folder) == [1, 2, 3, 4, 5]
 
@@ -134,13 +133,13 @@ def assert_all_sealed(folder: RunFolder) -> None:
     segments = [path for *_, path in folder.segments()]
     assert len(segments) == 2
     for path in segments:
-        assert SegmentFile(path).trailer is not None
+        assert SegmentFile(path).footer is not None
         assert SegmentFile(path).damage() is None
 
 
 def test_kill_9_between_data_and_footer_costs_nothing(killed: WriterSettings) -> None:
     folder = killed.folder
-    assert SegmentFile(folder.segment(0, 0, 1)).trailer is None
+    assert SegmentFile(folder.segment(0, 0, 1)).footer is None
     assert stored(folder) == list(range(1, 9))
     catalog = scan(folder, [Path(killed.staging_root)])
     assert not catalog.damage
@@ -207,7 +206,8 @@ def two_of_a_name() -> tuple[bytes, bytes, int]:
     def record(step: int, size: int) -> bytes:
         body = bytes([step]) * size
         kind = RecordKind.DIFFERENTIAL
-        return RecordHeader(kind, True, 0, size, crc32c(body), step, 0, 0, 1, 0).framed(body)
+        header = RecordHeader(kind, True, 0, size, crc32c(body), step, 0, 0, 1, 0)
+        return header.pack() + body
 
     old = header.pack() + record(1, 800) + record(2, 400)
     new = header.pack() + record(1, 400) + record(2, 800)
@@ -218,11 +218,11 @@ def two_of_a_name() -> tuple[bytes, bytes, int]:
 def test_the_footer_of_an_older_file_of_the_name_costs_no_step(folder: RunFolder) -> None:
     _, new, size = two_of_a_name()
     header = FileHeader.unpack(new, Path("segment"))
-    old = pack_footer(header, [HEADER_BYTES, HEADER_BYTES + 864], [], size)
+    old = Footer([HEADER_BYTES, HEADER_BYTES + 864], [], size).pack(header)
     path = folder.segment(0, 0, 1)
     path.parent.mkdir(parents=True)
     path.write_bytes(new + old)
-    assert SegmentFile(path).trailer is not None, "all but its offsets fits"
+    assert SegmentFile(path).footer is not None, "all but its offsets fits"
     found = SegmentFile(path).record(2)
     assert found is not None
     assert (found.header.step, len(found.body)) == (2, 800)
@@ -235,10 +235,10 @@ def test_a_footer_counts_only_where_the_file_has_its_length_and_header(path: Pat
     whole = path.read_bytes()
     for other in (whole + bytes(8), whole[: -FOOTER_BYTES - 8] + whole[-FOOTER_BYTES:]):
         path.write_bytes(other)
-        assert SegmentFile(path).trailer is None
+        assert SegmentFile(path).footer is None
     header = replace(FileHeader.unpack(whole, path), world_size=2)
     path.write_bytes(header.pack() + whole[HEADER_BYTES:])
-    assert SegmentFile(path).trailer is None
+    assert SegmentFile(path).footer is None
 
 
 def test_records_behind_a_damaged_one_are_not_sealed_over(folder: RunFolder, path: Path) -> None:
@@ -278,11 +278,10 @@ def test_a_footer_that_cannot_be_written_leaves_the_segment_as_it_was(
     assert [first for _, _, first, _ in folder.segments()] == [1, 2]
 
 
-def test_a_segment_too_short_for_a_trailer_has_none(tmp_path: Path) -> None:
+def test_a_segment_too_short_for_a_footer_has_none(tmp_path: Path) -> None:
     path = tmp_path / "short.seg"
     path.write_bytes(FileHeader(FileKind.SEGMENT, RUN_ID, 0, 0, 1, 1).pack())
-    assert TRAILER_BYTES <= path.stat().st_size
-    assert SegmentFile(path).trailer is None
+    assert SegmentFile(path).footer is None
     path.write_bytes(b"short")
     with pytest.raises(DamagedFile, match="too few for a header"):
         SegmentFile(path)

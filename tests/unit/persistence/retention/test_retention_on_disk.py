@@ -118,8 +118,8 @@ def test_a_power_failure_cannot_bring_back_manifests_without_their_tensors(
     folder = complete_run(tmp_path / "run", [0, 10])
     unlink, fsync, done = os.unlink, os.fsync, list[str]()
 
-    def log_unlink(path: Path, **options: Any) -> None:
-        done.append(path.suffix)
+    def log_unlink(path: str | Path, **options: Any) -> None:
+        done.append(Path(path).suffix)
         unlink(path, **options)
 
     def log_fsync(descriptor: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, NewerFormat, NotARun, RunInUse
+from lowdiff.errors import DamagedFile, NotARun, OtherFormat, RunInUse
 from lowdiff.persistence.files.durable import make_directory, write_json
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.codec import Codec
@@ -266,7 +266,7 @@ def test_files_of_a_later_version_stop_the_scan_by_name(folder: RunFolder) -> No
     text = json.dumps(later, sort_keys=True, separators=(",", ":")).encode()
     content = {**later, "crc32c": crc32c(text)}
     folder.fence(0, 0).write_text(json.dumps(content))
-    with pytest.raises(NewerFormat, match=r"rank-0000\.json has format version 3"):
+    with pytest.raises(OtherFormat, match=r"rank-0000\.json has format version 3"):
         scan(folder)
 
 

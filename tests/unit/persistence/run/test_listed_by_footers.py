@@ -14,7 +14,7 @@ from lowdiff.errors import DamagedFile, StepNotFound
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader
 from lowdiff.persistence.format.image import shard_file
-from lowdiff.persistence.format.segment_file import TRAILER_BYTES, SegmentFile
+from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.catalog import Catalog, scan
 from lowdiff.persistence.run.fences import create_run, write_fence
 from lowdiff.persistence.store.client import ObjectStore
@@ -83,7 +83,7 @@ def test_a_segment_with_a_damaged_footer_is_read(folder: RunFolder, place: str) 
     if place == "cut":
         path.write_bytes(path.read_bytes()[:-3])
     else:
-        flip(path, size - TRAILER_BYTES - 1 if place == "offsets" else size - 20)
+        flip(path, size - 65 if place == "offsets" else size - 20)
     found = scan(folder)
     assert recoverable(found) == [(0, 7)]
     assert [error.path for error in found.damage] == [path]

@@ -1,4 +1,4 @@
-"""A residual lies in slots that outlive the trainer; tests/protocol says why three suffice."""
+"""A residual lies in slots that outlive the trainer; `test_residual_slots` says why three suffice."""
 
 from __future__ import annotations
 

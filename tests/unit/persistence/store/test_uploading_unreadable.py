@@ -7,7 +7,6 @@ import errno
 import math
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -214,25 +213,11 @@ def test_trouble_with_segments_holds_up_no_snapshot(
         path.unlink()
     written(settings, range(9, 10), snapshot=9)
 
-    async def upload(*_: object, **__: object) -> None:
+    async def upload(_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "run/segments")
 
-    monkeypatch.setattr("lowdiff.persistence.store.uploader.SegmentUploads.upload", upload)
+    monkeypatch.setattr("lowdiff.persistence.store.uploader.Uploader._upload_segments", upload)
     monkeypatch.setattr("lowdiff.persistence.store.uploader._ATTEMPT_SECONDS", 0.0)
     status = uploaded(settings, 9)
     assert (status.remote_snapshot, status.remote_step) == (9, -1)
     assert "Permission denied: 'run/segments'" in status.remote_error
-
-
-def test_uploads_take_no_thread_from_durable_writes(
-    settings: WriterSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upload, names = ObjectStore.upload, set()
-
-    def noted(store: ObjectStore, name: str, path: Path) -> None:
-        names.add(threading.current_thread().name)
-        upload(store, name, path)
-
-    monkeypatch.setattr(ObjectStore, "upload", noted)
-    assert uploaded(settings, 8).remote_step == 8
-    assert {name.partition("_")[0] for name in names} == {"upload"}

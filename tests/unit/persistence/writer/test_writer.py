@@ -20,7 +20,7 @@ from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import shard_file
-from lowdiff.persistence.format.segment_file import footer_bytes
+from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.retention.plan import Retention
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.staging.log import staged_records
@@ -61,7 +61,9 @@ def test_batches_become_durable_and_the_rest_when_the_trainer_is_done(tmp_path: 
     assert stored(settings.folder) == list(range(1, 11))
     (path,) = (path for *_, path in settings.folder.segments())
     assert path.name == "i000000-s0000000001.seg"
-    assert status.segment_bytes == path.stat().st_size - footer_bytes(10, 0)
+    footer = SegmentFile(path).footer
+    assert footer is not None
+    assert status.segment_bytes == footer.end
 
 
 def test_a_batch_that_is_not_full_is_written_after_a_while(tmp_path: Path) -> None:

@@ -143,13 +143,12 @@ def test_deaths_are_an_accident_as_long_as_something_is_done_in_between(
     for done in range(20):
         deaths.note_done([done, -1])
         assert deaths.note("exit code 3", [done, -1]) == 0.0
-        assert deaths.may_start
         assert not deaths.error
     # As far as a successor is that has not found out yet where it begins.
     delays = [deaths.note("exit code 3", [5, -1]) for _ in range(2000)]
     assert delays[:8] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert delays[-1] == 30.0
-    assert not deaths.may_start
+    assert deaths.successor(3, [5, -1], lambda: pytest.fail("it is not time")) is None
     assert deaths.error.startswith("the writer keeps dying (exit code 3); ")
     deaths.note_done([19, -1])
     assert deaths.error

@@ -209,7 +209,6 @@ def test_distances_count_representable_numbers(dtype: torch.dtype) -> None:
         ((), "one of --out"),
         (("--out", "x.pt", "--json"), "--json belongs to --plan"),
         (("--out", "x.bin"), "ends neither in"),
-        (("--out", "x.pt", "--block-elements", 100), "multiple of 64"),
     ],
 )
 def test_bad_usage_says_what_to_give(

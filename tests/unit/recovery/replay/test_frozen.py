@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import lowdiff
 from lowdiff.persistence.format.values import same
-from lowdiff.recovery.replay import sizing
 from tests.unit.recovery.training import train
 
 Build = Callable[[nn.Module], torch.optim.Optimizer]
@@ -25,24 +23,6 @@ def half_frozen(model: nn.Module) -> torch.optim.Optimizer:
     model.get_parameter("last.weight").requires_grad_(False)
     trained = [p for p in model.parameters() if all(p is not other for other in frozen)]
     return torch.optim.AdamW([*frozen, *trained], lr=1e-2)
-
-
-def test_the_block_size_is_measured_on_what_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained = train(tmp_path, 4, build=half_frozen, end="crash", snapshot_every=100)
-    measured: set[torch.dtype] = set()
-
-    def noted(spec: object, hyper: object, dtype: torch.dtype, size: int) -> float:
-        measured.add(dtype)
-        return 1 / size
-
-    monkeypatch.setattr(sizing, "_WORTH_MEASURING", 0)
-    monkeypatch.setattr(sizing, "seconds_per_element", noted)
-    state = lowdiff.recover(trained.run, 4, staging=trained.staging)
-    assert measured == {torch.float32}
-    assert same(dict(state.model_state_dict()), dict(trained.models[4]))
-    assert same(state.optimizer_state_dict(), trained.optimizers[4][0])
 
 
 def last_frozen(make: Callable[[Any], torch.optim.Optimizer]) -> Build:

@@ -96,7 +96,7 @@ def with_section(segment: Path, section: bytes) -> None:
     """Add a section to the last record of a segment; every checksum holds."""
     view = read_view(segment)
     *_, last = read_records(view, FileHeader.unpack(view, segment))
-    body = bytes(last.body) + section
+    body = section + bytes(last.body)
     header = replace(last.header, body_bytes=len(body), body_checksum=crc32c(body))
     segment.write_bytes(bytes(view[: last.offset]) + header.pack() + body)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowdiff.compressors.reproducible import reproducible_mean
+from lowdiff.compressors.collectives import reproducible_mean
 from tests.contract.compressors import DTYPES, Patterns, exact
 from tests.crash.pool import Pool
 

@@ -1,0 +1,146 @@
+"""What exchanges are made of: futures of buffers, a sum in rank order, process groups of lowdiff's own.
+
+A ring all-reduce adds a bucket's chunks in an order that depends on where they lie in the bucket,
+and DDP rebuilds its buckets after the first iteration: with three or more ranks a resumed run would
+differ. Here every element is added in rank order, whatever surrounds it, and the bytes on the wire
+are those of a ring: an all-to-all gives each rank one range of everyone's elements, it adds them, and
+an all-gather hands the sums round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+
+def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """A future whose result is ``buffer``.
+
+    A future of an accelerator's tensor must know the device: only then does whoever waits for it
+    wait for the work that is still queued there.
+    """
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=None if buffer.is_cpu else [buffer.device]
+    )
+    done.set_result(buffer)
+    return done
+
+
+def chained(
+    earlier: torch.futures.Future[Any],
+    work: Callable[[torch.futures.Future[Any]], torch.Tensor],
+    device: torch.device,
+) -> torch.futures.Future[torch.Tensor]:
+    """A future of what ``work`` returns, called with ``earlier`` once that is done.
+
+    Python code that waits for it gets the exception of ``work`` itself: ``Future.then`` would make a
+    RuntimeError of every exception. C++ code would get the exception as a value.
+
+    Args:
+        earlier: What to wait for.
+        work: Called on the thread that completes ``earlier``, or here if that is done.
+        device: Where the result is.
+    """
+    later: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=None if device.type == "cpu" else [device]
+    )
+
+    def settle(done: torch.futures.Future[Any]) -> None:
+        try:
+            result = work(done)
+        except BaseException as error:  # noqa: BLE001  a future without an end would hang who waits
+            kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            later.set_exception(kept)  # type: ignore[arg-type]
+        else:
+            later.set_result(result)
+
+    earlier.add_done_callback(settle)
+    return later
+
+
+def reproducible_mean(
+    buffer: torch.Tensor, group: dist.ProcessGroup | None
+) -> torch.futures.Future[torch.Tensor]:
+    """Replace a flat tensor by its mean over ranks, added in rank order.
+
+    Each rank's share is divided by the world size before the sum, as DDP does. Half-width values are
+    added in float32 and rounded once, so that with two ranks the result equals that of an
+    all-reduce in their own width. Per rank ``2 * (world_size - 1) / world_size`` of the buffer's
+    bytes are sent, and as many received; scratch is one such buffer and a half.
+
+    The two collectives follow each other, so the call returns when both are done; `Lane` keeps that
+    off the training thread. On CUDA it only orders streams: the host does not wait.
+
+    Args:
+        buffer: Flat, contiguous, equal size and floating dtype on all ranks; overwritten.
+        group: Process group, or None for a single process.
+
+    Returns:
+        Completed future of ``buffer``.
+    """
+    world_size = 1 if group is None else group.size()
+    if world_size > 1 and buffer.numel():
+        _mean(buffer, world_size, group)
+    return completed(buffer)
+
+
+def _mean(buffer: torch.Tensor, world_size: int, group: dist.ProcessGroup | None) -> None:
+    size = -(-buffer.numel() // world_size)
+    own = buffer.new_zeros(world_size * size)
+    own[: buffer.numel()] = buffer
+    own.div_(world_size)
+    theirs = torch.empty_like(own)
+    # Values travel as bytes: Gloo does not take every type everywhere.
+    dist.all_to_all_single(theirs.view(torch.uint8), own.view(torch.uint8), group=group)
+    wide = torch.float32 if buffer.element_size() == 2 else buffer.dtype
+    first, *others = theirs.chunk(world_size)
+    total = first.to(wide, copy=True)
+    for other in others:
+        total.add_(other)
+    mine = total.to(buffer.dtype)
+    shares = list(own.view(torch.uint8).chunk(world_size))
+    dist.all_gather(shares, mine.view(torch.uint8), group=group)
+    buffer.copy_(own[: buffer.numel()])
+
+
+def own_group(training_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A Gloo group of the same ranks, as patient as theirs; only these call it."""
+    members = dist.get_process_group_ranks(training_group)
+    group: dist.ProcessGroup = dist.new_group(
+        members,
+        timeout=_patience_of(training_group),
+        backend="gloo",
+        use_local_synchronization=not _is_world(training_group),
+    )
+    return group
+
+
+def leave(group: dist.ProcessGroup | None) -> None:
+    """Give up a group's connections and threads; those of a world that is gone went with it.
+
+    A group of part of the world stays until the world ends: PyTorch would give its name, a hash of
+    its ranks, to the next one, which would then look for the addresses of this one.
+    """
+    if group is not None and dist.is_initialized():
+        with suppress(KeyError, ValueError):  # it belonged to an earlier world
+            if _is_world(group):
+                dist.destroy_process_group(group)
+
+
+def _patience_of(group: dist.ProcessGroup) -> timedelta:
+    """How long its ranks wait for one another; at least Gloo's default, where NCCL's is shorter."""
+    found = [default_pg_timeout]
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)  # not every backend has any
+        found.append(getattr(options, "_timeout", default_pg_timeout))
+    return max(found)
+
+
+def _is_world(group: dist.ProcessGroup) -> bool:
+    return bool(len(dist.get_process_group_ranks(group)) == dist.get_world_size())

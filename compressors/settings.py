@@ -1,0 +1,101 @@
+"""What compressors' settings share: checks that say what would work, and how a run records them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lowdiff.compressors.feedback import residuals_of
+from lowdiff.core.layout import dtype_name
+from lowdiff.errors import ConfigError, UnsupportedModel
+from lowdiff.types import Layout
+
+_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The part of a `Compressor` that is the same for most."""
+
+    def settings(self) -> Mapping[str, Any]:
+        """The constructor's arguments, dtypes by name."""
+        return {
+            name: dtype_name(value) if isinstance(value, torch.dtype) else value
+            for name, value in asdict(self).items()
+        }
+
+    def residual_layout(self, layout: Layout) -> Layout:
+        """One residual per parameter."""
+        return residuals_of(layout)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseSettings(Settings):
+    """Of compressors that keep some entries.
+
+    Attributes:
+        density: Share of entries kept, in (0, 1].
+        dense_below: Parameters with fewer elements are exchanged whole.
+
+    Raises:
+        ConfigError: If a setting is out of range.
+    """
+
+    density: float
+    dense_below: int = 1024
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise ConfigError(
+                f"density must be in (0, 1], got {self.density}; 0.01 keeps 1 % of the entries"
+            )
+        checked_size("dense_below", "elements", self.dense_below)
+
+    def density_at(self, step: int | None) -> float:
+        """The density of a step, counted from 1; None for any after a warm-up."""
+        return self.density
+
+    def kept(self, numel: int, step: int | None = None) -> int:
+        """How many entries of a parameter are exchanged: at least the density, small ones whole."""
+        if numel < self.dense_below:
+            return numel
+        return min(numel, max(1, math.ceil(self.density_at(step) * numel)))
+
+
+def checked_size(name: str, unit: str, value: int) -> None:
+    """Raises ConfigError if a count is negative, or not an int."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{name} counts {unit}, got {value}")
+
+
+def checked_seed(seed: int, bits: int) -> None:
+    """Raises ConfigError unless ``0 <= seed < 2 ** bits``."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << bits:
+        raise ConfigError(f"seed must be an int in 0 .. 2**{bits} - 1, got {seed!r}")
+
+
+def half_width(name: str, dtype: torch.dtype | str) -> torch.dtype:
+    """A setting as torch.bfloat16 or torch.float16.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    key = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if key not in _HALVES:
+        raise ConfigError(f"{name} is torch.bfloat16 or torch.float16, got {dtype!r}")
+    return _HALVES[key]
+
+
+def refuse_other_half(layout: Layout, dtype: torch.dtype, what: str) -> None:
+    """Raises UnsupportedModel if a parameter has the half-width dtype that is not ``dtype``."""
+    other = next(name for name, half in _HALVES.items() if half != dtype)
+    strange = [spec.name for spec in layout.parameters if spec.dtype == other]
+    if strange:
+        raise UnsupportedModel(
+            f"parameter {strange[0]!r} is {other}, whose values {what} cannot hold; choose "
+            f"torch.{other} instead"
+        )
