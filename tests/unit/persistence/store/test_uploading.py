@@ -68,7 +68,7 @@ def test_each_object_is_a_file_of_the_run_folder(tmp_path: Path) -> None:
     for name in store.sizes():
         assert store.read(name) == (tmp_path / "run" / name).read_bytes()
     measured = gather_measurements(settings.staging, settings.run_id, 1, ended="").samples
-    assert measured["segments_upload_bytes"] == list(store.sizes("segments").values())
+    assert measured["segments_upload_bytes"] == tuple(store.sizes("segments").values())
     (snapshot,) = measured["snapshots_upload_bytes"]
     assert snapshot == store.sizes()["snapshots/i000000-s0000000003/rank-0000.safetensors"]
     assert all(
