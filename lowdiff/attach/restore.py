@@ -350,7 +350,8 @@ def _unlike_optimizers(state: RecoveredState, attached: Attached) -> Iterator[st
             known = recovered.state.get(spec.name, {})
             for key in live.keys() | known.keys():
                 ours, theirs = live.get(key), known.get(key)
-                if isinstance(ours, torch.Tensor) and is_aligned(key, theirs, spec.numel):
+                is_full = isinstance(ours, torch.Tensor) and is_aligned(key, theirs, spec.numel)
+                if is_full and theirs is not None:
                     ours, theirs = flat_like(ours, spec), theirs.flatten()
                 if key not in live or key not in known or not has_same_bits(ours, theirs):
                     yield f"{key!r} of {spec.name!r} {whose}"
