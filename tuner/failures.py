@@ -12,8 +12,6 @@ KINDS = ("process", "node", "unknown")
 
 #: Without any prior, half a failure before the first second (Jeffreys).
 _JEFFREYS = 0.5
-#: How many observed failures a prior is worth.
-_PRIOR_FAILURES = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +20,7 @@ class FailurePrior:
 
     Attributes:
         mtbf_seconds: Mean time between failures of the whole job, of all kinds.
+        weight_failures: How many observed failures that is worth.
         node_share: Share of failures that lose staging memory, in [0, 1].
 
     Raises:
@@ -29,11 +28,14 @@ class FailurePrior:
     """
 
     mtbf_seconds: float
+    weight_failures: float = 2.0
     node_share: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 < self.mtbf_seconds < math.inf:
             raise ConfigError(f"the MTBF must be positive, got {self.mtbf_seconds} s")
+        if not 0 < self.weight_failures < math.inf:
+            raise ConfigError(f"a prior weighs more than 0 failures, got {self.weight_failures}")
         _check_share(self.node_share)
 
 
@@ -134,9 +136,9 @@ def estimate_rates(history: FailureHistory, prior: FailurePrior | None) -> Failu
     if prior is None:
         shapes, rate = (_JEFFREYS / 2, _JEFFREYS / 2), 0.0
     else:
-        node = _PRIOR_FAILURES * prior.node_share
-        shapes = _PRIOR_FAILURES - node, node
-        rate = _PRIOR_FAILURES * prior.mtbf_seconds
+        node = prior.weight_failures * prior.node_share
+        shapes = prior.weight_failures - node, node
+        rate = prior.weight_failures * prior.mtbf_seconds
     rate += history.exposure_seconds
     counts = history.process, history.node + history.unknown
     process, node_rate = (

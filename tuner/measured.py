@@ -6,11 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.costs import Costs
+from lowdiff.tuner.estimates import Estimate, slope_and_intercept
 from lowdiff.tuner.failures import KINDS, FailureHistory
 
 #: Storage changes, so only its newest behaviour counts; one hiccup among so many moves nothing.
@@ -24,7 +23,7 @@ ASSUMED_RESTART_SECONDS = 60.0
 ASSUMED_WRITE_BYTES_PER_SECOND = 500e6
 #: A device-to-host or memory copy of a snapshot.
 ASSUMED_COPY_BYTES_PER_SECOND = 2e9
-#: One node's, to the others; no run measures it. ``lowdiff plan --network`` has it as its default.
+#: One node's, to the others; no run measures it. The default of ``lowdiff plan --network`` as well.
 ASSUMED_NETWORK_BYTES_PER_SECOND = 10e9
 
 Facts = Mapping[str, float | str]
@@ -72,38 +71,6 @@ class Past:
             **self.facts,
             "gap_seconds": gap + since - number(self.facts, "recovery_seconds"),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A quantity: a median and its spread, which one hiccup does not move.
-
-    Attributes:
-        median: The middle observation.
-        low: First decile.
-        high: Ninth decile.
-        count: Observations; 0 for a value that nobody measured.
-        source: ``"measured"``, ``"planned"`` or ``"assumed"``.
-    """
-
-    median: float
-    low: float
-    high: float
-    count: int
-    source: str = "measured"
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Estimate | None:
-        """The estimate of some observations; None without any."""
-        if not samples:
-            return None
-        low, median, high = np.quantile(np.asarray(samples, dtype=np.float64), [0.1, 0.5, 0.9])
-        return cls(float(median), float(low), float(high), len(samples))
-
-    @classmethod
-    def assumed(cls, value: float) -> Estimate:
-        """What nobody measured or said yet."""
-        return cls(value, value, value, 0, "assumed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,21 +275,6 @@ def _recovery(
         "load_seconds": Estimate.of(loads) or Estimate.assumed(num_hosts * written),
         "restart_seconds": restart or Estimate.assumed(ASSUMED_RESTART_SECONDS),
     }
-
-
-def slope_and_intercept(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
-    """A line through points, at most 29 % of them wild; None if all share one x.
-
-    Reference: Theil (1950), Sen (1968): the median of the slopes between all pairs.
-    """
-    x, y = np.asarray(xs, dtype=np.float64), np.asarray(ys, dtype=np.float64)
-    first, second = np.triu_indices(len(x), 1)
-    apart = x[first] != x[second]
-    first, second = first[apart], second[apart]
-    if not len(first):
-        return None
-    slope = float(np.median((y[second] - y[first]) / (x[second] - x[first])))
-    return slope, float(np.median(y - slope * x))
 
 
 def _known(lives: Sequence[Life], name: str, otherwise: float) -> Estimate:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.costs import Costs
-from lowdiff.tuner.measured import ASSUMED_REPLAY_SECONDS_PER_ELEMENT, Estimate, Measured
+from lowdiff.tuner.estimates import Estimate
+from lowdiff.tuner.measured import ASSUMED_REPLAY_SECONDS_PER_ELEMENT, Measured
 
 #: float32 tensors of a parameter's size that an optimizer keeps.
 OPTIMIZERS: Mapping[str, int] = {
     "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "lion": 1, "adam": 2, "adamw": 2,
 }  # fmt: skip
+#: Where nobody says; much depends on it.
+ASSUMED_STEP_SECONDS = 5.0
 #: A kept element as written: sorted index and float32 value (docs/format.md).
 _BYTES_PER_ENTRY = 4.3
 _STAGED_BYTES_PER_ENTRY = 8.0
@@ -21,12 +24,21 @@ _ENCODE_ENTRIES_PER_SECOND = 50e6
 
 #: One request to an object store in the same region.
 _STORE_LATENCY_SECONDS = 0.1
-#: What one rank replays with, and what a durable write takes whatever its size.
-_REPLAY_WORKERS, _WRITE_LATENCY_SECONDS = 8, 0.01
-#: What follows from figures of docs/benchmarks.md, or from experience; the rest from the options.
-_ASSUMED = (
-    "encode_seconds", "replay_seconds", "store_latency_seconds", "write_latency_seconds",
-)  # fmt: skip
+#: Cost -> options of ``lowdiff plan`` with a default from which it follows, besides those that must
+#: be given. What is not here follows from a figure of docs/benchmarks.md, or from experience.
+_FOLLOWS_FROM: Mapping[str, tuple[str, ...]] = {
+    "step_seconds": ("step_time",),
+    "differential_seconds": ("density", "copy"),
+    "snapshot_seconds": ("optimizer", "copy"),
+    "staged_bytes": ("density",),
+    "differential_bytes": ("density",),
+    "snapshot_bytes": ("optimizer",),
+    "residual_bytes": (),
+    "write_bytes_per_second": ("gpus_per_node",),
+    "load_seconds": ("optimizer",),
+    "restart_seconds": ("restart",),
+    "store_bytes_per_second": ("gpus_per_node",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,8 @@ class Job:
         gpus_per_node: Ranks that share it.
         copy_bytes_per_second: From a rank's device to memory.
         restart_seconds: From a failure until loading begins.
+        replay_workers: Cores that replay on a rank.
+        write_latency_seconds: What a durable write takes whatever its size.
         store_bytes_per_second: What one node uploads to an object store; 0 without one.
 
     Raises:
@@ -58,6 +72,8 @@ class Job:
     gpus_per_node: int = 8
     copy_bytes_per_second: float = 10e9
     restart_seconds: float = 120.0
+    replay_workers: int = 8
+    write_latency_seconds: float = 0.01
     store_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
@@ -67,8 +83,8 @@ class Job:
             )
         if not 0 < self.density <= 1:
             raise ConfigError(f"density must be in (0, 1], got {self.density}; 0.01 keeps 1 %")
-        if self.gpus < 1 or self.gpus_per_node < 1:
-            raise ConfigError("gpus and gpus per node count from 1")
+        if self.gpus < 1 or self.gpus_per_node < 1 or self.replay_workers < 1:
+            raise ConfigError("gpus, gpus per node and replay workers count from 1")
         if not self.params >= 1:
             raise ConfigError(f"a model has at least 1 parameter, got {self.params}")
 
@@ -83,13 +99,18 @@ class Job:
         return -(-self.gpus // self.gpus_per_node)
 
 
-def planned(job: Job) -> Measured:
-    """Costs of a job.
+def planned(job: Job, given: Collection[str] = ()) -> Measured:
+    """Costs of a job, each given or assumed.
 
     A snapshot is 4 bytes for each parameter and optimizer state element, sharded over the ranks, and
     4 for each parameter once more on every rank: its error-feedback residual, which no other has.
     A differential is ``density * params`` entries of every rank. Replay steps the whole optimizer
     once per step on every node.
+
+    Args:
+        job: The job.
+        given: Options of ``lowdiff plan`` that were given: a cost that follows from another is
+            assumed.
     """
     entries = job.density * job.params
     state = 4.0 * job.params * (1 + OPTIMIZERS[job.optimizer])
@@ -98,7 +119,7 @@ def planned(job: Job) -> Measured:
     # Every rank reads and checks all shards, with the residuals in them, once through its node's disk.
     load = shard * job.gpus / job.disk_bytes_per_second
     decode = entries * min(job.gpus, 1 / job.density) * 2e-9
-    replay = (job.params * ASSUMED_REPLAY_SECONDS_PER_ELEMENT + decode) / _REPLAY_WORKERS
+    replay = (job.params * ASSUMED_REPLAY_SECONDS_PER_ELEMENT + decode) / job.replay_workers
     costs = Costs(
         step_seconds=job.step_seconds,
         differential_seconds=entries * _STAGED_BYTES_PER_ENTRY / job.copy_bytes_per_second,
@@ -107,7 +128,7 @@ def planned(job: Job) -> Measured:
         differential_bytes=entries * _BYTES_PER_ENTRY,
         snapshot_bytes=shard,
         encode_seconds=entries / _ENCODE_ENTRIES_PER_SECOND,
-        write_latency_seconds=_WRITE_LATENCY_SECONDS,
+        write_latency_seconds=job.write_latency_seconds,
         write_bytes_per_second=job.disk_bytes_per_second / job.ranks_per_node,
         load_seconds=load,
         replay_seconds=replay,
@@ -117,9 +138,11 @@ def planned(job: Job) -> Measured:
         residual_bytes=residual,
         world_size=job.gpus,
     )
+    said = {*given, "gpus_per_node"} if job.gpus == 1 else set(given)
+    known = {name for name, options in _FOLLOWS_FROM.items() if said.issuperset(options)}
     estimates = {
-        name: Estimate(value, value, value, 0, "assumed" if name in _ASSUMED else "planned")
-        for name, value in asdict(costs).items()
+        name: (Estimate.given if name in known else Estimate.assumed)(getattr(costs, name))
+        for name in Costs.__dataclass_fields__
         if name != "world_size" and (job.store_bytes_per_second or not name.startswith("store_"))
     }
     return Measured(costs, estimates)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.choice import (
@@ -136,12 +136,10 @@ def move(
         if 0 <= interval < INTERVAL_LEVELS and 0 <= batch < BATCH_LEVELS
     ]
     goal = _Goal.of(now, costs, limits, tunes)
-    best = min(
-        near, key=lambda at: (goal.moves_from(at), waste(costs, rates, *astuple(at.setting)).total)
-    )
+    best = min(near, key=lambda at: (goal.moves_from(at), waste(costs, rates, *_numbers(at)).total))
     if best == now:
         return None
-    old, new = (waste(costs, rates, *astuple(levels.setting)) for levels in (now, best))
+    old, new = (waste(costs, rates, *_numbers(levels)) for levels in (now, best))
     breaks = goal.moves_from(now) > 0
     fixed = old.differentials + old.restarts + old.loads
     gain = old.total - new.total
@@ -222,7 +220,7 @@ def _on_grid(allowed: Intervals) -> tuple[int, int]:
 
 def _load(levels: Levels, costs: Costs, limits: Limits) -> str:
     """How much of what is limited a setting takes."""
-    busy, sent = (share(costs, *astuple(levels.setting)) for share in (writer_share, store_share))
+    busy, sent = (share(costs, *_numbers(levels)) for share in (writer_share, store_share))
     found = f"the writer is {busy:.0%} busy"
     if costs.store_bytes_per_second:
         found += f", the store {sent:.0%}"
@@ -230,3 +228,8 @@ def _load(levels: Levels, costs: Costs, limits: Limits) -> str:
         held = stored_bytes(costs, limits, levels.setting.snapshot_every)
         found += f", and the run comes to hold {readable_bytes(held)}"
     return found
+
+
+def _numbers(levels: Levels) -> tuple[int, int]:
+    setting = levels.setting
+    return setting.snapshot_every, setting.batch_size

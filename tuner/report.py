@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,16 @@ from lowdiff.tuner.costs import (
     Costs,
     Waste,
     effective_share,
+    recovery_seconds,
     store_share,
     waste,
     writer_share,
 )
+from lowdiff.tuner.estimates import Estimate
 from lowdiff.tuner.failures import FailureRates, Rate
-from lowdiff.tuner.measured import Estimate
+from lowdiff.tuner.paper import published_choice
 from lowdiff.tuner.simulate import FailureModel, Simulated, simulate, trace_for
-from lowdiff.tuner.strategies import alternatives, lowdiff, published_choice
+from lowdiff.tuner.strategies import alternatives, lowdiff
 from lowdiff.tuner.units import readable_bytes, readable_seconds
 
 #: Of the heat map; a power of 2 apart, up to the largest that is ever chosen.
@@ -37,6 +39,7 @@ _BATCHES = tuple(1 << level for level in range(MAX_BATCH.bit_length()))
 _INTERVAL_CELLS = 25
 #: Failures in the simulated time: enough for three digits in a fraction of a second.
 _FAILURES, _REPLICAS = 400, 64
+_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,9 @@ class Question:
         num_nodes: Machines that the ranks are on.
         network_bytes_per_second: One rank's share of its node's, for Gemini's copies.
         current: What the run uses; None for a plan.
+        failure_shape: Weibull shape of the simulated failures.
         notes: Warnings that are known before anything is computed.
+        assumed_because: Why costs are assumed, where they are.
         decisions: Of the online policy, oldest first.
     """
 
@@ -64,7 +69,9 @@ class Question:
     num_nodes: int
     network_bytes_per_second: float
     current: Setting | None = None
+    failure_shape: float = 1.0
     notes: tuple[str, ...] = ()
+    assumed_because: str = "never measured"
     decisions: Sequence[Mapping[str, Any]] = ()
 
 
@@ -83,6 +90,23 @@ class HeatMap:
     batches: tuple[int, ...]
     seconds_per_hour: tuple[tuple[float, ...], ...]
     allowed: tuple[tuple[bool, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What happens if one assumption is off.
+
+    Attributes:
+        what: The assumption.
+        factors: By which it is multiplied.
+        kept: Wasted seconds per hour with the setting recommended now.
+        retuned: With the one that would be recommended then; the difference is what tuning is worth.
+    """
+
+    what: str
+    factors: tuple[float, ...]
+    kept: tuple[float, ...]
+    retuned: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +131,7 @@ class Report:
     published: Setting
     published_waste: Waste
     heat_map: HeatMap
+    sensitivities: tuple[Sensitivity, ...]
     simulated: tuple[Simulated, ...]
     bytes_per_day: float
     stored_bytes: float
@@ -144,6 +169,7 @@ class Report:
                 for found in self.simulated
             ],
             "heat_map": asdict(self.heat_map),
+            "sensitivities": [asdict(found) for found in self.sensitivities],
             "limits_broken": list(self.choice.broken),
             "warnings": list(self.warnings),
             "decisions": [dict(decision) for decision in question.decisions],
@@ -164,22 +190,28 @@ def make_report(question: Question, *, seed: int = 0) -> Report:
     costs, rates, limits = question.costs, question.rates, question.limits
     choice = recommend(costs, rates, limits)
     f, b = choice.setting.snapshot_every, choice.setting.batch_size
-    published = published_choice(costs, rates)
+    published = Setting(*published_choice(costs, rates))
     now = question.current
     simulated = _compare(question, choice.setting, seed)
     return Report(
         question=question,
         choice=choice,
         effective=effective_share(costs, rates, f, b),
-        current_waste=None if now is None else waste(costs, rates, *astuple(now)),
+        current_waste=None if now is None else waste(costs, rates, *_numbers(now)),
         published=published,
-        published_waste=waste(costs, rates, *astuple(published)),
+        published_waste=waste(costs, rates, *_numbers(published)),
         heat_map=_heat_map(question, [choice.setting, published, *([now] if now else [])]),
+        sensitivities=_sensitivities(question, choice.setting),
         simulated=simulated,
         bytes_per_day=24 * written_bytes_per_hour(costs, f, b),
         stored_bytes=stored_bytes(costs, limits, f),
         warnings=(*_warnings(question, choice), *_better(simulated)),
     )
+
+
+def _numbers(setting: Setting) -> tuple[int, int]:
+    """``f`` and ``b``."""
+    return setting.snapshot_every, setting.batch_size
 
 
 def _heat_map(question: Question, shown: Sequence[Setting]) -> HeatMap:
@@ -191,12 +223,19 @@ def _heat_map(question: Question, shown: Sequence[Setting]) -> HeatMap:
     points = [setting.snapshot_every for setting in shown]
     low, high = max(1, min(points) // 6), max(points) * 6
     intervals = np.unique(np.rint(np.geomspace(low, high, _INTERVAL_CELLS)).astype(int)).tolist()
-    largest = max(setting.batch_size for setting in shown)
-    batches = [b for b in _BATCHES if b < 8 * max(largest, 4)]
+    rows = 1 + next(
+        (
+            row
+            for row, b in enumerate(_BATCHES)
+            if b >= 4 * max(setting.batch_size for setting in shown)
+        ),
+        len(_BATCHES) - 1,
+    )
+    batches = _BATCHES[: max(rows, 5)]
     costs, rates = question.costs, question.rates
     return HeatMap(
         tuple(intervals),
-        tuple(batches),
+        batches,
         tuple(
             tuple(waste(costs, rates, f, b).seconds_per_hour for f in intervals) for b in batches
         ),
@@ -207,12 +246,63 @@ def _heat_map(question: Question, shown: Sequence[Setting]) -> HeatMap:
     )
 
 
+def _sensitivities(question: Question, setting: Setting) -> tuple[Sensitivity, ...]:
+    costs, rates = question.costs, question.rates
+    load = question.estimates.get("load_seconds")
+    # A load time that nobody measured was derived from the write bandwidth, so it changes with it.
+    # One that was measured is of reading, which need not be as much faster.
+    load_is_derived = load is not None and load.source != "measured"
+
+    def scaled(rate: Rate, x: float) -> Rate:
+        return Rate(rate.mtbf_seconds * x, rate.low_seconds, rate.high_seconds, rate.failures)
+
+    def failing(x: float) -> tuple[Costs, FailureRates]:
+        kinds = (scaled(rate, x) for rate in (rates.process, rates.node, rates.total))
+        return costs, FailureRates(*kinds)
+
+    def writing(x: float) -> tuple[Costs, FailureRates]:
+        faster = replace(costs, write_bytes_per_second=costs.write_bytes_per_second * x)
+        if load_is_derived:
+            faster = replace(faster, load_seconds=costs.load_seconds / x)
+        return faster, rates
+
+    def growing(x: float) -> tuple[Costs, FailureRates]:
+        grown = (
+            "differential_seconds", "snapshot_seconds", "staged_bytes", "differential_bytes",
+            "snapshot_bytes", "encode_seconds", "load_seconds", "replay_seconds", "step_seconds",
+            "residual_bytes",
+        )  # fmt: skip
+        return replace(costs, **{name: getattr(costs, name) * x for name in grown}), rates
+
+    return tuple(
+        _sensitivity(what, question.limits, setting, [change(x) for x in _FACTORS])
+        for what, change in (
+            ("time between failures", failing),
+            ("write bandwidth", writing),
+            ("model size", growing),
+        )
+    )
+
+
+def _sensitivity(
+    what: str, limits: Limits, setting: Setting, cases: Sequence[tuple[Costs, FailureRates]]
+) -> Sensitivity:
+    f, b = setting.snapshot_every, setting.batch_size
+    kept, retuned = [], []
+    for costs, rates in cases:
+        kept.append(waste(costs, rates, f, b).seconds_per_hour)
+        possible = rates.total.mtbf_seconds > recovery_seconds(costs, 1, 1)
+        best = recommend(costs, rates, limits).waste.seconds_per_hour if possible else kept[-1]
+        retuned.append(best)
+    return Sensitivity(what, _FACTORS, tuple(kept), tuple(retuned))
+
+
 def _compare(question: Question, setting: Setting, seed: int) -> tuple[Simulated, ...]:
     """All strategies under one trace of failures."""
     costs, rates = question.costs, question.rates
     if rates.total.mtbf_seconds > 1e12:
         return ()
-    model = FailureModel.of(rates)
+    model = replace(FailureModel.of(rates), shape=question.failure_shape)
     horizon = _FAILURES * rates.total.mtbf_seconds
     rng = np.random.default_rng(seed)
     trace = trace_for(model, horizon_seconds=horizon, replicas=_REPLICAS, rng=rng)
@@ -288,7 +378,8 @@ def _warnings(question: Question, choice: Choice) -> list[str]:
     guessed = [name for name, e in question.estimates.items() if e.source == "assumed"]
     if guessed:
         found.append(
-            f"assumed, because never measured: {', '.join(sorted(guessed)).replace('_', ' ')}"
+            f"assumed, because {question.assumed_because}: "
+            f"{', '.join(sorted(guessed)).replace('_', ' ')}"
         )
     if costs.replay_seconds > costs.step_seconds:
         found.append(

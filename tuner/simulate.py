@@ -25,29 +25,32 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class FailureModel:
-    """How failures come: at any time alike.
+    """How failures come.
 
     Attributes:
         mtbf_seconds: Mean time between them.
         node_share: Share that lose a node.
         group_share: Share of those that take several nodes at once.
+        shape: Of the Weibull distribution of the times: 1 is exponential; below it failures
+            cluster, as after a repair that did not help (about 0.7 on large clusters).
     """
 
     mtbf_seconds: float
     node_share: float = 0.5
     group_share: float = 0.05
+    shape: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.mtbf_seconds > 0:
-            raise ConfigError("the mean time between failures must be positive")
+        if not (self.mtbf_seconds > 0 and self.shape > 0):
+            raise ConfigError("mean time and Weibull shape of failures must be positive")
         if not (0 <= self.node_share <= 1 and 0 <= self.group_share <= 1):
             raise ConfigError("shares of kinds of failures lie between 0 and 1")
 
     @classmethod
-    def of(cls, rates: FailureRates) -> FailureModel:
-        """Failures at estimated rates."""
+    def of(cls, rates: FailureRates, *, group_share: float = 0.05) -> FailureModel:
+        """Exponential failures at estimated rates."""
         total = rates.total.mtbf_seconds
-        return cls(total, min(1.0, total / rates.node.mtbf_seconds))
+        return cls(total, min(1.0, total / rates.node.mtbf_seconds), group_share)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +71,7 @@ def draw_trace(
 ) -> Trace:
     """Draw so many failures for each replica."""
     size = (replicas, failures)
-    gaps = rng.exponential(model.mtbf_seconds, size)
+    gaps = rng.weibull(model.shape, size) * (model.mtbf_seconds / math.gamma(1 + 1 / model.shape))
     node = rng.random(size) < model.node_share
     group = rng.random(size) < model.group_share
     return Trace(gaps, np.where(node, np.where(group, _GROUP, _NODE), _PROCESS).astype(np.int8))
@@ -79,7 +82,8 @@ def trace_for(
 ) -> Trace:
     """A trace that reaches the horizon in every replica: mean plus ten standard deviations."""
     mean = horizon_seconds / model.mtbf_seconds
-    failures = math.ceil(mean + 10 * math.sqrt(mean) + 20)
+    second = math.gamma(1 + 2 / model.shape) / math.gamma(1 + 1 / model.shape) ** 2
+    failures = math.ceil(mean + 10 * math.sqrt(mean * max(1.0, second - 1)) + 20)
     return draw_trace(model, failures=failures, replicas=replicas, rng=rng)
 
 

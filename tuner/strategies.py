@@ -11,15 +11,19 @@ import math
 from dataclasses import dataclass, replace
 
 from lowdiff.tuner.choice import Setting
-from lowdiff.tuner.costs import Costs, batch_seconds, loop_seconds, without_residual
+from lowdiff.tuner.costs import (
+    Costs,
+    batch_seconds,
+    loop_seconds,
+    without_residual,
+)
 from lowdiff.tuner.failures import FailureRates
+from lowdiff.tuner.paper import published_choice
 
 #: What CheckFreq's tuner lets checkpoints cost, as in its paper.
 _CHECKFREQ_BUDGET = 0.035
 #: How often Gemini and just-in-time also save to storage, for failures that take all copies.
 _FALLBACK_SECONDS = 3 * 3600.0
-#: Where somebody's figures put the published optimum beyond, it is out of every run's reach anyway.
-_MAX_STEPS = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Strategy:
         return self.step_seconds + self.stall_seconds / self.interval_steps
 
 
-def lowdiff(costs: Costs, setting: Setting) -> Strategy:
+def lowdiff(costs: Costs, setting: Setting, name: str = "lowdiff") -> Strategy:
     """This framework: staging survives a crash, batches are durable, replay from the snapshot."""
     f, b = setting.snapshot_every, setting.batch_size
     loop = loop_seconds(costs, f, b)
@@ -89,7 +93,7 @@ def lowdiff(costs: Costs, setting: Setting) -> Strategy:
     )
     node = replace(process, grain_steps=b, lag_seconds=batch_seconds(costs, b))
     return Strategy(
-        name="lowdiff",
+        name=name,
         note=f"f = {f:,}, b = {b}",
         step_seconds=max(costs.step_seconds, loop - costs.snapshot_seconds / f),
         stall_seconds=costs.snapshot_seconds,
@@ -154,48 +158,26 @@ def just_in_time(costs: Costs, *, num_nodes: int) -> Strategy:
     )
 
 
-def published_choice(costs: Costs, rates: FailureRates) -> Setting:
-    """The optimum of LowDiff's published model (its section on configuration tuning).
-
-    Full checkpoints come at a frequency ``F``, batches last a time ``B``, a merge costs ``R_D`` per
-    batch, and any failure loses half a batch: the waste ``(B/2 + R_F + (R_D/2)(1/(F B) - 1))/M +
-    F S_F/W`` is least at ``F* = cube root of R_D W^2 / (4 S_F^2 M^2)`` and ``B* = cube root of
-    2 S_F R_D M / W``. The paper's ``f`` and ``b`` are ``F`` and ``B`` here, its ``S`` is ``S_F``. A
-    merge steps the whole optimizer once, as a replay does. We differ in replaying step by step, in
-    counting what a snapshot takes from training instead of its write time, and in crashes that lose
-    nothing because staging memory outlives the process.
-    """
-    costs = without_residual(costs)
-    write = costs.snapshot_bytes / costs.write_bytes_per_second
-    merge, mtbf = costs.replay_seconds, rates.total.mtbf_seconds
-    frequency = (merge / (4 * write**2 * mtbf**2)) ** (1 / 3)
-    batch = (2 * write * merge * mtbf) ** (1 / 3)
-    b = min(_MAX_STEPS, max(1, round(batch / costs.step_seconds)))
-    return Setting(min(_MAX_STEPS, max(b, round(1 / (frequency * costs.step_seconds)))), b)
-
-
 def published_lowdiff(costs: Costs, rates: FailureRates) -> Strategy:
     """LowDiff as published: batches are in the trainer's memory, so a crash takes them, too.
 
     A batch is merged into one update, so replay is ``b`` times as fast, but not exact for any
     optimizer with state.
     """
-    setting = published_choice(costs, rates)
-    f, b = setting.snapshot_every, setting.batch_size
-    ours = lowdiff(costs, setting)
-    saved = replace(
-        ours.node,
+    f, b = published_choice(costs, rates)
+    saved = Recovery(
+        grain_steps=b,
+        lag_seconds=batch_seconds(costs, b),
+        fixed_seconds=costs.restart_seconds + costs.load_seconds,
+        base_steps=f,
         base_lag_seconds=_write_seconds(costs),
         replay_seconds=costs.replay_seconds / b,  # a merged batch is one update
     )
-    return replace(
-        ours,
-        name="LowDiff as published",
-        note=f"f = {f:,}, b = {b}; exact for plain SGD only",
-        process=saved,
-        node=saved,
-        group=saved,
-    )
+    loop = loop_seconds(costs, f, b)
+    return Strategy(
+        "LowDiff as published", f"f = {f:,}, b = {b}; exact for plain SGD only",
+        max(costs.step_seconds, loop - costs.snapshot_seconds / f), costs.snapshot_seconds, f, *(saved,) * 3,
+    )  # fmt: skip
 
 
 def alternatives(

@@ -27,7 +27,9 @@ _BYTES: Mapping[str, float] = {
 #: Of a size, a number without a unit counts bytes, as it does in JSON and in Python.
 _SIZES: Mapping[str, float] = {"": 1.0, **_BYTES}
 _COUNTS: Mapping[str, float] = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_SIZES_ARE = "500MB, 80GB or 64GiB"
+#: What anybody can mean. Beyond, figures of a report would leave the range of numbers.
+_DURATIONS = (1e-9, 1000 * 365.25 * 86400.0)
+_AMOUNTS = (1.0, 1e21)
 #: Unit, its seconds, and from how many of it on it is used.
 _READABLE = (
     ("d", 86400.0, 2),
@@ -46,9 +48,7 @@ def seconds(text: str) -> float:
         ConfigError: If it is no positive duration, has no unit, or is beyond all reason.
     """
     value = _positive(text, _SECONDS, "a duration", "30s, 90min, 4h or 2d")
-    if not 1e-9 <= value <= 1000 * 365.25 * 86400.0:
-        raise ConfigError(f"{text!r} is no plausible duration; give one from 1 ns to 1000 years")
-    return value
+    return _plausible(text, value, _DURATIONS, "duration", "1 ns to 1000 years")
 
 
 def num_bytes(text: str) -> float:
@@ -57,7 +57,8 @@ def num_bytes(text: str) -> float:
     Raises:
         ConfigError: If it is no positive size, or is beyond all reason.
     """
-    return _plausible(text, _positive(text, _SIZES, "a size", _SIZES_ARE), "size", " B")
+    value = _positive(text, _SIZES, "a size", "500MB, 80GB or 64GiB")
+    return _plausible(text, value, _AMOUNTS, "size", "1 B to 1e21 B")
 
 
 def bytes_per_second(text: str) -> float:
@@ -67,11 +68,11 @@ def bytes_per_second(text: str) -> float:
         ConfigError: If it is no positive rate, has no unit, or is beyond all reason.
     """
     size, slash, per = text.partition("/")
-    duration = _SECONDS.get(per.strip().lower())
-    if not slash or duration is None:
-        raise ConfigError(f"{text!r} is not a rate; write it as 500MB/s or 2GB/s")
-    value = _positive(size, _BYTES, "a size", _SIZES_ARE) / duration
-    return _plausible(text, value, "rate", " B/s")
+    if slash and per.strip().lower() in _SECONDS:
+        value = _positive(size, _BYTES, "a size", "500MB, 80GB or 64GiB")
+        value /= _SECONDS[per.strip().lower()]
+        return _plausible(text, value, _AMOUNTS, "rate", "1 B/s to 1e21 B/s")
+    raise ConfigError(f"{text!r} is not a rate; write it as 500MB/s or 2GB/s")
 
 
 def count(text: str) -> float:
@@ -80,7 +81,8 @@ def count(text: str) -> float:
     Raises:
         ConfigError: If it is no positive number, or is beyond all reason.
     """
-    return _plausible(text, _positive(text, _COUNTS, "a number", "7e9, 7B or 350M"), "number", "")
+    value = _positive(text, _COUNTS, "a number", "7e9, 7B or 350M")
+    return _plausible(text, value, _AMOUNTS, "number", "1 to 1e21")
 
 
 def _positive(text: str, units: Mapping[str, float], what: str, examples: str) -> float:
@@ -96,10 +98,12 @@ def _positive(text: str, units: Mapping[str, float], what: str, examples: str) -
     return value
 
 
-def _plausible(text: str, value: float, what: str, unit: str) -> float:
-    """What anybody can mean. Beyond, figures of a report would leave the range of numbers."""
-    if not 1.0 <= value <= 1e21:
-        raise ConfigError(f"{text!r} is no plausible {what}; give one from 1{unit} to 1e21{unit}")
+def _plausible(
+    text: str, value: float, bounds: tuple[float, float], what: str, readable: str
+) -> float:
+    low, high = bounds
+    if not low <= value <= high:
+        raise ConfigError(f"{text!r} is no plausible {what}; give one from {readable}")
     return value
 
 

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Option
 
 from lowdiff.cli.output import AsJson
 
-if TYPE_CHECKING:
-    from lowdiff.tuner.choice import Limits
-
 #: Beyond any machine, and still a number that a model can calculate with.
 _MOST_RANKS = 10_000_000
-#: Options of a plan that its figures depend on; a report names those that nobody gave.
-_ASSUMABLE = (
-    "step_time", "optimizer", "density", "gpus_per_node", "copy", "network", "restart", "node_share"
-)  # fmt: skip
 
 # What both commands take.
-Html = Annotated[Path | None, Option(metavar="FILE", help="Write the report as one HTML file.")]
+Html = Annotated[
+    Path | None, Option(metavar="FILE", help="Write the report with charts as one HTML file.")
+]
 NodeShare = Annotated[
     float,
     Option(min=0, max=1, metavar="P", help="Share of failures that lose a node's memory, 0 to 1."),
+]
+FailureShape = Annotated[
+    float,
+    Option(
+        min=0.1, metavar="K", help="Weibull shape of the simulated failures; below 1 they cluster."
+    ),
 ]
 MaxLoss = Annotated[
     int | None, Option(min=2, metavar="STEPS", help="Most steps the loss of a node may take.")
@@ -74,6 +75,7 @@ def tune(
     memory: Memory = None,
     per_hour: PerHour = None,
     total: Total = None,
+    failure_shape: FailureShape = 1.0,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
@@ -82,7 +84,7 @@ def tune(
     From what the run measured of itself: steps, stalls, writes, restarts and failures. Reads only;
     works while the run is training, and after a crash.
     """
-    from lowdiff.cli.tuning_report import print_report, question_of_run
+    from lowdiff.cli.tuning_report import limits_of, print_report, question_of_run
     from lowdiff.tuner import units
 
     question = question_of_run(
@@ -91,7 +93,8 @@ def tune(
         mtbf_seconds=None if mtbf is None else units.seconds(mtbf),
         node_share=node_share,
         world_size=world_size,
-        limits=_limits(max_loss, memory, per_hour, total),
+        limits=limits_of(max_loss, memory, per_hour, total),
+        failure_shape=failure_shape,
     )
     print_report(question, html, as_json=as_json)
 
@@ -118,7 +121,9 @@ def plan(
             help="Share of each gradient that TopK keeps; the residual that it needs is counted.",
         ),
     ] = 0.01,
-    step_time: Annotated[str, Option(metavar="TIME", help="One training step.")] = "5s",
+    step_time: Annotated[
+        str | None, Option(metavar="TIME", help="One training step, e.g. 5s.")
+    ] = None,
     gpus_per_node: Annotated[
         int, Option(min=1, max=_MOST_RANKS, metavar="N", help="Ranks that share a node's disk.")
     ] = 8,
@@ -137,6 +142,7 @@ def plan(
     memory: Memory = None,
     per_hour: PerHour = None,
     total: Total = None,
+    failure_shape: FailureShape = 1.0,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
@@ -144,50 +150,32 @@ def plan(
 
     From the sizes of model and machines. What is not given is assumed, and the report says so.
     """
-    from lowdiff.cli.tuning_report import print_report, question_of_plan
+    from lowdiff.cli.tuning_report import limits_of, print_report, question_of_plan
     from lowdiff.tuner import units
-    from lowdiff.tuner.failures import FailureRates
-    from lowdiff.tuner.plan import Job
+    from lowdiff.tuner.plan import ASSUMED_STEP_SECONDS, Job
 
     job = Job(
         params=units.count(params),
         optimizer=optimizer,
         density=density,
         gpus=gpus,
-        step_seconds=units.seconds(step_time),
+        step_seconds=ASSUMED_STEP_SECONDS if step_time is None else units.seconds(step_time),
         disk_bytes_per_second=units.bytes_per_second(disk),
         gpus_per_node=gpus_per_node,
         copy_bytes_per_second=units.bytes_per_second(copy),
         restart_seconds=units.seconds(restart),
         store_bytes_per_second=0.0 if store is None else units.bytes_per_second(store),
     )
-    # By its name, because which package the enumeration is in depends on the release of typer.
-    assumed = [
-        f"--{name.replace('_', '-')} {context.params[name]}"
-        for name in _ASSUMABLE
-        if (source := context.get_parameter_source(name)) and source.name == "DEFAULT"
-    ]
+    # Options that somebody typed, which their values do not tell: a default may be typed as well.
+    sources = {name: context.get_parameter_source(name) for name in context.params}
     question = question_of_plan(
         job,
-        rates=FailureRates.known(units.seconds(mtbf), node_share=node_share),
-        limits=_limits(max_loss, memory, per_hour, total),
+        mtbf_seconds=units.seconds(mtbf),
+        node_share=node_share,
+        limits=limits_of(max_loss, memory, per_hour, total),
+        failure_shape=failure_shape,
         network_bytes_per_second=units.bytes_per_second(network),
-        assumed=assumed,
+        # By its name, because which package the enumeration is in depends on the release of typer.
+        given={name for name, source in sources.items() if source and source.name == "COMMANDLINE"},
     )
     print_report(question, html, as_json=as_json)
-
-
-def _limits(
-    loss_steps: int | None, memory: str | None, per_hour: str | None, total: str | None
-) -> Limits:
-    from lowdiff.tuner import units
-    from lowdiff.tuner.choice import Limits
-
-    sizes = (None if text is None else units.num_bytes(text) for text in (memory, per_hour, total))
-    staging_bytes, bytes_per_hour, total_bytes = sizes
-    return Limits(
-        staging_bytes=staging_bytes,
-        loss_steps=loss_steps,
-        bytes_per_hour=bytes_per_hour,
-        total_bytes=total_bytes,
-    )

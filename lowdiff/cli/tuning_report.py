@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +24,12 @@ from lowdiff.persistence.staging.measurements import (
 from lowdiff.persistence.store.client import is_url
 from lowdiff.tuner import units
 from lowdiff.tuner.choice import Limits, Setting
+from lowdiff.tuner.estimates import Estimate
+from lowdiff.tuner.facts import basis, facts
 from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
 from lowdiff.tuner.measured import (
     ASSUMED_NETWORK_BYTES_PER_SECOND,
-    Estimate,
     Life,
     Measured,
     failures_of,
@@ -37,11 +38,26 @@ from lowdiff.tuner.measured import (
 )
 from lowdiff.tuner.plan import Job, planned
 from lowdiff.tuner.report import Question, Report, make_report
-from lowdiff.tuner.tables import tables
 from lowdiff.types import Fence
 
 #: Compressors that leave nothing out, so that they keep no residual.
 _WITHOUT_RESIDUAL = ("cast", "dense")
+
+
+def limits_of(
+    loss_steps: int | None, memory: str | None, per_hour: str | None, total: str | None
+) -> Limits:
+    """Limits from options."""
+
+    def size(text: str | None) -> float | None:
+        return None if text is None else units.num_bytes(text)
+
+    return Limits(
+        staging_bytes=size(memory),
+        loss_steps=loss_steps,
+        bytes_per_hour=size(per_hour),
+        total_bytes=size(total),
+    )
 
 
 def question_of_run(
@@ -52,6 +68,7 @@ def question_of_run(
     node_share: float,
     world_size: int | None,
     limits: Limits,
+    failure_shape: float,
 ) -> Question:
     """What a run's own measurements ask; reads only, also while the run is being written.
 
@@ -102,9 +119,12 @@ def question_of_run(
         num_nodes=num_nodes,
         network_bytes_per_second=ASSUMED_NETWORK_BYTES_PER_SECOND / -(-job_size // num_nodes),
         current=Setting(round(used[0]), round(used[1])) if min(used) >= 1 else None,
+        failure_shape=failure_shape,
         notes=(
             *_notes(documents, measured, world_size, hosts),
-            *_notes_of_network(num_nodes, "node" if hosts else "rank"),
+            *_notes_of_network(
+                num_nodes, ASSUMED_NETWORK_BYTES_PER_SECOND, "node" if hosts else "rank"
+            ),
             *_notes_of_retention(policy),
         ),
         decisions=[decision for document in documents for decision in document.decisions],
@@ -192,11 +212,11 @@ def _notes(
     return notes
 
 
-def _notes_of_network(num_nodes: int, whose: str) -> list[str]:
-    """No run measures its network, over which Gemini's copies go where there are several nodes."""
+def _notes_of_network(num_nodes: int, bytes_per_second: float, whose: str) -> list[str]:
+    """Where it is assumed, and something is compared that goes over it."""
     if num_nodes == 1:
         return []
-    rate = units.readable_bytes(ASSUMED_NETWORK_BYTES_PER_SECOND)
+    rate = units.readable_bytes(bytes_per_second)
     return [f"the network is assumed to take {rate}/s of each {whose}, for Gemini's copies"]
 
 
@@ -219,13 +239,25 @@ def _notes_of_retention(policy: Retention | None) -> list[str]:
 def question_of_plan(
     job: Job,
     *,
-    rates: FailureRates,
+    mtbf_seconds: float,
+    node_share: float,
     limits: Limits,
+    failure_shape: float,
     network_bytes_per_second: float,
-    assumed: Sequence[str],
+    given: Collection[str],
 ) -> Question:
-    """What a job that does not exist yet asks; ``assumed`` are options that have their defaults."""
-    measured = planned(job)
+    """What a job that does not exist yet asks; ``given`` are the options that somebody typed."""
+    measured = planned(job, given)
+    notes = []
+    if "step_time" not in given:
+        notes.append(
+            f"a step is assumed to take {job.step_seconds:.0f} s; give --step-time, much depends "
+            "on it"
+        )
+    if "network" not in given:
+        found = _notes_of_network(job.num_nodes, network_bytes_per_second, "node")
+        notes += [f"{text}; give --network" for text in found]
+    known = FailureRates.known(mtbf_seconds, node_share=node_share)
     return Question(
         title=(
             f"{job.params:.3g} parameters, {job.optimizer}, TopK({job.density:g}), on "
@@ -233,11 +265,13 @@ def question_of_plan(
         ),
         costs=measured.costs,
         estimates=measured.estimates,
-        rates=rates,
+        rates=known,
         limits=limits,
         num_nodes=job.num_nodes,
         network_bytes_per_second=network_bytes_per_second / job.ranks_per_node,
-        notes=(f"assumed, because not given: {', '.join(assumed)}",) if assumed else (),
+        failure_shape=failure_shape,
+        notes=tuple(notes),
+        assumed_because="not given",
     )
 
 
@@ -260,7 +294,7 @@ def print_report(question: Question, html: Path | None, *, as_json: bool) -> Non
     except OSError as error:
         raise unwritable(html, error) from error
     if not as_json:
-        say(f"Report: {html}")
+        say(f"Report with charts: {html}")
 
 
 def _print(report: Report) -> None:
@@ -268,15 +302,30 @@ def _print(report: Report) -> None:
     from rich.table import Table
 
     console = plain_console()
-    console.print(report.question.title, style="italic")
+    answer = Table(title=report.question.title, title_justify="left", show_header=False)
+    answer.box = box.SIMPLE
+    answer.add_column(style="bold")
+    answer.add_column(overflow="fold")
+    for name, value in facts(report):
+        answer.add_row(name, value)
+    console.print(answer)
     for reason in report.choice.reasons:
         console.print(f"  {reason}", highlight=False)
-    for found in tables(report):
-        shown = Table(title=found.title, title_justify="left", box=box.SIMPLE)
-        for head in found.heads:
-            shown.add_column(head, overflow="fold")
-        for row in found.rows:
-            shown.add_row(*row)
-        console.print(shown)
+    costs = Table(title="Based on, per rank", title_justify="left", box=box.SIMPLE)
+    for head in ("", "median", "middle 80 %", "source"):
+        costs.add_column(head)
+    for row in basis(report):
+        costs.add_row(*row)
+    console.print(costs)
+    if report.simulated:
+        others = Table(title="Simulated", title_justify="left", box=box.SIMPLE)
+        for head in ("strategy", "effective", "saving", "recovering", "done again", ""):
+            others.add_column(head, overflow="fold")
+        for one in report.simulated:
+            shares = (one.effective_share, one.stalls, one.recovering, one.lost)
+            others.add_row(
+                one.strategy.name, *(f"{share:.2%}" for share in shares), one.strategy.note
+            )
+        console.print(others)
     for warning in report.warnings:
         console.print(f"Note: {warning}", style="yellow", highlight=False)

@@ -28,7 +28,7 @@ def test_a_report_is_printed_before_it_is_written(command: Command, tmp_path: Pa
     page = tmp_path / "reports/of today/plan.html"
     result = command(*PLAN, "--html", page)
     assert (result.code, result.err) == (0, "")
-    assert result.out.splitlines()[-1] == f"Report: {page}"
+    assert result.out.splitlines()[-1] == f"Report with charts: {page}"
     assert page.read_text().startswith("<!doctype html>")
     result = command(*PLAN, "--html", page / "below.html")
     assert result.code == 1
@@ -41,26 +41,27 @@ def test_a_report_is_printed_before_it_is_written(command: Command, tmp_path: Pa
 
 
 def test_a_plan_says_what_it_assumed(command: Command) -> None:
-    def assumed(*given: str) -> str:
+    def assumed(*given: str) -> tuple[list[str], str]:
         document = json.loads(command(*PLAN, "--json", *given).out)
+        start = "assumed, because not given: "
+        (note,) = (text for text in document["warnings"] if text.startswith(start))
         sources = {name: e["source"] for name, e in document["estimates"].items()}
         names = sorted(name for name, source in sources.items() if source == "assumed")
-        assert names == ["encode_seconds", "replay_seconds", "write_latency_seconds"]
-        warnings = " ".join(document["warnings"])
-        assert "because never measured: encode seconds, replay seconds" in warnings
-        return warnings
+        assert note == start + ", ".join(names).replace("_", " ")
+        return names, " ".join(document["warnings"])
 
-    assert "because not given: --step-time 5s, --optimizer adamw, --density 0.01" in assumed()
+    names, notes = assumed()
+    assert {"step_seconds", "restart_seconds", "snapshot_seconds", "snapshot_bytes"} <= set(names)
+    assert "a step is assumed to take 5 s" in notes
     given = ("--restart", "2min", "--copy", "10GB/s", "--step-time", "5s", "--optimizer", "adamw")
-    text = assumed(*given, "--density", "0.01", "--gpus-per-node", "8")
-    assert "because not given: --network 10GB/s, --node-share 0.5" in text
-    every = ("--network", "10GB/s", "--node-share", "0.5", "--gpus-per-node", "8")
-    assert "not given" not in assumed(*given, *every, "--density", "0.01")
+    names, notes = assumed(*given, "--density", "0.01", "--gpus-per-node", "8")
+    assert names == ["encode_seconds", "replay_seconds", "write_latency_seconds"]
+    assert "a step is assumed" not in notes
 
 
 def sections(page: str) -> str:
     """A page without what is simulated: random generators may differ between releases of numpy."""
-    return re.sub(r"<h2>Against what else there is,.*?</section>", "", page, flags=re.DOTALL)
+    return re.sub(r"<h2>Against what else there is</h2>.*?</section>", "", page, flags=re.DOTALL)
 
 
 def test_the_sample_report_is_what_the_documented_command_writes(
@@ -74,8 +75,9 @@ def test_the_sample_report_is_what_the_documented_command_writes(
     made = (tmp_path / "plan.html").read_text()
     assert sections(sample) == sections(made), f"docs/tuning/report.html: {line}"
     # And the document says what the page says of the others, good or bad.
-    simulated = sample.split("<h2>Against what else there is,")[1].split("</table>")[0]
-    shares = dict(re.findall(r"<tr><td>([^<]+)</td><td>(.+?)%</td>", simulated))
+    shares = dict(
+        re.findall(r'start" class="name[^>]*>([^<]+)</text>\n<text[^>]*>(.+?)% useful', sample)
+    )
     assert len(shares) == 7
     del shares["no checkpoints"]
     assert [name for name, share in shares.items() if f"{share} %" not in text] == []
@@ -86,7 +88,7 @@ def test_a_plan_needs_no_run(command: Command, tmp_path: Path) -> None:
     result = command(*PLAN, "--html", page)
     assert (result.code, result.err) == (0, "")
     assert "3.5e+08 parameters, adamw, TopK(0.01), on 8 GPUs" in result.out
-    assert "--step-time 5s" in result.out
+    assert "a step is assumed to take 5 s" in result.out
     assert page.read_text().startswith("<!doctype html>")
 
 
@@ -98,6 +100,18 @@ def test_the_ranks_of_a_node_share_its_network(command: Command) -> None:
     alone = gemini("--gpus-per-node", "1", "--network", "10MB/s")
     assert gemini("--gpus-per-node", "4", "--network", "40MB/s") == alone
     assert gemini("--gpus-per-node", "4", "--network", "10MB/s") != alone
+
+
+def test_a_network_that_is_assumed_is_said_where_something_goes_over_it(command: Command) -> None:
+    def notes(*given: str) -> list[str]:
+        warnings = json.loads(command(*PLAN, "--json", *given).out)["warnings"]
+        return [text for text in warnings if "Gemini" in text]
+
+    assert notes() == []  # one node has no peer
+    (note,) = notes("--gpus", "16")
+    assert "10 GB/s of each node" in note
+    assert "--network" in note
+    assert notes("--gpus", "16", "--network", "10GB/s") == []
 
 
 def test_neither_report_loads_torch() -> None:

@@ -20,7 +20,7 @@ from lowdiff.tuner.costs import (
     writer_share,
 )  # fmt: skip
 from lowdiff.tuner.failures import FailureRates
-from lowdiff.tuner.strategies import published_choice
+from lowdiff.tuner.paper import PublishedModel
 from tests.unit.tuner.jobs import CLUSTER, JOBS, LAPTOP, SLOW_DISK
 
 
@@ -110,25 +110,19 @@ def test_failures_within_every_restart_leave_nothing() -> None:
 
 
 def test_the_published_optimum_is_the_minimum_of_the_published_model() -> None:
-    # Steps so short that whole numbers of them are any time.
-    costs, rates = (
-        replace(CLUSTER, step_seconds=1e-5, replay_seconds=0.8),
-        FailureRates.known(14400),
+    model = PublishedModel(
+        full_bytes=6e9,
+        write_bytes_per_second=1.5e9,
+        mtbf_seconds=4 * 3600.0,
+        merge_seconds=0.8,
+        load_seconds=20.0,
     )
-    setting = published_choice(costs, rates)
-
-    def published(every_seconds: float, batch_seconds: float) -> float:
-        merges = costs.replay_seconds / 2 * (every_seconds / batch_seconds - 1)
-        lost = batch_seconds / 2 + costs.load_seconds + merges
-        written = costs.snapshot_bytes / costs.write_bytes_per_second
-        return lost / rates.total.mtbf_seconds + written / every_seconds
-
-    every, batch = 1e-5 * setting.snapshot_every, 1e-5 * setting.batch_size
-    best = published(every, batch)
+    frequency, batch = model.optimum()
+    best = model.waste(frequency, batch)
     around = np.geomspace(0.5, 2.0, 41).tolist()
-    others = [published(every * x, batch * y) for x in around for y in around]
+    others = [model.waste(frequency * x, batch * y) for x in around for y in around]
     assert best <= min(others) * (1 + 1e-12)
-    assert published(every / 1.3, batch) > best < published(every, batch * 0.7)
+    assert model.waste(frequency * 1.3, batch) > best < model.waste(frequency, batch * 0.7)
 
 
 def test_without_error_feedback_snapshots_are_as_much_cheaper_as_they_are_smaller() -> None:

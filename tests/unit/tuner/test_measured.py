@@ -9,14 +9,7 @@ from lowdiff.errors import ConfigError
 from lowdiff.tuner.choice import Limits, recommend
 from lowdiff.tuner.costs import writer_share
 from lowdiff.tuner.failures import FailureRates
-from lowdiff.tuner.measured import (
-    ASSUMED_RESTART_SECONDS,
-    Estimate,
-    Life,
-    failures_of,
-    measure,
-    slope_and_intercept,
-)
+from lowdiff.tuner.measured import ASSUMED_RESTART_SECONDS, Life, failures_of, measure
 
 
 def life(number: int = 0, **facts: Any) -> Life:
@@ -219,34 +212,3 @@ def test_failures_and_exposure_are_added_over_lives() -> None:
 def test_a_clock_that_went_back_takes_no_exposure_away() -> None:
     back = life(began_unix_seconds=5000.0, seen_unix_seconds=10.0)
     assert failures_of([back]).exposure_seconds == 0.0
-
-
-def test_one_hiccup_does_not_move_an_estimate() -> None:
-    steady = [1.0 + 0.01 * (i % 10) for i in range(50)]
-    before, after = Estimate.of(steady), Estimate.of([*steady, 1000.0])
-    assert before is not None
-    assert after is not None
-    assert after.median == pytest.approx(before.median, abs=0.011)
-    assert after.high < 1.2
-
-
-def test_the_spread_is_the_middle_eighty_percent() -> None:
-    found = Estimate.of([float(i) for i in range(101)])
-    assert found == Estimate(50.0, 10.0, 90.0, 101)
-
-
-def test_nothing_observed_is_no_estimate() -> None:
-    assert Estimate.of([]) is None
-
-
-def test_a_line_is_found_through_points_of_which_some_are_wild() -> None:
-    xs = [float(x) for x in range(20)]
-    ys = [3.0 + 0.5 * x for x in xs]
-    ys[3], ys[11], ys[17] = 400.0, -9.0, 70.0
-    line = slope_and_intercept(xs, ys)
-    assert line is not None
-    assert line == pytest.approx((0.5, 3.0))
-
-
-def test_points_above_each_other_make_no_line() -> None:
-    assert slope_and_intercept([2.0, 2.0], [1.0, 3.0]) is None

@@ -129,6 +129,13 @@ def test_a_run_of_16384_gpus_for_54_days_is_ranked_as_expected() -> None:
     assert ours.effective_share > others["Gemini"].effective_share
 
 
+def test_weibull_failures_come_as_often_but_in_clusters() -> None:
+    rng = np.random.default_rng(0)
+    clustered = draw_trace(FailureModel(100.0, shape=0.7), failures=500, replicas=200, rng=rng)
+    assert clustered.gaps.mean() == pytest.approx(100.0, rel=0.03)
+    assert clustered.gaps.std() > 1.3 * 100.0
+
+
 def test_losing_several_nodes_at_once_takes_what_only_their_memory_held() -> None:
     costs, rates = JOBS["cluster"]
     alone = FailureModel(rates.total.mtbf_seconds, 0.8, group_share=0.0)
