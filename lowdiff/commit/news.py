@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +56,7 @@ class RankNews:
     watched: int = 0
 
 
-_IS_FLAG = [field.type == "bool" for field in fields(RankNews)]
+_KINDS = [bool if field.type == "bool" else int for field in fields(RankNews)]
 
 
 class News:
@@ -103,7 +102,10 @@ class News:
         except RuntimeError as error:
             raise RankLost(error) from error
         self._coming = None
-        heard = tuple(_decoded(words.tolist()) for words in all_words)
+        values = (
+            [kind(word) for kind, word in zip(_KINDS, words, strict=True)] for words in all_words
+        )
+        heard = tuple(RankNews(*news) for news in values)
         self._refuse_others(heard)
         return heard
 
@@ -123,10 +125,3 @@ class News:
                     "(a body without optimizer.step(), or one commit() too many?); every rank must "
                     "attach to the same run and commit the same steps"
                 )
-
-
-def _decoded(words: Sequence[int]) -> RankNews:
-    values: list[Any] = [
-        bool(word) if is_flag else word for word, is_flag in zip(words, _IS_FLAG, strict=True)
-    ]
-    return RankNews(*values)
