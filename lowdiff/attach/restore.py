@@ -344,7 +344,8 @@ def _unlike_optimizers(state: RecoveredState, attached: Attached) -> Iterator[st
             live = optimizer.state.get(attached.parameters[i], {})
             known = recovered.state.get(spec.name, {})
             for key in live.keys() | known.keys():
-                ours, theirs = live.get(key), known.get(key)
+                ours: Any = live.get(key)
+                theirs: Any = known.get(key)
                 if isinstance(ours, torch.Tensor) and is_aligned(key, theirs, spec.numel):
                     ours, theirs = flat_like(ours, spec), theirs.flatten()
                 if key not in live or key not in known or not has_same_bits(ours, theirs):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,10 +103,7 @@ class News:
         except RuntimeError as error:
             raise RankLost(error) from error
         self._coming = None
-        values = (
-            [kind(word) for kind, word in zip(_KINDS, words, strict=True)] for words in all_words
-        )
-        heard = tuple(RankNews(*news) for news in values)
+        heard = tuple(_news(words.tolist()) for words in all_words)
         self._refuse_others(heard)
         return heard
 
@@ -125,3 +123,8 @@ class News:
                     "(a body without optimizer.step(), or one commit() too many?); every rank must "
                     "attach to the same run and commit the same steps"
                 )
+
+
+def _news(words: Sequence[int]) -> RankNews:
+    values: list[Any] = [kind(word) for kind, word in zip(_KINDS, words, strict=True)]
+    return RankNews(*values)
