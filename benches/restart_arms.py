@@ -109,7 +109,7 @@ def dcp_load(task: Restart) -> Callable[[], str]:
 def compare(task: Restart) -> Callable[[], str]:
     """The pass in which ``attach`` compares the live state with the recovered one."""
     state, attached = _RESTORED[0]
-    check_restored(state, state.items[0], attached)
+    check_restored(state, state.items[0], attached, {})
     return str
 
 

@@ -185,25 +185,25 @@ def share_files(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -
     with ranks.together():
         fences = sorted(visible_files(settings.run, ("incarnations",)))
     # First, because they say which memory is of the run's own lives.
-    ranks.share_files([(name, settings.run / name) for name in fences], settings.run)
+    ranks.share_files({name: settings.run / name for name in fences}, settings.run)
     with ranks.together():
         # What came before all fences did may be of other lives.
         shutil.rmtree(imported / run_id, ignore_errors=True)
         stages = staging_of_run(settings.staging_root, settings.folder, run_id)
-    chunks = [
-        (f"{stage.root.name}/{path.name}", path)
+    chunks = {
+        f"{stage.root.name}/{path.name}": path
         for stage in stages
         for path in [*(path for _, path in stage.chunks()), *sound_files(stage)]
         if path.exists()
-    ]
+    }
     ranks.share_files(chunks, imported / run_id)
     with ranks.together():
         for stage in StagingFolder.all_of_run(imported, run_id):
             note_kernel(stage)  # what is torn was not sent
         visible = sorted(visible_files(settings.run))
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
-        files = [(name, settings.run / name) for name in visible if fnmatch(name, f"*/{pattern}")]
-        ranks.share_files(files, settings.run, grow=pattern == "*.seg")
+        files = {name: settings.run / name for name in visible if fnmatch(name, f"*/{pattern}")}
+        ranks.share_files(files, settings.run)
 
 
 def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
@@ -234,15 +234,8 @@ def visible_files(run: Path, folders: Sequence[str] = _SHARED) -> Iterator[str]:
     The rest of the folder is passed over, and so is what goes while it is listed: the folder may
     be a disk's root, and a life before this one still collects.
     """
-    pending = [f"{name}/" for name in folders]
-    while pending:
-        within = pending.pop()
-        try:
-            with os.scandir(run / within) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(f"{within}{entry.name}/")
-                    elif entry.is_file(follow_symlinks=False):
-                        yield within + entry.name
-        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            _logger.debug("%s is passed over: %s", run / within, error)
+    for folder in folders:
+        for parent, _, names in os.walk(run / folder):
+            for path in (Path(parent, name) for name in names):
+                if path.is_file() and not path.is_symlink():
+                    yield str(path.relative_to(run))

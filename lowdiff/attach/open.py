@@ -24,9 +24,8 @@ from lowdiff.commit.image import Live, constant_images
 from lowdiff.commit.meter import RecoveryClock
 from lowdiff.commit.queue import Stager
 from lowdiff.commit.replica_queue import begin_replicated
-from lowdiff.commit.run_lock import RunLock
+from lowdiff.commit.run_lock import RunLock, StagingArea
 from lowdiff.commit.session import Session
-from lowdiff.commit.staging_area import StagingArea
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import ConfigError, StorageError
@@ -192,7 +191,8 @@ def open_session(
                 )
             with ranks.together():
                 start = load_start(settings, given, catalog, ranks, state, restore)
-                lock.check()  # recovery may have taken hours
+                if lock.is_lost(look=True):  # recovery may have taken hours
+                    raise lock.taken_over()
                 past.facts.update(clock.facts(state))
             fence = _fenced(settings, given, catalog, ranks, start)
         opened = _begin(settings, given, ranks, fence, start, memory, lock, past, left)

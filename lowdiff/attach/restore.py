@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -270,45 +271,39 @@ def _refuse(name: str, tensor: torch.Tensor | None, value: torch.Tensor) -> NoRe
     raise RunMismatch(f"{name} is in the run and not in the model; {way}")
 
 
-def check_restored(state: RecoveredState, items: Mapping[str, bytes], attached: Attached) -> None:
-    """Compare model and optimizers with the state that was loaded into them, in one pass.
+def check_restored(
+    state: RecoveredState,
+    items: Mapping[str, bytes],
+    attached: Attached,
+    averages: Mapping[str, LiveAverage],
+) -> None:
+    """Compare model, optimizers and replayed averages with what was loaded into them, in one pass.
 
     Raises:
         RunMismatch: Naming the first that differs.
     """
-    _refuse_difference(state.step, _unlike_model(state, items, attached))
-    _refuse_difference(state.step, _unlike_optimizers(state, attached))
-
-
-def check_averages(state: RecoveredState, averages: Mapping[str, LiveAverage]) -> None:
-    """Compare averages of the parameters that replay goes on with.
-
-    Raises:
-        RunMismatch: Naming the first that differs.
-    """
-
-    def differing() -> Iterator[str]:
-        for name, average in averages.items():
-            known = state.averages.get(name, {})
-            for i, tensor in average.parameters.items():
-                spec = state.fence.layout.parameters[i]
-                if spec.name in known and not has_same_bits(
-                    flat_like(tensor, spec), known[spec.name]
-                ):
-                    yield f"the average of {spec.name!r} in {name!r}"
-
-    _refuse_difference(state.step, differing())
-
-
-def _refuse_difference(step: int, names: Iterator[str]) -> None:
-    first = next(names, None)
+    differing = chain(
+        _unlike_model(state, items, attached),
+        _unlike_optimizers(state, attached),
+        _unlike_averages(state, averages),
+    )
+    first = next(differing, None)
     if first is not None:
         raise RunMismatch(
-            f"{first} is not what step {step} of the run holds, although attach has just restored "
-            "it: something that attach called wrote to it, most likely load_state_dict() of an "
-            "attached object or a hook of the model or its optimizer; leave what the model and its "
+            f"{first} is not what step {state.step} of the run holds, although attach has just "
+            "restored it: something that attach called wrote to it, most likely load_state_dict() of "
+            "an attached object or a hook of the model or its optimizer; leave what the model and its "
             "optimizers hold to attach. Nothing of the run was changed"
         )
+
+
+def _unlike_averages(state: RecoveredState, averages: Mapping[str, LiveAverage]) -> Iterator[str]:
+    for name, average in averages.items():
+        known = state.averages.get(name, {})
+        for i, tensor in average.parameters.items():
+            spec = state.fence.layout.parameters[i]
+            if spec.name in known and not has_same_bits(flat_like(tensor, spec), known[spec.name]):
+                yield f"the average of {spec.name!r} in {name!r}"
 
 
 def _unlike_model(
@@ -349,9 +344,9 @@ def _unlike_optimizers(state: RecoveredState, attached: Attached) -> Iterator[st
             live = optimizer.state.get(attached.parameters[i], {})
             known = recovered.state.get(spec.name, {})
             for key in live.keys() | known.keys():
-                ours, theirs = live.get(key), known.get(key)
-                is_full = isinstance(ours, torch.Tensor) and is_aligned(key, theirs, spec.numel)
-                if is_full and theirs is not None:
+                ours: Any = live.get(key)
+                theirs: Any = known.get(key)
+                if isinstance(ours, torch.Tensor) and is_aligned(key, theirs, spec.numel):
                     ours, theirs = flat_like(ours, spec), theirs.flatten()
                 if key not in live or key not in known or not has_same_bits(ours, theirs):
                     yield f"{key!r} of {spec.name!r} {whose}"

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 import torch
 
 from lowdiff.attach.restore import (
-    check_averages,
     check_match,
     check_restored,
     load_gradients,
@@ -101,8 +100,8 @@ def load_start(
     afresh, objects = _compare_objects(stateful, state.fence.stateful)
     restored = {name: thing for name, thing in stateful.items() if name not in afresh}
     load_stateful(state, items, restored)
-    check_restored(state, items, attached)
-    check_averages(state, {n: live for n, live in given.averages.items() if n in restored})
+    followed = {name: live for name, live in given.averages.items() if name in restored}
+    check_restored(state, items, attached, followed)
     for name in unlike(state, items, restored):
         _logger.warning(
             "rank %d: %s does not hold what its load_state_dict() was given, and the run goes on "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from lowdiff.commit.news import RankNews
 from lowdiff.core.events import log_event
@@ -23,6 +24,11 @@ from lowdiff.settings import Settings
 _logger = logging.getLogger(__name__)
 
 
+def say(rank: int, event: str, text: str, *, level: int = logging.WARNING, **facts: Any) -> None:
+    """Log what befell a rank, as one event."""
+    log_event(_logger, level, event, f"rank {rank}: {text}", rank=rank, **facts)
+
+
 class Trouble:
     """One rank's.
 
@@ -30,21 +36,13 @@ class Trouble:
         folder: Its staging folder; those of other ranks lie beside it.
         rank: The rank.
         settings: What trouble is to do.
-        most_at_risk: Says how many steps may be at risk now.
     """
 
-    def __init__(
-        self,
-        folder: StagingFolder,
-        rank: int,
-        settings: Settings,
-        most_at_risk: Callable[[], int],
-    ) -> None:
+    def __init__(self, folder: StagingFolder, rank: int, settings: Settings) -> None:
         self._folder = folder
         self._rank = rank
         self._raises = settings.on_error == "raise"
         self._degrades = settings.backpressure == "degrade"
-        self._most_at_risk = most_at_risk
         self._of_disk = ""
         self._troubled: tuple[int, ...] = ()
         self._lost_step = -1
@@ -58,53 +56,44 @@ class Trouble:
         """Whether there is any that other ranks should hear of."""
         return bool(self._of_disk or (self._raises and (self.of_store or self.of_snapshot)))
 
-    def notice(self, status: WriterStatus) -> None:
-        """Say what the writer reports, where that is news."""
-        rank = self._rank
-        if status.error and status.error != self._of_disk:
-            log_event(
-                _logger,
-                logging.WARNING,
-                "writer_error",
-                f"rank {rank}: checkpoints are not durable now; {self._effect()}",
-                rank=rank,
-                error=status.error,
-            )
-        elif self._of_disk and not status.error:
-            text = f"rank {rank}: checkpoints become durable again"
-            log_event(_logger, logging.INFO, "writer_recovered", text, rank=rank)
-        self._of_disk = status.error
+    def notice(self, status: WriterStatus, most_at_risk: int) -> None:
+        """Say what the writer reports, where that is news.
+
+        Args:
+            status: What the writer reports.
+            most_at_risk: How many steps may be at risk now.
+        """
+        rank, error = self._rank, status.error
+        if error and error != self._of_disk:
+            effect = "training goes on"
+            if self._raises:
+                effect = "this is an error at the next commit"
+            elif not self._degrades:
+                effect += f", and waits once {most_at_risk} steps are at risk"
+            say(rank, "writer_error", f"checkpoints are not durable now; {effect}", error=error)
+        elif self._of_disk and not error:
+            text = "checkpoints become durable again"
+            say(rank, "writer_recovered", text, level=logging.INFO)
+        self._of_disk = error
         if status.lost_step > self._lost_step:
             self._lost_step = status.lost_step
             if not self._degrades:  # else its trainer dropped it, and has said so
                 text = (
-                    f"rank {rank}: step {status.lost_step} was damaged in staging memory and is not "
-                    "durable; a full snapshot follows"
+                    f"step {status.lost_step} was damaged in staging memory and is not durable; a "
+                    "full snapshot follows"
                 )
-                log_event(_logger, logging.WARNING, "step_lost", text, rank=rank)
+                say(rank, "step_lost", text)
         if status.remote_error and status.remote_error != self.of_store:
-            log_event(
-                _logger,
-                logging.WARNING,
-                "store_error",
-                f"rank {rank}: nothing reaches the store now; training goes on, and what is durable "
-                "is uploaded later",
-                rank=rank,
-                error=status.remote_error,
+            text = (
+                "nothing reaches the store now; training goes on, and what is durable is uploaded "
+                "later"
             )
+            say(rank, "store_error", text, error=status.remote_error)
         self.of_store = status.remote_error
 
     def note_lost(self, step: int) -> None:
         """Say nothing of lost steps up to here: the caller has named them."""
         self._lost_step = max(self._lost_step, step)
-
-    def _effect(self) -> str:
-        """What trouble with the disk means for training now."""
-        if self._raises:
-            return "this is an error at the next commit"
-        if self._degrades:
-            return "training goes on"
-        return f"training goes on, and waits once {self._most_at_risk()} steps are at risk"
 
     def heed(self, troubled: Sequence[int]) -> None:
         """Say, or raise, that durable writing is in trouble; on all ranks at the same commit.
@@ -122,8 +111,7 @@ class Trouble:
             raise failure
         others = tuple(rank for rank in troubled if rank != self._rank)
         if others and others != self._troubled:
-            text = f"rank {self._rank} hears: {self.failure(others)}"
-            log_event(_logger, logging.WARNING, "other_writer_error", text, rank=self._rank)
+            say(self._rank, "other_writer_error", str(self.failure(others)))
         self._troubled = others
 
     def failure(self, troubled: Sequence[int]) -> WriterFailed:
@@ -192,9 +180,8 @@ class Health:
             if self._raises:
                 self._failure = error
             else:
-                rank = self._ranks.rank
-                text = f"rank {rank}: {error}. A full snapshot follows. This is said once"
-                log_event(_logger, logging.WARNING, "ranks_diverged", text, rank=rank, step=step)
+                text = f"{error}. A full snapshot follows. This is said once"
+                say(self._ranks.rank, "ranks_diverged", text, step=step)
         return is_news
 
     def check(self) -> None:

@@ -57,7 +57,7 @@ class RankNews:
     watched: int = 0
 
 
-_IS_FLAG = [field.type == "bool" for field in fields(RankNews)]
+_KINDS = [bool if field.type == "bool" else int for field in fields(RankNews)]
 
 
 class News:
@@ -103,7 +103,7 @@ class News:
         except RuntimeError as error:
             raise RankLost(error) from error
         self._coming = None
-        heard = tuple(_decoded(words.tolist()) for words in all_words)
+        heard = tuple(_news(words.tolist()) for words in all_words)
         self._refuse_others(heard)
         return heard
 
@@ -125,8 +125,6 @@ class News:
                 )
 
 
-def _decoded(words: Sequence[int]) -> RankNews:
-    values: list[Any] = [
-        bool(word) if is_flag else word for word, is_flag in zip(words, _IS_FLAG, strict=True)
-    ]
+def _news(words: Sequence[int]) -> RankNews:
+    values: list[Any] = [kind(word) for kind, word in zip(_KINDS, words, strict=True)]
     return RankNews(*values)

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from lowdiff.commit.health import Trouble
+from lowdiff.commit.health import Trouble, say
 from lowdiff.commit.meter import Counters, Meter
 from lowdiff.commit.schedule import Cadence
-from lowdiff.core.events import log_event
 from lowdiff.errors import StorageError, WriterFailed
 from lowdiff.persistence.files.shared_page import ImageMark
 from lowdiff.persistence.format.framing import RecordKind
@@ -57,6 +56,8 @@ class Stager:
         self._settings = settings
         self._rank, self._world_size = rank, world_size
         self._page = StatusPage(log.folder.trainer_status, TrainerStatus(os.getpid()))
+        self._raises = settings.on_error == "raise"
+        self._degrades = settings.backpressure == "degrade"
         #: Step of the last staged snapshot, -1 before the first.
         self.snapshot_step = -1
         self._owes_snapshot = False
@@ -64,7 +65,7 @@ class Stager:
         self._first_dropped = -1
         #: Last step before staging was made anew, until the snapshot after it is durable; else -1.
         self._renewed_step = -1
-        self.trouble = Trouble(log.folder, rank, settings, lambda: self._most_at_risk)
+        self.trouble = Trouble(log.folder, rank, settings)
 
     def begin(self, step: int, past: Past, layout: Layout) -> None:
         """Start at a step, knowing the lives before this one."""
@@ -103,17 +104,12 @@ class Stager:
         self._renewed_step = step
         self._owes_snapshot = True
         self.trouble.note_lost(step)
-        log_event(
-            _logger,
-            logging.WARNING,
-            "staging_removed",
-            f"rank {self._rank}: somebody removed {log.folder.root}, or files in it, while training "
-            f"uses it: {_lost(status.durable_step, step)}; it is made anew, and a full snapshot "
-            "follows",
-            rank=self._rank,
-            step=step,
-            durable_step=status.durable_step,
+        durable_step = status.durable_step
+        text = (
+            f"somebody removed {log.folder.root}, or files in it, while training uses it: "
+            f"{_lost(durable_step, step)}; it is made anew, and a full snapshot follows"
         )
+        say(self._rank, "staging_removed", text, step=step, durable_step=durable_step)
 
     def stage(
         self,
@@ -239,17 +235,24 @@ class Stager:
             self._renewed_step = -1
         if limit <= self._renewed_step:
             return  # it is durable, or lost
-        if self._raises and self._world_size > 1:
+        if self._tells_first:
             # The last step that may be at risk is kept for telling the other ranks of trouble.
             self._wait_until(
-                lambda status: status.durable_step > limit or bool(status.error),
+                lambda status: self._is_reached(status, limit + 1) or bool(status.error),
                 f"step {limit + 1} to be durable",
             )
-        self._wait_until(lambda status: status.durable_step >= limit, f"step {limit} to be durable")
+        self._wait_until(
+            lambda status: self._is_reached(status, limit), f"step {limit} to be durable"
+        )
 
     @property
-    def _degrades(self) -> bool:
-        return self._settings.backpressure == "degrade"
+    def _tells_first(self) -> bool:
+        """Whether trouble is raised only once all ranks have heard of it."""
+        return self._raises and self._world_size > 1
+
+    def _is_reached(self, status: WriterStatus, step: int) -> bool:
+        """Whether a step is no longer at risk."""
+        return status.durable_step >= step
 
     def _note_dropped(self, dropped_before: int, status: WriterStatus) -> None:
         """Steps that were not durable are gone; what follows needs a snapshot to be of use."""
@@ -257,15 +260,11 @@ class Stager:
         if status.durable_snapshot >= dropped_before:  # else the gap before is still open
             self._first_dropped = durable_step + 1
         if not self._owes_snapshot:
-            log_event(
-                _logger,
-                logging.WARNING,
-                "steps_dropped",
-                f"rank {self._rank}: storage is too slow and staging memory is full, so steps from "
-                f"{durable_step + 1} on are given up; a full snapshot follows when storage is back",
-                rank=self._rank,
-                step=durable_step + 1,
+            text = (
+                f"storage is too slow and staging memory is full, so steps from {durable_step + 1} "
+                "on are given up; a full snapshot follows when storage is back"
             )
+            say(self._rank, "steps_dropped", text, step=durable_step + 1)
         self._owes_snapshot = True
         self.counters.dropped_steps += self._log.dropped_step - durable_step
 
@@ -367,24 +366,14 @@ class Stager:
             now = time.perf_counter()
             if now - noticed > _NOTICE_SECONDS:
                 noticed = now
-                log_event(
-                    _logger,
-                    logging.WARNING,
-                    "waiting",
-                    f"rank {self._rank}: training has waited {now - started:.0f} s for {what}",
-                    rank=self._rank,
-                    seconds=now - started,
-                )
+                text = f"training has waited {now - started:.0f} s for {what}"
+                say(self._rank, "waiting", text, seconds=now - started)
         self.counters.waiting_seconds += time.perf_counter() - started
 
     @property
     def _most_at_risk(self) -> int:
         """Steps that the loss of the machine's power may cost."""
         return 2 * self.cadence.batch_size
-
-    @property
-    def _raises(self) -> bool:
-        return self._settings.on_error == "raise"
 
     def heed(self, troubled: Sequence[int]) -> None:
         """Say, or raise, that durable writing is in trouble; on all ranks at the same commit.
@@ -424,7 +413,7 @@ class Stager:
     def _status(self) -> WriterStatus:
         status = self._reported()
         if not (status.error and self._log.is_gone):  # the next commit names the cause and cures it
-            self.trouble.notice(status)
+            self.trouble.notice(status, self._most_at_risk)
         return status
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lowdiff.commit.health import say
 from lowdiff.commit.queue import Stager
-from lowdiff.core.events import log_event
 from lowdiff.persistence.format.differentials import numbered
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
@@ -22,8 +21,6 @@ from lowdiff.recovery.replay.optimizers import SCALAR_STATE, registrations
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
 from lowdiff.types import OptimizerSpec, Section
-
-_logger = logging.getLogger(__name__)
 
 
 class ReplicatedStager(Stager):
@@ -56,7 +53,7 @@ class ReplicatedStager(Stager):
     def begin_anew(self, step: int) -> None:
         """See ``Stager.begin_anew``: the replica waits for the snapshot that is owed."""
         super().begin_anew(step)
-        self._step = self._given_up = self.snapshot_step = -1
+        self._step = self._given_up = self.snapshot_step = self._renewed_step = -1
         self._holds_image = False
         self._is_dropping = self._needs_image = True
         self._pending = ()
@@ -154,19 +151,8 @@ class ReplicatedStager(Stager):
         """See ``Stager._most_at_risk``: only images become durable."""
         return 2 * self._settings.snapshot_every
 
-    def _wait_for_step(self, limit: int) -> None:
-        """See ``Stager._wait_for_step``; not for an image that comes only once training goes on."""
-        if self._tells_first:
-            self._wait_until(
-                lambda status: self._is_reached(status, limit + 1) or bool(status.error),
-                f"an image of step {limit + 1} to be durable",
-            )
-        self._wait_until(
-            lambda status: self._is_reached(status, limit),
-            f"an image of step {limit} to be durable",
-        )
-
     def _is_reached(self, status: WriterStatus, step: int) -> bool:
+        """See ``Stager._is_reached``: an image that comes only once training goes on does not count."""
         return status.durable_step >= step or self.needs_image or self._newest_image < step
 
     @property
@@ -180,11 +166,6 @@ class ReplicatedStager(Stager):
             image = self.replica.status().image
             newest = -1 if image is None else image.step
         return max(self.snapshot_step, newest)
-
-    @property
-    def _tells_first(self) -> bool:
-        """Whether trouble is raised only once all ranks have heard of it."""
-        return self._raises and self._world_size > 1
 
     def _keep_room(self) -> None:
         """Wait for room for the next step while there is another in which to tell of trouble.
@@ -218,15 +199,11 @@ class ReplicatedStager(Stager):
         self._log.drop_ahead()
         self._pending = ()
         if not self._is_dropping:
-            log_event(
-                _logger,
-                logging.WARNING,
-                "steps_dropped",
-                f"rank {self._rank}: the replica does not keep up, so steps from {step} on are given "
-                "up; a full snapshot follows when it has caught up",
-                rank=self._rank,
-                step=step,
+            text = (
+                f"the replica does not keep up, so steps from {step} on are given up; a full "
+                "snapshot follows when it has caught up"
             )
+            say(self._rank, "steps_dropped", text, step=step)
         self._owes_snapshot = self._is_dropping = self._needs_image = True
         self.counters.dropped_steps += 1
 
@@ -268,14 +245,8 @@ class ReplicatedStager(Stager):
         status = self.replica.status()
         if self._asks_for_image(status):
             if status.error != self._asked_with:
-                log_event(
-                    _logger,
-                    logging.WARNING,
-                    "replica_error",
-                    f"rank {self._rank}: the replica begins anew with a full snapshot: {status.error}",
-                    rank=self._rank,
-                    error=status.error,
-                )
+                text = f"the replica begins anew with a full snapshot: {status.error}"
+                say(self._rank, "replica_error", text, error=status.error)
             self._asked_with = status.error
             self._needs_image = True
         elif not status.error:

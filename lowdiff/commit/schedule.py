@@ -65,21 +65,15 @@ class Cadence:
         """
         self._base_step = self._considered = step
         self._lives = past.lives
-        setting = past.setting
-        if self._settings.is_tuned and setting is not None:
-            every, batch = self._levels.setting.snapshot_every, self._levels.setting.batch_size
-            near = Levels.near(setting).setting
-            every = near.snapshot_every if self._settings.tunes_interval else every
-            batch = near.batch_size if self._settings.tunes_batch else batch
-            self._levels = Levels.near(Setting(every, batch))
-        loss_steps = self._limits.loss_steps
-        if self._settings.tunes_batch and loss_steps is not None:
-            most = (loss_steps // 2).bit_length() - 1
-            self._levels = replace(self._levels, batch=min(self._levels.batch, most))
-        if self._settings.is_tuned:
-            self._wish = Move(self._levels, ())
-            self._take_effect()
-        self._note_setting()
+        used = self._levels if past.setting is None else Levels.near(past.setting)
+        if self._settings.tunes_interval:
+            self._levels = replace(self._levels, interval=used.interval)
+        if self._settings.tunes_batch:
+            loss_steps = self._limits.loss_steps
+            most = used.batch if loss_steps is None else (loss_steps // 2).bit_length() - 1
+            self._levels = replace(self._levels, batch=min(used.batch, most))
+        self._wish = Move(self._levels, ())
+        self._take_effect()
 
     def is_due(self, step: int) -> bool:
         """Whether a full snapshot is due at a step."""
@@ -135,7 +129,6 @@ class Cadence:
         )
         if self._rank == 0:
             log_event(_logger, logging.INFO, "tuned", text, step=step)
-        self._note_setting()
         self._decisions.append(
             {
                 "step": step,
@@ -160,8 +153,6 @@ class Cadence:
         if self._settings.tunes_batch and self.batch_size != setting.batch_size:
             self.batch_size = setting.batch_size
             self._writer.set_batch_size(self.batch_size)
-
-    def _note_setting(self) -> None:
         self._recorder.note(
             snapshot_every=float(self.snapshot_every),
             batch_size=float(self.batch_size),

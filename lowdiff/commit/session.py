@@ -15,8 +15,7 @@ from lowdiff.commit.health import Health
 from lowdiff.commit.image import Live
 from lowdiff.commit.news import News, RankNews
 from lowdiff.commit.queue import Stager
-from lowdiff.commit.run_lock import RunLock
-from lowdiff.commit.staging_area import StagingArea
+from lowdiff.commit.run_lock import RunLock, StagingArea
 from lowdiff.errors import StorageError, UsageError
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.watch import AttachedObjects, Seen, Watch

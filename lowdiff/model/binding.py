@@ -222,8 +222,7 @@ def _frozen_slots(module: torch.nn.Module, source_of: Mapping[int, str]) -> dict
 def _refuse_one_name(module: torch.nn.Module) -> None:
     """See that no two tensors get one name where what `torch.compile` puts in is left out."""
     given: dict[str, str] = {}
-    tensors = [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
-    for name in (name for name, _ in tensors):
+    for name, _ in [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]:
         other = given.setdefault(own_name(name), name)
         if other != name:
             raise UnsupportedModel(
@@ -312,11 +311,6 @@ def hyper_parameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], 
     )
 
 
-def number_or_none(value: Any) -> float | None:
-    """A scaler's tensor as a number."""
-    return None if value is None else float(value)
-
-
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
     while type(optimizer).__module__.partition(".")[0] in _TRANSPARENT:
         inner = getattr(optimizer, "optimizer", None)
@@ -371,40 +365,29 @@ def _state_dict_names(module: torch.nn.Module, source_of: Mapping[int, str]) -> 
         module: The user's own model.
         source_of: Id of every parameter -> its name, or that of its item.
     """
-    by_path, unfilled = _sources_by_path(module, source_of)
     extra = {
         key: f"{EXTRA_ITEM}/{keys[0]}" for keys in extra_state_keys(module).values() for key in keys
     }
-    item_of = {id(buffer): name for name, buffer, _, _ in _buffers(module)}
-    names = {}
-    for given, value in module.state_dict(keep_vars=True).items():
-        key = own_name(given)
-        # A state-dict hook may call a tensor otherwise, as activation checkpointing's wrapper does.
-        source = (
-            extra.get(key)
-            or by_path.get(key)
-            or source_of.get(id(value))
-            or (item_of.get(id(value)) if isinstance(value, torch.Tensor) else None)
-        )
-        if source is not None:
-            names[key] = source
-    return names | unfilled
-
-
-def _sources_by_path(
-    module: torch.nn.Module, source_of: Mapping[int, str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Path of every tensor in the model -> its source; those that training may fill apart."""
-    found: dict[str, str] = {}
-    unfilled: dict[str, str] = {}
-    item_of = {(id(part), key): name for name, _, part, key in _buffers(module)}
+    by_id, by_path, unfilled = dict(source_of), dict[str, str](), dict[str, str]()
+    item_of: dict[tuple[int, str], str] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         path = own_name(f"{prefix}." if prefix else "")
         for key, parameter in part._parameters.items():
             if id(parameter) in source_of:
-                found[path + key] = source_of[id(parameter)]
+                by_path[path + key] = source_of[id(parameter)]
         for key, buffer in part._buffers.items():
-            found[path + key] = item_of[id(part), key]
+            # The item of a part with several paths is called by the first.
+            item = item_of.setdefault((id(part), key), BUFFER_ITEM + path + key)
+            by_path[path + key] = by_id[id(buffer)] = item
             if buffer is None and key not in part._non_persistent_buffers_set:
-                unfilled[path + key] = found[path + key]  # and only then the state dict has it
-    return found, unfilled
+                unfilled[path + key] = item  # training may fill it, and then the state dict has it
+    names = {}
+    for given, value in module.state_dict(keep_vars=True).items():
+        key = own_name(given)
+        source = extra.get(key) or by_path.get(key)
+        if source is None and isinstance(value, torch.Tensor):
+            # A state-dict hook may call a tensor otherwise, as activation checkpointing's wrapper does.
+            source = by_id.get(id(value))
+        if source is not None:
+            names[key] = source
+    return names | unfilled

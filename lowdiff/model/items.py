@@ -73,6 +73,7 @@ def _sampled(parameter: torch.Tensor) -> torch.Tensor:
 #: Prefix of the name of a buffer that held a tensor once and is None now.
 ABSENT_ITEM = "absent/"
 _ABSENT = encode(None)
+_PYTHON_RNG = RNG_ITEM + "python"
 #: An item of more than this in one step is named to the user.
 LARGE_ITEM_BYTES = 1 << 20
 #: Tensors in stateful objects from this size on are logged apart, and only when they changed.
@@ -100,7 +101,7 @@ def random_generators(
 ) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
     """Item name -> what reads and what sets each global random generator."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
-        RNG_ITEM + "python": (random.getstate, random.setstate),
+        _PYTHON_RNG: (random.getstate, random.setstate),
         RNG_ITEM + "numpy": (lambda: np.random.get_state(legacy=True), np.random.set_state),
         RNG_ITEM + "torch": (torch.get_rng_state, torch.set_rng_state),
     }
@@ -139,7 +140,7 @@ class ItemTracker:
         self._versions: dict[str, tuple[int, int] | None] = {}
         self._checksums: dict[str, int] = {}
         self._committed: dict[str, bytes] = {}
-        self._seen_random: dict[str, tuple[Any, bytes]] = {}
+        self._seen_python: tuple[Any, bytes] = None, b""
         self._apart: dict[str, torch.Tensor] = {}
         self._frozen_at_start: dict[str, int] = {}
         self._trusts_versions = True
@@ -182,12 +183,13 @@ class ItemTracker:
         found = {}
         for name, (read, _) in self._random.items():
             raw = read()
-            # Python's and NumPy's generators seldom move, and comparing is cheaper than encoding.
-            seen, data = self._seen_random.get(name, (None, b""))
-            if not _equal(seen, raw):
-                data = encode(raw, name=name)
-                self._seen_random[name] = (raw, data)
-            found[name] = data
+            if name != _PYTHON_RNG:
+                found[name] = encode(raw, name=name)
+                continue
+            # It seldom moves, and comparing is cheaper than encoding so many numbers.
+            if raw != self._seen_python[0]:
+                self._seen_python = raw, encode(raw, name=name)
+            found[name] = self._seen_python[1]
         self._apart = {}
         for name, read in self._stateful.items():
             outline, apart = outlined(name, read())
@@ -322,19 +324,6 @@ def name_large_items(tracker: ItemTracker) -> None:
             "a step logs these whole if it changes them: %s",
             ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items()),
         )
-
-
-def _equal(left: Any, right: Any) -> bool:
-    """Whether two states of one generator are the same; they hold tuples, arrays and tensors."""
-    if isinstance(left, tuple) and isinstance(right, tuple):
-        if any(isinstance(part, np.ndarray) for part in left):
-            return len(left) == len(right) and all(map(_equal, left, right))
-        return left == right
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        return np.array_equal(left, right)
-    return bool(left == right)
 
 
 def outlined(name: str, state: Any) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ a Gloo group made for it. Nothing is pickled: values travel in the run's own enc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
@@ -30,29 +30,25 @@ class Ranks:
 
     def __init__(self, training_group: dist.ProcessGroup | None) -> None:
         self.training_group = training_group
-        self._group: dist.ProcessGroup | None = None
+        #: The Gloo group of lowdiff's own, on which every rank starts the same collectives in turn.
+        self.group: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
         if training_group is not None:
-            self._group = own_group(training_group)
+            self.group = own_group(training_group)
             self.rank, self.world_size = dist.get_rank(training_group), training_group.size()
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The Gloo group of lowdiff's own, on which every rank starts the same collectives in turn."""
-        return self._group
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, in rank order."""
-        if self._group is None:
+        if self.group is None:
             return [value]
         mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()], device="cpu"), group=self._group)
+        dist.all_gather(sizes, torch.tensor([mine.numel()], device="cpu"), group=self.group)
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: mine.numel()] = mine
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded, group=self._group)
+        dist.all_gather(parts, padded, group=self.group)
         return [
             decode(part[: int(size)].numpy().tobytes())
             for part, size in zip(parts, sizes, strict=True)
@@ -63,18 +59,18 @@ class Ranks:
 
         Messages from rank to rank, because in a barrier only rank 0 goes by a time limit.
         """
-        if self._group is None:
+        if self.group is None:
             return ""
         if not dist.is_initialized():
             return "the process group was destroyed before close()"
         deadline = time.monotonic() + timeout_seconds
         word = torch.zeros(1, dtype=torch.int64, device="cpu")
-        members = dist.get_process_group_ranks(self._group)
+        members = dist.get_process_group_ranks(self.group)
         others = members[1:] if self.rank == 0 else members[:1]
 
         def exchange(start: Callable[..., dist.Work | None]) -> None:
             for other in others:
-                work = start(word, other, self._group)
+                work = start(word, other, self.group)
                 assert work is not None
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
@@ -107,22 +103,18 @@ class Ranks:
                     f"rank {rank} failed: {text}. Mend that, and start all ranks again"
                 )
 
-    def share_files(
-        self, visible: Sequence[tuple[str, Path]], imported: Path, *, grow: bool = False
-    ) -> None:
+    def share_files(self, mine: Mapping[str, Path], imported: Path) -> None:
         """Bring files that only other ranks can see into a folder of this rank's own.
 
-        Equal names are the same file, but for those that grow: there the longest version counts.
+        Equal names are the same file, of which the longest version counts: a copy of what a killed
+        writer had only begun is shorter than what was written in its place since.
 
         Args:
-            visible: ``(name, path)`` of files this rank sees.
+            mine: Name -> path of the files that this rank sees.
             imported: Where missing ones are written, under their names.
-            grow: Whether they are written little by little. A copy of what a killed writer had only
-                begun is shorter than what was written in its place since.
         """
-        mine = dict(visible)
         with self.together():
-            sizes = {name: _size(path) if grow else 0 for name, path in mine.items()}
+            sizes = {name: _size(path) for name, path in mine.items()}
         tables: list[dict[str, int]] = self.gather(sizes)
         for name in sorted(set().union(*tables)):
             found = [table.get(name, -1) for table in tables]
@@ -136,26 +128,26 @@ class Ranks:
             target = imported / name
             with self.together():
                 # On a shared folder it may have appeared, or grown, since this rank looked.
-                if found[self.rank] < longest and _size(target) < (len(data) if grow else 0):
+                if found[self.rank] < longest and _size(target) < len(data):
                     make_directory(target.parent)
                     write_file(target, data)
 
     def _broadcast(self, content: bytes, owner: int) -> bytes:
-        assert self._group is not None
-        source = dist.get_global_rank(self._group, owner)
+        assert self.group is not None
+        source = dist.get_global_rank(self.group, owner)
         size = torch.tensor([len(content)], device="cpu")
-        dist.broadcast(size, source, group=self._group)
+        dist.broadcast(size, source, group=self.group)
         buffer = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         if self.rank == owner and content:
             buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         if len(buffer):
-            dist.broadcast(buffer, source, group=self._group)
+            dist.broadcast(buffer, source, group=self.group)
         return buffer.numpy().tobytes()
 
     def close(self) -> None:
         """Leave the group."""
-        leave(self._group)
-        self._group = None
+        leave(self.group)
+        self.group = None
 
 
 def _size(path: Path) -> int:

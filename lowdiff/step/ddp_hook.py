@@ -48,7 +48,7 @@ class HookState:
         self._failure: Exception | None = None
 
     def __reduce__(self) -> tuple[Callable[[], "HookState"], tuple[()]]:
-        return _state_of_a_copy, ()
+        return partial(HookState, is_copy=True), ()
 
     def open(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
         """Start to reduce for these parameters, in layout order."""
@@ -143,10 +143,6 @@ class HookState:
                 [flat(gradient) for gradient in bucket.gradients()],
                 bucket.buffer(),
             )
-
-
-def _state_of_a_copy() -> HookState:
-    return HookState(is_copy=True)
 
 
 def autocasts(device: torch.device) -> bool:

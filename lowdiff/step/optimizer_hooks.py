@@ -17,7 +17,7 @@ import torch
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.errors import UsageError
 from lowdiff.model.averages import Averages
-from lowdiff.model.binding import Attached, hyper_parameters, number_or_none
+from lowdiff.model.binding import Attached, hyper_parameters
 from lowdiff.model.shared_memory import is_whole
 from lowdiff.model.watch import StepGuard, Watch
 from lowdiff.persistence.format.values import same
@@ -292,11 +292,12 @@ class StepCapture:
         self._tell_of_kept_gradients(index)
         gradients = self._attached.gradients(index)
         self._refuse_own_gradients(gradients)
+        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         step = OptimizerStep(
             stepped=True,
             consumed=copied(hyper_parameters(optimizer)),
-            grad_scale=number_or_none(getattr(optimizer, "grad_scale", None)),
-            found_inf=number_or_none(getattr(optimizer, "found_inf", None)),
+            grad_scale=scale if scale is None else float(scale),
+            found_inf=found_inf if found_inf is None else float(found_inf),
         )
         self.changed_outside |= bool(step.found_inf) and _keeps_unwritten_memory(optimizer)
         if self._attached.ddp is None:

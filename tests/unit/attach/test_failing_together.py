@@ -87,7 +87,7 @@ def share(rank: int, world_size: int, folder: str) -> str:
     import torch.distributed as dist
 
     own = Path(folder) / f"rank-{rank}"
-    visible = [("x/data", own / "x/data")] if rank == 0 else []
+    visible = {"x/data": own / "x/data"} if rank == 0 else {}
     try:
         Ranks(dist.group.WORLD).share_files(visible, own)
     except Exception as error:

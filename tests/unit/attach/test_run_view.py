@@ -20,10 +20,11 @@ def test_only_a_runs_own_folders_are_listed(
     (tmp_path / "segments/link").symlink_to(tmp_path / "snapshots")
     listed = os.scandir
 
-    def scandir(path: Path) -> Iterator[os.DirEntry[str]]:
-        if path.name in ("lost+found", "rank-0001"):
+    def scandir(path: str) -> Iterator[os.DirEntry[str]]:
+        name = Path(path).name
+        if name in ("lost+found", "rank-0001"):
             raise PermissionError(path)
-        if path.name == "i0":
+        if name == "i0":
             raise FileNotFoundError(path)
         return listed(path)
 
