@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -13,7 +13,7 @@ from lowdiff.errors import RunMismatch
 from lowdiff.model.averages import LiveAverage
 from lowdiff.model.binding import Attached
 from lowdiff.model.items import ABSENT_ITEM, ExtraStates, Stateful
-from lowdiff.model.shared_memory import FreshTensors, doubtful, is_whole, part_copies
+from lowdiff.model.shared_memory import fill, part_copies
 from lowdiff.persistence.format.values import same
 from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.replay.optimizers import placed_scalar, take_scales_by_groups
@@ -90,38 +90,8 @@ def load_model(state: RecoveredState, items: Mapping[str, bytes], attached: Atta
         if ABSENT_ITEM + name in items:
             part, key = slots[name]
             setattr(part, key, None)
-    _fill(attached, names, lambda n: tensors[n] if n in tensors else state.resolved(n, items))
+    fill(attached, names, lambda n: tensors[n] if n in tensors else state.resolved(n, items))
     return differences
-
-
-def _fill(
-    attached: Attached, names: Collection[str], value_of: Callable[[str], torch.Tensor]
-) -> None:
-    """Give tensors of the model their values, by the names of `_live`.
-
-    One that cannot hold its value, or whose memory another name has as well with another value, is
-    replaced by a tensor of its own.
-    """
-    trained = {spec.name for spec in attached.layout.parameters}
-    live, fresh = _live(attached), FreshTensors(attached)
-    for name in sorted(names, key=trained.__contains__):  # no buffer's bytes stay on a weight
-        value, tensor = value_of(name), live.get(name)
-        if tensor is None or _form(tensor) != _form(value):
-            fresh.give(name, tensor, value)
-        elif is_whole(tensor):  # else it may hold the bytes once all others do
-            with torch.no_grad():
-                tensor.copy_(value)  # in place, because other tensors may be views of it
-    live = {name: tensor for name, tensor in _live(attached).items() if name in names}
-    for name in doubtful(live):
-        if name not in trained and not has_same_bits(live[name], value := value_of(name)):
-            fresh.give(name, live[name], value)
-
-
-def _live(attached: Attached) -> dict[str, torch.Tensor]:
-    """Parameters by name, buffers and frozen parameters by item name."""
-    names = (spec.name for spec in attached.layout.parameters)
-    trained: dict[str, torch.Tensor] = dict(zip(names, attached.parameters, strict=True))
-    return trained | attached.constants()
 
 
 def load_gradients(state: RecoveredState, attached: Attached) -> None:
@@ -212,7 +182,7 @@ def load_weights(
     Raises:
         RunMismatch: Naming what the model lacks, or has in another shape.
     """
-    live, slots, old = _live(attached), attached.buffer_slots(), state.tensors()
+    live, slots, old = attached.tensors(), attached.buffer_slots(), state.tensors()
     own_names = {name.removeprefix(FROZEN_ITEM): name for name in live}
     made = {name for name, (part, key) in slots.items() if key in part._non_persistent_buffers_set}
     wrong, taken = [], {}  # name here -> name in the run
@@ -237,7 +207,7 @@ def load_weights(
         value: torch.Tensor = old[name] if name in old else state.resolved(item, items)
         return value.to(live[own].dtype) if own in live else value
 
-    _fill(attached, taken, weight)
+    fill(attached, taken, weight)
     extra = state.resolved(EXTRA_ITEM, items) if EXTRA_ITEM in items else {}
     ExtraStates(attached.module, attached.device).load_state_dict(extra)
     return [name.removeprefix(FROZEN_ITEM) for name in live if name not in taken.keys() | made]

@@ -78,6 +78,12 @@ class Attached:
         found = {n: buffer for n, buffer, _, _ in _buffers(self.module) if buffer is not None}
         return found | {name: p.detach() for name, p in self.frozen_parameters().items()}
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters by name, buffers and frozen parameters by item name."""
+        names = (spec.name for spec in self.layout.parameters)
+        trained: dict[str, torch.Tensor] = dict(zip(names, self.parameters, strict=True))
+        return trained | self.constants()
+
     def frozen_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Item name -> parameter that no optimizer trains."""
         found = ((name, part._parameters.get(key)) for name, (part, key) in self.frozen.items())

@@ -6,7 +6,7 @@ parted since: then the module gets a tensor of its own, and stays apart from wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -52,27 +52,40 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-class FreshTensors:
-    """New tensors for buffers and frozen parameters of a model whose old ones cannot hold a value.
+def fill(
+    attached: Attached, names: Collection[str], value_of: Callable[[str], torch.Tensor]
+) -> None:
+    """Give tensors of a model their values, by the names of `Attached.tensors`.
 
-    Names that had one tensor and get the same bits have one tensor again.
+    A buffer or frozen parameter that cannot hold its value, or whose memory another name has as well
+    with another value, is replaced by a new tensor. Names that had one tensor and get the same bits
+    have one tensor again.
     """
+    trained = {spec.name for spec in attached.layout.parameters}
+    slots: dict[str, Slot] = {**attached.buffer_slots(), **attached.frozen}
+    made: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
-    def __init__(self, attached: Attached) -> None:
-        """Give them to the modules of ``attached``."""
-        self._slots: dict[str, Slot] = {**attached.buffer_slots(), **attached.frozen}
-        self._device = attached.device
-        self._given: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-
-    def give(self, name: str, old: torch.Tensor | None, value: torch.Tensor) -> None:
-        """Put a copy of ``value`` in the place of ``old``, which ``name`` has held so far."""
-        new = _copied(value, self._device if old is None else old.device, old)
+    def give_new(name: str, old: torch.Tensor | None, value: torch.Tensor) -> None:
+        new = _copied(value, attached.device if old is None else old.device, old)
         if old is not None and old.numel():
             place = (old.device, old.data_ptr(), old.shape, old.stride(), old.dtype)
-            earlier = self._given.setdefault(place, [])
+            earlier = made.setdefault(place, [])
             new = next((tensor for tensor in earlier if has_same_bits(tensor, new)), new)
             earlier.append(new)
-        put(self._slots[name], new, is_parameter=name.startswith(FROZEN_ITEM))
+        put(slots[name], new, is_parameter=name.startswith(FROZEN_ITEM))
+
+    live = attached.tensors()
+    for name in sorted(names, key=trained.__contains__):  # no buffer's bytes stay on a weight
+        value, tensor = value_of(name), live.get(name)
+        if tensor is None or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            give_new(name, tensor, value)
+        elif is_whole(tensor):  # else it may hold the bytes once all others do
+            with torch.no_grad():
+                tensor.copy_(value)  # in place, because other tensors may be views of it
+    live = {name: tensor for name, tensor in attached.tensors().items() if name in names}
+    for name in doubtful(live):
+        if name not in trained and not has_same_bits(live[name], value := value_of(name)):
+            give_new(name, live[name], value)
 
 
 def _copied(value: torch.Tensor, device: torch.device, like: torch.Tensor | None) -> torch.Tensor:
