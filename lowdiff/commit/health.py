@@ -30,7 +30,7 @@ def say(rank: int, event: str, text: str, *, level: int = logging.WARNING, **fac
 
 
 class Trouble:
-    """One rank's.
+    """What is wrong with one rank's durable writing, and what the user hears of it.
 
     Args:
         folder: Its staging folder; those of other ranks lie beside it.

@@ -12,6 +12,7 @@ import pytest
 
 from lowdiff.demo.launch import Launch, WorkersFailed, child_processes, torchrun_command
 from tests.processes import is_alive
+from tests.unit.loops import wait_until
 
 # Like torchrun and lowdiff: an agent, workers in sessions of their own, and a detached writer each.
 AGENT = """
@@ -79,7 +80,7 @@ def test_leaving_the_context_leaves_no_worker(tmp_path: Path) -> None:
     with start(code, tmp_path) as launch:
         worker = int(next(launch.lines()))
         assert is_alive(worker)
-    assert not is_alive(worker)
+    wait_until(lambda: not is_alive(worker))
 
 
 def test_children_are_the_direct_ones_that_still_run() -> None:

@@ -85,7 +85,8 @@ def test_every_error_and_every_event_is_explained() -> None:
             assert f"| `{name}` |" in text, name
     folders = ("lowdiff", "persistence", "recovery")
     code = "".join(p.read_text() for f in folders for p in (ROOT / f).rglob("*.py"))
-    events = set(re.findall(r'logging\.(?:WARNING|INFO),\s+"([a-z_]+)"', code))
+    logged = r'(?:logging\.(?:WARNING|INFO),\s+|\bsay\([^"(),]+,\s*)"([a-z_]+)"'
+    events = set(re.findall(logged, code))
     assert "writer_error" in events
     for event in events:
         assert f"`{event}`" in text, event
