@@ -6,9 +6,14 @@ and kills its writer, and the next life starts from files alone, as after SIGKIL
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
+import os
+import signal
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -37,20 +42,33 @@ class JobFailed(Exception):
 
 
 class Pool:
-    """Processes that run the same job as the ranks of one world."""
+    """Processes that run the same job as the ranks of one world.
+
+    Those that did not end a job, or ended with it, are killed and replaced: the next job finds
+    processes that wait for one.
+    """
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+        self._size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._start()
+
+    def _start(self) -> None:
         self._pipes: list[Connection] = []
         self._processes = []
-        for _ in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        for index in range(self._size):
+            ours, theirs = self._context.Pipe()
+            stacks = str(self._stacks_of(index))
+            process = self._context.Process(target=_serve, args=(theirs, stacks), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+
+    def _stacks_of(self, index: int) -> Path:
+        return Path(self._folder.name) / f"stacks-{index}"
 
     def run(self, job: Job, world_size: int, *arguments: Any) -> list[Any]:
         """Run a job on ranks ``0 .. world_size - 1``; results in rank order.
@@ -60,13 +78,30 @@ class Pool:
         """
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
-            for rank, pipe in enumerate(self._pipes[:world_size]):
-                pipe.send((job, rank, world_size, store, arguments))
-            answers = [pipe.recv() for pipe in self._pipes[:world_size]]
+            try:
+                for rank, pipe in enumerate(self._pipes[:world_size]):
+                    pipe.send((job, rank, world_size, store, arguments))
+                answers = [pipe.recv() for pipe in self._pipes[:world_size]]
+            except BaseException:  # a time limit, above all
+                self._replace()
+                raise
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
             raise JobFailed("\n".join(failures))
         return [result for _, result in answers]
+
+    def _replace(self) -> None:
+        """Print where each process stands, for whoever looks for the reason, and start new ones."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid or 0, signal.SIGUSR1)
+        time.sleep(1.0)
+        for rank, process in enumerate(self._processes):
+            process.kill()
+            process.join()
+            sys.stderr.write(f"rank {rank}:\n{self._stacks_of(rank).read_text()}")
+            self._pipes[rank].close()
+        self._start()
 
     def close(self) -> None:
         """End the processes."""
@@ -74,10 +109,12 @@ class Pool:
             pipe.send(None)
         for process in self._processes:
             process.join(10)
+        self._folder.cleanup()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, stacks: str) -> None:
     fork_processes(forks=True)
+    faulthandler.register(signal.SIGUSR1, open(stacks, "w"))  # noqa: SIM115 - until the end
 
     import torch
 
