@@ -79,10 +79,15 @@ def judge(
                 continue
             if error.path in segments:
                 number, rank, first = segments[error.path]
-                now = _by_now(error, (catalog.run_id, number, rank))
+                owner = catalog.run_id, number, rank
+                now = _by_now(error, owner)
+                if now is not None:
+                    reason = _excuse(now, catalog, number, rank, first)
+                    # Its bytes were read several times, and a live run's writer may have been at them.
+                    now = now if reason else _by_now(now, owner)
                 if now is None:
                     continue
-                error, reason = now, _excuse(now, catalog, number, rank, first)
+                error = now
         except FileNotFoundError:
             continue  # a live run's retention was faster
         except (DamagedFile, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -37,7 +38,7 @@ from lowdiff.recovery.replica.recover import (
     with_steps_in_memory,
 )
 
-_LOOKS = 3
+_LOOKS_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,18 +220,20 @@ def _look(folder: RunFolder, root: Path) -> Catalog:
     to the snapshots of the look before: within a life, a writer makes that durable before them.
     """
     catalog = scan(folder, [root], check_all=True)
-    for _ in range(_LOOKS):
+    deadline = time.monotonic() + _LOOKS_SECONDS
+    while True:
         legs = _legs_of(catalog)
         if legs and not any(leg.gap for leg in legs):
-            break
+            return catalog
         known = {s.folder for s in catalog.snapshots} | {e.path.parent for e in catalog.damage}
         now = scan(folder, [root], check_all=True)
         before = replace(now, snapshots=tuple(s for s in now.snapshots if s.folder in known))
         # Retention begins with the oldest: while the newest is there, so is all that follows it.
         if _newest_snapshot(before) >= max(_newest_snapshot(catalog), 0):
             return before
+        if time.monotonic() > deadline:
+            return before if before.snapshots else now
         catalog = now
-    return catalog
 
 
 def _newest_snapshot(catalog: Catalog) -> int:

@@ -4,7 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.image import Manifest
 from lowdiff.persistence.run.catalog import add_segments, complete_snapshots
 from lowdiff.persistence.run.fences import read_fence, read_run_id, write_fence
-from lowdiff.recovery import recover
+from lowdiff.recovery import damage, recover
 from lowdiff.recovery.inspect.verify import Replayed, VerifyReport, verify
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from tests.crash.lives import history
@@ -134,6 +134,53 @@ def test_a_live_run_may_go_on_while_its_segments_are_read(
     (report,) = reports
     assert report.failures == ()
     assert report.recoverable == (recoverable,)
+
+
+def test_a_reader_that_is_overtaken_at_every_look_sees_no_loss(tmp_path: Path) -> None:
+    """Twice as fast as it reads, a run has removed what the look before knew of."""
+    folder, looks, reports = RunFolder(tmp_path / "run"), [], []
+    has_ended = Event()
+
+    def newest() -> int:
+        return max((s.step for s in complete_snapshots(folder, read_run_id(folder))), default=0)
+
+    def overtaken(*arguments: Any, **options: Any) -> None:
+        add_segments(*arguments, **options)
+        if current_thread() is not looking:  # but attach's own
+            return
+        looks.append(newest())
+        if len(looks) <= 5:
+            wait_until(lambda: has_ended.is_set() or newest() >= looks[-1] + 10)
+
+    looking = Thread(target=lambda: reports.append(verify(tmp_path / "run", "/nowhere")))
+
+    def go_on(step: int, _: nn.Module) -> None:
+        if step == 8:
+            looking.start()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowdiff.persistence.run.catalog.add_segments", overtaken)
+        train(tmp_path, 120, inside=go_on, retention=1)
+        has_ended.set()
+        looking.join(PATIENCE_SECONDS)
+    assert [report.failures for report in reports] == [()]
+    assert len(looks) > 3
+
+
+def test_a_segment_that_is_written_while_it_is_judged_is_not_damaged(
+    crashed: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = max(crashed.run.rglob("*.seg"))
+    written, real = newest.read_bytes(), damage._by_now
+    newest.write_bytes(b"")  # as between the two system calls of its writer
+
+    def meanwhile(*arguments: Any) -> Any:
+        found = real(*arguments)
+        newest.write_bytes(written)
+        return found
+
+    monkeypatch.setattr(damage, "_by_now", meanwhile)
+    assert verify(crashed.run, "/nowhere").failures == ()
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path) -> None:
