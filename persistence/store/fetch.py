@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -85,8 +85,7 @@ def download(
     parents = {path.parent for path in paths.values()}
     for parent in parents:
         make_directory(parent)
-        for left in parent.glob("*.seg.*.partial"):  # of a fetch that was killed
-            left.unlink(missing_ok=True)
+        _remove_partials(parent, set(paths.values()))
     partials = {n: p.with_name(f"{p.name}.{os.getpid()}.partial") for n, p in paths.items()}
     missing, lock = Counter(name for name, _, _ in pieces), Lock()
 
@@ -117,6 +116,15 @@ def download(
             fsync_directory(parent)
     finally:
         for partial in partials.values():
+            partial.unlink(missing_ok=True)
+
+
+def _remove_partials(parent: Path, wanted: Collection[Path]) -> None:
+    """Remove what killed fetches of the wanted files left; one that runs on this node keeps its own."""
+    for partial in parent.glob("*.partial"):
+        name, _, pid = partial.stem.rpartition(".")
+        is_fetch = parent / name in wanted and pid.isdecimal()
+        if is_fetch and (int(pid) == os.getpid() or not Path("/proc", pid).exists()):
             partial.unlink(missing_ok=True)
 
 

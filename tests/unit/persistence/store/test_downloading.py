@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,28 @@ def test_a_fetch_that_ends_early_leaves_what_it_has_and_nothing_else(
     download(store, folder, [*contents], sizes, together=together)
     found = {folder.name(p): p.read_bytes() for p in folder.root.rglob("*") if p.is_file()}
     assert found == contents
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run.json",
+        "segments/rank-0000/i000000-s0000000001.seg",
+        "snapshots/i000000-s0000000000/rank-0000.safetensors",
+    ],
+)
+def test_a_fetch_removes_what_a_killed_one_left_and_nothing_of_one_that_runs(
+    tmp_path: Path, name: str
+) -> None:
+    store = ObjectStore(f"file://{tmp_path}/store", make=True)
+    store.create(name, b"whole")
+    folder = RunFolder(tmp_path / "run")
+    path = folder.root / name
+    path.parent.mkdir(parents=True)
+    gone = 1 << 23  # above the kernel's largest process id
+    for pid in (gone, os.getpid(), os.getppid()):
+        path.with_name(f"{path.name}.{pid}.partial").write_bytes(b"longer than the whole file")
+    download(store, folder, [name], {name: 5})
+    found = {p.name: p.read_bytes() for p in path.parent.iterdir()}
+    running = f"{path.name}.{os.getppid()}.partial"
+    assert found == {path.name: b"whole", running: b"longer than the whole file"}
