@@ -301,9 +301,8 @@ class Environment:
     """Facts on which the last bits of the arithmetic can depend.
 
     Attributes:
-        default_dtype: torch dtype name; "" in runs from before it was recorded.
-        matmul_precision: As `torch.get_float32_matmul_precision` says; "" where it cannot tell, and in
-            runs from before it was recorded.
+        default_dtype: torch dtype name.
+        matmul_precision: As `torch.get_float32_matmul_precision` says; "" where it cannot tell.
     """
 
     device: str
@@ -313,8 +312,8 @@ class Environment:
     num_threads: int
     flush_denormal: bool
     mkl: str
-    default_dtype: str = ""
-    matmul_precision: str = ""
+    default_dtype: str
+    matmul_precision: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import lowdiff
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 
 
@@ -77,7 +78,5 @@ def start_detached(
 
 def _import_path() -> str:
     """Where this very lowdiff is found, ahead of whatever the environment says."""
-    here = str(Path(__file__).parent.parent.parent)
-    package = Path(sys.modules["lowdiff"].__file__ or here).parent.parent
     others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return os.pathsep.join([str(package), *map(os.path.abspath, others)])
+    return os.pathsep.join([str(Path(lowdiff.__file__).parents[1]), *map(os.path.abspath, others)])

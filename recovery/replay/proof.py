@@ -203,7 +203,7 @@ def _replayed(
     state = empty_state(number - 1, replace(fence, averages={}))
     state.parameters = {names[i]: values for i, values in before.parameters.items()}
     state.optimizers = [OptimizerState([{} for _ in o.groups], {}) for o in fence.optimizers]
-    state.items, state.residual_marks = [{}], [None]
+    state.items = [{}]
     state.optimizers[index] = OptimizerState(
         [dict(group) for group in done.consumed],
         {names[i]: dict(entries) for i, entries in before.state.items()},

@@ -6,7 +6,6 @@ is read and decoded meanwhile, so memory is bounded whatever the number of diffe
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -49,8 +48,6 @@ from lowdiff.recovery.replay.unit import (
 )
 from lowdiff.recovery.state import RecoveredState, begin_life
 from lowdiff.types import Differential, Fence
-
-_logger = logging.getLogger(__name__)
 
 #: Decoded bytes of a window; two are in memory, one in use and one being read. The first is small,
 #: so that replay starts at once.

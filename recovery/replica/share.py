@@ -262,7 +262,7 @@ def numbers_of(state: RecoveredState, unit: Unit) -> bytes:
 
 def _state(file: ReplicaFile, fence: Fence, base: dict[str, Any]) -> RecoveredState:
     state = empty_state(file.base_step, fence)
-    state.items, state.residuals, state.residual_marks = [base["items"]], [{}], [None]
+    state.items, state.residuals = [base["items"]], [{}]
     state.held = tuple(base["held"])
     names = {spec.name for spec in fence.layout.parameters}
     for full_name, tensor in file.tensors().items():

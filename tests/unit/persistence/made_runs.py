@@ -33,7 +33,9 @@ from tests.unit.recovery.training import flip
 
 RUN_ID = "00112233445566778899aabbccddeeff"
 LIFE = "ffeeddccbbaa99887766554433221100"
-ENVIRONMENT = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
+ENVIRONMENT = Environment(
+    "cpu", "2.13", "some processor", "AVX2", 1, False, "", "float32", "highest"
+)
 LAYOUT = Layout((ParameterSpec("w", (2, 3), (3, 1), "float32", 0),))
 
 

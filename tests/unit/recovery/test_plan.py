@@ -16,7 +16,7 @@ from lowdiff.persistence.run.records import RankRecords, StoredRecord
 from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
 from lowdiff.types import Environment, Fence, Layout
 
-ENVIRONMENT = Environment("cpu", "2.13.0", "processor", "AVX2", 1, False, "")
+ENVIRONMENT = Environment("cpu", "2.13.0", "processor", "AVX2", 1, False, "", "float32", "highest")
 
 
 def life(number: int, *, base: int = 0, parent: int | None = None, ranks: int = 1) -> Incarnation:

@@ -49,7 +49,6 @@ state = RecoveredState(
     optimizers=[OptimizerState([{"lr": 0.1}], adam)],
     items=[{"frozen/f": encode(torch.ones(1 << 20))}],
     held=(),
-    residual_marks=[None],
     residuals=[{}],
     base_step=3,
 )

@@ -127,7 +127,9 @@ def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
     from lowdiff.types import Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
     settings = settings_in(tmp_path, batch_size=1, retention=Retention(snapshots=1))
-    environment = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
+    environment = Environment(
+        "cpu", "2.13", "some processor", "AVX2", 1, False, "", "float32", "highest"
+    )
     write_fence(
         settings.folder,
         Fence(

@@ -54,7 +54,9 @@ def fence_of(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Fence:
         base_step=0,
         rank=0,
         world_size=1,
-        environment=Environment("cpu", torch.__version__, "", "", 1, False, ""),
+        environment=Environment(
+            "cpu", torch.__version__, "", "", 1, False, "", "float32", "highest"
+        ),
         layout=layout_of((names[id(p)], p) for p in parameters),
         optimizers=(OptimizerSpec(class_name(optimizer), groups),),
         compressor={},
@@ -95,7 +97,6 @@ def assert_units_replay(
         optimizers=[OptimizerState(list(consumed(optimizer)), {})],
         items=[{}],
         held=(),
-        residual_marks=[None],
         residuals=[],
         base_step=0,
     )
