@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowdiff.errors import StepNotFound
+from lowdiff.persistence.format.framing import StoredRecord
 from lowdiff.persistence.run.catalog import Catalog, SnapshotSet
 from lowdiff.persistence.run.lineage import Span, lineage
-from lowdiff.persistence.run.records import RankRecords, StoredRecord, reach
+from lowdiff.persistence.run.records import RankRecords, reach
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,6 @@ from lowdiff.core.layout import shaped
 from lowdiff.errors import DamagedFile, RunMismatch
 from lowdiff.persistence.format.value_types import BadEncoding
 from lowdiff.persistence.format.values import decode
-from lowdiff.recovery.replay.optimizers import is_scalar
 from lowdiff.types import Differential, Fence, ItemRef
 
 _logger = logging.getLogger(__name__)
@@ -29,6 +28,10 @@ EXTRA_STATE = "model.get_extra_state()"
 EXTRA_ITEM = STATEFUL_ITEM + EXTRA_STATE
 #: Name, among the stateful objects, of what the training loop carries from step to step.
 LOOP_STATE = "checkpointer.state"
+
+#: State entries that may hold one number for the whole parameter, whatever the parameter's shape. Of
+#: another class they may hold one for each element; see `is_scalar`.
+SCALAR_STATE = {"step", "eta", "mu", "mu_product"}
 
 
 @dataclass(slots=True, eq=False)
@@ -226,6 +229,14 @@ class RecoveredState:
         if not found.get(LOOP_STATE):
             found.pop(LOOP_STATE, None)
         return found
+
+
+def is_scalar(key: str, numel: int) -> bool:
+    """Whether a state entry with as many elements as its parameter is one number all the same.
+
+    With several elements it is none, whatever its name: third parties keep an average as ``mu``.
+    """
+    return numel == 1 and key in SCALAR_STATE
 
 
 def is_aligned(key: str, value: Any, numel: int) -> bool:

@@ -9,7 +9,6 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import lowdiff
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 
 
@@ -78,5 +77,6 @@ def start_detached(
 
 def _import_path() -> str:
     """Where this very lowdiff is found, ahead of whatever the environment says."""
+    here = Path(str(sys.modules["lowdiff"].__file__)).parents[1]
     others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return os.pathsep.join([str(Path(lowdiff.__file__).parents[1]), *map(os.path.abspath, others)])
+    return os.pathsep.join([str(here), *map(os.path.abspath, others)])

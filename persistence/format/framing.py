@@ -224,6 +224,20 @@ class RecordRef:
         return crc32c(self.body) == self.header.body_checksum
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRecord:
+    """A differential and where it was found."""
+
+    record: RecordRef
+    path: Path
+    staged: bool
+
+    @property
+    def framed_bytes(self) -> int:
+        """Its length in the file."""
+        return HEADER_BYTES + self.record.header.body_bytes
+
+
 def padded(size: int) -> int:
     """``size`` rounded up to 8, the alignment of records and sections."""
     return size + (-size % 8)

@@ -13,13 +13,12 @@ from pathlib import Path
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
-from lowdiff.persistence.format.framing import FileHeader, RecordKind, read_records
+from lowdiff.persistence.format.framing import FileHeader, RecordKind, StoredRecord, read_records
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
-from lowdiff.persistence.retention.journal import Collected, read_notes, read_pins
-from lowdiff.persistence.retention.plan import Pin
 from lowdiff.persistence.run.fences import read_fence, read_run_id
+from lowdiff.persistence.run.journal import Collected, Pin, read_notes, read_pins
 from lowdiff.persistence.run.owner import staging_of_run
-from lowdiff.persistence.run.records import RankRecords, StoredRecord, list_segment
+from lowdiff.persistence.run.records import RankRecords, list_segment
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.types import Fence

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lowdiff.errors import DamagedFile, LowDiffError, NotARun, RunInUse
-from lowdiff.persistence.files.durable import check_types, make_directory, read_json, write_json
+from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import check_types, read_json, write_json
 from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
 _CONTENT_HASH = re.compile("[0-9a-f]{64}")

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lowdiff.errors import DamagedFile, LowDiffError
-from lowdiff.persistence.files.durable import make_directory, read_json, write_json
+from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.files.shared_page import Page, PageReader
+from lowdiff.persistence.format.document import read_json, write_json
 
 _logger = logging.getLogger(__name__)
 

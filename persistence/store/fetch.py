@@ -21,13 +21,7 @@ from threading import Lock
 from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
-from lowdiff.persistence.files.durable import (
-    fsync_directory,
-    make_directory,
-    parse_json,
-    read_json,
-    write_file,
-)
+from lowdiff.persistence.files.durable import fsync_directory, make_directory, write_file
 from lowdiff.persistence.files.paths import (
     CONSTANTS_NAME,
     NOTES_NAME,
@@ -36,6 +30,7 @@ from lowdiff.persistence.files.paths import (
     RunFolder,
     file_bytes,
 )
+from lowdiff.persistence.format.document import parse_json, read_json
 from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, read_records
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.run.catalog import complete_fences

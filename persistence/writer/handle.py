@@ -16,8 +16,9 @@ from pathlib import Path
 from lowdiff.core.events import log_event, printable
 from lowdiff.errors import WriterFailed
 from lowdiff.persistence.files.detached_process import DetachedProcess, start_detached
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusReader, WriterStatus
-from lowdiff.persistence.writer.settings import END, WRITE_THROUGH, WriterSettings, batch_size_word
+from lowdiff.persistence.writer.orders import END, WRITE_THROUGH, batch_size_word
 
 _logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from aiofiles.threadpool.binary import AsyncBufferedReader
 from crc32c import crc32c
 
 from lowdiff.errors import StorageError
-from lowdiff.persistence.files.durable import fsync_directory, make_directory, make_durable
+from lowdiff.persistence.files.durable import fsync_directory, make_directory
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, RecordRef, padded
@@ -25,6 +25,7 @@ from lowdiff.persistence.format.sections import encode_sections, read_sections
 from lowdiff.persistence.format.segment_file import (
     Footer,
     SegmentFile,
+    make_durable,
     seal_left,
     write_footer,
 )

@@ -21,7 +21,6 @@ from lowdiff.recovery.load import empty_state
 from lowdiff.recovery.replay.optimizers import (
     build,
     granularity,
-    is_scalar,
     needs_live_threads,
     settle_kernels,
     usable_on,
@@ -30,7 +29,7 @@ from lowdiff.recovery.replay.optimizers import (
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
 from lowdiff.recovery.replay.sizing import BLOCK_ELEMENTS, threads_put_back
 from lowdiff.recovery.replay.unit import Scratch, Step, UnitState, is_out_of_means
-from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned
+from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned, is_scalar
 from lowdiff.types import (
     Block,
     Differential,

@@ -7,13 +7,8 @@ import time
 from collections.abc import Sequence
 
 from lowdiff.persistence.files.detached_process import DetachedProcess, start_detached
-from lowdiff.persistence.staging.status import (
-    ReplicaSettings,
-    ReplicaStatus,
-    StatusPage,
-    StatusReader,
-    read_status,
-)
+from lowdiff.persistence.staging.settings import ReplicaSettings
+from lowdiff.persistence.staging.status import ReplicaStatus, StatusPage, StatusReader, read_status
 from lowdiff.persistence.writer.handle import Deaths
 
 _logger = logging.getLogger(__name__)

@@ -26,13 +26,12 @@ from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, StorageErr
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.shared_page import ImageMark
-from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef
+from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef, StoredRecord
 from lowdiff.persistence.format.image import stage_image
 from lowdiff.persistence.run.fences import read_fence
-from lowdiff.persistence.run.records import StoredRecord
 from lowdiff.persistence.staging.log import LogTail
+from lowdiff.persistence.staging.settings import ReplicaSettings
 from lowdiff.persistence.staging.status import (
-    ReplicaSettings,
     ReplicaStatus,
     StatusPage,
     StatusReader,

@@ -13,8 +13,8 @@ from lowdiff.core.layout import shares_of
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
+from lowdiff.persistence.format.framing import StoredRecord
 from lowdiff.persistence.format.values import decode, encode
-from lowdiff.persistence.run.records import StoredRecord
 from lowdiff.recovery.images import aligned_tensors, other_numbers
 from lowdiff.recovery.load import add_numbers, empty_state, place_of
 from lowdiff.recovery.replay.blocks import Unit

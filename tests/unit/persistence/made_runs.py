@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lowdiff.persistence.files.durable import make_directory, write_json
+from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import encode_scalars
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, FileKind, RecordKind
 from lowdiff.persistence.format.image import Manifest, manifest_file
 from lowdiff.persistence.format.segment_file import seal_left

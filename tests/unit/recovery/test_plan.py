@@ -10,9 +10,9 @@ import pytest
 from crc32c import crc32c
 
 from lowdiff.errors import StepNotFound
-from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef
+from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef, StoredRecord
 from lowdiff.persistence.run.catalog import Catalog, Incarnation, SnapshotSet
-from lowdiff.persistence.run.records import RankRecords, StoredRecord
+from lowdiff.persistence.run.records import RankRecords
 from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
 from lowdiff.types import Environment, Fence, Layout
 

@@ -18,13 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowdiff.errors import DamagedFile, OtherFormat, StorageError
-from lowdiff.persistence.files.durable import (
-    fsync_directory,
-    make_directory,
-    read_json,
-    write_file,
-    write_json,
-)
+from lowdiff.persistence.files.durable import fsync_directory, make_directory, write_file
+from lowdiff.persistence.format.document import read_json, write_json
 
 ROOT = Path(__file__).parents[4]
 CONTENT = {"name": "größe", "steps": [1, 2, -3], "density": 0.01, "parent": None, "ok": True}

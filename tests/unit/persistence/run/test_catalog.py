@@ -12,10 +12,11 @@ import pytest
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, NotARun, OtherFormat, RunInUse
-from lowdiff.persistence.files.durable import make_directory, write_json
+from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordKind
 from lowdiff.persistence.format.image import Manifest, manifest_file, shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile

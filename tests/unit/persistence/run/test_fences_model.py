@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef
+from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef, StoredRecord
 from lowdiff.persistence.run.catalog import Catalog, Incarnation, SnapshotSet
-from lowdiff.persistence.run.records import RankRecords, StoredRecord
+from lowdiff.persistence.run.records import RankRecords
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.types import Environment, Fence, Layout
 

@@ -21,13 +21,13 @@ from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
-from lowdiff.persistence.retention.plan import Retention
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import StatusReader, WriterStatus
 from lowdiff.persistence.writer import handle as writer_process
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.persistence.writer.segments import durable_step
+from lowdiff.types import Retention
 from tests.processes import is_alive
 from tests.unit.persistence.writers import (
     PATIENCE_SECONDS,

@@ -17,11 +17,11 @@ from safetensors.numpy import load_file
 from lowdiff.errors import WriterFailed
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.format.image import shard_file
-from lowdiff.persistence.retention.plan import Retention
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import write_fence
 from lowdiff.persistence.writer import handle as writer_process
 from lowdiff.persistence.writer.main import Writer
+from lowdiff.types import Retention
 from tests.mounts import remount, tmpfs_or_skip
 from tests.unit.persistence.made_runs import fence, tear
 from tests.unit.persistence.writers import (

@@ -16,8 +16,8 @@ from torch import nn
 import lowdiff
 from lowdiff.core.numerics import arithmetic_of, environment_of, flushes_denormals
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.files.durable import read_json, write_json
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import read_json, write_json
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.run.fences import read_fence
 from lowdiff.recovery.inspect.verify import verify

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lowdiff.errors import ConfigError, DamagedFile
-from lowdiff.persistence.files.durable import fsync_directory, make_directory, read_json, write_json
+from lowdiff.persistence.files.durable import fsync_directory, make_directory
 from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.retention.plan import Pin, Retention
+from lowdiff.persistence.format.document import read_json, write_json
+from lowdiff.types import Retention
 
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
@@ -45,6 +46,19 @@ class Collected:
             else:
                 merged.append((owner, first, last))
         return Collected(tuple(merged))
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A step that stays.
+
+    Attributes:
+        incarnation: Whose step it is: after going back before it, the same number is another step.
+    """
+
+    label: str
+    step: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
