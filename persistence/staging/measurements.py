@@ -1,4 +1,4 @@
-"""What the lives of a run measured, as the tuner wants it; needs no torch."""
+"""What an incarnation measures: pages in staging while it lives, a document in the run folder for the tuner."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def start_run(state: RecoveredState, run: str | Path) -> Path:
     """Write a run folder whose first and only snapshot is ``state``.
 
     A ``Checkpointer`` on it goes on after the state's step, with any number of ranks. Of the
-    error-feedback residual it has what the old run's atomic snapshot of that very step held, and
+    error-feedback residual it has what the old run's snapshot of that very step held, and
     starts from zeros otherwise: exact state, not the old run's exact continuation.
 
     Args:

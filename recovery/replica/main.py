@@ -277,8 +277,7 @@ class Replica:
 
     def _generations(self) -> list[int]:
         """Numbers of the files there are, also of one that was never published."""
-        names = [path.name for path in self._staging.root.glob("replica-????????")]
-        return [int(name.removeprefix("replica-")) for name in names]
+        return [generation for generation, _ in self._staging.replica_states()]
 
     def _reopen(self) -> None:
         """Take up the published file, finishing or undoing what was under way."""
