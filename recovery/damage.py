@@ -17,10 +17,12 @@ from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.framing import (
     HEADER_BYTES,
+    RECORD_MAGIC,
     FileHeader,
     RecordHeader,
     read_record,
     read_records,
+    sound_end,
 )
 from lowdiff.persistence.format.image import was_removed
 from lowdiff.persistence.format.segment_file import SegmentFile
@@ -29,7 +31,7 @@ from lowdiff.persistence.run.fences import read_fence
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.recovery.plan import recoverable, spans_of
 
-_RECORD_START = re.compile(rb"LDRC")
+_RECORD_START = re.compile(RECORD_MAGIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +208,11 @@ def _staging_damage(catalog: Catalog, *, check_all: bool) -> Iterator[Finding]:
                 if view is None or any(view[:HEADER_BYTES]):
                     yield Finding.of(error)
                 continue
-            end = _end_of_records(view, header)
+            end = sound_end(view, header)
             # Between the looks a live trainer may have written on, or reused the chunk.
             if (
                 _is_broken(view, end, header)
-                and _end_of_records(view, header) == end
+                and sound_end(view, header) == end
                 and view[:HEADER_BYTES] == header.pack()
             ):
                 what = "a record is broken that was whole once"
@@ -226,10 +228,6 @@ def _is_broken(view: memoryview, end: int, file: FileHeader) -> bool:
         file.sequence,
     )
     return own or next(_records_after(view, end, file), None) is not None
-
-
-def _end_of_records(view: memoryview, header: FileHeader) -> int:
-    return max((record.end for record in read_records(view, header)), default=HEADER_BYTES)
 
 
 def _missing_fences(folder: RunFolder, catalog: Catalog) -> Iterator[tuple[int, Path]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from lowdiff.errors import StepNotFound
 from lowdiff.persistence.format.framing import StoredRecord
@@ -32,11 +33,6 @@ class PlannedStep:
             DamagedFile: If one is not there any more.
         """
         return tuple(source[self.step] for source in self.sources)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes to read."""
-        return sum(shard.record.header.body_bytes for shard in self.shards)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +143,16 @@ def _reach(catalog: Catalog, spans: Sequence[Span], step: int) -> int:
             shards = [catalog.of(span.incarnation, rank) for rank in range(span.world_size)]
             step = max(step, reach(shards, step, span.last))
     return step
+
+
+def bytes_of(steps: Sequence[PlannedStep]) -> int:
+    """Bytes of the records of consecutive steps, framing included."""
+    return sum(
+        records.framed_bytes(own[0].step, own[-1].step)
+        for _, group in groupby(steps, key=lambda step: step.incarnation)
+        if (own := list(group))
+        for records in own[0].sources
+    )
 
 
 def rebases(catalog: Catalog, spans: Sequence[Span], step: int) -> bool:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
-from lowdiff.persistence.format.framing import FileHeader, RecordKind, StoredRecord, read_records
+from lowdiff.persistence.format.framing import RecordKind, StoredRecord
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.run.fences import read_fence, read_run_id
 from lowdiff.persistence.run.journal import Collected, Pin, read_notes, read_pins
@@ -245,21 +244,6 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
     if damage:
         raise damage[0]
     return {n: i.fence for n, i in found.items() if _has_begun(folder, i.fence)}
-
-
-def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, int] | None:
-    """One rank's newest segment of an incarnation that holds a record, and its last step."""
-    found = folder.segments(lambda owner: owner == rank)
-    for path in reversed([path for number, *_, path in found if number == incarnation]):
-        try:
-            view = read_view(path)
-            header = FileHeader.unpack(view, path)
-        except (DamagedFile, FileNotFoundError):
-            continue  # a dead writer's first, torn record; or a live run's retention was faster
-        steps = [record.header.step for record in read_records(view, header)]
-        if steps:
-            return path, steps[-1]
-    return None
 
 
 def _fences(

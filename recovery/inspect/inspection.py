@@ -17,7 +17,7 @@ from lowdiff.persistence.run.records import RankRecords
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.persistence.store.fetch import fetch_history, opened, temporary_folder
-from lowdiff.recovery.plan import recoverable, spans_of, usable_snapshots
+from lowdiff.recovery.plan import bytes_of, recoverable, spans_of, usable_snapshots
 
 _logger = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ def _forecast(catalog: Catalog, step: int | None) -> Forecast:
         in_memory=isinstance(plan, MemoryPlan),
         snapshot_bytes=size,
         differentials=len(plan.steps),
-        differential_bytes=sum(planned.bytes for planned in plan.steps),
+        differential_bytes=bytes_of(plan.steps),
         memory_bytes=needed_bytes(size),
         free_bytes=free_bytes(),
     )

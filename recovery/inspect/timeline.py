@@ -216,7 +216,8 @@ def _steps(catalog: Catalog, base: SnapshotSet, last: int) -> tuple[PlannedStep,
 
 
 def _step(planned: PlannedStep, moved: Mapping[int, Movement], elements: int) -> TimelineStep:
-    done = read_differential(planned.shards[0], Codec()).optimizers
+    shards = planned.shards
+    done = read_differential(shards[0], Codec()).optimizers
     movement = moved.get(planned.step, Movement())
     return TimelineStep(
         step=planned.step,
@@ -226,5 +227,5 @@ def _step(planned: PlannedStep, moved: Mapping[int, Movement], elements: int) ->
         density=movement.nonzeros / elements,
         lr=tuple(float(group["lr"]) for step in done for group in step.consumed if "lr" in group),
         stepped=any(step.stepped and not step.found_inf for step in done),
-        stored_bytes=planned.bytes,
+        stored_bytes=sum(shard.framed_bytes for shard in shards),
     )
