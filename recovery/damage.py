@@ -116,7 +116,7 @@ def gap_after(catalog: Catalog, last: int) -> Finding | None:
     number = owner.incarnation
     ranks = range(owner.world_size)
     lacking = next((rank for rank in ranks if step not in catalog.of(number, rank)), None)
-    has_replica = catalog.incarnations[number].fence.has_replica
+    has_replica = catalog.incarnations[number].has_replica
     if lacking is None or has_replica or catalog.collected.holds(number, step):
         return None
     path, reason = _place_of(catalog, number, lacking, step)
@@ -233,7 +233,7 @@ def _is_broken(view: memoryview, end: int, file: FileHeader) -> bool:
 def _missing_fences(folder: RunFolder, catalog: Catalog) -> Iterator[tuple[int, Path]]:
     """Incarnations that do not count, because the fence of some rank is not there."""
     fences, damaged = list(folder.fences()), {error.path for error in catalog.damage}
-    parents = (life.fence.parent for life in catalog.incarnations.values())
+    parents = (fence.parent for fence in catalog.incarnations.values())
     numbers = {*(number for number, _, _ in fences), *(number for number, _ in catalog.records)}
     for number in sorted(numbers.union(parent for parent in parents if parent is not None)):
         own = {rank: path for n, rank, path in fences if n == number}
@@ -248,7 +248,7 @@ def _left_something(catalog: Catalog, number: int) -> bool:
     return (
         any(incarnation == number for incarnation, _ in catalog.records)
         or any(snapshot.incarnation == number for snapshot in catalog.snapshots)
-        or any(life.fence.parent == number for life in catalog.incarnations.values())
+        or any(fence.parent == number for fence in catalog.incarnations.values())
     )
 
 

@@ -166,7 +166,7 @@ def rebases(catalog: Catalog, spans: Sequence[Span], step: int) -> bool:
 
 def spans_of(catalog: Catalog) -> tuple[Span, ...]:
     """Which incarnation owns which steps of the run's history."""
-    fences = {n: incarnation.fence for n, incarnation in catalog.incarnations.items()}
+    fences = catalog.incarnations
     # A life whose fence cannot be read is known by its records: it made void what others recorded
     # beyond the step it began from, also if nothing of its own comes back.
     newest = max(fences, default=-1)
@@ -184,7 +184,7 @@ def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], 
     owner = next((span for span in spans if span.owns(step)), None)
     if owner is not None and catalog.collected.holds(owner.incarnation, step):
         return f"retention removed the differential of step {step}"
-    if owner is not None and catalog.incarnations[owner.incarnation].fence.has_replica:
+    if owner is not None and catalog.incarnations[owner.incarnation].has_replica:
         return (
             f"step {step} was made without a compressor, which keeps no differentials: of such a "
             "part of a run only the newest step and those of snapshots come back"

@@ -126,8 +126,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         catalog = scan(folder, [root])
         found, memory = _recoverable(catalog)
         differentials = _differentials(catalog)
-        newest = catalog.incarnations.get(max(catalog.incarnations, default=-1))
-        fence = None if newest is None else newest.fence
+        fence = catalog.incarnations.get(max(catalog.incarnations, default=-1))
         specs = () if fence is None else fence.layout.parameters
         names = () if fence is None else tuple(spec.class_name for spec in fence.optimizers)
         ranges = tuple(StepRange(first, last) for first, last in found)

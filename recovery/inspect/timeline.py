@@ -178,7 +178,7 @@ def _measured(
         moved: dict[int, Movement] = {}
         how = replace(reporting(options, progress, done, total), movements=moved)
         carry_out(catalog, plan, how)
-        elements = catalog.incarnations[plan.incarnation].fence.layout.elements
+        elements = catalog.incarnations[plan.incarnation].layout.elements
         steps += [_step(s, moved, elements) for s in plan.steps if s.step > start]
         done += len(plan.steps)
     left_out = set(range(start + 1, end + 1)) - {step.step for step in steps}
@@ -209,7 +209,7 @@ def _steps(catalog: Catalog, base: SnapshotSet, last: int) -> tuple[PlannedStep,
     """What replay of a snapshot leads to: averages attached later are in a later life's snapshot."""
 
     def averages(incarnation: int) -> Mapping[str, Sequence[str]]:
-        return catalog.incarnations[incarnation].fence.averages
+        return catalog.incarnations[incarnation].averages
 
     own, steps = averages(base.incarnation), steps_after(catalog, base.step, last)
     return tuple(takewhile(lambda step: averages(step.incarnation) == own, steps))

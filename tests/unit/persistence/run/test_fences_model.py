@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef, StoredRecord
-from lowdiff.persistence.run.catalog import Catalog, Incarnation, SnapshotSet
+from lowdiff.persistence.run.catalog import Catalog, SnapshotSet
 from lowdiff.persistence.run.records import RankRecords
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.types import Environment, Fence, Layout
@@ -69,9 +69,7 @@ class Files:
 
     def catalog(self) -> Catalog:
         complete = {
-            number: Incarnation(ranks[0])
-            for number, ranks in self.fences.items()
-            if len(ranks) == WORLD_SIZE
+            number: ranks[0] for number, ranks in self.fences.items() if len(ranks) == WORLD_SIZE
         }
         first = SnapshotSet(0, 0, Path("s0"), ())
         return Catalog(RUN, Path("run"), complete, (first,), self.records, (), (), len(self.fences))
