@@ -45,6 +45,7 @@ from benches.replay_arms import (
     take_turn,
 )  # fmt: skip
 from benches.runs import Places, in_new_process, logged_steps, places
+from lowdiff.recovery.plan import bytes_of
 
 # GPT-2's vocabulary, padded: at this size most of a model is its embedding, and one tensor is
 # larger than 32 MiB, above which glibc never keeps memory, as all matrices of large models are.
@@ -88,7 +89,7 @@ def measure(args: argparse.Namespace, where: Places, published: Path) -> Result:
     tasks = [Task(arm, where, published, cores_of[arm], args.fused) for arm in ARMS]
     start = Start(tasks[0])
     published_bytes = save_published(published, start)
-    durable_bytes = sum(step.bytes for step in start.plan.steps) // args.steps
+    durable_bytes = bytes_of(start.plan.steps) // args.steps
     assert len(start.plan.steps) == args.steps
     assert published_file(published, BASE_STEP + args.steps).exists()
     del start

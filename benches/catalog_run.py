@@ -19,8 +19,8 @@ import torch
 import lowdiff
 from benches.runs import Places
 from lowdiff.compressors import TopK
-from lowdiff.persistence.files.durable import write_json
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordRef
 from lowdiff.persistence.format.image import Manifest, manifest_file
 from lowdiff.persistence.run.catalog import scan

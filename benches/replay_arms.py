@@ -75,8 +75,8 @@ class Start:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.catalog, self.plan = plan_from(task.where, BASE_STEP)
-        fence = self.catalog.incarnations[self.plan.base.incarnation].fence
-        self.fence = self.catalog.incarnations[self.plan.incarnation].fence
+        fence = self.catalog.incarnations[self.plan.base.incarnation]
+        self.fence = self.catalog.incarnations[self.plan.incarnation]
         self.state = load_snapshot(self.plan.base, fence, len(task.cores))
 
     def differentials(self) -> Iterator[Differential]:
@@ -153,7 +153,7 @@ def blocks(start: Start) -> _Prepared:
     incarnations = start.catalog.incarnations
 
     def run() -> None:
-        replay(start.state, start.plan.steps, lambda n: incarnations[n].fence, options)
+        replay(start.state, start.plan.steps, lambda n: incarnations[n], options)
 
     def outcome() -> str:
         state = start.state.optimizers[0].state

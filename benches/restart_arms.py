@@ -87,7 +87,7 @@ def parts(task: Restart) -> Callable[[], str]:
     """The snapshot's load, then as many fused steps of the whole model, with gradients at hand."""
     catalog = scan(RunFolder(task.where.run))
     base = next(s for s in catalog.snapshots if s.step == 0)
-    state = load_snapshot(base, catalog.incarnations[0].fence, len(task.cores))
+    state = load_snapshot(base, catalog.incarnations[0], len(task.cores))
     parameters = [torch.nn.Parameter(t) for t in state.tensors().values()]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     optimizer.load_state_dict(state.optimizer_state_dict())

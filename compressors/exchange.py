@@ -16,6 +16,22 @@ from lowdiff.errors import RankLost, UsageError
 #: Rank, stamp, elements of the bucket, entries sent of it.
 HEADER_WORDS = 4
 _HEADER_BYTES = 8 * HEADER_WORDS
+_STEP_BITS = 40
+
+
+def stamp_of(incarnation: int, step: int) -> int:
+    """What tells a step of an incarnation from every other, in one number."""
+    return incarnation << _STEP_BITS | step
+
+
+def step_of(stamp: int) -> int:
+    """The step that a stamp names."""
+    return stamp & (1 << _STEP_BITS) - 1
+
+
+def incarnation_of(stamp: int) -> int:
+    """The incarnation that a stamp names."""
+    return stamp >> _STEP_BITS
 
 
 class Headers:
@@ -166,4 +182,4 @@ def check_header(head: torch.Tensor, expected: list[int]) -> None:
 
 
 def _where(stamp: int) -> str:
-    return f"step {stamp & 0xFFFFFFFFFF} of incarnation {stamp >> 40}"
+    return f"step {step_of(stamp)} of incarnation {incarnation_of(stamp)}"

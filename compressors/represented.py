@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lowdiff.compressors.changes import Factors
 from lowdiff.compressors.consumed import Consumed
-from lowdiff.compressors.exchange import Headers
+from lowdiff.compressors.exchange import Headers, step_of
 from lowdiff.compressors.feedback import ErrorFeedback
 from lowdiff.compressors.lane import Lane
 from lowdiff.compressors.settings import Settings
@@ -65,7 +65,7 @@ class RepresentedReducer(ABC, Generic[Held]):
     @property
     def step(self) -> int:
         """The step that the stamp names."""
-        return self._stamp & 0xFFFFFFFFFF
+        return step_of(self._stamp)
 
     def begin(self, stamp: int) -> None:
         """See ``Reducer.begin``."""

@@ -20,7 +20,7 @@ from lowdiff.compressors.changes import (
     has_foreign_entries,
     multiply,
 )
-from lowdiff.compressors.exchange import Headers
+from lowdiff.compressors.exchange import Headers, step_of
 from lowdiff.compressors.feedback import ErrorFeedback, is_used
 from lowdiff.compressors.lane import Lane, share, shares_in
 from lowdiff.compressors.sections import factor_sections, factors_of, floats, pieces, shared_parts
@@ -87,7 +87,7 @@ class SparseReducer:
     @property
     def step(self) -> int:
         """The step that the stamp names."""
-        return self.stamp & 0xFFFFFFFFFF
+        return step_of(self.stamp)
 
     def kept(self, numel: int) -> int:
         """Number of entries exchanged of a parameter in this step."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lowdiff.checkpointer import Checkpointer
     from lowdiff.errors import LowDiffError
-    from lowdiff.persistence.retention.plan import Retention
     from lowdiff.recovery import RecoveredState, recover, register_optimizer
     from lowdiff.step.ddp_hook import comm_hook
     from lowdiff.tuner import Limits, Tuning
+    from lowdiff.types import Retention
 
 __all__ = [
     "Checkpointer",
@@ -35,7 +35,7 @@ _HOMES = {
     "Limits": "lowdiff.tuner",
     "LowDiffError": "lowdiff.errors",
     "RecoveredState": "lowdiff.recovery",
-    "Retention": "lowdiff.persistence.retention.plan",
+    "Retention": "lowdiff.types",
     "Tuning": "lowdiff.tuner",
     "comm_hook": "lowdiff.step.ddp_hook",
     "recover": "lowdiff.recovery",

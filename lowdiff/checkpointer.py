@@ -31,13 +31,13 @@ from lowdiff.loop.preemption import SignalWatch, refuse_foreign_descriptor
 from lowdiff.loop.steps import DetachedLoop, LoopState, TrainingLoop
 from lowdiff.model.binding import bare_optimizers, describe
 from lowdiff.model.items import Stateful
-from lowdiff.persistence.retention.plan import Retention
 from lowdiff.persistence.store.client import is_url
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
 from lowdiff.settings import Settings, cadence
 from lowdiff.step.ddp_hook import HookState, registered
 from lowdiff.tuner.policy import Tuning
+from lowdiff.types import Retention
 
 _logger = logging.getLogger(__name__)
 

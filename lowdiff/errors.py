@@ -1,4 +1,4 @@
-"""Every error lowdiff raises, in one tree.
+"""Every error lowdiff raises, in one tree; `lowdiff demo` has another, ``WorkersFailed``.
 
 ::
 
@@ -8,7 +8,7 @@
     │   ├── UnsupportedModel       sharded, sparse or complex parameters
     │   └── UnsupportedOptimizer   replay cannot reproduce this optimizer
     ├── UsageError             a call at the wrong moment                      (also a RuntimeError)
-    ├── RankLost               an exchange of gradients failed                 (also a RuntimeError)
+    ├── RankLost               an exchange between ranks failed                (also a RuntimeError)
     ├── RanksDiverged          ranks no longer hold the same parameters        (also a RuntimeError)
     ├── RunError               the run folder does not fit the request
     │   ├── NotARun                no run lives there
@@ -70,11 +70,11 @@ class UsageError(LowDiffError, RuntimeError):
 
 
 class RankLost(LowDiffError, RuntimeError):
-    """An exchange of gradients failed, because another rank ended or the network did."""
+    """An exchange of gradients or of the ranks' news failed, because another rank ended or the network did."""
 
     def __init__(self, why: object) -> None:
         super().__init__(
-            "an exchange of gradients failed, most likely because another rank ended: look at its "
+            "an exchange between ranks failed, most likely because another rank ended: look at its "
             "output, and start all ranks again, as many as there are now; attach resumes from the "
             f"last step that all had committed. The backend says: {why}"
         )

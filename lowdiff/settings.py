@@ -10,10 +10,10 @@ from typing import Any
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.files.trust import shared_staging_root
-from lowdiff.persistence.retention.plan import Retention
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.protocols import Compressor
 from lowdiff.tuner.policy import Tuning
+from lowdiff.types import Retention
 
 #: Where the tuner begins: on its grid.
 _FIRST_INTERVAL, _FIRST_BATCH = 91, 16

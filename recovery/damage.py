@@ -17,10 +17,12 @@ from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.framing import (
     HEADER_BYTES,
+    RECORD_MAGIC,
     FileHeader,
     RecordHeader,
     read_record,
     read_records,
+    sound_end,
 )
 from lowdiff.persistence.format.image import was_removed
 from lowdiff.persistence.format.segment_file import SegmentFile
@@ -29,7 +31,7 @@ from lowdiff.persistence.run.fences import read_fence
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.recovery.plan import recoverable, spans_of
 
-_RECORD_START = re.compile(rb"LDRC")
+_RECORD_START = re.compile(RECORD_MAGIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def gap_after(catalog: Catalog, last: int) -> Finding | None:
     number = owner.incarnation
     ranks = range(owner.world_size)
     lacking = next((rank for rank in ranks if step not in catalog.of(number, rank)), None)
-    has_replica = catalog.incarnations[number].fence.has_replica
+    has_replica = catalog.incarnations[number].has_replica
     if lacking is None or has_replica or catalog.collected.holds(number, step):
         return None
     path, reason = _place_of(catalog, number, lacking, step)
@@ -211,11 +213,11 @@ def _staging_damage(catalog: Catalog, *, check_all: bool) -> Iterator[Finding]:
                 if view is None or any(view[:HEADER_BYTES]):
                     yield Finding.of(error)
                 continue
-            end = _end_of_records(view, header)
+            end = sound_end(view, header)
             # Between the looks a live trainer may have written on, or reused the chunk.
             if (
                 _is_broken(view, end, header)
-                and _end_of_records(view, header) == end
+                and sound_end(view, header) == end
                 and view[:HEADER_BYTES] == header.pack()
             ):
                 what = "a record is broken that was whole once"
@@ -233,14 +235,10 @@ def _is_broken(view: memoryview, end: int, file: FileHeader) -> bool:
     return own or next(_records_after(view, end, file), None) is not None
 
 
-def _end_of_records(view: memoryview, header: FileHeader) -> int:
-    return max((record.end for record in read_records(view, header)), default=HEADER_BYTES)
-
-
 def _missing_fences(folder: RunFolder, catalog: Catalog) -> Iterator[tuple[int, Path]]:
     """Incarnations that do not count, because the fence of some rank is not there."""
     fences, damaged = list(folder.fences()), {error.path for error in catalog.damage}
-    parents = (life.fence.parent for life in catalog.incarnations.values())
+    parents = (fence.parent for fence in catalog.incarnations.values())
     numbers = {*(number for number, _, _ in fences), *(number for number, _ in catalog.records)}
     for number in sorted(numbers.union(parent for parent in parents if parent is not None)):
         own = {rank: path for n, rank, path in fences if n == number}
@@ -255,7 +253,7 @@ def _left_something(catalog: Catalog, number: int) -> bool:
     return (
         any(incarnation == number for incarnation, _ in catalog.records)
         or any(snapshot.incarnation == number for snapshot in catalog.snapshots)
-        or any(life.fence.parent == number for life in catalog.incarnations.values())
+        or any(fence.parent == number for fence in catalog.incarnations.values())
     )
 
 

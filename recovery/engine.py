@@ -244,7 +244,7 @@ class Search:
             state = carry_out(self.catalog, plan, options)
             if isinstance(plan, RecoveryPlan):
                 lives = dict.fromkeys([plan.base.incarnation, *(s.incarnation for s in plan.steps)])
-                fences = [self.catalog.incarnations[number].fence for number in lives]
+                fences = [self.catalog.incarnations[number] for number in lives]
                 refuse_lost_objects(state, fences)
             return state
         except ReplayMismatch as error:
@@ -325,7 +325,7 @@ def carry_out(
 def _carry_out(
     catalog: Catalog, plan: MemoryPlan | RecoveryPlan, options: ReplayOptions
 ) -> RecoveredState:
-    fences = {number: life.fence for number, life in catalog.incarnations.items()}
+    fences = catalog.incarnations
     if isinstance(plan, MemoryPlan):
         state, is_whole = shares_joined(catalog, plan, options)
         options = replace(options, whole=is_whole)

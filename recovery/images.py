@@ -11,8 +11,9 @@ from typing import IO, Any
 import torch
 from crc32c import crc32c
 
+from lowdiff.core.crc import joined
 from lowdiff.core.layout import byte_view, dtype_name, shaped
-from lowdiff.persistence.files.checked_copy import joined_checksum, read_in_parallel
+from lowdiff.persistence.files.checked_copy import read_in_parallel
 from lowdiff.persistence.format.image import (
     OPTIMIZER,
     PARAMETER,
@@ -203,7 +204,7 @@ class ImageReader:
         """CRC-32C of the file, once all tensors were read."""
         checksum = 0
         for _, (size, part) in sorted(self._read_at.items()):
-            checksum = joined_checksum(checksum, part, size)
+            checksum = joined(checksum, part, size)
         return checksum
 
     def _read(self, batch: Sequence[ImageEntry], offset: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -178,11 +178,7 @@ def _read(
     scalars = decode(encoded)
     state.held = tuple(scalars["held"])
     add_numbers(state, scalars["groups"], scalars["state"])
-    state.items, state.residuals, state.residual_marks = (
-        [scalars["items"] | items],
-        [residual],
-        [None],
-    )
+    state.items, state.residuals = [scalars["items"] | items], [residual]
     return state
 
 
@@ -197,7 +193,6 @@ def merge(state: RecoveredState, share: RecoveredState) -> None:
         state.averages[name] |= followed
     state.items += share.items
     state.residuals += share.residuals
-    state.residual_marks += share.residual_marks
     state.held = share.held
 
 

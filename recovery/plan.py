@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from lowdiff.errors import StepNotFound
+from lowdiff.persistence.format.framing import StoredRecord
 from lowdiff.persistence.run.catalog import Catalog, SnapshotSet
 from lowdiff.persistence.run.lineage import Span, lineage
-from lowdiff.persistence.run.records import RankRecords, StoredRecord, reach
+from lowdiff.persistence.run.records import RankRecords, reach
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,11 +33,6 @@ class PlannedStep:
             DamagedFile: If one is not there any more.
         """
         return tuple(source[self.step] for source in self.sources)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes to read."""
-        return sum(shard.record.header.body_bytes for shard in self.shards)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,6 +145,16 @@ def _reach(catalog: Catalog, spans: Sequence[Span], step: int) -> int:
     return step
 
 
+def bytes_of(steps: Sequence[PlannedStep]) -> int:
+    """Bytes of the records of consecutive steps, framing included."""
+    return sum(
+        records.framed_bytes(own[0].step, own[-1].step)
+        for _, group in groupby(steps, key=lambda step: step.incarnation)
+        if (own := list(group))
+        for records in own[0].sources
+    )
+
+
 def rebases(catalog: Catalog, spans: Sequence[Span], step: int) -> bool:
     """Whether all ranks have a step, and only a snapshot leads to it: it cannot be replayed."""
     owner = next((span for span in spans if span.owns(step)), None)
@@ -159,7 +166,7 @@ def rebases(catalog: Catalog, spans: Sequence[Span], step: int) -> bool:
 
 def spans_of(catalog: Catalog) -> tuple[Span, ...]:
     """Which incarnation owns which steps of the run's history."""
-    fences = {n: incarnation.fence for n, incarnation in catalog.incarnations.items()}
+    fences = catalog.incarnations
     # A life whose fence cannot be read is known by its records: it made void what others recorded
     # beyond the step it began from, also if nothing of its own comes back.
     newest = max(fences, default=-1)
@@ -177,7 +184,7 @@ def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], 
     owner = next((span for span in spans if span.owns(step)), None)
     if owner is not None and catalog.collected.holds(owner.incarnation, step):
         return f"retention removed the differential of step {step}"
-    if owner is not None and catalog.incarnations[owner.incarnation].fence.has_replica:
+    if owner is not None and catalog.incarnations[owner.incarnation].has_replica:
         return (
             f"step {step} was made without a compressor, which keeps no differentials: of such a "
             "part of a run only the newest step and those of snapshots come back"

@@ -14,8 +14,7 @@ from lowdiff.core.layout import shaped
 from lowdiff.errors import DamagedFile, RunMismatch
 from lowdiff.persistence.format.value_types import BadEncoding
 from lowdiff.persistence.format.values import decode
-from lowdiff.recovery.replay.optimizers import is_scalar
-from lowdiff.types import Differential, Fence, ItemRef, ResidualMark
+from lowdiff.types import Differential, Fence, ItemRef
 
 _logger = logging.getLogger(__name__)
 
@@ -29,6 +28,10 @@ EXTRA_STATE = "model.get_extra_state()"
 EXTRA_ITEM = STATEFUL_ITEM + EXTRA_STATE
 #: Name, among the stateful objects, of what the training loop carries from step to step.
 LOOP_STATE = "checkpointer.state"
+
+#: State entries that may hold one number for the whole parameter, whatever the parameter's shape. Of
+#: another class they may hold one for each element; see `is_scalar`.
+SCALAR_STATE = {"step", "eta", "mu", "mu_product"}
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +60,6 @@ class RecoveredState:
         optimizers: One per attached optimizer.
         items: Per rank: encoded buffers, RNG states and stateful objects by item name.
         held: Layout indices of parameters that held a gradient tensor at commit.
-        residual_marks: Per rank: where the residual of this step lies in staging, if it does.
         residuals: Per rank: parameter name -> flat residual, as the base snapshot holds it; only
             right for this step when the step is the snapshot's.
         averages: Name of a stateful object that averages parameters -> parameter name -> flat
@@ -71,7 +73,6 @@ class RecoveredState:
     optimizers: list[OptimizerState] = field(default_factory=list)
     items: list[dict[str, bytes]] = field(default_factory=list)
     held: tuple[int, ...] = ()
-    residual_marks: list[ResidualMark | None] = field(default_factory=list)
     residuals: list[dict[str, torch.Tensor]] = field(default_factory=list)
     averages: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
@@ -103,7 +104,6 @@ class RecoveredState:
         for items, shard in zip(self.items, shards, strict=True):
             change_items(items, shard.items)
         self.held = first.held
-        self.residual_marks = [shard.residual for shard in shards]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameter name -> tensor of its logical shape, sharing memory."""
@@ -182,7 +182,7 @@ class RecoveredState:
     def _extra_states(self, rank: int) -> dict[str, Any]:
         """Key of the model's state dict -> what that module's ``get_extra_state()`` was."""
         if EXTRA_ITEM not in self.items[rank]:
-            return {}  # none of its modules has one, or the run is from before they were stored
+            return {}  # none of its modules has one
         held = self.item(EXTRA_ITEM, rank)
         try:
             return {key: entry["value"] for key, entry in held.items()}
@@ -229,6 +229,14 @@ class RecoveredState:
         if not found.get(LOOP_STATE):
             found.pop(LOOP_STATE, None)
         return found
+
+
+def is_scalar(key: str, numel: int) -> bool:
+    """Whether a state entry with as many elements as its parameter is one number all the same.
+
+    With several elements it is none, whatever its name: third parties keep an average as ``mu``.
+    """
+    return numel == 1 and key in SCALAR_STATE
 
 
 def is_aligned(key: str, value: Any, numel: int) -> bool:

@@ -128,8 +128,7 @@ def shared_out(
 ) -> list[StagingFolder]:
     """Return what this rank's writer adopts of the folders of dead incarnations on this machine.
 
-    One of the ranks that see a folder adopts it, wherever its own rank is now: the one that made it
-    if all ranks are where they were. A folder counts for nothing, and stays, where the run has gone on
+    One of the ranks that see a folder adopts it: the rank that made it, if that sees it now. A folder counts for nothing, and stays, where the run has gone on
     elsewhere from an older step; it is named in a warning.
     """
     with ranks.together():
@@ -147,7 +146,8 @@ def shared_out(
     mine = []
     for stage in known:
         seers = [rank for rank, names in enumerate(seen) if stage.root.name in names]
-        if seers[stage.rank % len(seers)] == ranks.rank:
+        heir = stage.rank if stage.rank in seers else seers[stage.rank % len(seers)]
+        if heir == ranks.rank:
             mine.append(stage)
     return mine
 

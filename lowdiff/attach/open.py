@@ -37,14 +37,14 @@ from lowdiff.model.tracked import Given, watch
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.trust import check_folder
 from lowdiff.persistence.retention.collect import retention_locked
-from lowdiff.persistence.retention.journal import note_policy
 from lowdiff.persistence.run.catalog import Catalog, scan
 from lowdiff.persistence.run.fences import new_life, refuse_strange_entries, write_fence
 from lowdiff.persistence.run.frozen_parameters import write_constants
+from lowdiff.persistence.run.journal import note_policy
 from lowdiff.persistence.staging.log import StagingLog
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.persistence.writer.handle import WriterProcess
-from lowdiff.persistence.writer.settings import WriterSettings
 from lowdiff.recovery.replay.optimizers import (
     is_registered,
     refuse_what_a_replica_lacks,

@@ -212,7 +212,7 @@ def recover_together(
         with ranks.together():
             plan = plan or plan_best(search.catalog, search.goal)
             if restore == "all":
-                check_match(attached, catalog.incarnations[max(catalog.incarnations)].fence)
+                check_match(attached, catalog.incarnations[max(catalog.incarnations)])
             found = search.attempt(plan, options)
         told = ranks.gather(asdict(found) if isinstance(found, Setback) else None)
         setbacks = [Setback(**setback) for setback in told if setback is not None]
@@ -246,7 +246,7 @@ def _residual_of(
     for life in reversed([span for span in lives if span.incarnation >= state.fence.incarnation]):
         # With another number of ranks it began with the mean, the same on each.
         number, holder = life.incarnation, rank % life.world_size
-        kept = _kept(catalog.incarnations[number].fence)
+        kept = _kept(catalog.incarnations[number])
         step, mark = _newest_mark(catalog, number, holder, state) if kept.parameters else (0, None)
         if mark is None:
             continue
@@ -298,7 +298,7 @@ def _newest_mark(
     is older than the snapshot's.
     """
     records = catalog.of(number, rank)
-    fence = catalog.incarnations[number].fence
+    fence = catalog.incarnations[number]
     codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
     step, oldest = state.step, min(state.step, state.base_step + 1)
     mark = None

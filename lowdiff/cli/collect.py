@@ -20,16 +20,11 @@ from lowdiff.persistence.retention.collect import (
     retention_locked,
     take_inventory,
 )
-from lowdiff.persistence.retention.journal import check_pinned, read_notes, read_pins, remove_pin
-from lowdiff.persistence.retention.plan import (
-    CollectionPlan,
-    Pin,
-    Retention,
-    is_valid,
-    plan_collection,
-)
+from lowdiff.persistence.retention.plan import CollectionPlan, is_valid, plan_collection
 from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.fences import read_run_id
+from lowdiff.persistence.run.journal import Pin, check_pinned, read_notes, read_pins, remove_pin
+from lowdiff.types import Retention
 
 _LOCK_SECONDS = 30.0
 

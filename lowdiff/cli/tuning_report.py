@@ -11,9 +11,8 @@ from lowdiff.cli.output import plain_console, say, show
 from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.persistence.files.durable import make_directory, unwritable, write_file
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
-from lowdiff.persistence.retention.journal import read_notes
-from lowdiff.persistence.retention.plan import Retention
 from lowdiff.persistence.run.fences import read_fence, read_run_id
+from lowdiff.persistence.run.journal import read_notes
 from lowdiff.persistence.run.owner import staging_of_run
 from lowdiff.persistence.staging.measurements import (
     Measurements,
@@ -38,7 +37,7 @@ from lowdiff.tuner.measured import (
 )
 from lowdiff.tuner.plan import Job, planned
 from lowdiff.tuner.report import Question, Report, make_report
-from lowdiff.types import Fence
+from lowdiff.types import Fence, Retention
 
 #: Compressors that leave nothing out, so that they keep no residual.
 _WITHOUT_RESIDUAL = ("cast", "dense")

@@ -15,8 +15,7 @@ from lowdiff.model.binding import Attached
 from lowdiff.model.items import ItemTracker
 from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
 from lowdiff.recovery.images import image_tensor, scalars_tensor
-from lowdiff.recovery.replay.optimizers import is_scalar
-from lowdiff.recovery.state import AVERAGE_ITEM
+from lowdiff.recovery.state import AVERAGE_ITEM, is_scalar
 
 #: An optimizer's groups without their parameters.
 Groups: TypeAlias = "tuple[dict[str, Any], ...]"

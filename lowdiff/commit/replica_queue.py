@@ -14,11 +14,13 @@ from lowdiff.persistence.format.differentials import numbered
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
-from lowdiff.persistence.staging.status import ReplicaSettings, ReplicaStatus, WriterStatus
+from lowdiff.persistence.staging.settings import ReplicaSettings
+from lowdiff.persistence.staging.status import ReplicaStatus, WriterStatus
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.protocols import Reducer
-from lowdiff.recovery.replay.optimizers import SCALAR_STATE, registrations
+from lowdiff.recovery.replay.optimizers import registrations
 from lowdiff.recovery.replica.handle import ReplicaProcess
+from lowdiff.recovery.state import SCALAR_STATE
 from lowdiff.settings import Settings
 from lowdiff.types import OptimizerSpec, Section
 

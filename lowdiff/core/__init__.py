@@ -1,1 +1,1 @@
-"""What every room stands on: layout, checksums, number modes, copies from devices, log lines."""
+"""What every room stands on: layout, checksums, number modes, log lines."""

@@ -14,11 +14,8 @@ import numpy.typing as npt
 import torch
 from crc32c import crc32c
 
+from lowdiff.core.crc import BITS, power_of_x, times_x
 from lowdiff.core.layout import byte_view
-
-#: Castagnoli's polynomial, bits reversed, as the checksum has them.
-_POLYNOMIAL = 0x82F63B78
-_BITS = 32
 
 
 class Looker:
@@ -68,16 +65,14 @@ def join(checksums: Iterable[int]) -> int:
 class Shift:
     """Moves checksums past the bytes that follow: what a block adds to its parameter's checksum.
 
-    Reference: Adler, zlib's ``crc32_combine``: appending ``n`` zero bytes multiplies a checksum by
-    ``x ** (8 * n)`` modulo the polynomial.
+    Of many checksums at once; of one see `crc.joined`.
     """
 
     def __init__(self, num_bytes: int) -> None:
         """Prepare to append ``num_bytes``."""
-        images = [_power_of_x(8 * num_bytes)]
-        for _ in range(_BITS - 1):
-            images.append(_times_x(images[-1]))
-        # Bit 31 of a checksum is the coefficient of 1, bit 0 that of x ** 31.
+        images = [power_of_x(8 * num_bytes)]
+        for _ in range(BITS - 1):
+            images.append(times_x(images[-1]))
         self._images = np.array(images, dtype=np.uint32)
 
     def __call__(self, checksums: Sequence[int]) -> npt.NDArray[np.uint32]:
@@ -85,29 +80,6 @@ class Shift:
         values = np.fromiter(checksums, dtype=np.uint32, count=len(checksums))
         shifted = np.zeros_like(values)
         for place, image in enumerate(self._images):
-            bit = (values >> np.uint32(_BITS - 1 - place)) & np.uint32(1)
+            bit = (values >> np.uint32(BITS - 1 - place)) & np.uint32(1)
             shifted ^= bit * image
         return shifted
-
-
-def _times_x(polynomial: int) -> int:
-    return polynomial >> 1 ^ (_POLYNOMIAL if polynomial & 1 else 0)
-
-
-def _product(left: int, right: int) -> int:
-    total = 0
-    for place in range(_BITS):
-        if left >> (_BITS - 1 - place) & 1:
-            total ^= right
-        right = _times_x(right)
-    return total
-
-
-def _power_of_x(exponent: int) -> int:
-    power, square = 1 << (_BITS - 1), 1 << (_BITS - 2)  # 1 and x
-    while exponent:
-        if exponent & 1:
-            power = _product(power, square)
-        square = _product(square, square)
-        exponent >>= 1
-    return power

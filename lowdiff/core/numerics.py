@@ -16,7 +16,7 @@ from lowdiff.types import Environment
 
 
 def process_modes() -> tuple[str, str]:
-    """Default dtype, and precision of float32 products; "" where torch cannot tell."""
+    """Default dtype, and precision of float32 products, "" where torch cannot tell it."""
     try:
         precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # set for one backend or the other, by `fp32_precision`
@@ -31,7 +31,7 @@ def flushes_denormals() -> bool:
 
 @contextmanager
 def arithmetic_of(environment: Environment) -> Iterator[None]:
-    """Reckon as a run did, in this thread; what is not recorded stays as it is.
+    """Reckon as a run did, in this thread; a precision that torch could not tell stays as it is.
 
     Denormals are a thread's own matter. The other modes are the whole process's: threads that want
     the same share them, and one that wants others waits until those are done.
@@ -73,10 +73,10 @@ class _SharedModes:
 
 
 def _set_process_modes(wanted: tuple[str, str]) -> None:
-    """Set those that are known to be others: of what torch cannot tell nothing could be put back."""
+    """Set those that are others; not a precision that torch cannot tell, which it could not put back."""
     dtype, precision = wanted
     dtype_now, precision_now = process_modes()
-    if dtype and dtype != dtype_now:
+    if dtype != dtype_now:
         torch.set_default_dtype(torch_dtype(dtype))
     if precision and precision_now and precision != precision_now:
         torch.set_float32_matmul_precision(precision)

@@ -1,4 +1,4 @@
-"""What modules of the model keep beside parameters and buffers: their ``get_extra_state()``."""
+"""What a training keeps beside parameters and optimizers, and which of it changed in a step."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
+from lowdiff.core.crc import joined
+
 Bytes: TypeAlias = "bytes | memoryview | npt.NDArray[Any]"
 
 #: As much as stays, with its source, in a core's second-level cache from the copy to its checksum.
@@ -20,8 +22,6 @@ _PIECE_BYTES = 1 << 18
 _SHARE_BYTES = 8 << 20
 #: Of a file that are read at once; more make a disk or a network file system no faster.
 _MOST_STREAMS = 8
-
-_POLYNOMIAL = 0x82F63B78
 
 
 class CheckedCopy:
@@ -163,31 +163,5 @@ def _in_shares(move: Callable[[int, int], int], total: int, num_threads: int) ->
         for start, stop, share in zip(
             edges, edges[1:], pool.map(move, edges[:-1], edges[1:]), strict=False
         ):
-            checksum = joined_checksum(checksum, share, stop - start)
+            checksum = joined(checksum, share, stop - start)
     return checksum
-
-
-def joined_checksum(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32C of two byte strings, one after the other, from theirs and the second's length.
-
-    As zlib's ``crc32_combine``: the first is moved on by as many zero bytes, which is a product of
-    polynomials over GF(2).
-    """
-    shift, square, bits = 1 << 31, 1 << 23, second_bytes  # x^0, and x^8: one byte
-    while bits:
-        if bits & 1:
-            shift = _product(square, shift)
-        square = _product(square, square)
-        bits >>= 1
-    return _product(shift, first) ^ second
-
-
-def _product(a: int, b: int) -> int:
-    """Product modulo the polynomial; the highest bit of a number is the coefficient of x^0."""
-    found = 0
-    while a:
-        if a & 1 << 31:
-            found ^= b
-        a = a << 1 & 0xFFFFFFFF
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return found

@@ -1,15 +1,31 @@
-"""Processes that outlive their trainer: what each is told, and how it is started."""
+"""Processes that outlive their trainer: what each is told, how it is started, replaced and ended."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lowdiff.core.events import log_event, printable
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+
+_CHECK_SECONDS = 0.5
+#: So many deaths, with nothing done in between, are no accident.
+_DEATHS_IN_TROUBLE = 3
+#: How long after such a death another process is started, at first and at most.
+_BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 1.0, 30.0
+#: How much of the end of a log an error quotes.
+_QUOTED_LINES, _QUOTED_CHARACTERS = 3, 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +93,176 @@ def start_detached(
 
 def _import_path() -> str:
     """Where this very lowdiff is found, ahead of whatever the environment says."""
-    here = str(Path(__file__).parent.parent.parent)
-    package = Path(sys.modules["lowdiff"].__file__ or here).parent.parent
+    here = Path(str(sys.modules["lowdiff"].__file__)).parents[1]
     others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return os.pathsep.join([str(package), *map(os.path.abspath, others)])
+    return os.pathsep.join([str(here), *map(os.path.abspath, others)])
+
+
+class Deaths:
+    """How a process that is started again and again has died since it last got anything done.
+
+    Attributes:
+        error: What is wrong, and what its log says of it; empty while it may be an accident.
+    """
+
+    def __init__(self, name: str, log: Path, rank: int, logger: logging.Logger) -> None:
+        self._name, self._log, self._rank, self._logger = name, log, rank, logger
+        self._is_dead = False
+        self._num = 0
+        self._done: Sequence[int] = ()
+        self._start_at = 0.0
+        self.error = ""
+
+    def note_done(self, done: Sequence[int]) -> None:
+        """Take in how far the process is: numbers that grow with what it gets done."""
+        if self._num and any(new > old for new, old in zip(done, self._done, strict=True)):
+            self._num, self.error = 0, ""
+
+    def note(self, how: str, done: Sequence[int]) -> float:
+        """It died, having got this far; or it could not be started, which is no better.
+
+        Returns:
+            Seconds until another one is to be started: ever more once it is no accident.
+        """
+        self.note_done(done)
+        # A successor that has not found out yet how far it is gets nothing done by that.
+        self._done = [max(pair) for pair in zip(done, self._done or done, strict=True)]
+        self._num += 1
+        delay, vain = 0.0, self._num - _DEATHS_IN_TROUBLE
+        if vain >= 0:
+            delay = min(_BACKOFF_SECONDS * 2.0 ** min(vain, 10), _LONGEST_BACKOFF_SECONDS)
+            end = _end_of(self._log)
+            self.error = f"{self._name} keeps dying ({how}); {self._log} ends: {end or 'empty'}"
+        self._start_at = time.monotonic() + delay
+        return delay
+
+    def successor(
+        self,
+        exit_code: int,
+        done: Sequence[int],
+        start: Callable[[], DetachedProcess],
+        *,
+        at_once: bool = False,
+    ) -> DetachedProcess | None:
+        """Start another process in the place of one that ended, which is noted and said once.
+
+        Returns:
+            The new process; None if it is not time to start one, or none can be started now.
+        """
+        if not self._is_dead:
+            self._is_dead = True
+            delay = self.note(how_it_ended(exit_code), done)
+            when = f" in {delay:.0f} s" if delay else ""
+            kind = self._name.removeprefix("the ")
+            text = f"{self._name} of rank {self._rank} ended; starting another{when}"
+            facts = {"rank": self._rank, "exit_code": exit_code, f"{kind}_log": str(self._log)}
+            log_event(self._logger, logging.WARNING, f"{kind}_restarted", text, **facts)
+        if not at_once and time.monotonic() < self._start_at:
+            return None
+        try:
+            process = start()
+        except OSError as error:  # no memory or no process is to be had: perhaps later
+            self.note(f"it cannot be started: {error}", done)
+            text = "%s of rank %d cannot be started again now: %s"
+            self._logger.warning(text, self._name, self._rank, error)
+            return None
+        self._is_dead = False
+        return process
+
+
+def how_it_ended(exit_code: int) -> str:
+    """Why a process is no longer there, in words."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    name = signal.strsignal(-exit_code) or "unknown"
+    hint = ", out of memory?" if -exit_code == signal.SIGKILL else ""
+    return f"signal {-exit_code}: {name}{hint}"
+
+
+def _end_of(log: Path) -> str:
+    """The last lines of a log, as one."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 8 * _QUOTED_CHARACTERS))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return str(error)
+    said = [line.strip() for line in lines if line.strip()][-_QUOTED_LINES:]
+    return printable(" | ".join(said)[-_QUOTED_CHARACTERS:])
+
+
+class ProcessHandle(ABC):
+    """A trainer's handle on a process that serves it: started, replaced when it dies, and ended.
+
+    Attributes:
+        restarts: How often it was replaced.
+        is_stopped: Whether it is to end, and so is not replaced any more.
+    """
+
+    def __init__(self, name: str, log: Path, rank: int, logger: logging.Logger) -> None:
+        self._name, self._log, self._rank, self._logger = name, log, rank, logger
+        self._pipe = threading.Lock()  # of whoever starts, tells or ends the process
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def orphan(self) -> None:
+        """Let the process see what it sees when its trainer dies: the end of its pipe."""
+        self.is_stopped = True
+        with self._pipe, suppress(BrokenPipeError):
+            self._close_pipe()
+
+    def stop(self) -> None:
+        """End the process at once, as its trainer's death would not."""
+        self.is_stopped = True
+        self._process.kill()
+        with self._process:  # closes its pipe and waits
+            pass
+
+    @abstractmethod
+    def _start(self) -> DetachedProcess:
+        """Start one."""
+
+    @abstractmethod
+    def _done(self) -> Sequence[int]:
+        """What grows with whatever the process is there for."""
+
+    def _greet(self) -> None:  # noqa: B027
+        """Tell one that was just started what it has to know; `_pipe` is held."""
+
+    def _begin(self) -> None:
+        """Start one that nobody has seen die."""
+        with self._pipe:
+            self._deaths = Deaths(self._name, self._log, self._rank, self._logger)
+            self._process = self._start()
+            self.is_stopped = False
+            self._checked = time.monotonic()
+            self._greet()
+
+    def _look_after(self) -> None:
+        """Take in how far it is, and now and then whether it is still there. For one thread."""
+        self._deaths.note_done(self._done())
+        if time.monotonic() - self._checked > _CHECK_SECONDS:
+            self._replace_if_dead()
+
+    def _replace_if_dead(self, *, at_once: bool = False) -> None:
+        """Start another one for one that died; after several such deaths not always ``at_once``."""
+        self._checked = time.monotonic()
+        if self.is_stopped or self._process.poll() is None:
+            return
+        with self._pipe:
+            self._close_pipe()
+            exit_code, done = self._process.returncode, self._done()
+            process = self._deaths.successor(exit_code, done, self._start, at_once=at_once)
+            if process is not None:
+                self._process = process
+                self.restarts += 1
+                self._greet()
+
+    def _close_pipe(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
-from functools import cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO
 
-from crc32c import crc32c
-
-from lowdiff.errors import DamagedFile, StorageError
-from lowdiff.persistence.format.framing import FORMAT_VERSION, FileHeader, RecordRef, check_version
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from lowdiff.errors import StorageError
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -41,30 +32,6 @@ def make_directory(path: Path) -> None:
     make_directory(path.parent)
     path.mkdir(exist_ok=True)
     fsync_directory(path.parent)
-
-
-def make_durable(path: Path, header: FileHeader, doubtful: Sequence[RecordRef]) -> None:
-    """Fsync a segment that somebody else has written, whose own fsync may have failed.
-
-    When bytes do not reach the disk, Linux says so once, and takes their pages for clean from then
-    on: the next fsync, in whichever process, writes nothing and succeeds. So what may have met that
-    is written once more first, in its place.
-
-    Args:
-        path: The segment. Nobody is adding to it.
-        header: Its header.
-        doubtful: Those of its records of which nobody knows that they are durable. They passed
-            their checksums and are in memory: mapped pages could change when they are read again.
-    """
-    descriptor = os.open(path, os.O_RDWR if doubtful else os.O_RDONLY)
-    try:
-        if doubtful:
-            write_at(descriptor, 0, header.pack())
-        for record in doubtful:
-            write_at(descriptor, record.offset, record.header.pack() + record.body)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_at(descriptor: int, offset: int, data: bytes) -> None:
@@ -141,85 +108,3 @@ def write_file(path: Path, data: bytes, *, exclusive: bool = False) -> None:
     """Replace ``path`` atomically and durably; see `replaced`."""
     with replaced(path, exclusive=exclusive) as file:
         file.write(data)
-
-
-def write_json(path: Path, content: dict[str, Any], *, exclusive: bool = False) -> None:
-    """Write a small checked JSON document: format version first, checksum last; see `replaced`."""
-    document = {"format": FORMAT_VERSION, **content}
-    checksum = crc32c(_canonical(document))
-    data = json.dumps({**document, "crc32c": checksum}, indent=1).encode() + b"\n"
-    write_file(path, data, exclusive=exclusive)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read what ``write_json`` wrote.
-
-    Raises:
-        DamagedFile: If it is not JSON of ours or fails its checksum.
-        OtherFormat: If a lowdiff of another format version wrote it.
-    """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise DamagedFile(path, f"it cannot be read ({error})") from error
-    return parse_json(data, path)
-
-
-def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
-    """What the bytes of a document say that ``write_json`` wrote; `path` is where they are from.
-
-    Raises:
-        DamagedFile: If it is not JSON of ours or fails its checksum.
-        OtherFormat: If a lowdiff of another format version wrote it.
-    """
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DamagedFile(path, f"it cannot be read ({error})") from error
-    try:
-        version, checksum = document["format"], document.pop("crc32c")
-        good = type(version) is int and checksum == crc32c(_canonical(document))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedFile(path, f"not a lowdiff JSON document ({error})") from error
-    # First, because a flipped bit in the version must not pass for a later lowdiff's work.
-    if not good:
-        raise DamagedFile(path, "the document fails its checksum")
-    check_version(path, version)
-    del document["format"]
-    return dict(document)
-
-
-def check_types(kind: type[DataclassInstance], content: Mapping[str, Any]) -> None:
-    """Compare the plain fields of a document with those of the dataclass it is to become.
-
-    Numbers count something everywhere: they are not negative and fit 63 bits.
-
-    Raises:
-        TypeError: If one has another type, or is out of range.
-    """
-    for name, types in _types_of(kind):
-        value = content.get(name)
-        if types and type(value) not in types:
-            raise TypeError(f"{name} is {value!r:.40}")
-        if type(value) is int and not 0 <= value < 1 << 63:
-            raise TypeError(f"{name} is {value!r:.40}")
-
-
-@cache
-def _types_of(kind: type[DataclassInstance]) -> tuple[tuple[str, tuple[type, ...]], ...]:
-    """Of every field its name, and the types it may have where it is a plain one."""
-    return tuple((field.name, _PLAIN.get(str(field.type), ())) for field in fields(kind))
-
-
-_PLAIN: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "str": (str,),
-    "bool": (bool,),
-}
-
-
-def _canonical(document: dict[str, Any]) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()

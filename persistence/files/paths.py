@@ -21,9 +21,10 @@
     STAGING/RUN_ID/i000002-r0000/measured-by-writer
     STAGING/RUN_ID/i000002-r0000/decisions               of the tuner
     STAGING/RUN_ID/i000002-r0000/replica-00000001        state of the replica (LowDiff+)
-    STAGING/RUN_ID/i000002-r0000/replica, replica.lock, replica.log    its status page
+    STAGING/RUN_ID/i000002-r0000/replica                 its status page
+    STAGING/RUN_ID/i000002-r0000/replica.lock, replica.log
     STAGING/RUN_ID/i000002-r0000/replica.boot            kernel under which it was written
-    STAGING/RUN_ID/i000002-r0000/replica.image     its image, being persisted
+    STAGING/RUN_ID/i000002-r0000/replica.image           its image, being persisted
     STAGING/RUN_ID/i000002-r0000/owner.json              which run folder it is for
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -42,7 +43,9 @@ from lowdiff.persistence.files.trust import readable_root, shared_staging_root, 
 
 RUN_FILE = "run.json"
 _CONSTANTS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
-_PIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.json")
+#: What a user may call a pin.
+LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_PIN_NAME = re.compile(rf"{LABEL.pattern}\.json")
 NOTES_NAME = re.compile(rf"retention\.json|pins/{_PIN_NAME.pattern}")
 CONSTANTS_NAME = re.compile(rf"constants/{_CONSTANTS_NAME.pattern}")
 
@@ -246,6 +249,8 @@ class StagingFolder:
     replica_status = _File("replica")
     #: Lock held by the replica process.
     replica_lock = _File("replica.lock")
+    #: Says under which kernel the files of the replica were written.
+    replica_boot = _File("replica.boot")
     #: The replica process's output.
     replica_log = _File("replica.log")
     #: Image of the replica's state that the writer is persisting.
@@ -306,12 +311,17 @@ class StagingFolder:
         """One file of the replica's state."""
         return self.root / f"replica-{generation:08d}"
 
+    def replica_states(self) -> list[tuple[int, Path]]:
+        """``(generation, path)`` of every file of the replica's state, oldest first."""
+        found = _matching(self.root, _REPLICA_STATE_NAME)
+        return [(generation, path) for path, (generation,) in found]
+
     def replica_files(self) -> list[Path]:
         """What recovery reads of a replica's; none in a life without one."""
         if not self.replica_status.exists():
             return []
         names = (self.replica_status, self.trainer_status, self.snapshot)
-        states = (path for path, _ in _matching(self.root, _REPLICA_STATE_NAME))
+        states = (path for _, path in self.replica_states())
         return [*(path for path in names if path.exists()), *states]
 
 

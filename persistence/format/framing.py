@@ -23,7 +23,7 @@ HEADER_BYTES = 64
 _FILE = struct.Struct("<8sHHIIIQ16s12xI")
 _FILE_MAGIC = b"LOWDIFF\n"
 _RECORD = struct.Struct("<4sIHHIQIIQIIQ8x")
-_RECORD_MAGIC = b"LDRC"
+RECORD_MAGIC = b"LDRC"
 assert _FILE.size == _RECORD.size == HEADER_BYTES
 
 
@@ -148,7 +148,7 @@ class RecordHeader:
     def pack(self) -> bytes:
         """64 bytes; the CRC-32C covers everything after itself."""
         head = _RECORD.pack(
-            _RECORD_MAGIC,
+            RECORD_MAGIC,
             0,
             self.kind,
             self.coded | self.rebases << 1 | self.meta_coded << 2,
@@ -172,7 +172,7 @@ class RecordHeader:
         magic, crc, kind, flags, meta, body, body_crc, world, step, incarnation, rank, lap = (
             _RECORD.unpack(head)
         )
-        if magic != _RECORD_MAGIC or crc != crc32c(head[8:]) or kind not in _KINDS:
+        if magic != RECORD_MAGIC or crc != crc32c(head[8:]) or kind not in _KINDS:
             return None
         return cls(
             kind=RecordKind(kind),
@@ -224,6 +224,20 @@ class RecordRef:
         return crc32c(self.body) == self.header.body_checksum
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRecord:
+    """A differential and where it was found."""
+
+    record: RecordRef
+    path: Path
+    staged: bool
+
+    @property
+    def framed_bytes(self) -> int:
+        """Its length in the file."""
+        return HEADER_BYTES + self.record.header.body_bytes
+
+
 def padded(size: int) -> int:
     """``size`` rounded up to 8, the alignment of records and sections."""
     return size + (-size % 8)
@@ -264,3 +278,8 @@ def read_records(
         elif not past_damage:
             return
         offset = record.end
+
+
+def sound_end(view: memoryview, file: FileHeader) -> int:
+    """Where the valid records from the start of a file end."""
+    return max((record.end for record in read_records(view, file)), default=HEADER_BYTES)

@@ -19,8 +19,8 @@ from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, StorageError
 from lowdiff.persistence.files.checked_copy import checksum_of, copy_in_parallel, read_whole
-from lowdiff.persistence.files.durable import check_types, read_json
 from lowdiff.persistence.files.mapped_file import MappedFile
+from lowdiff.persistence.format.document import check_types, read_json
 
 #: Names of tensors in an image start with one of these, or with an item's prefix.
 PARAMETER, OPTIMIZER, RESIDUAL = "model/", "optimizer/", "residual/"

@@ -269,6 +269,30 @@ def seal_left(path: Path, owner: tuple[str, int, int]) -> bool:
     return write_footer(path, footer, file.end)
 
 
+def make_durable(path: Path, header: FileHeader, doubtful: Sequence[RecordRef]) -> None:
+    """Fsync a segment that somebody else has written, whose own fsync may have failed.
+
+    When bytes do not reach the disk, Linux says so once, and takes their pages for clean from then
+    on: the next fsync, in whichever process, writes nothing and succeeds. So what may have met that
+    is written once more first, in its place.
+
+    Args:
+        path: The segment. Nobody is adding to it.
+        header: Its header.
+        doubtful: Those of its records of which nobody knows that they are durable. They passed
+            their checksums and are in memory: mapped pages could change when they are read again.
+    """
+    descriptor = os.open(path, os.O_RDWR if doubtful else os.O_RDONLY)
+    try:
+        if doubtful:
+            write_at(descriptor, 0, header.pack())
+        for record in doubtful:
+            write_at(descriptor, record.offset, record.header.pack() + record.body)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def _reading(path: Path) -> Iterator[IO[bytes]]:
     try:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Hashable
+from typing import Any, TypeAlias
 
 import msgpack
 
@@ -23,12 +23,6 @@ from lowdiff.persistence.format.value_types import (
     form_of,
     form_with_code,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    #: Moves a decoded CPU tensor to the device whose name was recorded, or leaves it.
-    Place: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
 
 _MAX_DEPTH = 64  # far below Python's recursion limit, far above any state_dict
 
@@ -59,21 +53,19 @@ def encode(value: object, name: str = "value") -> bytes:
         raise ConfigError(f"{name} cannot be stored: {e}; no part may reach 4 GiB") from e
 
 
-def decode(data: bytes | memoryview, *, place: Place | None = None) -> Any:
+def decode(data: bytes | memoryview) -> Any:
     """Rebuild the value; executes nothing that the bytes could choose.
 
     Memory is bounded by the length of ``data`` times a constant. Tensors and arrays own their
-    memory and are writable.
+    memory and are writable; tensors are on the CPU.
 
     Args:
         data: What :func:`encode` returned, or anything else.
-        place: Called with every tensor, on the CPU, and the name of the device it was on; what
-            it returns takes the tensor's place. By default tensors stay on the CPU.
 
     Raises:
         BadEncoding: If ``data`` is not exactly one encoding.
     """
-    reader = _Reader(data, place)
+    reader = _Reader(data)
     value = reader.read(0)
     reader.expect_end()
     return value
@@ -182,9 +174,8 @@ class _Reader:
     duplicate keys.
     """
 
-    def __init__(self, data: bytes | memoryview, place: Place | None) -> None:
+    def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data).cast("B")
-        self._place = place
         self._unpacker = msgpack.Unpacker(
             None, raw=False, unicode_errors="surrogatepass", max_buffer_size=max(len(data), 1)
         )
@@ -202,7 +193,7 @@ class _Reader:
             return self._read_map(value, depth + 1)
         if kind is not msgpack.ExtType:
             raise BadEncoding(f"a {kind.__name__}, which no encoding holds")
-        return self._joined(value.code, _Reader(value.data, self._place).read_parts(depth + 1))
+        return self._joined(value.code, _Reader(value.data).read_parts(depth + 1))
 
     def read_parts(self, depth: int) -> list[Any]:
         kind, num_parts = self._next()
@@ -247,14 +238,11 @@ class _Reader:
         if form.types is not None and tuple(map(type, parts)) != form.types:
             raise BadEncoding(f"wrong parts for a value of type {code}")
         try:
-            value = form.join(parts)
+            return form.join(parts)
         except BadEncoding:
             raise
         except JOIN_FAILURES as e:
             raise BadEncoding(f"parts that make no value of type {code}: {e}") from e
-        if code == TENSOR_CODE and self._place is not None:
-            return self._place(value, parts[1])
-        return value
 
 
 def _exact(value: Any) -> Hashable:

@@ -20,19 +20,19 @@ from lowdiff.persistence.files.durable import fsync_directory, remove_folder
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, file_bytes
 from lowdiff.persistence.format.image import check_shard, shard_file
-from lowdiff.persistence.retention.journal import note_collected, read_pins
 from lowdiff.persistence.retention.plan import (
     CollectionPlan,
     Inventory,
     Removal,
-    Retention,
     StoredSegment,
     StoredSnapshot,
     plan_collection,
 )
 from lowdiff.persistence.run.catalog import SnapshotSet, begun_fences, complete_snapshots
 from lowdiff.persistence.run.fences import read_fence
+from lowdiff.persistence.run.journal import note_collected, read_pins
 from lowdiff.persistence.run.lineage import lineage
+from lowdiff.types import Retention
 
 _logger = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile, LowDiffError, NotARun, StorageError
-from lowdiff.persistence.files.durable import fsync_directory, make_durable
+from lowdiff.persistence.files.durable import fsync_directory
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder, file_bytes
 from lowdiff.persistence.format.framing import RecordKind, RecordRef
-from lowdiff.persistence.format.segment_file import SegmentFile
-from lowdiff.persistence.retention.journal import Collected, read_notes
+from lowdiff.persistence.format.segment_file import SegmentFile, make_durable
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import read_run_id
+from lowdiff.persistence.run.journal import Collected, read_notes
 from lowdiff.persistence.run.owner import Owner, is_known, staging_of_run
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import ReplicaStatus, WriterStatus, has_replica, read_status

@@ -11,39 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
-from lowdiff.persistence.format.framing import FileHeader, RecordKind, read_records
+from lowdiff.persistence.format.framing import RecordKind, StoredRecord
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
-from lowdiff.persistence.retention.journal import Collected, read_notes, read_pins
-from lowdiff.persistence.retention.plan import Pin
 from lowdiff.persistence.run.fences import read_fence, read_run_id
+from lowdiff.persistence.run.journal import Collected, Pin, read_notes, read_pins
 from lowdiff.persistence.run.owner import staging_of_run
-from lowdiff.persistence.run.records import RankRecords, StoredRecord, list_segment
+from lowdiff.persistence.run.records import RankRecords, list_segment
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.types import Fence
-
-
-@dataclass(frozen=True, slots=True)
-class Incarnation:
-    """One life of the run, all of whose ranks wrote their fence.
-
-    Attributes:
-        fence: Rank 0's; the ranks' fences agree but for the rank.
-    """
-
-    fence: Fence
-
-    @property
-    def number(self) -> int:
-        """Its number."""
-        return self.fence.incarnation
-
-    @property
-    def world_size(self) -> int:
-        """Its number of ranks."""
-        return self.fence.world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +48,8 @@ class Catalog:
     """Everything of a run that passed its checks, or has yet to be compared with its checksum.
 
     Attributes:
-        incarnations: By number; only those with every rank's fence that outlived their attach.
+        incarnations: Rank 0's fence by number, with which the others' agree but for the rank; only of
+            incarnations with every rank's fence that outlived their attach.
         snapshots: Complete ones, by step, then incarnation.
         records: ``(incarnation, rank)`` -> step -> record.
         staging: Staging folders seen.
@@ -84,7 +62,7 @@ class Catalog:
 
     run_id: str
     root: Path
-    incarnations: Mapping[int, Incarnation]
+    incarnations: Mapping[int, Fence]
     snapshots: tuple[SnapshotSet, ...]
     records: Mapping[tuple[int, int], RankRecords]
     staging: tuple[StagingFolder, ...]
@@ -137,7 +115,7 @@ def scan(
     return Catalog(
         run_id=run_id,
         root=folder.root,
-        incarnations={n: i for n, i in fences.items() if _has_begun(folder, i.fence)},
+        incarnations={n: fence for n, fence in fences.items() if _has_begun(folder, fence)},
         snapshots=tuple(_snapshots(folder, run_id, damage, check_all)),
         records=records,
         staging=tuple(staging),
@@ -231,8 +209,7 @@ def complete_snapshots(
 
 def complete_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
     """Rank 0's fence of every incarnation whose ranks have all written theirs, begun or not."""
-    found, *_ = _fences(folder, run_id, [])
-    return {number: incarnation.fence for number, incarnation in found.items()}
+    return _fences(folder, run_id, [])[0]
 
 
 def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
@@ -245,27 +222,12 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
     found, *_ = _fences(folder, run_id, damage)
     if damage:
         raise damage[0]
-    return {n: i.fence for n, i in found.items() if _has_begun(folder, i.fence)}
-
-
-def last_segment(folder: RunFolder, incarnation: int, rank: int) -> tuple[Path, int] | None:
-    """One rank's newest segment of an incarnation that holds a record, and its last step."""
-    found = folder.segments(lambda owner: owner == rank)
-    for path in reversed([path for number, *_, path in found if number == incarnation]):
-        try:
-            view = read_view(path)
-            header = FileHeader.unpack(view, path)
-        except (DamagedFile, FileNotFoundError):
-            continue  # a dead writer's first, torn record; or a live run's retention was faster
-        steps = [record.header.step for record in read_records(view, header)]
-        if steps:
-            return path, steps[-1]
-    return None
+    return {n: fence for n, fence in found.items() if _has_begun(folder, fence)}
 
 
 def _fences(
     folder: RunFolder, run_id: str, damage: list[DamagedFile]
-) -> tuple[dict[int, Incarnation], set[int], frozenset[int]]:
+) -> tuple[dict[int, Fence], set[int], frozenset[int]]:
     """Complete fences by number, all numbers, and those of which a fence cannot be read."""
     by_number: dict[int, dict[int, Fence]] = {}
     numbers, unreadable = set(), set()
@@ -281,7 +243,7 @@ def _fences(
         else:
             by_number.setdefault(number, {})[rank] = fence
     complete = {
-        number: Incarnation(fences[0])
+        number: fences[0]
         for number, fences in by_number.items()
         if 0 in fences and len(fences) == fences[0].world_size
     }

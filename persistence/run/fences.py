@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from lowdiff.errors import DamagedFile, LowDiffError, NotARun, RunInUse
-from lowdiff.persistence.files.durable import check_types, make_directory, read_json, write_json
+from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import check_types, read_json, write_json
 from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
 _CONTENT_HASH = re.compile("[0-9a-f]{64}")
 _LIFE = re.compile("[0-9a-f]{32}")
 _RUNS_NAMED = 5
-#: What `torch.set_float32_matmul_precision` takes.
-_PRECISIONS = ("highest", "high", "medium")
+#: What `torch.set_float32_matmul_precision` takes; "" where torch cannot tell.
+_PRECISIONS = ("highest", "high", "medium", "")
 
 
 def new_run_id() -> str:
@@ -87,7 +88,7 @@ def refuse_strange_entries(folder: RunFolder) -> None:
         folder.root / name
         for name in (
             *("run.json", "incarnations", "snapshots", "segments", "constants"),
-            *("locks", "pins", "retention.json", "staging", "measurements"),
+            *("locks", "pins", "retention.json", "measurements"),
         )
     ]
     while pending:
@@ -161,7 +162,7 @@ def _fence(document: dict[str, Any]) -> Fence:
         OptimizerSpec(o["class_name"], tuple(tuple(names) for names in o["groups"]))
         for o in document.pop("optimizers")
     )
-    facts = {"default_dtype": "", "matmul_precision": "", **document.pop("environment")}
+    facts = document.pop("environment")
     check_types(Environment, facts)
     environment = Environment(**facts)
     averages = {name: tuple(names) for name, names in document.pop("averages", {}).items()}
@@ -210,11 +211,10 @@ def _check(fence: Fence) -> None:
         raise ValueError(f"constants {fence.constants[:80]!r}")
     if not _LIFE.fullmatch(fence.life):
         raise ValueError(f"life {fence.life[:40]!r}")
-    known_modes = (
-        (environment.default_dtype, ITEM_BYTES),
-        (environment.matmul_precision, _PRECISIONS),
-    )
-    if any(mode and mode not in known for mode, known in known_modes):
+    if (
+        environment.default_dtype not in ITEM_BYTES
+        or environment.matmul_precision not in _PRECISIONS
+    ):
         raise ValueError(f"torch has no mode {environment!r:.200}")
     if fence.rank >= fence.world_size:
         raise ValueError(f"rank {fence.rank} of {fence.world_size}")

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowdiff.errors import LowDiffError, NotARun, StorageError
-from lowdiff.persistence.files.durable import read_json, write_json
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+from lowdiff.persistence.format.document import read_json, write_json
 from lowdiff.persistence.run.fences import life_of, read_run_id
 
 

@@ -7,9 +7,8 @@ added. Takes no lock and writes nothing, so neither trainer nor writer notices.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder, file_bytes
@@ -34,7 +33,6 @@ class RankProgress:
             incarnations.
         commit_age_seconds: Time since its last commit; None if it said nothing.
         preempted: Whether it was told to stop soon.
-        retries: Writes that failed and were made again.
         error: What its writer complains of, empty when all is well.
     """
 
@@ -46,7 +44,6 @@ class RankProgress:
     disk_bytes: int
     commit_age_seconds: float | None
     preempted: bool
-    retries: int
     error: str
 
 
@@ -56,25 +53,14 @@ class RunProgress:
 
     Attributes:
         incarnation: Its number; None if the run never began.
-        unix_seconds: When it was looked at.
         committed_step: Newest step staged on all ranks; None if a rank cannot be seen.
         durable_step: Newest such step of all ranks; None if a rank cannot be seen.
-        lag_steps: How far durable is behind committed.
-        disk_bytes: Bytes of all ranks.
     """
 
-    run_id: str
     incarnation: int | None
-    unix_seconds: float
     committed_step: int | None
     durable_step: int | None
-    lag_steps: int | None
-    disk_bytes: int
     ranks: tuple[RankProgress, ...]
-
-    def document(self) -> dict[str, Any]:
-        """As JSON content."""
-        return asdict(self)
 
 
 class _Listing:
@@ -112,19 +98,10 @@ class RunWatch:
                 self._rank(listing, newest, rank, fence.base_step, now_unix_seconds)
                 for rank in range(fence.world_size)
             )
-        committed = _least([rank.staged_step for rank in ranks])
-        durable = _least([rank.durable_step for rank in ranks])
-        lag = None
-        if committed is not None and durable is not None:
-            lag = max(0, committed - durable)
         return RunProgress(
-            run_id=self._run_id,
             incarnation=newest,
-            unix_seconds=now_unix_seconds,
-            committed_step=committed,
-            durable_step=durable,
-            lag_steps=lag,
-            disk_bytes=sum(rank.disk_bytes for rank in ranks),
+            committed_step=_least([rank.staged_step for rank in ranks]),
+            durable_step=_least([rank.durable_step for rank in ranks]),
             ranks=ranks,
         )
 
@@ -158,7 +135,6 @@ class RunWatch:
             if trainer.step < 0
             else max(0.0, now - trainer.committed_at_unix_seconds),
             preempted=trainer.preempted,
-            retries=writer.retries,
             error=writer.error,
         )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lowdiff.core.events import printable
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.format.framing import HEADER_BYTES, RecordKind, RecordRef
+from lowdiff.persistence.format.framing import HEADER_BYTES, RecordKind, RecordRef, StoredRecord
 from lowdiff.persistence.format.segment_file import SegmentFile
 
 _logger = logging.getLogger(__name__)
@@ -92,20 +92,6 @@ def _read(file: SegmentFile, owner: tuple[str, int, int]) -> Iterator[Stretch]:
             first = last if first < 0 else first
             size += record.end - record.offset
             rebases += [last] if record.header.rebases else []
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredRecord:
-    """A differential and where it was found."""
-
-    record: RecordRef
-    path: Path
-    staged: bool
-
-    @property
-    def framed_bytes(self) -> int:
-        """Its length in the file."""
-        return HEADER_BYTES + self.record.header.body_bytes
 
 
 class RankRecords(Mapping[int, StoredRecord]):

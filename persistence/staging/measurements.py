@@ -1,4 +1,4 @@
-"""What the lives of a run measured, as the tuner wants it; needs no torch."""
+"""What an incarnation measures: pages in staging while it lives, a document in the run folder for the tuner."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lowdiff.errors import DamagedFile, LowDiffError
-from lowdiff.persistence.files.durable import make_directory, read_json, write_json
+from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.files.shared_page import Page, PageReader
+from lowdiff.persistence.format.document import read_json, write_json
 
 _logger = logging.getLogger(__name__)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from lowdiff.persistence.files.detached_process import ProcessSettings
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.shared_page import ImageMark, Page, PageReader
 from lowdiff.persistence.staging.histogram import SECONDS, HistogramValue
@@ -36,7 +33,7 @@ class WriterStatus:
         batch_seconds: How long each took to be fsynced, failed attempts included.
         retries: Attempts to write or fsync that failed and were made again.
         error: What went wrong last, empty when all is well.
-        adopted: Whether what earlier incarnations of this rank left in staging is durable.
+        adopted: Whether what earlier incarnations left in the folders of `WriterSettings.adopts` is durable.
         remote_step: Differentials up to here, and all they build on, are in the store; -1 before
             the base step is, or without a store.
         remote_snapshot: Step of the newest snapshot of this incarnation in the store, -1 for none.
@@ -208,37 +205,3 @@ class Complaints:
 def has_replica(stage: StagingFolder) -> bool:
     """Whether the state of that life is kept by a replica, and its log is only what followed."""
     return stage.replica_status.exists()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSettings(ProcessSettings):
-    """All a replica needs to know.
-
-    Attributes:
-        image_every: Steps between images for the disk, all ranks alike; 0 for none.
-        keep_every: The same for images that are kept for ever; 0 for none.
-        waits: Whether it waits for the writer where the next image is due and the last one is not
-            durable yet; else it goes on, and that image is left out.
-        imports: Modules of registered optimizers.
-        optimizers: Module, qualified name and granularity of each such optimizer of the run.
-        scalar_state: Entries of their state that hold one number.
-        import_path: Where they are looked for after everything else: the trainer's own folders, in
-            order. Empty where nothing is imported.
-    """
-
-    image_every: int
-    keep_every: int
-    waits: bool
-    imports: tuple[str, ...] = ()
-    optimizers: tuple[Sequence[str], ...] = ()
-    scalar_state: tuple[str, ...] = ()
-    import_path: tuple[str, ...] = ()
-
-    def is_image_due(self, step: int) -> bool:
-        """Whether the disk gets an image of this step, on all ranks alike."""
-        return any(every and step % every == 0 for every in (self.image_every, self.keep_every))
-
-    @classmethod
-    def from_json(cls, text: str) -> ReplicaSettings:
-        """What ``to_json`` made."""
-        return cls(**json.loads(text))

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 from lowdiff.errors import ConfigError, RunMismatch, StoreError
 from lowdiff.persistence.staging.measurements import Recorder
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import Complaints, StatusPage, WriterStatus
-from lowdiff.persistence.writer.settings import WriterSettings
 
 _logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,27 +21,21 @@ from threading import Lock
 from typing import TypeVar
 
 from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
-from lowdiff.persistence.files.durable import (
-    fsync_directory,
-    make_directory,
-    parse_json,
-    read_json,
-    write_file,
-)
+from lowdiff.persistence.files.durable import fsync_directory, make_directory, write_file
 from lowdiff.persistence.files.paths import (
     CONSTANTS_NAME,
     NOTES_NAME,
     RUN_FILE,
     RunFile,
     RunFolder,
-    file_bytes,
 )
-from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, read_records
+from lowdiff.persistence.format.document import parse_json, read_json
+from lowdiff.persistence.format.framing import FileHeader, sound_end
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
+from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.catalog import complete_fences
 from lowdiff.persistence.run.fences import read_run_id
 from lowdiff.persistence.run.lineage import Span, lineage
-from lowdiff.persistence.run.records import list_segment
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.types import Fence
 
@@ -85,8 +79,7 @@ def download(
     parents = {path.parent for path in paths.values()}
     for parent in parents:
         make_directory(parent)
-        for left in parent.glob("*.seg.*.partial"):  # of a fetch that was killed
-            left.unlink(missing_ok=True)
+        _remove_partials(parent, set(paths.values()))
     partials = {n: p.with_name(f"{p.name}.{os.getpid()}.partial") for n, p in paths.items()}
     missing, lock = Counter(name for name, _, _ in pieces), Lock()
 
@@ -120,25 +113,37 @@ def download(
             partial.unlink(missing_ok=True)
 
 
-def mend(store: ObjectStore, folder: RunFolder, names: Sequence[str]) -> None:
+def _remove_partials(parent: Path, wanted: Collection[Path]) -> None:
+    """Remove what killed fetches of the wanted files left; one that runs on this node keeps its own."""
+    for partial in parent.glob("*.partial"):
+        name, _, pid = partial.stem.rpartition(".")
+        is_fetch = parent / name in wanted and pid.isdecimal()
+        if is_fetch and (int(pid) == os.getpid() or not Path("/proc", pid).exists()):
+            partial.unlink(missing_ok=True)
+
+
+def mend(store: ObjectStore, folder: RunFolder, damaged: Mapping[str, int]) -> None:
     """Put objects in the place of segments that are damaged here, where they hold more.
 
     Args:
         store: Where they are.
         folder: Of a run that nobody writes to.
-        names: Of segments that are there.
+        damaged: Name of a segment that is there -> where its sound bytes end.
 
     Raises:
         StoreError: If the store does not answer.
         RunMismatch: If what can be read of a segment is not what the store has.
     """
-    for name in names:
+    for name, sound in damaged.items():
         path, there = folder.root / name, store.read(name)
         try:
             here = path.read_bytes()
         except OSError:
             continue  # it may come back
-        sound, good = _sound_bytes(here, path), _sound_bytes(there, path)
+        try:
+            good = sound_end(memoryview(there), FileHeader.unpack(there, path))
+        except DamagedFile:
+            continue
         common = min(sound, good)
         if here[:common] != there[:common]:
             raise different_histories(store, folder, name)
@@ -170,16 +175,6 @@ def different_histories(store: ObjectStore, folder: RunFolder, name: str) -> Run
         f"{store.url} and {folder.root} hold different histories: their {name} differs; give the "
         "store a URL of its own, or move the run folder away to go on with what the store holds"
     )
-
-
-def _sound_bytes(data: bytes, path: Path) -> int:
-    """Where the last record of a segment ends that can be read."""
-    try:
-        header = FileHeader.unpack(data, path)
-    except DamagedFile:
-        return 0
-    ends = [record.end for record in read_records(memoryview(data), header)]
-    return max(ends, default=HEADER_BYTES)
 
 
 _LOOKS = 3
@@ -400,8 +395,8 @@ def _fetch_history(
             download(store, folder, missing, listing.sizes)
             wanted = list(_segments(listing, spans, base[0], step))
             download(store, folder, [n for n in wanted if n not in here.sizes], listing.sizes)
-            damaged = [n for n in wanted if n in here.sizes and _lacks_some(folder, n, listing)]
-            mend(store, folder, damaged)
+            ends = {n: _sound_bytes(folder, n, listing) for n in wanted if n in here.sizes}
+            mend(store, folder, {n: end for n, end in ends.items() if end is not None})
             break
         passed_over.add(base)
     return [found for found, _ in usable]
@@ -470,13 +465,14 @@ def _segments(
                 yield file.name
 
 
-def _lacks_some(folder: RunFolder, name: str, listing: Listing) -> bool:
-    """Whether a segment is damaged here, or shorter than in the store."""
-    path, file = folder.root / name, RunFile.parse(name)
+def _sound_bytes(folder: RunFolder, name: str, listing: Listing) -> int | None:
+    """Where the records of a segment end that is damaged here, or shorter than in the store; else None."""
+    file = RunFile.parse(name)
     assert file is not None
     owner = read_run_id(folder), file.incarnation, file.rank
     try:
-        damage = list_segment(path, owner, check=True)[1]
+        segment = SegmentFile(folder.root / name)
+        is_damaged = segment.damage() is not None or segment.header.owner != owner
     except (DamagedFile, FileNotFoundError):
-        return True
-    return damage is not None or file_bytes(path) < listing.sizes[name]
+        return 0
+    return segment.end if is_damaged or segment.size < listing.sizes[name] else None

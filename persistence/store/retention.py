@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from lowdiff.persistence.retention.journal import read_pins
 from lowdiff.persistence.retention.plan import (
     Inventory,
     StoredSegment,
@@ -15,9 +14,10 @@ from lowdiff.persistence.retention.plan import (
 )
 from lowdiff.persistence.run.catalog import begun_fences
 from lowdiff.persistence.run.fences import read_fence
+from lowdiff.persistence.run.journal import read_pins
 from lowdiff.persistence.run.lineage import lineage
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.store.fetch import Listing
-from lowdiff.persistence.writer.settings import WriterSettings
 from lowdiff.types import Fence
 
 

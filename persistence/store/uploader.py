@@ -20,12 +20,11 @@ from lowdiff.persistence.format.image import manifest_file, shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.records import list_segment
 from lowdiff.persistence.staging.measurements import Recorder
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusPage, WriterStatus
 from lowdiff.persistence.store.client import StoreClient
 from lowdiff.persistence.store.fetch import Listing
 from lowdiff.persistence.store.retention import spent
-from lowdiff.persistence.writer.adoption import ranks_to_adopt
-from lowdiff.persistence.writer.settings import WriterSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class Uploader:
         self._page = page
         self._client = StoreClient(settings, page, recorder)
         self._store = self._client.store
-        self._adopts = ranks_to_adopt(settings)
+        self._adopts = settings.ranks_to_adopt
         #: What the store had when it was listed last, and names of the segments that it has by now.
         self._listing = Listing({})
         self._segments: set[str] = set()

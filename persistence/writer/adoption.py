@@ -19,6 +19,7 @@ from lowdiff.persistence.format.segment_file import seal_left
 from lowdiff.persistence.retention.staging import only_staged
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.staging.log import staged_records
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import (
     StatusPage,
     TrainerStatus,
@@ -27,7 +28,6 @@ from lowdiff.persistence.staging.status import (
     read_status,
 )
 from lowdiff.persistence.writer.segments import SegmentWriter, batches_of, require_run
-from lowdiff.persistence.writer.settings import WriterSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -73,11 +73,6 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
             lock.release()
             stage.sweep()  # the lock may have kept it
     return "; ".join(errors)
-
-
-def ranks_to_adopt(settings: WriterSettings) -> frozenset[int]:
-    """Return whose logs this writer makes durable beside its own, adopted by now or not."""
-    return frozenset(int(name.rpartition("r")[2]) for name in settings.adopts)
 
 
 def _is_replaced(

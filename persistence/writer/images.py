@@ -11,15 +11,16 @@ import aiofiles
 from crc32c import crc32c
 
 from lowdiff.errors import StorageError
-from lowdiff.persistence.files.durable import fsync_directory, write_json
+from lowdiff.persistence.files.durable import fsync_directory
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import Manifest, manifest_file, shard_file
 from lowdiff.persistence.run.catalog import complete_snapshots
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import ReplicaStatus, TrainerStatus, read_status
 from lowdiff.persistence.writer.segments import make_run_directory
-from lowdiff.persistence.writer.settings import WriterSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from lowdiff.persistence.staging.measurements import (
     write_measurements,
 )
 from lowdiff.persistence.staging.residual_slots import checksum_slots
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import Complaints, StatusPage, WriterStatus, read_status
 from lowdiff.persistence.store.uploader import Uploader
 from lowdiff.persistence.writer.adoption import adopt_predecessors
@@ -46,6 +47,7 @@ from lowdiff.persistence.writer.images import (
     newer_images,
     persist_image,
 )
+from lowdiff.persistence.writer.orders import Orders
 from lowdiff.persistence.writer.segments import (
     Batch,
     SegmentWriter,
@@ -53,7 +55,6 @@ from lowdiff.persistence.writer.segments import (
     durable_step,
     require_run,
 )
-from lowdiff.persistence.writer.settings import Orders, WriterSettings
 
 _logger = logging.getLogger(__name__)
 

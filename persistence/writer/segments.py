@@ -16,8 +16,8 @@ import aiofiles
 from aiofiles.threadpool.binary import AsyncBufferedReader
 from crc32c import crc32c
 
-from lowdiff.errors import StorageError
-from lowdiff.persistence.files.durable import fsync_directory, make_directory, make_durable
+from lowdiff.errors import DamagedFile, StorageError
+from lowdiff.persistence.files.durable import fsync_directory, make_directory
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, RecordRef, padded
@@ -25,10 +25,10 @@ from lowdiff.persistence.format.sections import encode_sections, read_sections
 from lowdiff.persistence.format.segment_file import (
     Footer,
     SegmentFile,
+    make_durable,
     seal_left,
     write_footer,
 )
-from lowdiff.persistence.run.catalog import last_segment
 
 _logger = logging.getLogger(__name__)
 
@@ -209,15 +209,21 @@ def durable_step(
         StorageError: If the run is not there.
     """
     require_run(folder)
-    found = last_segment(folder, incarnation, rank)
-    if found is None:
+    own = [p for number, *_, p in folder.segments(lambda r: r == rank) if number == incarnation]
+    for path in reversed(own):
+        try:
+            file = SegmentFile(path)
+        except (DamagedFile, FileNotFoundError):
+            continue  # a dead writer's first, torn record; or a live run's retention was faster
+        doubtful, step = list[RecordRef](), base_step
+        while (record := file.next()) is not None:
+            step = record.header.step
+            if step > known_step:
+                doubtful.append(record)
+        if file.end > HEADER_BYTES:
+            break
+    else:
         return base_step
-    path, _ = found
-    file, doubtful, step = SegmentFile(path), list[RecordRef](), base_step
-    while (record := file.next()) is not None:
-        step = record.header.step
-        if step > known_step:
-            doubtful.append(record)
     try:
         make_durable(path, file.header, doubtful)
         fsync_directory(path.parent)

@@ -14,14 +14,9 @@ import torch
 
 from lowdiff.core.layout import shaped
 from lowdiff.errors import ConfigError
-from lowdiff.persistence.files.durable import (
-    fsync_directory,
-    make_directory,
-    replaced,
-    unwritable,
-    write_json,
-)
+from lowdiff.persistence.files.durable import fsync_directory, make_directory, replaced, unwritable
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import RESIDUAL, Manifest, manifest_file, shard_file
 from lowdiff.persistence.run.fences import create_run, new_life, new_run_id, write_fence
 from lowdiff.recovery.images import shard_tensors, write_image
@@ -54,7 +49,7 @@ def start_run(state: RecoveredState, run: str | Path) -> Path:
     """Write a run folder whose first and only snapshot is ``state``.
 
     A ``Checkpointer`` on it goes on after the state's step, with any number of ranks. Of the
-    error-feedback residual it has what the old run's atomic snapshot of that very step held, and
+    error-feedback residual it has what the old run's snapshot of that very step held, and
     starts from zeros otherwise: exact state, not the old run's exact continuation.
 
     Args:

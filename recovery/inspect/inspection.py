@@ -17,7 +17,7 @@ from lowdiff.persistence.run.records import RankRecords
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.persistence.store.fetch import fetch_history, opened, temporary_folder
-from lowdiff.recovery.plan import recoverable, spans_of, usable_snapshots
+from lowdiff.recovery.plan import bytes_of, recoverable, spans_of, usable_snapshots
 
 _logger = logging.getLogger(__name__)
 
@@ -126,8 +126,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         catalog = scan(folder, [root])
         found, memory = _recoverable(catalog)
         differentials = _differentials(catalog)
-        newest = catalog.incarnations.get(max(catalog.incarnations, default=-1))
-        fence = None if newest is None else newest.fence
+        fence = catalog.incarnations.get(max(catalog.incarnations, default=-1))
         specs = () if fence is None else fence.layout.parameters
         names = () if fence is None else tuple(spec.class_name for spec in fence.optimizers)
         ranges = tuple(StepRange(first, last) for first, last in found)
@@ -269,7 +268,7 @@ def _forecast(catalog: Catalog, step: int | None) -> Forecast:
         in_memory=isinstance(plan, MemoryPlan),
         snapshot_bytes=size,
         differentials=len(plan.steps),
-        differential_bytes=sum(planned.bytes for planned in plan.steps),
+        differential_bytes=bytes_of(plan.steps),
         memory_bytes=needed_bytes(size),
         free_bytes=free_bytes(),
     )

@@ -178,7 +178,7 @@ def _measured(
         moved: dict[int, Movement] = {}
         how = replace(reporting(options, progress, done, total), movements=moved)
         carry_out(catalog, plan, how)
-        elements = catalog.incarnations[plan.incarnation].fence.layout.elements
+        elements = catalog.incarnations[plan.incarnation].layout.elements
         steps += [_step(s, moved, elements) for s in plan.steps if s.step > start]
         done += len(plan.steps)
     left_out = set(range(start + 1, end + 1)) - {step.step for step in steps}
@@ -209,14 +209,15 @@ def _steps(catalog: Catalog, base: SnapshotSet, last: int) -> tuple[PlannedStep,
     """What replay of a snapshot leads to: averages attached later are in a later life's snapshot."""
 
     def averages(incarnation: int) -> Mapping[str, Sequence[str]]:
-        return catalog.incarnations[incarnation].fence.averages
+        return catalog.incarnations[incarnation].averages
 
     own, steps = averages(base.incarnation), steps_after(catalog, base.step, last)
     return tuple(takewhile(lambda step: averages(step.incarnation) == own, steps))
 
 
 def _step(planned: PlannedStep, moved: Mapping[int, Movement], elements: int) -> TimelineStep:
-    done = read_differential(planned.shards[0], Codec()).optimizers
+    shards = planned.shards
+    done = read_differential(shards[0], Codec()).optimizers
     movement = moved.get(planned.step, Movement())
     return TimelineStep(
         step=planned.step,
@@ -226,5 +227,5 @@ def _step(planned: PlannedStep, moved: Mapping[int, Movement], elements: int) ->
         density=movement.nonzeros / elements,
         lr=tuple(float(group["lr"]) for step in done for group in step.consumed if "lr" in group),
         stepped=any(step.stepped and not step.found_inf for step in done),
-        stored_bytes=planned.bytes,
+        stored_bytes=sum(shard.framed_bytes for shard in shards),
     )

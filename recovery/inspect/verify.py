@@ -384,7 +384,7 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> _Outcome:
     replayed = Replayed(leg.base.step, leg.last, compared=leg.target is not None)
     if leg.target is None:
         return _Outcome(replayed=replayed)
-    fence = catalog.incarnations[leg.target.incarnation].fence
+    fence = catalog.incarnations[leg.target.incarnation]
     expected = load_snapshot(leg.target, fence, options.readers)
     found = list(differences(state, expected))
     if not found:
@@ -395,7 +395,7 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> _Outcome:
         f"{leg.base.step}: {found[0]}{more}",
         str(leg.target.folder),
     )
-    trained_on = catalog.incarnations[leg.base.incarnation].fence.environment.device
+    trained_on = catalog.incarnations[leg.base.incarnation].environment.device
     if (trained_on == "cpu") != (options.device.type == "cpu"):
         # Another kind of processor rounds differently.
         return _Outcome(note=different, replayed=replace(replayed, compared=False))
@@ -405,8 +405,8 @@ def _compare(catalog: Catalog, leg: _Leg, options: ReplayOptions) -> _Outcome:
 def _elsewhere(catalog: Catalog, options: ReplayOptions) -> list[Finding]:
     """What of this machine may round differently."""
     recorded = {
-        f"torch {life.fence.environment.torch_version} on {life.fence.environment.device}"
-        for life in catalog.incarnations.values()
+        f"torch {fence.environment.torch_version} on {fence.environment.device}"
+        for fence in catalog.incarnations.values()
     }
     device = options.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.errors import ConfigError, UnsupportedOptimizer
+from lowdiff.recovery.state import SCALAR_STATE
 from lowdiff.types import OptimizerSpec
 
 Granularity = Literal["element", "tensor", "whole"]
@@ -39,11 +40,7 @@ GRANULARITY: dict[str, Granularity] = {
     "torch.optim.Muon": "tensor",
 }
 
-#: State entries that may hold one number for the whole parameter, whatever the parameter's shape. Of
-#: another class they may hold one for each element; see `is_scalar`.
-SCALAR_STATE = {"step", "eta", "mu", "mu_product"}
-
-#: Those of them that torch keeps on the host.
+#: Those of `SCALAR_STATE` that torch keeps on the host.
 _COUNTERS = frozenset({"step", "mu_product"})
 
 _registered: dict[str, type[torch.optim.Optimizer]] = {}
@@ -364,14 +361,6 @@ def usable_on(device: torch.device, hyper: dict[str, Any]) -> dict[str, Any]:
     if device.type != "cpu" or not hyper.get("capturable"):
         return hyper
     return {**hyper, "capturable": False, "foreach": False}
-
-
-def is_scalar(key: str, numel: int) -> bool:
-    """Whether a state entry with as many elements as its parameter is one number all the same.
-
-    With several elements it is none, whatever its name: third parties keep an average as ``mu``.
-    """
-    return numel == 1 and key in SCALAR_STATE
 
 
 def placed_scalar(

@@ -21,7 +21,6 @@ from lowdiff.recovery.load import empty_state
 from lowdiff.recovery.replay.optimizers import (
     build,
     granularity,
-    is_scalar,
     needs_live_threads,
     settle_kernels,
     usable_on,
@@ -30,7 +29,7 @@ from lowdiff.recovery.replay.optimizers import (
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
 from lowdiff.recovery.replay.sizing import BLOCK_ELEMENTS, threads_put_back
 from lowdiff.recovery.replay.unit import Scratch, Step, UnitState, is_out_of_means
-from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned
+from lowdiff.recovery.state import OptimizerState, RecoveredState, is_aligned, is_scalar
 from lowdiff.types import (
     Block,
     Differential,
@@ -203,7 +202,7 @@ def _replayed(
     state = empty_state(number - 1, replace(fence, averages={}))
     state.parameters = {names[i]: values for i, values in before.parameters.items()}
     state.optimizers = [OptimizerState([{} for _ in o.groups], {}) for o in fence.optimizers]
-    state.items, state.residual_marks = [{}], [None]
+    state.items = [{}]
     state.optimizers[index] = OptimizerState(
         [dict(group) for group in done.consumed],
         {names[i]: dict(entries) for i, entries in before.state.items()},

@@ -42,7 +42,6 @@ _LENGTH = struct.Struct("<8sQ")
 _SLOT = struct.Struct("<QII")
 _UNDO = struct.Struct("<QQQI")
 _ALIGNMENT = 64
-_KERNEL_NOTE = "replica.boot"
 #: Errors that say nothing about a file: the next try may succeed.
 PASSING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOLCK)
 
@@ -265,11 +264,10 @@ def note_kernel(stage: StagingFolder) -> None:
     Raises:
         StorageError: If that cannot be written.
     """
-    note = stage.root / _KERNEL_NOTE
     try:
-        note.write_text(this_machine(), encoding="ascii")
+        stage.replica_boot.write_text(this_machine(), encoding="ascii")
     except OSError as error:
-        raise StorageError(f"{note} cannot be written: {error}") from error
+        raise StorageError(f"{stage.replica_boot} cannot be written: {error}") from error
 
 
 def is_of_this_kernel(stage: StagingFolder) -> bool:
@@ -281,7 +279,7 @@ def is_of_this_kernel(stage: StagingFolder) -> bool:
     if is_in_memory(stage.root):
         return True
     try:
-        noted = (stage.root / _KERNEL_NOTE).read_bytes()
+        noted = stage.replica_boot.read_bytes()
     except FileNotFoundError:
         return False
     return noted == this_machine().encode()
@@ -292,7 +290,8 @@ def sound_files(stage: StagingFolder) -> list[Path]:
     files = stage.replica_files()
     if is_of_this_kernel(stage):
         return files
-    return [path for path in files if not path.name.startswith("replica-")]
+    states = {path for _, path in stage.replica_states()}
+    return [path for path in files if path not in states]
 
 
 def _start(header_bytes: int) -> int:

@@ -26,13 +26,12 @@ from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, StorageErr
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.shared_page import ImageMark
-from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef
+from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef, StoredRecord
 from lowdiff.persistence.format.image import stage_image
 from lowdiff.persistence.run.fences import read_fence
-from lowdiff.persistence.run.records import StoredRecord
 from lowdiff.persistence.staging.log import LogTail
+from lowdiff.persistence.staging.settings import ReplicaSettings
 from lowdiff.persistence.staging.status import (
-    ReplicaSettings,
     ReplicaStatus,
     StatusPage,
     StatusReader,
@@ -278,8 +277,7 @@ class Replica:
 
     def _generations(self) -> list[int]:
         """Numbers of the files there are, also of one that was never published."""
-        names = [path.name for path in self._staging.root.glob("replica-????????")]
-        return [int(name.removeprefix("replica-")) for name in names]
+        return [generation for generation, _ in self._staging.replica_states()]
 
     def _reopen(self) -> None:
         """Take up the published file, finishing or undoing what was under way."""

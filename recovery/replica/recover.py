@@ -159,7 +159,7 @@ def shares_joined(
         ReplayMismatch: If a step on the way to the common one does not replay.
     """
     settle_kernels()
-    fence = catalog.incarnations[plan.incarnation].fence
+    fence = catalog.incarnations[plan.incarnation]
     begun = [_begun(source, fence) for source in plan.sources]
     # What one replica has seen of its share holds for all of the state.
     is_whole = options.whole or any(isinstance(b, Shard) and b.is_whole for b in begun)

@@ -13,8 +13,8 @@ from lowdiff.core.layout import shares_of
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
+from lowdiff.persistence.format.framing import StoredRecord
 from lowdiff.persistence.format.values import decode, encode
-from lowdiff.persistence.run.records import StoredRecord
 from lowdiff.recovery.images import aligned_tensors, other_numbers
 from lowdiff.recovery.load import add_numbers, empty_state, place_of
 from lowdiff.recovery.replay.blocks import Unit
@@ -262,7 +262,7 @@ def numbers_of(state: RecoveredState, unit: Unit) -> bytes:
 
 def _state(file: ReplicaFile, fence: Fence, base: dict[str, Any]) -> RecoveredState:
     state = empty_state(file.base_step, fence)
-    state.items, state.residuals, state.residual_marks = [base["items"]], [{}], [None]
+    state.items, state.residuals = [base["items"]], [{}]
     state.held = tuple(base["held"])
     names = {spec.name for spec in fence.layout.parameters}
     for full_name, tensor in file.tensors().items():

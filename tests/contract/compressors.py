@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors import Cast, CyclicTopK, PowerSGD, Quantize, RandomK, TopK
+from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.layout import INT_OF_BYTES, flat, layout_of, torch_dtype
 from lowdiff.protocols import Compressor
@@ -109,7 +110,7 @@ def run(case: Case, rank: int, group: dist.ProcessGroup | None) -> list[dict[str
     of_dtype = [[i for i, _ in layout.of_dtype(d)] for d in layout.dtypes]
     buckets = of_dtype if case.one_bucket else [[i] for b in reversed(of_dtype) for i in b]
     for step in range(1, len(case.changes) + 1):
-        reducer.begin(3 << 40 | step)
+        reducer.begin(stamp_of(3, step))
         averaged = reduced(reducer, case.gradients(rank, step), buckets)
         consumed = case.consumed(averaged, step)
         reducer.consume([flat(c) for c in consumed])

@@ -23,9 +23,9 @@ from lowdiff.persistence.format.framing import (
     RecordHeader,
     RecordKind,
     RecordRef,
+    StoredRecord,
     read_records,
 )
-from lowdiff.persistence.run.records import StoredRecord
 from tests.faults.outcome import Outcome
 from tests.faults.stranger import meta_of, signed
 from tests.faults.victim import describe

@@ -21,8 +21,8 @@ import numpy as np
 from crc32c import crc32c
 
 from lowdiff.errors import LowDiffError
-from lowdiff.persistence.files.durable import read_json, write_json
 from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.document import read_json, write_json
 from lowdiff.persistence.format.framing import FileHeader, RecordRef, padded, read_records
 from lowdiff.persistence.format.sections import encode_sections, read_sections
 from lowdiff.persistence.format.values import decode, encode

@@ -38,7 +38,7 @@ def test_the_survivor_names_it_and_one_rank_goes_on(
     assert survivor.returncode == 3, errors
     assert victim.returncode == -9
     assert output.splitlines()[1].startswith(
-        "RankLost: an exchange of gradients failed, most likely"
+        "RankLost: an exchange between ranks failed, most likely"
     )
     assert output.splitlines()[-1] == "closed: True"
     alone = start(0, 1, tmp_path, compressor)

@@ -17,7 +17,7 @@ import pytest
 import lowdiff
 from lowdiff.demo.launch import child_processes
 from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.run.catalog import last_segment
+from lowdiff.persistence.run.catalog import scan
 
 pytestmark = pytest.mark.launch
 
@@ -27,8 +27,8 @@ STEPS = 6
 
 def durable(folder: Path) -> list[int]:
     """Last step of each rank on disk."""
-    found = [last_segment(RunFolder(folder / "run"), 0, rank) for rank in range(2)]
-    return [0 if segment is None else segment[1] for segment in found]
+    catalog = scan(RunFolder(folder / "run"))
+    return [catalog.of(0, rank).newest for rank in range(2)]
 
 
 def wait_until(folder: Path, condition: Callable[[], object]) -> None:

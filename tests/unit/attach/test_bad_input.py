@@ -22,7 +22,7 @@ from lowdiff.errors import (
     UnsupportedOptimizer,
     UsageError,
 )
-from lowdiff.persistence.files.durable import read_json, write_json
+from lowdiff.persistence.format.document import read_json, write_json
 from lowdiff.persistence.format.values import same
 from tests.unit.loops import Loop, small_model
 

@@ -86,7 +86,7 @@ def attach_in_ddp(rank: int, world_size: int, folder: str) -> tuple[int, list[st
     resumed = loop.attach()
     loop.checkpointer.close()
     newest = scan(RunFolder(loop.folder / "run"), []).incarnations[1]
-    return resumed, [spec.name for spec in newest.fence.layout.parameters]
+    return resumed, [spec.name for spec in newest.layout.parameters]
 
 
 def test_ddp_around_it_changes_no_name(pool: Pool, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from lowdiff.errors import ConfigError, LowDiffError, UnsupportedOptimizer, Usag
 from lowdiff.recovery.inspect.inspection import inspect
 from lowdiff.recovery.replay import optimizers
 from lowdiff.recovery.replay.proof import Held
+from lowdiff.recovery.state import SCALAR_STATE
 from tests.crash import third_party
 from tests.crash.pool import Pool
 from tests.crash.third_party_run import (
@@ -43,7 +44,7 @@ UNTIL = 16
 @pytest.fixture(autouse=True)
 def third_parties() -> Iterator[None]:
     """They are known here until the test ends."""
-    own: list[Any] = [optimizers.GRANULARITY, optimizers._registered, optimizers.SCALAR_STATE]
+    own: list[Any] = [optimizers.GRANULARITY, optimizers._registered, SCALAR_STATE]
     before = [target.copy() for target in own]
     third_party.register()
     third_party.CountingAll.steps = 0

@@ -14,9 +14,9 @@ from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.image import check_shard
 from lowdiff.persistence.retention.collect import retention_locked
-from lowdiff.persistence.retention.journal import note_policy, write_pin
-from lowdiff.persistence.retention.plan import Pin, Retention
 from lowdiff.persistence.run.fences import read_run_id
+from lowdiff.persistence.run.journal import Pin, note_policy, write_pin
+from lowdiff.types import Retention
 from tests.mounts import remount, tmpfs_or_skip
 from tests.unit.cli.commands import Command, Result, command, copy, trained
 from tests.unit.recovery.training import Trained, flip, train

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lowdiff
-from lowdiff.cli.app import progress_table
+from lowdiff.cli.inspect import progress_table
 from lowdiff.cli.output import plain_console
 from lowdiff.compressors import TopK
 from lowdiff.core.events import printable

@@ -12,14 +12,14 @@ import torch
 
 from lowdiff.cli.tuning_report import question_of_run
 from lowdiff.compressors import Cast
-from lowdiff.persistence.files.durable import write_json
 from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.retention.journal import note_policy
-from lowdiff.persistence.retention.plan import Retention
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.run.fences import read_run_id
+from lowdiff.persistence.run.journal import note_policy
 from lowdiff.persistence.staging.measurements import read_measurements, write_measurements
 from lowdiff.tuner.choice import Limits
 from lowdiff.tuner.report import make_report
+from lowdiff.types import Retention
 from tests.unit.cli.commands import Command, command
 from tests.unit.loops import Loop
 

@@ -12,17 +12,16 @@ import pytest
 import lowdiff
 from lowdiff import testing
 from lowdiff.errors import WriterFailed
+from lowdiff.persistence.files import detached_process
 from lowdiff.persistence.files.detached_process import start_detached
-from lowdiff.persistence.writer import handle as writer_process
 from lowdiff.recovery.replica import handle as replica_process
 from tests.unit.loops import Loop, wait_until
 
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_process, "_CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(replica_process, "_CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(writer_process, "_BACKOFF_SECONDS", 0.1)
+    monkeypatch.setattr(detached_process, "_CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 0.1)
 
 
 def begun(folder: Path, **settings: object) -> Loop:

@@ -171,7 +171,7 @@ def test_killed_in_the_middle_of_a_step_memory_holds_each_step_once(
     life.run(6)
     life.kill()
     catalog = scan(RunFolder(tmp_path / "run"), [tmp_path / "staging"])
-    fence = catalog.incarnations[0].fence
+    fence = catalog.incarnations[0]
     generation = read_status(stage.replica_status, ReplicaStatus).generation
     file = ReplicaFile.open(stage.replica_state(generation), private=False)
     shard = Shard(file, fence, journaled=True)

@@ -65,6 +65,28 @@ def test_it_is_named_once_and_nothing_else_goes_wrong(
     again.checkpointer.close()
 
 
+@pytest.mark.parametrize(
+    ("strategy", "file"),
+    [("log", "trainer"), ("replica", "trainer"), ("replica", "replica"), ("replica", "replica-*")],
+)
+def test_the_next_commit_notices_that_a_single_file_was_removed(
+    tmp_path: Path, strategy: str, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = begun(tmp_path, **STRATEGIES[strategy])
+    own = own_folder(loop)
+    wait_until(lambda: loop.checkpointer.stats().get("replica_step", 3) == 3)
+    for path in [p for p in own.glob(file) if p.suffix == ""]:
+        path.unlink()
+    for number in range(3, 5):
+        loop.step(number)
+        loop.checkpointer.commit()
+    assert events(caplog).count("staging_removed") == 1
+    loop.checkpointer.close()
+    again = Loop(tmp_path, settings=STRATEGIES[strategy])
+    assert again.attach() == 5
+    again.checkpointer.close()
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_training_that_waits_goes_on(
     tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ import torch
 import lowdiff
 from lowdiff import testing
 from lowdiff.errors import ConfigError, RunMismatch, StepNotFound, StoreError, WriterFailed
-from lowdiff.persistence.writer.settings import WriterSettings
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.recovery.inspect.inspection import inspect
 from lowdiff.recovery.inspect.verify import verify
 from tests.unit.loops import Loop

@@ -25,7 +25,7 @@ from lowdiff.persistence.files.lease import Lease
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.framing import HEADER_BYTES
 from lowdiff.persistence.format.values import same
-from lowdiff.persistence.run.catalog import last_segment
+from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import WriterStatus, read_status
 from tests.crash.pool import Pool
@@ -96,9 +96,7 @@ def test_warn_is_said_on_every_rank_and_training_goes_on(tmp_path: Path, pool: P
     assert [(step, error) for step, error, _ in results] == [(15, "")] * 2
     assert results[0][2] == ["other_writer_error"]
     assert results[1][2] == ["writer_error"]
-    segment = last_segment(RunFolder(tmp_path / "run-1"), 0, 1)
-    assert segment is not None
-    assert segment[1] == 16  # nothing was left out
+    assert scan(RunFolder(tmp_path / "run-1")).of(0, 1).newest == 16  # nothing was left out
 
 
 def train_without_room(rank: int, world_size: int, folder: str) -> tuple[int, str]:

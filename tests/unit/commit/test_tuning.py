@@ -18,7 +18,6 @@ from lowdiff.commit.schedule import Cadence
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
-from lowdiff.persistence.retention.plan import Retention
 from lowdiff.persistence.run.fences import read_run_id
 from lowdiff.persistence.staging.measurements import (
     Measurements,
@@ -33,6 +32,7 @@ from lowdiff.tuner.choice import Limits, Setting, stored_bytes
 from lowdiff.tuner.costs import Costs, writer_share
 from lowdiff.tuner.measured import Past
 from lowdiff.tuner.policy import Tuning
+from lowdiff.types import Retention
 from tests.crash.pool import Pool
 from tests.processes import is_alive
 from tests.unit.loops import Loop, small_model, wait_until

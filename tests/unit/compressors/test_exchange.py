@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors import TopK
+from lowdiff.compressors.exchange import stamp_of
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.layout import layout_of, torch_dtype
 from lowdiff.types import Block, Layout, Payload, Section
@@ -130,7 +131,7 @@ def run_cases(rank: int, world_size: int) -> list[list[Any]]:
 
 def disagree(rank: int, world_size: int) -> tuple[str, str]:
     """A pool's job: what a rank is told when one is at another step, or has another density."""
-    step_7 = 2 << 40 | 7
+    step_7 = stamp_of(2, 7)
     other_step = attempt(stamp=step_7 + (rank == 1), density=0.01)
     # One entry or two: the messages are of the same length.
     other_density = attempt(stamp=step_7, density=0.02 if rank == 0 else 0.01)

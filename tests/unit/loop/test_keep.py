@@ -15,10 +15,10 @@ from lowdiff.errors import ConfigError, RunInUse, StepNotFound, UsageError
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.retention.collect import collect, retention_locked
-from lowdiff.persistence.retention.journal import read_notes, read_pins
-from lowdiff.persistence.retention.plan import Pin, Retention
 from lowdiff.persistence.run.fences import read_run_id
+from lowdiff.persistence.run.journal import Pin, read_notes, read_pins
 from lowdiff.recovery.inspect.verify import verify
+from lowdiff.types import Retention
 from tests.unit.loops import Loop
 
 

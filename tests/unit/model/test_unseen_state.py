@@ -15,6 +15,7 @@ import lowdiff
 from lowdiff.errors import UnsupportedOptimizer
 from lowdiff.persistence.format.values import same
 from lowdiff.recovery.replay import optimizers
+from lowdiff.recovery.state import SCALAR_STATE
 from tests.unit.loops import Loop
 
 REBASED = "changed outside optimizer.step()"
@@ -45,7 +46,7 @@ def replacing() -> Iterator[type[torch.optim.Optimizer]]:
     yield Replacing
     name = optimizers._qualified(Replacing)
     del optimizers.GRANULARITY[name], optimizers._registered[name]
-    optimizers.SCALAR_STATE.discard("count")
+    SCALAR_STATE.discard("count")
 
 
 def state_of(loop: Loop) -> Any:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lowdiff.persistence.files.durable import make_directory, write_json
+from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import encode_scalars
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, FileKind, RecordKind
 from lowdiff.persistence.format.image import Manifest, manifest_file
 from lowdiff.persistence.format.segment_file import seal_left
@@ -33,7 +34,9 @@ from tests.unit.recovery.training import flip
 
 RUN_ID = "00112233445566778899aabbccddeeff"
 LIFE = "ffeeddccbbaa99887766554433221100"
-ENVIRONMENT = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
+ENVIRONMENT = Environment(
+    "cpu", "2.13", "some processor", "AVX2", 1, False, "", "float32", "highest"
+)
 LAYOUT = Layout((ParameterSpec("w", (2, 3), (3, 1), "float32", 0),))
 
 

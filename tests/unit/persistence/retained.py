@@ -10,14 +10,13 @@ from typing import Any
 from lowdiff.persistence.retention.plan import (
     CollectionPlan,
     Inventory,
-    Pin,
-    Retention,
     StoredSegment,
     StoredSnapshot,
     plan_collection,
 )
+from lowdiff.persistence.run.journal import Pin
 from lowdiff.persistence.run.lineage import Span
-from lowdiff.types import Fence, Layout, OptimizerSpec, ParameterSpec
+from lowdiff.types import Fence, Layout, OptimizerSpec, ParameterSpec, Retention
 from tests.unit.persistence.made_runs import ENVIRONMENT, RUN_ID
 
 

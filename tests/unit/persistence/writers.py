@@ -21,9 +21,9 @@ from lowdiff.persistence.format.image import ImageTensor, stage_image
 from lowdiff.persistence.format.sections import read_sections
 from lowdiff.persistence.run.fences import create_run
 from lowdiff.persistence.staging.log import StagingLog
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusPage, TrainerStatus, WriterStatus
 from lowdiff.persistence.writer.handle import WriterProcess
-from lowdiff.persistence.writer.settings import WriterSettings
 from lowdiff.types import Section
 
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lowdiff.compressors import TopK
-from lowdiff.persistence.files.durable import write_json
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import Manifest
 from lowdiff.persistence.format.values import encode
 from lowdiff.recovery import recover

@@ -16,18 +16,18 @@ from crc32c import crc32c
 
 import lowdiff
 from lowdiff.errors import StepNotFound
-from lowdiff.persistence.files.durable import write_json
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import Manifest
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.retention.collect import collect
-from lowdiff.persistence.retention.journal import write_pin
-from lowdiff.persistence.retention.plan import Pin, Retention
 from lowdiff.persistence.run.catalog import Catalog, add_segments, scan
 from lowdiff.persistence.run.fences import read_run_id
+from lowdiff.persistence.run.journal import Pin, write_pin
 from lowdiff.recovery.damage import judge
 from lowdiff.recovery.inspect import verify as verify_module
 from lowdiff.recovery.inspect.verify import verify
+from lowdiff.types import Retention
 from tests.unit.recovery.training import Trained, train
 
 POLICY = Retention(snapshots=1, every_steps=9)
@@ -81,7 +81,7 @@ def full_disk(folder: RunFolder, num_snapshots: int) -> Iterator[None]:
         write_json(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowdiff.persistence.retention.journal.write_json", write)
+        patch.setattr("lowdiff.persistence.run.journal.write_json", write)
         yield
 
 

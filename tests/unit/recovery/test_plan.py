@@ -10,31 +10,29 @@ import pytest
 from crc32c import crc32c
 
 from lowdiff.errors import StepNotFound
-from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef
-from lowdiff.persistence.run.catalog import Catalog, Incarnation, SnapshotSet
-from lowdiff.persistence.run.records import RankRecords, StoredRecord
+from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef, StoredRecord
+from lowdiff.persistence.run.catalog import Catalog, SnapshotSet
+from lowdiff.persistence.run.records import RankRecords
 from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
 from lowdiff.types import Environment, Fence, Layout
 
-ENVIRONMENT = Environment("cpu", "2.13.0", "processor", "AVX2", 1, False, "")
+ENVIRONMENT = Environment("cpu", "2.13.0", "processor", "AVX2", 1, False, "", "float32", "highest")
 
 
-def life(number: int, *, base: int = 0, parent: int | None = None, ranks: int = 1) -> Incarnation:
-    return Incarnation(
-        Fence(
-            run_id="ab" * 16,
-            incarnation=number,
-            parent=parent,
-            base_step=base,
-            rank=0,
-            world_size=ranks,
-            environment=ENVIRONMENT,
-            layout=Layout(()),
-            optimizers=(),
-            compressor={"name": "topk", "settings": {}},
-            names={},
-            life="0" * 32,
-        )
+def life(number: int, *, base: int = 0, parent: int | None = None, ranks: int = 1) -> Fence:
+    return Fence(
+        run_id="ab" * 16,
+        incarnation=number,
+        parent=parent,
+        base_step=base,
+        rank=0,
+        world_size=ranks,
+        environment=ENVIRONMENT,
+        layout=Layout(()),
+        optimizers=(),
+        compressor={"name": "topk", "settings": {}},
+        names={},
+        life="0" * 32,
     )
 
 
@@ -53,7 +51,7 @@ def record(incarnation: int, rank: int, step: int) -> StoredRecord:
 
 
 def catalog(
-    lives: Iterable[Incarnation],
+    lives: Iterable[Fence],
     snapshots: Iterable[tuple[int, int]],
     records: dict[tuple[int, int], Iterable[int]],
 ) -> Catalog:
@@ -67,7 +65,7 @@ def catalog(
     return Catalog(
         run_id="ab" * 16,
         root=Path("run"),
-        incarnations={one.number: one for one in lives},
+        incarnations={one.incarnation: one for one in lives},
         snapshots=tuple(
             SnapshotSet(incarnation, step, Path(f"run/s{step}"), ())
             for step, incarnation in sorted((step, number) for number, step in snapshots)

@@ -67,7 +67,7 @@ _MIB = 1 << 20
 def life() -> Fence:
     """A fence of one parameter of 256 MiB."""
     weight = torch.nn.Parameter(torch.empty(64, _MIB, device="meta"))
-    return replace(some_life(0).fence, layout=layout_of([("w", weight)]), names={})
+    return replace(some_life(0), layout=layout_of([("w", weight)]), names={})
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def with_header(path: Path, header: bytes, body: bytes = bytes(16)) -> None:
 
 
 def load(snapshot: SnapshotSet) -> Any:
-    fence = scan(RunFolder(snapshot.run)).incarnations[snapshot.incarnation].fence
+    fence = scan(RunFolder(snapshot.run)).incarnations[snapshot.incarnation]
     return load_snapshot(snapshot, fence, 2)
 
 

@@ -37,7 +37,7 @@ row = 1 << 11
 weight = torch.nn.Parameter(torch.empty(row, row, device="meta"))
 names = ["plain", "transposed"]
 fence = replace(
-    life(0).fence,
+    life(0),
     layout=layout_of([("plain", weight), ("transposed", torch.nn.Parameter(weight.data.t()))]),
     names={"frozen": "frozen/f"},
 )
@@ -49,7 +49,6 @@ state = RecoveredState(
     optimizers=[OptimizerState([{"lr": 0.1}], adam)],
     items=[{"frozen/f": encode(torch.ones(1 << 20))}],
     held=(),
-    residual_marks=[None],
     residuals=[{}],
     base_step=3,
 )

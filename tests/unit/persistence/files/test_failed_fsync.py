@@ -19,12 +19,12 @@ from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.fences import write_fence
 from lowdiff.persistence.run.owner import claim
 from lowdiff.persistence.staging.log import staged_records
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusPage, WriterStatus
 from lowdiff.persistence.writer.adoption import adopt_predecessors
 from lowdiff.persistence.writer.images import StagedImage, persist_image
 from lowdiff.persistence.writer.main import Writer
 from lowdiff.persistence.writer.segments import SegmentWriter, batches_of, durable_step
-from lowdiff.persistence.writer.settings import WriterSettings
 from tests.unit.persistence.forgetful import ForgetfulKernel
 from tests.unit.persistence.made_runs import LIFE, fence
 from tests.unit.persistence.writers import RUN_ID, append, log_of, settings_in, stored

@@ -27,12 +27,12 @@ from lowdiff.persistence.format.framing import (
     RecordHeader,
     RecordKind,
     RecordRef,
+    StoredRecord,
     read_records,
 )
 from lowdiff.persistence.format.sections import sections_bytes, write_sections
 from lowdiff.persistence.format.value_types import BadEncoding
 from lowdiff.persistence.format.values import decode, encode, same
-from lowdiff.persistence.run.records import StoredRecord
 from lowdiff.persistence.staging.log import StagingLog, staged_records
 from lowdiff.persistence.writer.segments import coded_record
 from lowdiff.types import (

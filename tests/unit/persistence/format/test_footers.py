@@ -27,9 +27,9 @@ from lowdiff.persistence.format.segment_file import (
 )
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.run.fences import create_run
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.persistence.writer.segments import Batch, SegmentWriter
-from lowdiff.persistence.writer.settings import WriterSettings
 from lowdiff.recovery.damage import judge
 from tests.unit.persistence.made_runs import RUN_ID, began, listed, segment, stage
 from tests.unit.persistence.writers import append, log_of, settings_in, stored, wait_until, writing

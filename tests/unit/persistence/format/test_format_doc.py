@@ -19,11 +19,11 @@ import zstandard
 
 import lowdiff
 from lowdiff.core.layout import bits, flat, shard_owners
-from lowdiff.persistence.files.durable import read_json
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format import value_types as value_forms
 from lowdiff.persistence.format.codec import CODINGS, Codec
 from lowdiff.persistence.format.differentials import encode_scalars
+from lowdiff.persistence.format.document import read_json
 from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordKind, read_records
 from lowdiff.persistence.format.segment_file import Footer
 from lowdiff.persistence.format.values import decode, encode, same

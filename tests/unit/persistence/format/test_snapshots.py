@@ -17,8 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.files.durable import make_directory, write_json
+from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import (
     ImageTensor,
     Manifest,

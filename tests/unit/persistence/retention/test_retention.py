@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from lowdiff.errors import ConfigError
-from lowdiff.persistence.retention.plan import CollectionPlan, Kept, Pin, Retention
+from lowdiff.persistence.retention.plan import CollectionPlan, Kept
+from lowdiff.persistence.run.journal import Pin
 from lowdiff.persistence.run.lineage import Span
+from lowdiff.types import Retention
 from tests.unit.persistence.retained import (
     ONE,
     SEGMENTS,

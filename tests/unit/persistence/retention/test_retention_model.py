@@ -9,12 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowdiff.persistence.retention.journal import Collected
 from lowdiff.persistence.retention.plan import (
     CollectionPlan,
     Inventory,
-    Pin,
-    Retention,
     StoredSegment,
     StoredSnapshot,
     is_on,
@@ -22,8 +19,9 @@ from lowdiff.persistence.retention.plan import (
     owner_of,
     plan_collection,
 )
+from lowdiff.persistence.run.journal import Collected, Pin
 from lowdiff.persistence.run.lineage import lineage
-from lowdiff.types import Fence
+from lowdiff.types import Fence, Retention
 from tests.unit.persistence.retained import fence, segment, snapshot
 
 

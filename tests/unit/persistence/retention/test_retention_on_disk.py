@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from lowdiff.persistence.files.durable import make_directory, write_json
+from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import Manifest, manifest_file, shard_file
 from lowdiff.persistence.retention.collect import check_snapshots, collect, take_inventory
-from lowdiff.persistence.retention.journal import Collected, read_notes, write_pin
-from lowdiff.persistence.retention.plan import Pin, Retention
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import create_run, write_fence
+from lowdiff.persistence.run.journal import Collected, Pin, read_notes, write_pin
+from lowdiff.types import Retention
 from tests.mounts import tmpfs_or_skip
 from tests.unit.persistence.made_runs import RUN_ID
 from tests.unit.persistence.network_disk import keep_open
@@ -181,7 +182,7 @@ def test_what_will_be_missing_is_written_down_once_snapshots_made_room_for_it(
             raise OSError(number, os.strerror(number))
         write_json(*arguments)
 
-    monkeypatch.setattr("lowdiff.persistence.retention.journal.write_json", full)
+    monkeypatch.setattr("lowdiff.persistence.run.journal.write_json", full)
     if number == errno.EIO:  # room is not what it lacks
         with pytest.raises(OSError, match="Input/output error"):
             collect(folder, RUN_ID, Retention(1))
@@ -202,7 +203,7 @@ def test_segments_stay_where_nothing_makes_room_for_a_word_about_them(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("lowdiff.persistence.retention.journal.write_json", full)
+        patch.setattr("lowdiff.persistence.run.journal.write_json", full)
         with pytest.raises(OSError, match="No space left on device"):
             collect(folder, RUN_ID, Retention(1))
     assert on_disk(folder) == ([20], [(0, 1), (0, 11), (0, 21)])

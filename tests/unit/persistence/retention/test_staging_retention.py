@@ -12,13 +12,13 @@ from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordKind, read_records
-from lowdiff.persistence.retention.journal import note_collected
 from lowdiff.persistence.retention.staging import StagingVerdict, clear_staging
 from lowdiff.persistence.run.fences import create_run, write_fence
+from lowdiff.persistence.run.journal import note_collected
 from lowdiff.persistence.run.owner import claim, staging_of_run
 from lowdiff.persistence.staging.log import StagingLog
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.writer.handle import WriterProcess
-from lowdiff.persistence.writer.settings import WriterSettings
 from tests.unit.persistence.made_runs import LIFE, fence
 from tests.unit.persistence.network_disk import keep_open
 from tests.unit.persistence.writers import PATIENCE_SECONDS

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef
-from lowdiff.persistence.run.catalog import Catalog, Incarnation, SnapshotSet
-from lowdiff.persistence.run.records import RankRecords, StoredRecord
+from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef, StoredRecord
+from lowdiff.persistence.run.catalog import Catalog, SnapshotSet
+from lowdiff.persistence.run.records import RankRecords
 from lowdiff.recovery.plan import plan_recovery
 from lowdiff.types import Environment, Fence, Layout
 
@@ -47,7 +47,7 @@ def deaths() -> Iterator[Death]:
 
 def fence(number: int, parent: int | None, base: int, rank: int) -> Fence:
     """A fence of one rank."""
-    nowhere = Environment("cpu", "", "", "", 1, False, "")
+    nowhere = Environment("cpu", "", "", "", 1, False, "", "float32", "highest")
     identity = RUN, number, parent, base, rank, WORLD_SIZE
     return Fence(*identity, nowhere, Layout(()), (), {"name": "none"}, {}, life="0" * 32)
 
@@ -69,9 +69,7 @@ class Files:
 
     def catalog(self) -> Catalog:
         complete = {
-            number: Incarnation(ranks[0])
-            for number, ranks in self.fences.items()
-            if len(ranks) == WORLD_SIZE
+            number: ranks[0] for number, ranks in self.fences.items() if len(ranks) == WORLD_SIZE
         }
         first = SnapshotSet(0, 0, Path("s0"), ())
         return Catalog(RUN, Path("run"), complete, (first,), self.records, (), (), len(self.fences))

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from lowdiff.persistence.run.lineage import Span, lineage
 from lowdiff.types import Environment, Fence, Layout
 
-ENVIRONMENT = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
+ENVIRONMENT = Environment(
+    "cpu", "2.13", "some processor", "AVX2", 1, False, "", "float32", "highest"
+)
 
 
 def fence(number: int, parent: int | None, base: int, world_size: int = 2) -> Fence:

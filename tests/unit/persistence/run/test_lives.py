@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from lowdiff.errors import DamagedFile, RunMismatch
-from lowdiff.persistence.files.durable import read_json, write_json
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import read_json, write_json
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.run.fences import life_of, new_life, read_fence, write_fence
 from lowdiff.persistence.run.owner import claim, is_known, staging_of_run
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.persistence.store.fetch import fetch_history
-from lowdiff.persistence.writer.settings import WriterSettings
 from tests.unit.persistence.made_runs import began, fence
 from tests.unit.persistence.writers import RUN_ID, append, log_of, settings_in, stored, writing
 

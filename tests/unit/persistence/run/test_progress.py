@@ -43,13 +43,11 @@ def test_a_run_is_watched_while_it_trains_after_its_death_and_after_its_staging_
     (rank,) = live.ranks
     assert (live.incarnation, live.committed_step, rank.trainer) == (0, 7, "running")
     assert rank.durable_step in (0, 4)
-    assert live.durable_step is not None
-    assert live.lag_steps == 7 - live.durable_step
     assert rank.commit_age_seconds is not None
     assert rank.commit_age_seconds > 0
-    assert live.disk_bytes > 0
+    assert rank.disk_bytes > 0
     loop.die()
-    page = tmp_path / "staging" / live.run_id / "i000000-r0000" / "trainer"
+    page = next((tmp_path / "staging").glob("*/i000000-r0000/trainer"))
     # This process lives on; no process has a number as large as this one.
     StatusPage(page, TrainerStatus(2**22 + 1, 7, 6, 1e9, True))
     (dead,) = watch.look(1e9 + 5).ranks
@@ -58,7 +56,7 @@ def test_a_run_is_watched_while_it_trains_after_its_death_and_after_its_staging_
     shutil.rmtree(tmp_path / "staging")
     gone = watch.look(1e10)
     assert gone.durable_step in (rank.durable_step, 4)  # its writer may have gone on meanwhile
-    assert (gone.committed_step, gone.lag_steps) == (gone.durable_step, 0)
+    assert gone.committed_step == gone.durable_step
 
 
 def test_each_look_reads_only_the_records_added_since(
@@ -97,7 +95,7 @@ def test_steps_behind_a_lost_one_are_durable_once_a_snapshot_leads_to_them(tmp_p
     watch = RunWatch(RunFolder(tmp_path / "run"), tmp_path / "staging")
     StatusPage(stage.status, status)
     seen = watch.look(0.0)
-    assert (seen.committed_step, seen.durable_step, seen.lag_steps) == (6, 3, 3)
+    assert (seen.committed_step, seen.durable_step) == (6, 3)
     StatusPage(stage.status, replace(status, durable_snapshot=5))
     assert watch.look(0.0).durable_step == 6
 

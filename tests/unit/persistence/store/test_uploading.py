@@ -11,10 +11,10 @@ import pytest
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.format.framing import FileHeader, read_records
 from lowdiff.persistence.staging.measurements import gather_measurements
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import WriterStatus
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.persistence.writer.handle import WriterProcess
-from lowdiff.persistence.writer.settings import WriterSettings
 from tests.processes import is_alive
 from tests.unit.persistence.s3_server import S3Server, running_server
 from tests.unit.persistence.writers import (

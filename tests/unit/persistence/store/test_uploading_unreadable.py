@@ -17,10 +17,10 @@ import pytest
 
 from lowdiff.errors import StorageError
 from lowdiff.persistence.staging.measurements import Recorder
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusPage, WriterStatus
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.persistence.store.uploader import Uploader
-from lowdiff.persistence.writer.settings import WriterSettings
 from tests.unit.persistence.writers import (
     append,
     log_of,

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.files.durable import make_directory, write_json
+from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.framing import (
     HEADER_BYTES,
     FileHeader,
@@ -22,12 +23,12 @@ from lowdiff.persistence.format.framing import (
     read_records,
 )
 from lowdiff.persistence.format.image import Manifest, manifest_file
-from lowdiff.persistence.retention.journal import note_collected
 from lowdiff.persistence.run.catalog import scan
+from lowdiff.persistence.run.journal import note_collected
 from lowdiff.persistence.staging.log import StagingLog
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusPage, TrainerStatus
 from lowdiff.persistence.writer.adoption import adopt_predecessors
-from lowdiff.persistence.writer.settings import WriterSettings
 from tests.unit.persistence.network_disk import keep_open
 from tests.unit.persistence.writers import (
     PATIENCE_SECONDS,

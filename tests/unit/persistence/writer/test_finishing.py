@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lowdiff.persistence.staging.log import StagingLog
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import WriterStatus
 from lowdiff.persistence.writer.handle import WriterProcess, store_lacks
-from lowdiff.persistence.writer.settings import WriterSettings
 from tests.unit.persistence.s3_server import S3Server, running_server
 from tests.unit.persistence.writers import (
     PATIENCE_SECONDS,

@@ -16,18 +16,18 @@ import pytest
 from safetensors.numpy import load_file
 
 from lowdiff.errors import WriterFailed
+from lowdiff.persistence.files import detached_process
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
-from lowdiff.persistence.retention.plan import Retention
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import StatusReader, WriterStatus
-from lowdiff.persistence.writer import handle as writer_process
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.persistence.writer.segments import durable_step
+from lowdiff.types import Retention
 from tests.processes import is_alive
 from tests.unit.persistence.writers import (
     PATIENCE_SECONDS,
@@ -127,7 +127,9 @@ def test_retention_runs_after_each_snapshot(tmp_path: Path) -> None:
     from lowdiff.types import Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
     settings = settings_in(tmp_path, batch_size=1, retention=Retention(snapshots=1))
-    environment = Environment("cpu", "2.13", "some processor", "AVX2", 1, False, "")
+    environment = Environment(
+        "cpu", "2.13", "some processor", "AVX2", 1, False, "", "float32", "highest"
+    )
     write_fence(
         settings.folder,
         Fence(
@@ -213,8 +215,8 @@ def test_a_writer_that_does_not_start_is_an_error_that_quotes_its_log(
 def test_a_writer_killed_at_any_moment_loses_nothing_and_writes_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_process, "_CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(writer_process, "_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(detached_process, "_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 0.0)
     settings = settings_in(tmp_path)
     log = log_of(settings, cap_bytes=5 * 4096)
     rng = np.random.default_rng(0)

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from lowdiff.errors import WriterFailed
+from lowdiff.persistence.files import detached_process
+from lowdiff.persistence.files.detached_process import Deaths, how_it_ended
 from lowdiff.persistence.writer import handle as writer_process
-from lowdiff.persistence.writer.handle import Deaths, WriterProcess, how_it_ended
+from lowdiff.persistence.writer.handle import WriterProcess
 from tests.processes import is_alive
 from tests.unit.persistence.writers import (
     PATIENCE_SECONDS,
@@ -29,8 +31,8 @@ from tests.unit.persistence.writers import (
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_process, "_CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(writer_process, "_BACKOFF_SECONDS", 0.1)
+    monkeypatch.setattr(detached_process, "_CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 0.1)
 
 
 def kill(writer: WriterProcess) -> None:
@@ -66,7 +68,7 @@ def test_a_writer_that_dies_at_every_start_is_an_error_until_it_gets_something_d
 def test_such_a_writer_is_started_ever_more_rarely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_process, "_BACKOFF_SECONDS", 2.0)
+    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 2.0)
     settings = settings_in(tmp_path)
     with writing(settings) as writer:
         kill(writer)
@@ -85,7 +87,7 @@ def test_such_a_writer_is_started_ever_more_rarely(
 def test_the_end_of_a_life_waits_for_no_back_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_process, "_BACKOFF_SECONDS", 1000.0)
+    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 1000.0)
     settings = settings_in(tmp_path)
     log = log_of(settings)
     writer = WriterProcess(settings)
@@ -138,7 +140,7 @@ def test_without_any_process_the_end_is_an_error_that_says_where_the_steps_are(
 def test_deaths_are_an_accident_as_long_as_something_is_done_in_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_process, "_BACKOFF_SECONDS", 1.0)
+    monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 1.0)
     deaths = Deaths("the writer", tmp_path / "no such log", 0, logging.getLogger())
     for done in range(20):
         deaths.note_done([done, -1])

@@ -14,10 +14,10 @@ from crc32c import crc32c
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.staging.log import StagingLog
+from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.writer.images import StagedImage
 from lowdiff.persistence.writer.main import Writer
 from lowdiff.persistence.writer.segments import Batch
-from lowdiff.persistence.writer.settings import WriterSettings
 from tests.unit.persistence.staged_logs import payload
 from tests.unit.persistence.writers import log_of, settings_in, stage_snapshot
 

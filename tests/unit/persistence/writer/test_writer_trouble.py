@@ -15,13 +15,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from lowdiff.errors import WriterFailed
+from lowdiff.persistence.files import detached_process
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.format.image import shard_file
-from lowdiff.persistence.retention.plan import Retention
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import write_fence
-from lowdiff.persistence.writer import handle as writer_process
 from lowdiff.persistence.writer.main import Writer
+from lowdiff.types import Retention
 from tests.mounts import remount, tmpfs_or_skip
 from tests.unit.persistence.made_runs import fence, tear
 from tests.unit.persistence.writers import (
@@ -102,7 +102,7 @@ def test_trouble_is_reported_and_waited_out(small_disk: Path, kind: str, message
 def test_a_writer_started_while_the_run_is_away_makes_no_other_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_process, "_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(detached_process, "_CHECK_SECONDS", 0.1)
     settings = settings_in(tmp_path, batch_size=2)
     log = log_of(settings)
     run, away = tmp_path / "run", tmp_path / "away"
@@ -126,7 +126,7 @@ def test_a_writer_started_while_the_run_is_away_makes_no_other_run(
 def test_a_snapshot_that_does_not_fit_holds_up_no_differential_and_outlives_its_writer(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_process, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(detached_process, "_CHECK_SECONDS", 0.05)
     settings = settings_in(small_disk.parent, run=small_disk / "run", batch_size=1)
     log = log_of(settings, cap_bytes=3 * 4096)
     filler = small_disk / "filler"

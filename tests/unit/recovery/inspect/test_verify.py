@@ -12,8 +12,8 @@ from crc32c import crc32c
 from torch import nn
 
 from lowdiff.errors import NotARun
-from lowdiff.persistence.files.durable import write_json
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import Manifest
 from lowdiff.persistence.run.catalog import add_segments, complete_snapshots
 from lowdiff.persistence.run.fences import read_fence, read_run_id, write_fence

@@ -16,8 +16,8 @@ from torch import nn
 import lowdiff
 from lowdiff.core.numerics import arithmetic_of, environment_of, flushes_denormals
 from lowdiff.errors import DamagedFile
-from lowdiff.persistence.files.durable import read_json, write_json
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.format.document import read_json, write_json
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.run.fences import read_fence
 from lowdiff.recovery.inspect.verify import verify
@@ -197,10 +197,9 @@ def test_two_runs_with_different_modes_are_replayed_one_after_the_other() -> Non
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_what_is_not_recorded_is_left_as_it_is() -> None:
-    unknown = replace(environment_of(CPU), default_dtype="", matmul_precision="")
-    with wide(), tensor_cores(), arithmetic_of(unknown):
-        assert torch.get_default_dtype() == torch.float64
+def test_a_precision_that_torch_could_not_tell_is_left_as_it_is() -> None:
+    unknown = replace(environment_of(CPU), matmul_precision="")
+    with tensor_cores(), arithmetic_of(unknown):
         assert torch.get_float32_matmul_precision() == "high"
 
 
@@ -217,19 +216,17 @@ def rewritten(path: Path, environment: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_fence_from_before_modes_were_recorded_is_read(fence_file: Path) -> None:
-    recorded = read_fence(fence_file).environment
-    earlier = {
-        key: value
-        for key, value in asdict(recorded).items()
-        if key not in ("default_dtype", "matmul_precision")
-    }
-    found = read_fence(rewritten(fence_file, earlier)).environment
-    assert found == replace(recorded, default_dtype="", matmul_precision="")
-
-
 @pytest.mark.parametrize("field", ["default_dtype", "matmul_precision"])
-def test_a_mode_that_torch_does_not_have_is_refused(fence_file: Path, field: str) -> None:
-    recorded = read_fence(fence_file).environment
-    with pytest.raises(DamagedFile):
-        read_fence(rewritten(fence_file, asdict(recorded) | {field: "Tensor"}))
+def test_a_mode_that_is_missing_or_that_torch_does_not_have_is_refused(
+    fence_file: Path, field: str
+) -> None:
+    recorded = asdict(read_fence(fence_file).environment)
+    missing = {key: value for key, value in recorded.items() if key != field}
+    for environment in (missing, recorded | {field: "Tensor"}):
+        with pytest.raises(DamagedFile):
+            read_fence(rewritten(fence_file, environment))
+
+
+def test_a_precision_that_torch_could_not_tell_is_read(fence_file: Path) -> None:
+    unknown = replace(read_fence(fence_file).environment, matmul_precision="")
+    assert read_fence(rewritten(fence_file, asdict(unknown))).environment == unknown

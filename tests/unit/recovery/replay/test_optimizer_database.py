@@ -22,7 +22,7 @@ from lowdiff.recovery.replay.kernels import StepChooser
 from lowdiff.recovery.replay.optimizers import build, class_name, register_optimizer, usable_on
 from lowdiff.recovery.replay.replayer import ReplayOptions, plan_units
 from lowdiff.recovery.replay.unit import Scratch, Step, UnitState
-from lowdiff.recovery.state import OptimizerState, RecoveredState
+from lowdiff.recovery.state import SCALAR_STATE, OptimizerState, RecoveredState
 from lowdiff.types import (
     Block,
     Differential,
@@ -54,7 +54,9 @@ def fence_of(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Fence:
         base_step=0,
         rank=0,
         world_size=1,
-        environment=Environment("cpu", torch.__version__, "", "", 1, False, ""),
+        environment=Environment(
+            "cpu", torch.__version__, "", "", 1, False, "", "float32", "highest"
+        ),
         layout=layout_of((names[id(p)], p) for p in parameters),
         optimizers=(OptimizerSpec(class_name(optimizer), groups),),
         compressor={},
@@ -95,7 +97,6 @@ def assert_units_replay(
         optimizers=[OptimizerState(list(consumed(optimizer)), {})],
         items=[{}],
         held=(),
-        residual_marks=[None],
         residuals=[],
         base_step=0,
     )
@@ -289,7 +290,7 @@ class Careful(Signed):
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """Registrations end with the test."""
-    own: list[Any] = [optimizers.GRANULARITY, optimizers._registered, optimizers.SCALAR_STATE]
+    own: list[Any] = [optimizers.GRANULARITY, optimizers._registered, SCALAR_STATE]
     before = [target.copy() for target in own]
     yield
     for target, was in zip(own, before, strict=True):

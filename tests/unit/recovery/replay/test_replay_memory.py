@@ -47,7 +47,7 @@ def test_windows_are_as_large_as_what_they_decode_to(
     trained: Trained, steps_in_memory: int, windows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog, plan = planned(trained)
-    fence = catalog.incarnations[0].fence
+    fence = catalog.incarnations[0]
     ((*_, last),) = replay.windows(plan.steps, fence)
     (shard,) = last.shards
     decoded = shard.payload.bytes + sum(map(len, shard.items.values()))

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from lowdiff.persistence.staging.status import ReplicaSettings
+from lowdiff.persistence.staging.settings import ReplicaSettings
 from lowdiff.recovery.replica.main import ImagePace
 
 EVERY, INTERVALS = 50, 400

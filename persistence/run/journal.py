@@ -6,18 +6,16 @@ Losing ``retention.json`` loses no step: only `verify` would take what was remov
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lowdiff.errors import ConfigError, DamagedFile
-from lowdiff.persistence.files.durable import fsync_directory, make_directory, read_json, write_json
-from lowdiff.persistence.files.paths import RunFolder
-from lowdiff.persistence.retention.plan import Pin, Retention
-
-_LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+from lowdiff.persistence.files.durable import fsync_directory, make_directory
+from lowdiff.persistence.files.paths import LABEL, RunFolder
+from lowdiff.persistence.format.document import read_json, write_json
+from lowdiff.types import Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,19 @@ class Collected:
             else:
                 merged.append((owner, first, last))
         return Collected(tuple(merged))
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A step that stays.
+
+    Attributes:
+        incarnation: Whose step it is: after going back before it, the same number is another step.
+    """
+
+    label: str
+    step: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,7 @@ def check_label(label: str) -> None:
     Raises:
         ConfigError: If it is not.
     """
-    if not _LABEL.fullmatch(label):
+    if not LABEL.fullmatch(label):
         raise ConfigError(
             f"a label is 1 to 100 letters, digits, '_', '-' or '.', the first no '-' or '.', "
             f"got {label[:120]!r}"

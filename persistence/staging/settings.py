@@ -1,41 +1,17 @@
-"""What a writer process is told: settings on its command line, later a byte on its stdin."""
+"""What the writer and the replica know from their command lines."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowdiff.persistence.files.detached_process import ProcessSettings
 from lowdiff.persistence.format.framing import FileHeader, FileKind
-from lowdiff.persistence.retention.plan import Retention
-
-#: Nothing more will be staged.
-END = b"."
-#: From now on each step is to be durable as soon as it is staged, also in a batch that is not full.
-WRITE_THROUGH = b"!"
+from lowdiff.types import Retention
 
 #: How long a segment grows: with a store, which gets whole segments only, and without.
 _OBJECT_BYTES, _SEGMENT_BYTES = 16 << 20, 256 << 20
-
-#: The largest batch that a writer can be told of, by a word whose one byte is the power of two.
-MAX_TOLD_BATCH_SIZE = 1 << 12
-
-
-def batch_size_word(batch_size: int) -> bytes:
-    """Return the word for a batch size that is a power of two, up to ``MAX_TOLD_BATCH_SIZE``."""
-    level = batch_size.bit_length() - 1
-    assert 1 << level == batch_size <= MAX_TOLD_BATCH_SIZE
-    return bytes([level])
-
-
-def told_batch_size(said: bytes) -> int | None:
-    """Return the last batch size among some words; None if there is none."""
-    levels = [word for word in said if 1 << word <= MAX_TOLD_BATCH_SIZE]
-    return 1 << levels[-1] if levels else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +53,11 @@ class WriterSettings(ProcessSettings):
         )
 
     @property
+    def ranks_to_adopt(self) -> frozenset[int]:
+        """Whose logs this writer makes durable beside its own, adopted by now or not."""
+        return frozenset(int(name.rpartition("r")[2]) for name in self.adopts)
+
+    @property
     def segment_bytes(self) -> int:
         """A segment that is longer is sealed."""
         return _SEGMENT_BYTES if self.store is None else _OBJECT_BYTES
@@ -101,33 +82,35 @@ class WriterSettings(ProcessSettings):
         return cls(**fields, retention=None if policy is None else Retention(**policy))
 
 
-class Orders:
-    """What the trainer says through the pipe to stdin. One thread reads it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings(ProcessSettings):
+    """All a replica needs to know.
 
     Attributes:
-        batch_size: Differentials per durable write.
-        write_through: Whether a batch that is not full is written at once.
-        trainer_gone: Set when nothing more will be staged; for any thread.
+        image_every: Steps between images for the disk, all ranks alike; 0 for none.
+        keep_every: The same for images that are kept for ever; 0 for none.
+        waits: Whether it waits for the writer where the next image is due and the last one is not
+            durable yet; else it goes on, and that image is left out.
+        imports: Modules of registered optimizers.
+        optimizers: Module, qualified name and granularity of each such optimizer of the run.
+        scalar_state: Entries of their state that hold one number.
+        import_path: Where they are looked for after everything else: the trainer's own folders, in
+            order. Empty where nothing is imported.
     """
 
-    def __init__(self, settings: WriterSettings) -> None:
-        self._trainer_pid = settings.trainer_pid
-        self.batch_size = settings.batch_size
-        self.write_through = False
-        self.trainer_gone = threading.Event()
-        os.set_blocking(sys.stdin.fileno(), False)
+    image_every: int
+    keep_every: int
+    waits: bool
+    imports: tuple[str, ...] = ()
+    optimizers: tuple[Sequence[str], ...] = ()
+    scalar_state: tuple[str, ...] = ()
+    import_path: tuple[str, ...] = ()
 
-    def read(self) -> bool:
-        """Take in what was said; whether the trainer said that nothing more comes, or died."""
-        if not self.trainer_gone.is_set():
-            try:
-                said = os.read(sys.stdin.fileno(), 64) or END
-            except BlockingIOError:
-                said = b""
-            if WRITE_THROUGH in said:
-                self.write_through = True
-            self.batch_size = told_batch_size(said) or self.batch_size
-            # Forked DataLoader workers may hold the pipe open after the trainer's death.
-            if END in said or os.getppid() != self._trainer_pid:
-                self.trainer_gone.set()
-        return self.trainer_gone.is_set()
+    def is_image_due(self, step: int) -> bool:
+        """Whether the disk gets an image of this step, on all ranks alike."""
+        return any(every and step % every == 0 for every in (self.image_every, self.keep_every))
+
+    @classmethod
+    def from_json(cls, text: str) -> ReplicaSettings:
+        """What ``to_json`` made."""
+        return cls(**json.loads(text))

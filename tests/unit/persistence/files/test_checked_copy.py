@@ -15,7 +15,6 @@ from lowdiff.persistence.files import checked_copy as copying
 from lowdiff.persistence.files.checked_copy import (
     CheckedCopy,
     copy_in_parallel,
-    joined_checksum,
     read_in_parallel,
 )
 
@@ -33,12 +32,6 @@ def test_what_is_added_stands_in_order_and_has_the_checksum_of_all(
         copy.add(part)
     assert bytes(target) == expected + bytes(5)
     assert (copy.size, copy.checksum) == (len(expected), crc32c(expected))
-
-
-@given(st.binary(max_size=300), st.binary(max_size=300))
-def test_checksums_are_joined(first: bytes, second: bytes) -> None:
-    found = joined_checksum(crc32c(first), crc32c(second), len(second))
-    assert found == crc32c(first + second)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 16])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowdiff.persistence.writer.settings import (
+from lowdiff.persistence.writer.orders import (
     END,
     MAX_TOLD_BATCH_SIZE,
     WRITE_THROUGH,

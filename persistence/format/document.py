@@ -1,0 +1,101 @@
+"""Small JSON documents: format version first, checksum last, and fields of known types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crc32c import crc32c
+
+from lowdiff.errors import DamagedFile
+from lowdiff.persistence.files.durable import write_file
+from lowdiff.persistence.format.framing import FORMAT_VERSION, check_version
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def write_json(path: Path, content: dict[str, Any], *, exclusive: bool = False) -> None:
+    """Write a small checked JSON document: format version first, checksum last; see `replaced`."""
+    document = {"format": FORMAT_VERSION, **content}
+    checksum = crc32c(_canonical(document))
+    data = json.dumps({**document, "crc32c": checksum}, indent=1).encode() + b"\n"
+    write_file(path, data, exclusive=exclusive)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what ``write_json`` wrote.
+
+    Raises:
+        DamagedFile: If it is not JSON of ours or fails its checksum.
+        OtherFormat: If a lowdiff of another format version wrote it.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DamagedFile(path, f"it cannot be read ({error})") from error
+    return parse_json(data, path)
+
+
+def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
+    """What the bytes of a document say that ``write_json`` wrote; `path` is where they are from.
+
+    Raises:
+        DamagedFile: If it is not JSON of ours or fails its checksum.
+        OtherFormat: If a lowdiff of another format version wrote it.
+    """
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(path, f"it cannot be read ({error})") from error
+    try:
+        version, checksum = document["format"], document.pop("crc32c")
+        good = type(version) is int and checksum == crc32c(_canonical(document))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedFile(path, f"not a lowdiff JSON document ({error})") from error
+    # First, because a flipped bit in the version must not pass for a later lowdiff's work.
+    if not good:
+        raise DamagedFile(path, "the document fails its checksum")
+    check_version(path, version)
+    del document["format"]
+    return dict(document)
+
+
+def check_types(kind: type[DataclassInstance], content: Mapping[str, Any]) -> None:
+    """Compare the plain fields of a document with those of the dataclass it is to become.
+
+    Numbers count something everywhere: they are not negative and fit 63 bits.
+
+    Raises:
+        TypeError: If one has another type, or is out of range.
+    """
+    for name, types in _types_of(kind):
+        value = content.get(name)
+        if types and type(value) not in types:
+            raise TypeError(f"{name} is {value!r:.40}")
+        if type(value) is int and not 0 <= value < 1 << 63:
+            raise TypeError(f"{name} is {value!r:.40}")
+
+
+@cache
+def _types_of(kind: type[DataclassInstance]) -> tuple[tuple[str, tuple[type, ...]], ...]:
+    """Of every field its name, and the types it may have where it is a plain one."""
+    return tuple((field.name, _PLAIN.get(str(field.type), ())) for field in fields(kind))
+
+
+_PLAIN: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "str": (str,),
+    "bool": (bool,),
+}
+
+
+def _canonical(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()

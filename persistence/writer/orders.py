@@ -1,0 +1,62 @@
+"""What the trainer tells its writer process: bytes on its stdin."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from lowdiff.persistence.staging.settings import WriterSettings
+
+#: Nothing more will be staged.
+END = b"."
+#: From now on each step is to be durable as soon as it is staged, also in a batch that is not full.
+WRITE_THROUGH = b"!"
+
+#: The largest batch that a writer can be told of, by a word whose one byte is the power of two.
+MAX_TOLD_BATCH_SIZE = 1 << 12
+
+
+def batch_size_word(batch_size: int) -> bytes:
+    """Return the word for a batch size that is a power of two, up to ``MAX_TOLD_BATCH_SIZE``."""
+    level = batch_size.bit_length() - 1
+    assert 1 << level == batch_size <= MAX_TOLD_BATCH_SIZE
+    return bytes([level])
+
+
+def told_batch_size(said: bytes) -> int | None:
+    """Return the last batch size among some words; None if there is none."""
+    levels = [word for word in said if 1 << word <= MAX_TOLD_BATCH_SIZE]
+    return 1 << levels[-1] if levels else None
+
+
+class Orders:
+    """What the trainer says through the pipe to stdin. One thread reads it.
+
+    Attributes:
+        batch_size: Differentials per durable write.
+        write_through: Whether a batch that is not full is written at once.
+        trainer_gone: Set when nothing more will be staged; for any thread.
+    """
+
+    def __init__(self, settings: WriterSettings) -> None:
+        self._trainer_pid = settings.trainer_pid
+        self.batch_size = settings.batch_size
+        self.write_through = False
+        self.trainer_gone = threading.Event()
+        os.set_blocking(sys.stdin.fileno(), False)
+
+    def read(self) -> bool:
+        """Take in what was said; whether the trainer said that nothing more comes, or died."""
+        if not self.trainer_gone.is_set():
+            try:
+                said = os.read(sys.stdin.fileno(), 64) or END
+            except BlockingIOError:
+                said = b""
+            if WRITE_THROUGH in said:
+                self.write_through = True
+            self.batch_size = told_batch_size(said) or self.batch_size
+            # Forked DataLoader workers may hold the pipe open after the trainer's death.
+            if END in said or os.getppid() != self._trainer_pid:
+                self.trainer_gone.set()
+        return self.trainer_gone.is_set()
