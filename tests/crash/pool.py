@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,16 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.background import MODULES, fork_processes
-
-#: Loaded once, before the processes part; none of it starts a thread.
-_PRELOADED = [
-    "torch._dynamo",
-    "torch.nn.parallel",
-    "lowdiff.checkpointer",
-    "lowdiff.recovery.engine",
-    *MODULES,
-]
+from tests.background import fork_processes, torch_loaded
 
 #: ``job(rank, world_size, *arguments)``, importable by name.
 Job = Callable[..., Any]
@@ -49,8 +39,7 @@ class Pool:
     """
 
     def __init__(self, size: int) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context = torch_loaded()
         self._size = size
         self._folder = tempfile.TemporaryDirectory()
         self._start()
