@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -80,6 +81,11 @@ class Script:
     def kill(self) -> None:
         """See ``subprocess.Popen.kill``."""
         self.send_signal(signal.SIGKILL)
+
+
+def run_file(path: str) -> None:
+    """Run a file as ``python FILE`` does: a ``main`` for a `Script`."""
+    runpy.run_path(path, run_name="__main__")
 
 
 def _run(
