@@ -30,22 +30,12 @@ from lowdiff.persistence.files.detached_process import DetachedProcess
 
 MODULES = ("lowdiff.persistence.writer.main", "lowdiff.recovery.replica.main")
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-#: Loaded once for every forked process; none of it starts a thread.
-_PRELOADED = [
-    "torch._dynamo",  # the first optimizer of a process loads it
-    "torch.nn.parallel",
-    "lowdiff.checkpointer",
-    "lowdiff.recovery.engine",
-    "tests.crash.all_trainings",
-    "tests.loops.lives",
-    *MODULES,
-]
 
 
 def torch_loaded() -> ForkServerContext:
     """What starts a process by a fork of one that has loaded torch and lowdiff, and nothing else."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(["tests.loaded"])
     before = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else NumPy starts threads when it is loaded
     try:
