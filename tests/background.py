@@ -11,6 +11,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -68,11 +70,16 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """See ``subprocess.Popen.wait``."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
-            time.sleep(0.001)
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # a test waited for it by itself
+                descriptor = os.pidfd_open(self.pid)
+                try:
+                    select.select([descriptor], [], [], timeout)
+                finally:
+                    os.close(descriptor)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return code
 
     def kill(self) -> None:

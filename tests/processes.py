@@ -25,6 +25,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has had so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+
 class Script:
     """A process that runs a function as a script: for itself, to be killed as any other.
 
