@@ -49,8 +49,9 @@ class Pool:
         self._processes = []
         for index in range(self._size):
             ours, theirs = self._context.Pipe()
-            stacks = str(self._stacks_of(index))
-            process = self._context.Process(target=_serve, args=(theirs, stacks), daemon=True)
+            stacks = self._stacks_of(index)
+            stacks.touch()  # it may be killed before it makes it
+            process = self._context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

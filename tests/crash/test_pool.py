@@ -3,7 +3,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +24,9 @@ def rank_of(rank: int, world_size: int) -> int:
     return rank
 
 
-def wait_forever(rank: int, world_size: int) -> None:
+def wait_forever(rank: int, world_size: int, waits: str) -> None:
     if rank == 1:
+        Path(waits).touch()
         threading.Event().wait()
 
 
@@ -33,17 +36,23 @@ def die(rank: int, world_size: int) -> None:
 
 
 def test_a_job_past_its_time_limit_shows_where_it_stood_and_costs_no_later_one(
-    small: Pool, capsys: pytest.CaptureFixture[str]
+    small: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    waits = tmp_path / "waits"
+
     def end(*_: Any) -> None:
         raise TimeoutError
 
+    def end_later() -> None:
+        while not waits.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
     before = signal.signal(signal.SIGUSR2, end)
-    timer = threading.Timer(2.0, os.kill, [os.getpid(), signal.SIGUSR2])
-    timer.start()
+    threading.Thread(target=end_later, daemon=True).start()
     try:
         with pytest.raises(TimeoutError):
-            small.run(wait_forever, 2)
+            small.run(wait_forever, 2, str(waits))
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert "in wait_forever" in capsys.readouterr().err
