@@ -82,10 +82,15 @@ class Pool:
 
     def _replace(self) -> None:
         """Print where each process stands, for whoever looks for the reason, and start new ones."""
-        for process in self._processes:
-            if process.is_alive():
-                os.kill(process.pid or 0, signal.SIGUSR1)
-        time.sleep(1.0)
+        alive = [rank for rank, process in enumerate(self._processes) if process.is_alive()]
+        for rank in alive:
+            os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        deadline = time.monotonic() + 10.0
+        while not all(self._stacks_of(rank).stat().st_size for rank in alive):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        time.sleep(1.0)  # until they have written all of it
         for rank, process in enumerate(self._processes):
             process.kill()
             process.join()

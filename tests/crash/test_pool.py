@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.crash.pool import Pool
 
@@ -30,8 +31,13 @@ def wait_forever(rank: int, world_size: int, waits: str) -> None:
         threading.Event().wait()
 
 
-def die(rank: int, world_size: int) -> None:
-    if rank == 1:
+def die(rank: int, world_size: int, met: str) -> None:
+    dist.barrier()
+    if rank == 0:
+        Path(met).touch()
+    else:
+        while not Path(met).exists():  # else the other one may wait for it for ever
+            time.sleep(0.01)
         os._exit(3)
 
 
@@ -59,7 +65,7 @@ def test_a_job_past_its_time_limit_shows_where_it_stood_and_costs_no_later_one(
     assert small.run(rank_of, 2) == [0, 1]
 
 
-def test_a_process_that_died_is_replaced(small: Pool) -> None:
+def test_a_process_that_died_is_replaced(small: Pool, tmp_path: Path) -> None:
     with pytest.raises(EOFError):
-        small.run(die, 2)
+        small.run(die, 2, str(tmp_path / "met"))
     assert small.run(rank_of, 2) == [0, 1]
