@@ -17,13 +17,16 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -qq -c const
 # A stamp is older than these once what must be installed has changed.
 REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
 
-.PHONY: test coverage soak demo bench bench-peers check format clean
+.PHONY: test coverage soak demo bench bench-peers check lint format clean
 
 # Threads that wait for work leave the cores to other tests; the default is to spin.
 test coverage: export OMP_WAIT_POLICY := passive
 
-test: check
-	$(BIN)/pytest -q -m "$(MARKERS)" -n $(WORKERS) --dist worksteal
+# Without a cache mypy takes one core for half a minute: the tests do not wait for it.
+test: lint
+	@types=$$(mktemp); $(BIN)/mypy >$$types 2>&1 & mypy=$$!; \
+	$(BIN)/pytest -q -m "$(MARKERS)" -n $(WORKERS) --dist worksteal; tests=$$?; \
+	wait $$mypy; code=$$?; cat $$types; rm $$types; exit $$((tests ? tests : code))
 
 # Fails where less than nine tenths are reached. Left out is a test that nobody else's modules are
 # loaded, as those of the measurement would be.
@@ -50,10 +53,12 @@ bench-peers: .venv/installed-plot
 	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --systems all --models 10M,60M --ranks 1,2
 	$(BIN)/python -m benches.bench_peers --out $(RESULTS) --systems all --models 10M,60M --ranks 8
 
-check: .venv/installed-dev
+check: lint
+	$(BIN)/mypy
+
+lint: .venv/installed-dev
 	$(BIN)/ruff check $(FOLDERS)
 	$(BIN)/ruff format --check $(FOLDERS)
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: .venv/installed-dev

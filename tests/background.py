@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
+import multiprocessing
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -17,8 +19,10 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from importlib import import_module
-from pathlib import Path
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from typing_extensions import Self
@@ -28,6 +32,21 @@ from lowdiff.persistence.files.detached_process import DetachedProcess
 
 MODULES = ("lowdiff.persistence.writer.main", "lowdiff.recovery.replica.main")
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def torch_loaded() -> ForkServerContext:
+    """What starts a process by a fork of one that has loaded torch and lowdiff, and nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.loaded"])
+    before = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else NumPy starts threads when it is loaded
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["OPENBLAS_NUM_THREADS"]
+        if before is not None:
+            os.environ["OPENBLAS_NUM_THREADS"] = before
+    return context
 
 
 class ForkedProcess:
@@ -51,11 +70,16 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """See ``subprocess.Popen.wait``."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
-            time.sleep(0.001)
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # a test waited for it by itself
+                descriptor = os.pidfd_open(self.pid)
+                try:
+                    select.select([descriptor], [], [], timeout)
+                finally:
+                    os.close(descriptor)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return code
 
     def kill(self) -> None:
@@ -75,35 +99,23 @@ class Zygote:
     """A child process that forks this process's writers and replicas.
 
     Args:
-        forks: Fork it from this process, which has started no thread yet; else it is started anew.
+        forks: Fork it from this process, which has started no thread yet; else from one that has
+            loaded torch.
     """
 
     def __init__(self, *, forks: bool = False) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._trainer = os.getpid()
         self._asking = threading.Lock()
         self._forked: list[ForkedProcess] = []
         if forks:
             if os.fork() == 0:
                 _serve(theirs)
         else:
-            descriptor = theirs.fileno()
-            root = str(Path(__file__).parents[1])
-            self._child = DetachedProcess(
-                [sys.executable, "-m", "tests.background", str(descriptor)],
-                pass_fds=[descriptor],
-                cwd=root,
-                env={**os.environ, "PYTHONPATH": root, "OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
+            torch_loaded().Process(target=_serve, args=(theirs,), daemon=True).start()
         theirs.close()
 
-    def start(self, command: list[str], **options: Any) -> ForkedProcess | DetachedProcess:
+    def start(self, command: list[str], **options: Any) -> ForkedProcess:
         """What ``DetachedProcess(command, **options)`` would start."""
-        if os.getpid() != self._trainer:
-            return DetachedProcess(
-                command, **options
-            )  # the zygote is no child of this fork of ours
         theirs, ours = os.pipe()
         request = {
             "module": command[2],
@@ -138,9 +150,18 @@ def fork_processes(*, forks: bool = False) -> None:
     Not where coverage is measured, which counts only processes that are started anew.
     """
     if "coverage" not in sys.modules:
-        zygote = Zygote(forks=forks)
-        atexit.register(zygote.close)
-        detached.DetachedProcess = zygote.start  # type: ignore[assignment, misc]
+        trainer = os.getpid()
+        zygotes = [Zygote(forks=True)] if forks else []
+
+        def start(command: list[str], **options: Any) -> ForkedProcess | DetachedProcess:
+            if os.getpid() != trainer:
+                return DetachedProcess(command, **options)  # the zygote is no child of this fork
+            if not zygotes:  # only who needs it waits until torch is loaded
+                zygotes.append(Zygote())
+                atexit.register(zygotes[0].close)
+            return zygotes[0].start(command, **options)
+
+        detached.DetachedProcess = start  # type: ignore[assignment, misc]
 
 
 def _serve(requests: socket.socket) -> None:
@@ -199,7 +220,3 @@ def _begin(
 def _close_all_but(kept: int) -> None:
     os.closerange(3, kept)
     os.closerange(max(3, kept + 1), os.sysconf("SC_OPEN_MAX"))
-
-
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -9,6 +11,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+_NEW_MOUNTS = 0x20000  # CLONE_NEWNS of linux/sched.h
 
 
 class CannotMount(Exception):
@@ -46,19 +50,20 @@ def tmpfs_or_skip(folder: Path, mebibytes: int) -> Iterator[Path]:
         yield place
 
 
-def with_small_shm(mebibytes: int) -> list[str]:
-    """What precedes a command that is to see a /dev/shm of its own, of so many MiB.
+def take_small_shm(mebibytes: int) -> None:
+    """Let this process, and those that it starts from here on, see a /dev/shm of their own.
 
-    The calling test is skipped where nothing can be mounted.
+    Raises:
+        CannotMount: Where that is not possible.
     """
-    mount = f'mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm && exec "$@"'
-    launcher = ["unshare", "--mount", "sh", "-c", mount, "sh"]
-    if shutil.which("unshare") is None:
-        pytest.skip("there is no unshare command")
-    result = subprocess.run([*launcher, "true"], capture_output=True, text=True, check=False)
-    if result.returncode:
-        pytest.skip(f"no tmpfs can be mounted: {result.stderr.strip()}")
-    return launcher
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_MOUNTS):
+        raise CannotMount(f"no mounts of its own: {os.strerror(ctypes.get_errno())}")
+    size = f"size={mebibytes}m"
+    for command in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", size, "tmpfs", "/dev/shm"]):
+        result = subprocess.run(["mount", *command], capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise CannotMount(f"no tmpfs can be mounted: {result.stderr.strip()}")
 
 
 def fill(folder: Path, spare_bytes: int = 0) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,16 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.background import MODULES, fork_processes
-
-#: Loaded once, before the processes part; none of it starts a thread.
-_PRELOADED = [
-    "torch._dynamo",
-    "torch.nn.parallel",
-    "lowdiff.checkpointer",
-    "lowdiff.recovery.engine",
-    *MODULES,
-]
+from tests.background import fork_processes, torch_loaded
 
 #: ``job(rank, world_size, *arguments)``, importable by name.
 Job = Callable[..., Any]
@@ -49,8 +39,7 @@ class Pool:
     """
 
     def __init__(self, size: int) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context = torch_loaded()
         self._size = size
         self._folder = tempfile.TemporaryDirectory()
         self._start()
@@ -60,8 +49,9 @@ class Pool:
         self._processes = []
         for index in range(self._size):
             ours, theirs = self._context.Pipe()
-            stacks = str(self._stacks_of(index))
-            process = self._context.Process(target=_serve, args=(theirs, stacks), daemon=True)
+            stacks = self._stacks_of(index)
+            stacks.touch()  # it may be killed before it makes it
+            process = self._context.Process(target=_serve, args=(theirs, str(stacks)), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -92,10 +82,15 @@ class Pool:
 
     def _replace(self) -> None:
         """Print where each process stands, for whoever looks for the reason, and start new ones."""
-        for process in self._processes:
-            if process.is_alive():
-                os.kill(process.pid or 0, signal.SIGUSR1)
-        time.sleep(1.0)
+        alive = [rank for rank, process in enumerate(self._processes) if process.is_alive()]
+        for rank in alive:
+            os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        deadline = time.monotonic() + 10.0
+        while not all(self._stacks_of(rank).stat().st_size for rank in alive):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        time.sleep(1.0)  # until they have written all of it
         for rank, process in enumerate(self._processes):
             process.kill()
             process.join()

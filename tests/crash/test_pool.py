@@ -3,10 +3,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.crash.pool import Pool
 
@@ -22,35 +25,47 @@ def rank_of(rank: int, world_size: int) -> int:
     return rank
 
 
-def wait_forever(rank: int, world_size: int) -> None:
+def wait_forever(rank: int, world_size: int, waits: str) -> None:
     if rank == 1:
+        Path(waits).touch()
         threading.Event().wait()
 
 
-def die(rank: int, world_size: int) -> None:
-    if rank == 1:
+def die(rank: int, world_size: int, met: str) -> None:
+    dist.barrier()
+    if rank == 0:
+        Path(met).touch()
+    else:
+        while not Path(met).exists():  # else the other one may wait for it for ever
+            time.sleep(0.01)
         os._exit(3)
 
 
 def test_a_job_past_its_time_limit_shows_where_it_stood_and_costs_no_later_one(
-    small: Pool, capsys: pytest.CaptureFixture[str]
+    small: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    waits = tmp_path / "waits"
+
     def end(*_: Any) -> None:
         raise TimeoutError
 
+    def end_later() -> None:
+        while not waits.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
     before = signal.signal(signal.SIGUSR2, end)
-    timer = threading.Timer(2.0, os.kill, [os.getpid(), signal.SIGUSR2])
-    timer.start()
+    threading.Thread(target=end_later, daemon=True).start()
     try:
         with pytest.raises(TimeoutError):
-            small.run(wait_forever, 2)
+            small.run(wait_forever, 2, str(waits))
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert "in wait_forever" in capsys.readouterr().err
     assert small.run(rank_of, 2) == [0, 1]
 
 
-def test_a_process_that_died_is_replaced(small: Pool) -> None:
+def test_a_process_that_died_is_replaced(small: Pool, tmp_path: Path) -> None:
     with pytest.raises(EOFError):
-        small.run(die, 2)
+        small.run(die, 2, str(tmp_path / "met"))
     assert small.run(rank_of, 2) == [0, 1]

@@ -47,8 +47,16 @@ def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
     assert_identical(killed, whole)
 
 
-def test_no_rank_needs_to_see_the_files_of_another(pool: Pool, tmp_path: Path) -> None:
-    whole = history(pool, TRAININGS["gpt_adamw"], tmp_path / "whole", world_size=2, until=STEPS)
+@pytest.fixture(scope="module")
+def whole_of_two(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> History:
+    """Two ranks of a GPT that nobody kills."""
+    folder = tmp_path_factory.mktemp("whole")
+    return history(pool, TRAININGS["gpt_adamw"], folder, world_size=2, until=STEPS)
+
+
+def test_no_rank_needs_to_see_the_files_of_another(
+    pool: Pool, tmp_path: Path, whole_of_two: History
+) -> None:
     killed = history(
         pool,
         TRAININGS["gpt_adamw"],
@@ -60,13 +68,12 @@ def test_no_rank_needs_to_see_the_files_of_another(pool: Pool, tmp_path: Path) -
         staging="node{rank}/staging",
     )
     assert killed.resumed == [11, 16]
-    assert_identical(killed, whole)
+    assert_identical(killed, whole_of_two)
 
 
 def test_a_segment_that_was_torn_when_another_rank_fetched_it_is_fetched_again(
-    pool: Pool, tmp_path: Path
+    pool: Pool, tmp_path: Path, whole_of_two: History
 ) -> None:
-    whole = history(pool, TRAININGS["gpt_adamw"], tmp_path / "whole", world_size=2, until=STEPS)
     folder = tmp_path / "killed"
     lives = []
     for kill in (Kill(11, staged_by=frozenset({0, 1})), Kill(17), None):
@@ -87,7 +94,7 @@ def test_a_segment_that_was_torn_when_another_rank_fetched_it_is_fetched_again(
             torn.write_bytes(b"torn")
     killed = History(tuple(lives))
     assert killed.resumed == [11, 16]
-    assert_identical(killed, whole)
+    assert_identical(killed, whole_of_two)
 
 
 def attach_twice(rank: int, world_size: int, folder: str) -> list[int]:

@@ -107,13 +107,13 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Undistu
     ("world_size", "lost_by", "remove", "between"),
     [
         (1, {0}, remove_own, False),
-        (1, {0}, remove_own, True),
         (1, {0}, remove_all, False),
         (1, {0}, remove_files, False),
         (1, {0}, remove_and_kill, False),
         (2, {1}, remove_and_kill, True),
-        (2, {1}, remove_own, False),
-        (2, {0}, remove_all, True),
+        pytest.param(1, {0}, remove_own, True, marks=pytest.mark.slow),
+        pytest.param(2, {1}, remove_own, False, marks=pytest.mark.slow),
+        pytest.param(2, {0}, remove_all, True, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)

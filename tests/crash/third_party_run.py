@@ -1,6 +1,6 @@
 """One life of a training with an optimizer of a third party; it may end by its own SIGKILL.
 
-``python -m tests.crash.third_party_run KIND FOLDER UNTIL DIES STRATEGY`` writes a digest of parameters and
+``KIND FOLDER UNTIL DIES STRATEGY``: writes a digest of parameters and
 optimizer state after every step to ``FOLDER/digests``, a line each.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,3 @@ def main(kind: str, folder: str, until: str, dies: str, strategy: str) -> None:
     third_party.register()
     Path(folder).mkdir(parents=True, exist_ok=True)
     train(kind, Path(folder), int(until), dies=int(dies), replica=strategy == "replica")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

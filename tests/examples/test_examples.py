@@ -73,11 +73,11 @@ def losses_in(text: str) -> dict[int, str]:
 )
 def test_an_example_that_is_started_again_goes_on_exactly(tmp_path: Path, name: str) -> None:
     main = main_of(name)
-    whole = main(arguments(name, tmp_path, "whole", 40))
-    first = main(arguments(name, tmp_path, "run", 28))
-    second = main(arguments(name, tmp_path, "run", 40))
-    assert len(first) == 28
-    assert len(second) == 12
+    whole = main(arguments(name, tmp_path, "whole", 16))
+    first = main(arguments(name, tmp_path, "run", 11))
+    second = main(arguments(name, tmp_path, "run", 16))
+    assert len(first) == 11
+    assert len(second) == 5
     assert first | second == whole
 
 

@@ -22,7 +22,6 @@ one, so what follows is compared with this life's own steps alone.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import multiprocessing.connection
 import os
 import re
@@ -35,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.background import MODULES
+from tests.background import torch_loaded
 from tests.loops.generate import Loop
 from tests.loops.lives import has_watch, live, recover_steps
 
@@ -45,8 +44,6 @@ _PATIENCE_SECONDS = 100.0
 SLOW_SECONDS = 90.0
 #: After one rank died the others have so long until they die as well.
 _LONELY_SECONDS = 0.05
-
-_PRELOADED = ["lowdiff.checkpointer", "lowdiff.recovery.engine", "tests.loops.lives", *MODULES]
 
 #: What a life reported: word -> step -> digests, by rank.
 Report = list[dict[str, dict[int, dict[str, str]]]]
@@ -231,8 +228,7 @@ def _recovered(
 @contextmanager
 def _processes(jobs: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> Iterator[list[Any]]:
     """Processes that have imported torch before they begin; killed at the end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = torch_loaded()
     processes = [context.Process(target=job, args=arguments) for job, arguments in jobs]
     try:
         for process in processes:

@@ -9,8 +9,8 @@ import pytest
 from tests.loops.check import check
 from tests.loops.generate import generate
 
-#: A loop of three ranks starts nine trainers and nine writers.
-SLOW = [seed for seed in range(20) if generate(seed).ranks > 2]
+#: A loop of three ranks starts nine trainers and nine writers, and the ninth loop takes the longest.
+SLOW = [seed for seed in range(20) if seed > 9 or seed == 8 or generate(seed).ranks > 2]
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 import urllib.request
 from pathlib import Path
 
 import prometheus_client
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import lowdiff.metrics
+from lowdiff.errors import ConfigError
 from tests.unit.loops import Loop
 
 
@@ -68,18 +70,13 @@ def test_every_figure_of_stats_is_there_also_those_of_a_replica(tmp_path: Path) 
     assert all(registry.get_sample_value(f"lowdiff_{t}", {"rank": "0"}) == 0 for t in troubles)
 
 
-def test_without_prometheus_client_the_error_names_it(tmp_path: Path) -> None:
-    code = """
-import sys
-sys.modules["prometheus_client"] = None
-import lowdiff, lowdiff.metrics
-from lowdiff.compressors import TopK
-try:
-    lowdiff.metrics.collector(lowdiff.Checkpointer("run", compressor=TopK(0.1)))
-except lowdiff.errors.ConfigError as error:
-    print(error)
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
-    assert "pip install prometheus_client" in result.stdout
+def test_without_prometheus_client_the_error_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "prometheus_client"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(lowdiff, "metrics", lowdiff.metrics)  # to be put back
+    monkeypatch.delitem(sys.modules, "lowdiff.metrics")
+    alone = importlib.import_module("lowdiff.metrics")
+    with pytest.raises(ConfigError, match="pip install prometheus_client"):
+        alone.collector(Loop(tmp_path).checkpointer)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import Script, run_file
 from tests.unit.cli.commands import Command, command
 
 __all__ = ["command"]
@@ -27,10 +25,11 @@ def test_its_examples_run_and_its_commands_work_on_the_results(
     imports, made = with_log.split("checkpointer = ")
     logged = first.replace('lowdiff.Checkpointer("runs/readme")', made.strip())
     assert '"runs/log"' in logged
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     # The second time there is nothing left to do: it resumes at the end.
     for example in (first, first, imports + logged):
-        subprocess.run([sys.executable, "-c", example], cwd=tmp_path, env=environment, check=True)
+        (tmp_path / "example.py").write_text(example)
+        process = Script(run_file, "example.py", output=tmp_path / "output.txt", cwd=tmp_path)
+        assert process.wait() == 0, process.printed()
     monkeypatch.chdir(tmp_path)
     lines = re.findall(r"^lowdiff (\w+ runs/\w+[^#\n]*)", text, re.MULTILINE)
     assert len(lines) > 5

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,19 +13,9 @@ import lowdiff
 from lowdiff import testing
 from lowdiff.errors import UsageError
 from lowdiff.persistence.format.values import same
-from tests.processes import is_alive
+from tests.processes import Script, is_alive
 from tests.unit.loops import Loop, wait_until
 
-#: A trainer that trains like `trained`, and then is killed with its writer, or alone.
-TRAINER = """
-import os, signal, sys
-from pathlib import Path
-from tests.unit.test_testing import trained
-loop = trained(Path(sys.argv[1]))
-if sys.argv[2] == "with its writer":
-    os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGKILL)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
 STEPS = 8
 
 
@@ -43,6 +31,14 @@ def trained(folder: Path) -> Loop:
     return loop
 
 
+def killed(folder: str, kind: str) -> None:
+    """A trainer that trains like `trained`, and then is killed with its writer, or alone."""
+    loop = trained(Path(folder))
+    if kind == "with its writer":
+        os.kill(loop.checkpointer.stats()["writer_pid"], signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def files(folder: Path) -> set[str]:
     """Names of all files, but for the run id in the path of staging."""
     names = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
@@ -52,8 +48,8 @@ def files(folder: Path) -> set[str]:
 @pytest.mark.parametrize("kind", ["with its writer", "alone"])
 def test_it_leaves_what_a_real_kill_leaves(tmp_path: Path, kind: str) -> None:
     real, ours = tmp_path / "real", tmp_path / "ours"
-    dead = subprocess.run([sys.executable, "-c", TRAINER, str(real), kind], check=False)
-    assert dead.returncode == -signal.SIGKILL
+    dead = Script(killed, real, kind, output=tmp_path / "output.txt")
+    assert dead.wait() == -signal.SIGKILL, dead.printed()
     loop = trained(ours)
     writer = loop.checkpointer.stats()["writer_pid"]
     testing.kill(loop.checkpointer, processes=kind == "with its writer")

@@ -1,6 +1,6 @@
 """A rank of a training; with ``--die-at N`` it kills itself in its N-th collective of gradients.
 
-python -m tests.crash.launch.lost_rank RANK WORLD_SIZE STORE FOLDER COMPRESSOR [--die-at N]
+``RANK WORLD_SIZE STORE FOLDER COMPRESSOR [--die-at N]``
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dying(original: Any, at: int) -> Any:
     return collective
 
 
-def main() -> int:
+def train(words: tuple[str, ...]) -> int:
     """Train; 3 if another rank was lost."""
     parser = argparse.ArgumentParser()
     parser.add_argument("rank", type=int)
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("folder")
     parser.add_argument("compressor")
     parser.add_argument("--die-at", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -85,8 +85,9 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    status = main()
+def main(*words: str) -> None:
+    """Entry point, which does not return."""
+    status = train(words)
     sys.stdout.flush()
     # A group that lost a rank cannot be destroyed, and Gloo's threads must not outlive Python.
     os._exit(status)

@@ -1,11 +1,10 @@
 """One of two ranks that are told to stop while a collective blocks them.
 
-``SCRIPT FOLDER RANK STEPS``
+``FOLDER RANK STEPS``
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,9 @@ from lowdiff.compressors import TopK
 from tests.crash.trainings import TRAININGS
 
 
-def main(folder: Path, rank: int, steps: int) -> None:
+def main(*words: str) -> None:
     """Train, then wait in a collective that nobody completes."""
+    folder, rank, steps = Path(words[0]), int(words[1]), int(words[2])
     torch.set_num_threads(1)
     torch.manual_seed(1)
     store = dist.FileStore(str(folder / "store"), 2)
@@ -37,7 +37,3 @@ def main(folder: Path, rank: int, steps: int) -> None:
     if rank == 0:
         dist.barrier()
     time.sleep(1000)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,22 +1,26 @@
 """Trains a model whose staging takes more than 64 MiB, and reports every step and the last state.
 
-``SCRIPT FOLDER STAGING UNTIL``; an empty ``STAGING`` leaves the place to lowdiff.
+``FOLDER STAGING UNTIL``; an empty ``STAGING`` leaves the place to lowdiff, which finds a /dev/shm of 64 MiB.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 
 import torch
 
 import lowdiff
 from lowdiff.compressors import TopK
+from tests.background import fork_processes
+from tests.mounts import take_small_shm
 
 
-def main(folder: Path, staging: str, until: int) -> None:
+def main(*words: str) -> None:
     """Train."""
+    folder, staging, until = Path(words[0]), words[1], int(words[2])
+    take_small_shm(64)
+    fork_processes(forks=True)  # anew: the writer is to see it as well
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 12_000), torch.nn.Linear(12_000, 4))
@@ -40,7 +44,3 @@ def main(folder: Path, staging: str, until: int) -> None:
         tensors += [state["momentum_buffer"] for state in optimizer.state.values()]
         digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
         print("state", digest, file=report)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

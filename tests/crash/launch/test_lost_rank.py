@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.crash.launch import lost_rank
+from tests.processes import Script
 
-def start(
-    rank: int, world_size: int, folder: Path, compressor: str, *options: str
-) -> subprocess.Popen[str]:
-    store = folder / f"store-{world_size}"
-    words = [str(rank), str(world_size), str(store), str(folder), compressor, *options]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.launch.lost_rank", *words],
-        cwd=Path(__file__).parents[3],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+
+def start(rank: int, world_size: int, folder: Path, compressor: str, *options: str) -> Script:
+    words = [rank, world_size, folder / f"store-{world_size}", folder, compressor, *options]
+    output = folder / f"output-{rank}-of-{world_size}.txt"
+    return Script(lost_rank.main, *words, output=output)
 
 
 @pytest.mark.launch
@@ -33,15 +26,13 @@ def test_the_survivor_names_it_and_one_rank_goes_on(
 ) -> None:
     survivor = start(0, 2, tmp_path, compressor)
     victim = start(1, 2, tmp_path, compressor, "--die-at", str(die_at))
-    output, errors = survivor.communicate(timeout=100)
-    victim.communicate(timeout=100)
-    assert survivor.returncode == 3, errors
-    assert victim.returncode == -9
-    assert output.splitlines()[1].startswith(
-        "RankLost: an exchange between ranks failed, most likely"
+    assert survivor.wait() == 3, survivor.printed()
+    assert victim.wait() == -9
+    lines = survivor.printed().splitlines()
+    assert any(
+        line.startswith("RankLost: an exchange between ranks failed, most likely") for line in lines
     )
-    assert output.splitlines()[-1] == "closed: True"
+    assert lines[-1] == "closed: True"
     alone = start(0, 1, tmp_path, compressor)
-    output, errors = alone.communicate(timeout=100)
-    assert alone.returncode == 0, errors
-    assert output.split() == ["resumed", "3"]
+    assert alone.wait() == 0, alone.printed()
+    assert alone.printed().splitlines()[-1] == "resumed 3"

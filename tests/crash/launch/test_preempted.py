@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,10 +16,11 @@ import lowdiff
 from lowdiff.demo.launch import child_processes
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.run.catalog import scan
+from tests.crash.launch import preempted
+from tests.processes import Script
 
 pytestmark = pytest.mark.launch
 
-ROOT = Path(__file__).parents[3]
 STEPS = 6
 
 
@@ -39,25 +38,8 @@ def wait_until(folder: Path, condition: Callable[[], object]) -> None:
 
 
 def test_the_tail_is_durable_before_the_blocked_trainers_are_killed(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "output.txt").open("ab") as output:
-        ranks = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.crash.launch.preempted",
-                    tmp_path,
-                    str(r),
-                    str(STEPS),
-                ],
-                cwd=ROOT,
-                env=environment,
-                stdout=output,
-                stderr=output,
-            )
-            for r in range(2)
-        ]
+    output = tmp_path / "output.txt"
+    ranks = [Script(preempted.main, tmp_path, r, STEPS, output=output) for r in range(2)]
     try:
         wait_until(tmp_path, lambda: all((tmp_path / f"blocked-{r}").exists() for r in range(2)))
         assert durable(tmp_path) == [0, 0]

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from lowdiff.demo.launch import child_processes
+from tests.crash.launch import worker
 from tests.crash.lives import Life, live
 from tests.crash.pool import Pool
 from tests.crash.trainings import cnn_sgd
+from tests.processes import Script
 
 pytestmark = pytest.mark.launch
 
@@ -47,6 +49,19 @@ def start(words: list[str], folder: Path) -> subprocess.Popen[bytes]:
     }
     with (folder / "output.txt").open("ab") as output:
         return subprocess.Popen(words, env=environment, stdout=output, stderr=output)
+
+
+def started(folder: Path, ranks: int) -> list[Script]:
+    """The same, as processes that torchrun knows nothing of."""
+    folder.mkdir(parents=True)
+    words = ["cnn_sgd", folder / "run", folder / "staging", 60, folder / "report"]
+    together = {"WORLD_SIZE": str(ranks), "STORE": str(folder / "store")}
+    return [
+        Script(
+            worker.main, *words, output=folder / "output.txt", env={"RANK": str(rank), **together}
+        )
+        for rank in range(ranks)
+    ]
 
 
 def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -78,7 +93,7 @@ def wait_for_step(folder: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.slow  # a small campaign of tests/faults does the same in every test run
+@pytest.mark.slow  # tests/loops kills trainers in every test run
 def test_a_process_killed_at_random_instants_loses_no_committed_step(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(start(command("plain_module", whole, 400), whole), whole)
@@ -100,20 +115,32 @@ def test_a_process_killed_at_random_instants_loses_no_committed_step(tmp_path: P
     assert lines(killed)[-1]["state"] == lines(whole)[-1]["state"]
 
 
-def test_all_ranks_killed_at_once_resume_bit_for_bit(tmp_path: Path, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    "launcher", ["processes", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
+def test_all_ranks_killed_at_once_resume_bit_for_bit(
+    tmp_path: Path, pool: Pool, launcher: str
+) -> None:
     def lived(folder: Path) -> list[Life]:
         return pool.run(
             live, 2, cnn_sgd, str(folder / "run"), str(folder / "staging"), 60, None, {}
         )
 
     whole, folder = lived(tmp_path / "whole"), tmp_path / "killed"
-    agent = start(command("cnn_sgd", folder, 60, ranks=2), folder)
-    wait_for_step(folder, 25)
-    workers = child_processes(agent.pid)
-    agent.kill()
-    for worker in workers:
-        os.kill(worker, signal.SIGKILL)
-    agent.wait()
+    if launcher == "torchrun":
+        agent = start(command("cnn_sgd", folder, 60, ranks=2), folder)
+        wait_for_step(folder, 25)
+        pids = child_processes(agent.pid)
+        agent.kill()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        agent.wait()
+    else:
+        ranks = started(folder, 2)
+        wait_for_step(folder, 25)
+        for process in ranks:
+            process.kill()
+        assert [process.wait() for process in ranks] == [-signal.SIGKILL] * 2
     for rank, (expected, resumed) in enumerate(zip(whole, lived(folder), strict=True)):
         killed = {step + 1: loss for step, loss in losses(folder, rank).items()}
         assert 25 <= resumed.resumed <= max(killed)

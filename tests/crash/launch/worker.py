@@ -1,6 +1,7 @@
 """One rank of a real launch: trains, tells how far it is, and at the end what it has.
 
-``SCRIPT BUILDER RUN STAGING UNTIL REPORT``; under torchrun or alone.
+``SCRIPT BUILDER RUN STAGING UNTIL REPORT``; under torchrun, alone, or as one of several that meet at the
+file ``STORE``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from tests.crash.all_trainings import TRAININGS
 from tests.crash.lives import digests
 
 
-def main() -> None:
+def main(*words: str) -> None:
     """Train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("builder")
@@ -29,15 +31,18 @@ def main() -> None:
     parser.add_argument("staging")
     parser.add_argument("until", type=int)
     parser.add_argument("report", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     torch.set_num_threads(1)
-    if "RANK" in os.environ:
+    rank, world_size = (int(os.environ.get(k, d)) for k, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if "STORE" in os.environ:
+        store = dist.FileStore(os.environ["STORE"], world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    elif "RANK" in os.environ:
         dist.init_process_group("gloo")
-    rank = int(os.environ.get("RANK", "0"))
     torch.manual_seed(17)
     random.seed(17)
     np.random.seed(17)
-    made = TRAININGS[args.builder](rank, int(os.environ.get("WORLD_SIZE", "1")))
+    made = TRAININGS[args.builder](rank, world_size)
     checkpointer = lowdiff.Checkpointer(
         args.run,
         compressor=TopK(0.05, dense_below=64),
@@ -56,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

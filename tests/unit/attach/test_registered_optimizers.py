@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,7 +21,7 @@ from lowdiff.recovery.inspect.inspection import inspect
 from lowdiff.recovery.replay import optimizers
 from lowdiff.recovery.replay.proof import Held
 from lowdiff.recovery.state import SCALAR_STATE
-from tests.crash import third_party
+from tests.crash import third_party, third_party_run
 from tests.crash.pool import Pool
 from tests.crash.third_party_run import (
     backward,
@@ -36,8 +33,8 @@ from tests.crash.third_party_run import (
     train,
 )
 from tests.crash.trainings import wrapped
+from tests.processes import Script
 
-ROOT = Path(__file__).parents[3]
 UNTIL = 16
 
 
@@ -56,18 +53,11 @@ def third_parties() -> Iterator[None]:
 
 def one_life(kind: str, folder: Path, dies: int, strategy: str) -> int:
     """A process of its own; its exit status."""
-    words = ["-m", "tests.crash.third_party_run", kind, folder, UNTIL, dies, strategy]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, *map(str, words)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode in (0, -signal.SIGKILL), result.stderr[-3000:]
-    return result.returncode
+    words = [kind, folder, UNTIL, dies, strategy]
+    process = Script(third_party_run.main, *words, output=folder.with_suffix(".txt"))
+    code = process.wait()
+    assert code in (0, -signal.SIGKILL), process.printed()[-3000:]
+    return code
 
 
 @pytest.mark.launch

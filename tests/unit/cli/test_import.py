@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from lowdiff.cli.app import main
+from tests.crash import third_party_run
+from tests.processes import Script
 
 USER_MODULE = """
 import lowdiff
@@ -25,24 +25,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("lion")
     (folder / "my_optimizers.py").write_text(USER_MODULE)
     (folder / "broken.py").write_text("raise RuntimeError('no such thing')")
-    code = "import sys; from tests.crash.third_party_run import main; main(*sys.argv[1:])"
-    words = ["Lion", str(folder), "9", "-1", "log"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, *words], env=environment, check=True)
+    words = ["Lion", folder, 9, -1, "log"]
+    trained = Script(third_party_run.main, *words, output=folder / "output.txt")
+    assert trained.wait() == 0, trained.printed()
     return folder
 
 
-def lowdiff_command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, as an installed one: without the current folder."""
-    code = "import sys; sys.path[:] = [p for p in sys.path if p]; from lowdiff.cli.app import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def installed(*_: str) -> None:
+    """The command, as an installed one finds modules: not in the current folder."""
+    sys.path[:] = [path for path in sys.path if path]
+    main()
+
+
+def lowdiff_command(folder: Path, *words: str) -> tuple[int, str]:
+    """Exit status and all that was printed, in a process that has loaded no module of the user's."""
+    (folder / "output.txt").unlink()
+    process = Script(installed, *words, output=folder / "output.txt", cwd=folder)
+    return process.wait(), process.printed()
 
 
 @pytest.mark.parametrize(
@@ -58,19 +57,19 @@ def test_a_command_that_replays_needs_the_module_and_then_works(
     run: Path, words: list[str]
 ) -> None:
     staging = ["--staging", str(run / "staging")]
-    without = lowdiff_command(run, *words, *staging)
-    assert without.returncode != 0
-    assert "--import MODULE" in without.stderr + without.stdout
-    done = lowdiff_command(run, *words, *staging, "--import", "my_optimizers")
-    assert done.returncode == 0, done.stderr + done.stdout
+    code, printed = lowdiff_command(run, *words, *staging)
+    assert code != 0
+    assert "--import MODULE" in printed
+    code, printed = lowdiff_command(run, *words, *staging, "--import", "my_optimizers")
+    assert code == 0, printed
 
 
 @pytest.mark.parametrize(
     ("module", "why"), [("nowhere", "No module named"), ("broken", "RuntimeError: no such thing")]
 )
 def test_a_module_that_cannot_be_imported_is_named(run: Path, module: str, why: str) -> None:
-    done = lowdiff_command(run, "verify", "run", "--import", module)
-    assert done.returncode == 2
-    assert repr(module) in done.stderr
-    assert why in done.stderr
-    assert "Traceback" not in done.stderr
+    code, printed = lowdiff_command(run, "verify", "run", "--import", module)
+    assert code == 2
+    assert repr(module) in printed
+    assert why in printed
+    assert "Traceback" not in printed

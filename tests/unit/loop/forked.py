@@ -89,9 +89,10 @@ def child(
     (folder / "told.json").write_text(json.dumps(told))
 
 
-def main() -> None:
-    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-    folder = Path(sys.argv[3])
+def main(*words: str) -> None:
+    """Train; the words are those above."""
+    rank, world_size = int(words[0]), int(words[1])
+    folder = Path(words[2])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 30))
@@ -102,7 +103,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     staging = folder / "staging"
     with lowdiff.Checkpointer(
-        folder / "run", compressor=COMPRESSORS[sys.argv[4]], staging=staging, snapshot_every=3
+        folder / "run", compressor=COMPRESSORS[words[3]], staging=staging, snapshot_every=3
     ) as checkpointer:
         checkpointer.attach(model, optimizer)
         steps = checkpointer.steps(STEPS)
@@ -114,7 +115,7 @@ def main() -> None:
                     signal.alarm(60)
                     child(checkpointer, model, optimizer, steps, folder)
                     sys.exit(7)  # through the parent's with block
-                if "--die" in sys.argv:
+                if "--die" in words:
                     os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             model(batch(step, rank, 6, 12)).square().mean().backward()
@@ -134,7 +135,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        main(*sys.argv[1:])
     except SystemExit as end:
         if dist.is_initialized():  # at its end a forked process waits for Gloo's threads for ever
             os._exit(int(str(end.code)))

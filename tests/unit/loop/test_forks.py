@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,10 @@ import torch
 
 import lowdiff
 from lowdiff.persistence.files.locks import FileLock
+from tests.processes import Script
+from tests.unit.loop import forked
 from tests.unit.loop.forked import STEPS
+from tests.unit.loops import wait_until
 
 
 def start(rank: int, world_size: int, folder: Path, *options: str) -> subprocess.Popen[str]:
@@ -55,8 +59,8 @@ def test_every_call_is_refused_there_and_leaving_does_nothing(
 
 
 def test_a_child_that_outlives_its_trainer_holds_neither_writer_nor_lock(tmp_path: Path) -> None:
-    trainer = start(0, 1, tmp_path, "topk", "--die")
-    trainer.wait(100)
+    trainer = Script(forked.main, 0, 1, tmp_path, "topk", "--die", output=tmp_path / "output.txt")
+    assert trainer.wait() == -signal.SIGKILL, trainer.printed()
     began = time.monotonic()
     (stage,) = (tmp_path / "staging").glob("*/*")
     for name in ("trainer.lock", "writer.lock"):
@@ -64,4 +68,4 @@ def test_a_child_that_outlives_its_trainer_holds_neither_writer_nor_lock(tmp_pat
         assert lock.acquire("a test", timeout_seconds=10), name
         lock.release()
     assert time.monotonic() - began < 10
-    trainer.communicate(timeout=100)
+    wait_until((tmp_path / "told.json").exists)  # the last that the child does

@@ -8,8 +8,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from lowdiff.commit.session import Session
 from lowdiff.compressors import TopK
 from lowdiff.errors import UsageError
 from tests.crash.pool import Pool
+from tests.processes import Script, run_file
 from tests.unit.loops import PATIENCE_SECONDS, Loop, small_model, wait_until
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -210,17 +209,10 @@ print("closed", sorted(left), flush=True)
 signal.raise_signal(signal.SIGTERM)
 signal.pause()
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(lowdiff.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS + 40,
-    )
-    assert (ended.returncode, ended.stderr) == (-signal.SIGTERM, "")
-    assert ended.stdout == "closed ['MainThread']\n"
+    (tmp_path / "trainer.py").write_text(code)
+    trainer = Script(run_file, "trainer.py", output=tmp_path / "output.txt", cwd=tmp_path)
+    assert trainer.wait() == -signal.SIGTERM, trainer.printed()
+    assert trainer.printed() == "closed ['MainThread']\n"
 
 
 def test_a_handler_installed_later_stays_and_may_pass_signals_on(

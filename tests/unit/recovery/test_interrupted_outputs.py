@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
 
 import lowdiff
 from lowdiff.errors import StorageError
 from lowdiff.persistence.format.values import same
+from lowdiff.recovery.inspect import branch
 from lowdiff.recovery.inspect.branch import start_run
 from lowdiff.recovery.inspect.export import export
 from lowdiff.recovery.state import RecoveredState
 from tests.mounts import tmpfs_or_skip
+from tests.processes import Script
 from tests.unit.recovery.training import Trained, train
 
 STEPS = 6
-#: Ends in a process of its own, which waits in the middle of the first large file until it is killed.
-_SCRIPT = """
-import sys, time
-from pathlib import Path
-import lowdiff
-from lowdiff.recovery.inspect import branch, export
 
-run, staging, target, way, marker = sys.argv[1:]
-state = lowdiff.recover(run, staging=staging)
 
-def stop(*_, **__):
-    Path(marker).touch()
-    time.sleep(600)
+def stuck(run: str, staging: str, target: str, way: str, marker: str) -> None:
+    """Write an output, and wait in the middle of its first large file until it is killed."""
+    state = lowdiff.recover(run, staging=staging)
 
-if way == "run":
-    branch.write_json = stop  # the shard is written, its manifest is not
-    branch.start_run(state, target)
-else:
-    import torch.distributed.checkpoint.filesystem as filesystem
-    filesystem.FileSystemWriter.finish = stop  # the tensors are written, the index is not
-    export.export(state, target)
-"""
+    def stop(*_: object, **__: object) -> None:
+        Path(marker).touch()
+        time.sleep(600)
+
+    if way == "run":
+        vars(branch)["write_json"] = stop  # the shard is written, its manifest is not
+        start_run(state, target)
+    else:  # the tensors are written, the index is not
+        filesystem.FileSystemWriter.finish = stop  # type: ignore[method-assign]
+        export(state, Path(target))
 
 
 def checked_run(folder: Path, trained: Trained) -> None:
@@ -76,14 +70,14 @@ def test_killed_in_the_middle_it_leaves_no_name_and_does_not_hinder_the_next(
     trained: Trained, tmp_path: Path, way: str
 ) -> None:
     target, marker = tmp_path / "out", tmp_path / "marker"
-    arguments = [str(p) for p in (trained.run, trained.staging, target, way, marker)]
-    process = subprocess.Popen([sys.executable, "-c", _SCRIPT, *arguments])
+    words = [trained.run, trained.staging, target, way, marker]
+    process = Script(stuck, *words, output=tmp_path / "output.txt")
     try:
         while not marker.exists():
-            assert process.poll() is None
+            assert process.poll() is None, process.printed()
             time.sleep(0.02)
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
     assert not target.exists()
     assert [p.name for p in tmp_path.glob("out.*.partial")], "it was killed too early"

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,11 +27,12 @@ from lowdiff.persistence.format.values import same
 from lowdiff.persistence.run.catalog import SnapshotSet, scan
 from lowdiff.recovery import images
 from lowdiff.recovery.images import ImageReader, write_image
-from lowdiff.recovery.load import load_snapshot, or_damaged
+from lowdiff.recovery.load import load_shard, load_snapshot, or_damaged
 from lowdiff.recovery.replay import replayer as replaying
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.sizing import LocalRanks
 from lowdiff.types import Fence
+from tests.processes import Script, peak_bytes
 from tests.unit.recovery.test_plan import life as some_life
 from tests.unit.recovery.training import Trained, flip, train
 
@@ -46,21 +46,6 @@ TENSORS = {
     "codes": torch.tensor([1, 65535], dtype=torch.uint16),
 }
 
-_PEAK = """
-import sys
-from pathlib import Path
-
-from lowdiff.recovery.load import load_shard
-from tests.unit.recovery.test_read_images import life
-
-def peak():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
-
-before = peak()
-state = load_shard(Path(sys.argv[1]), 3, life())
-print(peak() - before)
-"""
 _MIB = 1 << 20
 
 
@@ -68,6 +53,14 @@ def life() -> Fence:
     """A fence of one parameter of 256 MiB."""
     weight = torch.nn.Parameter(torch.empty(64, _MIB, device="meta"))
     return replace(some_life(0), layout=layout_of([("w", weight)]), names={})
+
+
+def load_alone(image: str) -> None:
+    """Print how much more memory a process takes that loads it."""
+    before = peak_bytes()
+    loaded = load_shard(Path(image), 3, life())
+    sys.stdout.write(f"{peak_bytes() - before}\n")
+    del loaded
 
 
 @pytest.fixture
@@ -256,9 +249,9 @@ def test_an_item_is_encoded_while_nothing_else_is_in_memory(tmp_path: Path, item
                 SCALARS: partial(images.scalars_tensor, [], [], [], {}),
             },
         )
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "-c", _PEAK, str(tmp_path / "image")]
-    grown = int(subprocess.run(command, check=True, capture_output=True, cwd=root).stdout)
+    process = Script(load_alone, tmp_path / "image", output=tmp_path / "output.txt")
+    assert process.wait() == 0, process.printed()
+    grown = int(process.printed())
     assert 300 * _MIB < grown < 400 * _MIB
 
 

@@ -3,65 +3,58 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from crc32c import crc32c
 from safetensors.torch import load
 
-from lowdiff.persistence.format.values import same
+from lowdiff.core.layout import layout_of
+from lowdiff.persistence.format.values import encode, same
 from lowdiff.recovery import images
 from lowdiff.recovery.images import write_image
-
-_SCRIPT = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-
-import torch
-
-from lowdiff.core.layout import layout_of
-from lowdiff.persistence.format.values import encode
 from lowdiff.recovery.inspect.branch import start_run
 from lowdiff.recovery.state import OptimizerState, RecoveredState
+from tests.processes import Script, peak_bytes
 from tests.unit.recovery.test_plan import life
 
-def peak():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
 
-row = 1 << 11
-weight = torch.nn.Parameter(torch.empty(row, row, device="meta"))
-names = ["plain", "transposed"]
-fence = replace(
-    life(0),
-    layout=layout_of([("plain", weight), ("transposed", torch.nn.Parameter(weight.data.t()))]),
-    names={"frozen": "frozen/f"},
-)
-adam = {name: {"step": torch.ones(()), "exp_avg": torch.ones(row * row)} for name in names}
-state = RecoveredState(
-    step=3,
-    fence=fence,
-    parameters={name: torch.arange(row * row, dtype=torch.float32) for name in names},
-    optimizers=[OptimizerState([{"lr": 0.1}], adam)],
-    items=[{"frozen/f": encode(torch.ones(1 << 20))}],
-    held=(),
-    residuals=[{}],
-    base_step=3,
-)
-before = peak()
-start_run(state, sys.argv[1])
-print(peak() - before)
-"""
+def write_alone(run: str) -> None:
+    """Print how much more memory a process takes that writes a run of 64 MiB and more."""
+    row = 1 << 11
+    weight = torch.nn.Parameter(torch.empty(row, row, device="meta"))
+    names = ["plain", "transposed"]
+    fence = replace(
+        life(0),
+        layout=layout_of([("plain", weight), ("transposed", torch.nn.Parameter(weight.data.t()))]),
+        names={"frozen": "frozen/f"},
+    )
+    adam: dict[str, Any] = {
+        name: {"step": torch.ones(()), "exp_avg": torch.ones(row * row)} for name in names
+    }
+    state = RecoveredState(
+        step=3,
+        fence=fence,
+        parameters={name: torch.arange(row * row, dtype=torch.float32) for name in names},
+        optimizers=[OptimizerState([{"lr": 0.1}], adam)],
+        items=[{"frozen/f": encode(torch.ones(1 << 20))}],
+        held=(),
+        residuals=[{}],
+        base_step=3,
+    )
+    before = peak_bytes()
+    start_run(state, run)
+    sys.stdout.write(f"{peak_bytes() - before}\n")
 
 
 def test_a_new_run_is_written_without_a_copy_of_the_state(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "run")]
-    grown = int(subprocess.run(command, check=True, capture_output=True, cwd=root).stdout)
+    process = Script(write_alone, tmp_path / "run", output=tmp_path / "output.txt")
+    assert process.wait() == 0, process.printed()
+    grown = int(process.printed())
     (shard,) = (tmp_path / "run").rglob("*.safetensors")
     assert shard.stat().st_size > 64 << 20
     assert grown < 32 << 20

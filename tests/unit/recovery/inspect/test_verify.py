@@ -138,7 +138,9 @@ def test_a_live_run_may_go_on_while_its_segments_are_read(
 
 def test_a_reader_that_is_overtaken_at_every_look_sees_no_loss(tmp_path: Path) -> None:
     """Twice as fast as it reads, a run has removed what the look before knew of."""
-    folder, looks, reports = RunFolder(tmp_path / "run"), [], []
+    folder = RunFolder(tmp_path / "run")
+    looks: list[int] = []
+    reports: list[VerifyReport] = []
     has_ended = Event()
 
     def newest() -> int:
