@@ -41,9 +41,12 @@ class _Inode:
         if variant in ("dropped", "names only") or not self.pending:
             return self.synced
         if variant == "zeros":
+            # Of a file that grew, blocks that were never written. What was in its place before is not
+            # that: of a block that is overwritten a power failure leaves the old content or the new.
             kept = bytearray(self.data)
             for offset, data in self.pending:
-                kept[offset : offset + len(data)] = bytes(len(data[: len(kept) - offset]))
+                end = min(offset + len(data), len(kept))
+                kept[offset:end] = self.synced[offset:end].ljust(end - offset, b"\0")
             return bytes(kept)
         kept = bytearray(self.synced)
         for offset, data in self.pending:
