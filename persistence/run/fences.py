@@ -10,7 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lowdiff.errors import DamagedFile, LowDiffError, NotARun, RunInUse
+from lowdiff.errors import (
+    DamagedFile,
+    LowDiffError,
+    NotARun,
+    RunInUse,
+    RunMismatch,
+    StorageError,
+)
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.document import check_types, read_json, write_json
@@ -73,6 +80,26 @@ def read_run_id(folder: RunFolder) -> str:
     if len(run_id) != 32 or not set(run_id) <= set("0123456789abcdef"):
         raise DamagedFile(folder.run_file, f"run_id {run_id[:40]!r} is not 32 hexadecimal digits")
     return run_id
+
+
+def require_run(folder: RunFolder, run_id: str) -> None:
+    """See that a folder holds this very run, before a process in the background writes or removes there.
+
+    Raises:
+        StorageError: If it holds no run: the disk may only be unmounted.
+        RunMismatch: If it holds another one, whose files have the same names.
+    """
+    try:
+        found = str(read_json(folder.run_file).get("run_id"))
+    except FileNotFoundError:
+        raise StorageError(
+            f"{folder.run_file} is gone; bring the run folder back, or mount it"
+        ) from None
+    if found != run_id:
+        raise RunMismatch(
+            f"{folder.root} holds another run now: its run.json names {found:.32}, and this one is "
+            f"{run_id}; bring this run's folder back, or stop its trainer"
+        )
 
 
 def refuse_strange_entries(folder: RunFolder) -> None:

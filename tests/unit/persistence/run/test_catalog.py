@@ -332,15 +332,15 @@ def test_a_restarted_writer_goes_on_behind_the_newest_segment_that_holds_a_recor
     folder: RunFolder, staging: Path
 ) -> None:
     stage_folder = stage(staging, [1, 2, 3, 4])
-    assert durable_step(folder, 0, 0, base_step=0) == 0
+    assert durable_step(folder, RUN_ID, 0, 0, base_step=0) == 0
     segment(folder, stage_folder, [1, 2])
     segment(folder, stage_folder, [3])
     newest = segment(folder, stage_folder, [4])
     torn = newest.read_bytes()[:-1]  # of its only record
-    assert durable_step(folder, 0, 0, base_step=0) == 4
+    assert durable_step(folder, RUN_ID, 0, 0, base_step=0) == 4
     newest.write_bytes(torn)
-    assert durable_step(folder, 0, 0, base_step=0) == 3
+    assert durable_step(folder, RUN_ID, 0, 0, base_step=0) == 3
     newest.write_bytes(b"")
-    assert durable_step(folder, 0, 0, base_step=0) == 3
-    assert durable_step(folder, 0, 1, base_step=2) == 2
-    assert durable_step(folder, 1, 0, base_step=2) == 2
+    assert durable_step(folder, RUN_ID, 0, 0, base_step=0) == 3
+    assert durable_step(folder, RUN_ID, 0, 1, base_step=2) == 2
+    assert durable_step(folder, RUN_ID, 1, 0, base_step=2) == 2
