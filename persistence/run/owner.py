@@ -64,10 +64,14 @@ def staging_of_run(staging_root: Path, folder: RunFolder, run_id: str) -> list[S
 def is_known(stage: StagingFolder, folder: RunFolder) -> bool:
     """Return whether the run folder knows the life of a staging folder, as far as that names one.
 
-    It does not where the run went on from an older state: then what is staged is of no use to it.
+    It does not where the run went on from an older state: then what is staged is of no use to it. Where
+    fences of the incarnation are there and none of them can be read, nobody can say so.
     """
     owner = Owner.read(stage)
-    return owner is None or life_of(folder, stage.incarnation, stage.rank) == owner.life
+    if owner is None:
+        return True
+    life = life_of(folder, stage.incarnation, stage.rank)
+    return life == owner.life or (life is None and stage.incarnation in folder.incarnations())
 
 
 def _belongs_to_another(stage: StagingFolder, folder: RunFolder, run_id: str) -> bool:

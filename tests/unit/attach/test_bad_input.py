@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,24 +261,33 @@ def test_a_run_whose_identity_or_fence_is_lost_is_not_begun_anew(
         Loop(tmp_path).attach()
 
 
-def test_a_resumed_trainer_says_which_damage_it_passes_over(
+def test_a_damaged_fence_of_the_newest_incarnation_rolls_nothing_back_unasked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Loop(tmp_path).run(6)
     again = Loop(tmp_path)
     again.attach()
-    again.step(6)
-    again.checkpointer.commit()
+    for step in (6, 7, 8):
+        again.step(step)
+        again.checkpointer.commit()
     again.die()
     fence = tmp_path / "run/incarnations/i000001/rank-0000.json"
-    fence.write_bytes(fence.read_bytes().replace(b"parent", b"parens"))
-    last = Loop(tmp_path)
-    assert last.attach() == 6
-    assert f"{fence} is damaged" in caplog.text
-    last.checkpointer.close()
+    whole = fence.read_bytes()
+    fence.write_bytes(whole[:-90])
+    with pytest.raises(
+        DamagedFile, match=r"up to 9, can.*Put the file back.*attach.*step=6\)"
+    ) as e:
+        Loop(tmp_path).attach()
+    assert e.value.path == fence
+    assert "knows nothing of" not in caplog.text
+    fence.write_bytes(whole)
+    back = Loop(tmp_path)
+    assert back.attach() == 9
+    assert same(back.weights(), again.weights())
+    back.checkpointer.close()
 
 
-def test_what_a_life_made_void_stays_so_though_its_fence_is_damaged(
+def test_an_incarnation_that_was_given_up_on_purpose_is_still_there_when_its_fence_comes_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Loop(tmp_path).run(9)
@@ -289,14 +299,27 @@ def test_what_a_life_made_void_stays_so_though_its_fence_is_damaged(
         again.checkpointer.commit()
     again.die()
     fence = tmp_path / "run/incarnations/i000001/rank-0000.json"
-    fence.write_bytes(fence.read_bytes().replace(b"parent", b"parens"))
+    whole = fence.read_bytes()
+    fence.write_bytes(whole.replace(b"parent", b"parens"))
     with pytest.raises(StepNotFound, match="recoverable steps: 0 to 4"):
         lowdiff.recover(tmp_path / "run", 7, staging=tmp_path / "staging")
+    with pytest.raises(DamagedFile, match=r"step=4\)"):
+        Loop(tmp_path).attach()
     last = Loop(tmp_path)
-    assert last.attach() == 4
+    assert last.attach(step=4) == 4
     assert same(last.weights(), expected)
     assert f"{fence} is damaged" in caplog.text
+    assert "knows nothing of" not in caplog.text
     last.checkpointer.close()
+    after = Loop(tmp_path)
+    assert after.attach() == 4, "a later incarnation can be read"
+    after.checkpointer.close()
+    shutil.rmtree(tmp_path / "staging")
+    shutil.rmtree(tmp_path / "run/incarnations/i000002")
+    shutil.rmtree(tmp_path / "run/incarnations/i000003")
+    fence.write_bytes(whole)
+    found = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    assert found.step == 8
 
 
 def test_a_fence_that_continues_itself_is_refused(tmp_path: Path) -> None:
