@@ -335,6 +335,7 @@ class Fence:
         stateful: Names of the user's stateful objects -> their classes.
         averages: Those of them that average parameters, and are replayed -> names of these.
         constants: Content hash of the frozen parameters that its snapshots share; "" without.
+        staging: Where this rank's staging of all runs lies, without symbolic links.
     """
 
     run_id: str
@@ -352,6 +353,7 @@ class Fence:
     stateful: Mapping[str, str] = field(default_factory=dict)
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: str = ""
+    staging: str = ""
 
     @property
     def has_replica(self) -> bool:

@@ -251,6 +251,7 @@ def _fenced(
         averages=followed_names(given.averages, attached.layout),
         constants=constants,
         life=life,
+        staging=os.path.realpath(settings.staging_root),
     )
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import uuid
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,17 @@ def read_fence(path: Path) -> Fence:
         raise DamagedFile(path, f"not a fence ({error!r})") from error
 
 
+def newest_staging(folder: RunFolder) -> set[str]:
+    """Where the ranks of the newest incarnation had their staging, as far as its fences can be read."""
+    newest = max(folder.incarnations(), default=-1)
+    roots = set()
+    for number, _, path in folder.fences():
+        if number == newest:
+            with suppress(LowDiffError):
+                roots.add(read_fence(path).staging)
+    return roots - {""}
+
+
 def life_of(folder: RunFolder, incarnation: int, rank: int) -> str | None:
     """The life that a run folder knows under a number.
 
@@ -236,6 +248,8 @@ def _check(fence: Fence) -> None:
         raise ValueError(f"incarnation {fence.incarnation} continues {fence.parent}")
     if fence.constants and not _CONTENT_HASH.fullmatch(fence.constants):
         raise ValueError(f"constants {fence.constants[:80]!r}")
+    if "\0" in fence.staging:
+        raise ValueError(f"staging {fence.staging[:80]!r}")
     if not _LIFE.fullmatch(fence.life):
         raise ValueError(f"life {fence.life[:40]!r}")
     if (

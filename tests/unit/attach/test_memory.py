@@ -91,3 +91,26 @@ def test_another_folder_than_the_one_that_holds_steps_is_refused(
     again = loop_with(tmp_path, None, 10)
     assert again.attach() == 3
     again.checkpointer.close()
+
+
+@pytest.mark.parametrize("other", ["other", None])
+def test_another_folder_than_that_of_the_newest_incarnation_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str | None
+) -> None:
+    for module in ("settings", "attach.discover"):
+        monkeypatch.setattr(f"lowdiff.{module}.shared_staging_root", lambda: tmp_path / "usual")
+    first = tmp_path / "first"
+    loop = loop_with(tmp_path, first, 10)
+    loop.attach()
+    for number in loop.checkpointer.steps(3):
+        loop.step(number)
+    loop.die()
+    with pytest.raises(ConfigError, match=rf"leave them behind; attach with staging={first} once"):
+        loop_with(tmp_path, other and tmp_path / other, 10).attach()
+    again = loop_with(tmp_path, first, 10)
+    assert again.attach() == 3
+    again.die()
+    shutil.rmtree(first)
+    after = loop_with(tmp_path, other and tmp_path / other, 10)
+    assert after.attach() == 3
+    after.checkpointer.close()
