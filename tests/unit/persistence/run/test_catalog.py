@@ -263,11 +263,11 @@ def test_an_empty_segment_is_damage_and_hides_no_other(folder: RunFolder, stagin
 
 def test_files_of_a_later_version_stop_the_scan_by_name(folder: RunFolder) -> None:
     write_fence(folder, fence(0))
-    later = {"format": 3, **asdict(fence(0))}
+    later = {"format": 4, **asdict(fence(0))}
     text = json.dumps(later, sort_keys=True, separators=(",", ":")).encode()
     content = {**later, "crc32c": crc32c(text)}
     folder.fence(0, 0).write_text(json.dumps(content))
-    with pytest.raises(OtherFormat, match=r"rank-0000\.json has format version 3"):
+    with pytest.raises(OtherFormat, match=r"rank-0000\.json has format version 4"):
         scan(folder)
 
 
