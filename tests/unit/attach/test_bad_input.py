@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from lowdiff.errors import (
     NotARun,
     RunMismatch,
     StepNotFound,
+    StorageError,
     UnsupportedModel,
     UnsupportedOptimizer,
     UsageError,
@@ -52,11 +54,77 @@ def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> No
         ({"compressor": TopK}, "compressor is an object, .* got <class .*TopK'>"),
         ({"on_error": "ignore"}, "on_error is one of"),
         ({"residual": "none"}, "residual is one of"),
+        ({"snapshot_every": True}, 'snapshot_every is a number of steps or "auto", got True'),
+        ({"snapshot_every": 10**20}, "snapshot_every is a whole number, got 1000"),
+        ({"retention": True}, "retention snapshots is a whole number, got True"),
+        ({"optimizer_steps": True}, "optimizer_steps is one of .* got True"),
+        ({"optimizer_steps": 1.0}, "optimizer_steps is one of .* got 1.0"),
+        ({"staging": 3}, "staging is the path of a folder, got 3"),
+        ({"staging": ""}, "staging is the path of a folder, got ''"),
+        ({"store": 3}, "store is the URL of an object store or None, got 3"),
+        ({"imports": 3}, "imports is a list of names of modules, .* got 3"),
+        ({"imports": "abc"}, "imports is a list of names of modules, .* got 'abc'"),
+        ({"imports": ["os; rm"]}, r"imports is a list of names of modules, .* got \['os; rm'\]"),
     ],
 )
 def test_settings_out_of_range(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lowdiff.Checkpointer(tmp_path, **{"compressor": TopK(0.1), **settings})
+
+
+@pytest.mark.parametrize("run", [None, 3, b"run", "a\0b", ""])
+def test_what_is_no_path_is_no_run(run: Any) -> None:
+    with pytest.raises(ConfigError, match="run is the path of a folder, got "):
+        lowdiff.Checkpointer(run, compressor=TopK(0.1))
+    with pytest.raises(ConfigError, match="run is the path of a folder, got "):
+        lowdiff.recover(run)
+
+
+def test_numbers_of_steps_are_whole(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    for step in ("3", 1.5, True):
+        with pytest.raises(ConfigError, match=f"step is a whole number, got {step!r}"):
+            loop.attach(step=step)
+        with pytest.raises(ConfigError, match=f"step is a whole number, got {step!r}"):
+            lowdiff.recover(tmp_path / "run", step)  # type: ignore[arg-type]
+    loop.attach()
+    for until in ("3", 2.5, None):
+        with pytest.raises(ConfigError, match=f"until is a whole number, got {until!r}"):
+            loop.checkpointer.steps(until)  # type: ignore[arg-type]
+    loop.checkpointer.close()
+    with pytest.raises(ConfigError, match="device='tpu9' is no device of torch"):
+        lowdiff.recover(tmp_path / "run", device="tpu9")
+
+
+@pytest.mark.parametrize("density", ["x", None, True])
+def test_a_density_is_a_number(density: Any) -> None:
+    with pytest.raises(ConfigError, match=f"density must be in .* got {density!r}"):
+        TopK(density)
+
+
+@pytest.mark.parametrize("place", ["/proc/foo/bar", "file/run", "n" * 300])
+def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    loop = Loop(tmp_path)
+    run = tmp_path / place
+    loop.checkpointer = lowdiff.Checkpointer(run, compressor=TopK(0.1), staging=tmp_path / "s")
+    with pytest.raises((StorageError, NotARun), match=re.escape(str(run))):
+        loop.attach()
+
+
+def test_an_error_of_the_users_own_object_keeps_its_type(tmp_path: Path) -> None:
+    class Sampler:
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise FileNotFoundError(2, "No such file", str(tmp_path / "data" / "index"))
+
+    loop = Loop(tmp_path)
+    loop.attach(sampler=Sampler())
+    loop.checkpointer.close()
+    with pytest.raises(FileNotFoundError):
+        Loop(tmp_path).attach(sampler=Sampler())
 
 
 class Handmade(torch.optim.SGD):
