@@ -25,7 +25,7 @@ from lowdiff.persistence.run.fences import (
     newest_staging,
 )
 from lowdiff.persistence.run.frozen_parameters import sweep_constants
-from lowdiff.persistence.run.owner import is_known, staging_of_run
+from lowdiff.persistence.run.owner import claim_moved, is_known, staging_of_run
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.persistence.store.fetch import Listing, fetch_fences, fetch_history, read_store_run_id
@@ -237,6 +237,7 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     """
     stages = staging_of_run(settings.staging_root, settings.folder, run_id)
     for stage in stages:
+        claim_moved(stage, settings.folder)
         # Where there is a replica, the writer only persists what the replica holds in memory.
         lock = FileLock(stage.replica_lock if has_replica(stage) else stage.writer_lock)
         if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):

@@ -48,6 +48,16 @@ def claim(stage: StagingFolder, folder: RunFolder, life: str) -> None:
     write_json(stage.owner, asdict(owner))
 
 
+def claim_moved(stage: StagingFolder, folder: RunFolder) -> None:
+    """Say in a staging folder of this run where the run is now, if it was moved.
+
+    A writer that still works on the old place gives up when it reads that.
+    """
+    owner = Owner.read(stage)
+    if owner is not None and owner.run != os.path.realpath(folder.root):
+        claim(stage, folder, owner.life)
+
+
 def staging_of_run(staging_root: Path, folder: RunFolder, run_id: str) -> list[StagingFolder]:
     """Return the staging folders on this machine of this very run folder, oldest incarnation first.
 

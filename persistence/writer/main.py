@@ -27,6 +27,7 @@ from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import RecordRef
 from lowdiff.persistence.retention.collect import DISK_FULL, collect
 from lowdiff.persistence.run.fences import require_run
+from lowdiff.persistence.run.owner import Owner
 from lowdiff.persistence.staging.histogram import Histogram
 from lowdiff.persistence.staging.log import LogTail
 from lowdiff.persistence.staging.measurements import (
@@ -100,6 +101,7 @@ class Writer:
         self._recorder = Recorder(settings.staging.measured_by_writer)
         self._is_durable = asyncio.Event()
         self._deleted_since: float | None = None
+        self._owner = Owner.read(settings.staging)
         self._segments = SegmentWriter(
             settings.folder, settings.segment_header, settings.segment_bytes
         )
@@ -293,8 +295,8 @@ class Writer:
     def _give_up_if_deleted(self, error: Exception) -> None:
         """End rather than wait for ever, without a trainer, for a run folder that was deleted.
 
-        Where another run is in its place, end at once. What is staged stays there: an attach to the
-        run, should it come back, adopts it.
+        Where another run is in its place, or a next trainer found it elsewhere, end at once. What is
+        staged stays there: an attach to the run, should it come back, adopts it.
         """
         is_there = True
         # Asked here as well: while nothing is written, whoever else listens waits for room.
@@ -306,6 +308,9 @@ class Writer:
             except StorageError as trouble:
                 # A file system that does not answer has deleted nothing.
                 is_there = isinstance(trouble, DamagedFile) and trouble.is_unreadable
+        owner = None if is_there else Owner.read(self._settings.staging)
+        if owner is not None and owner != self._owner:
+            raise WriterFailed(f"{self._settings.run} was moved to {owner.run}") from error
         if is_there:
             self._deleted_since = None
         elif self._deleted_since is None:
