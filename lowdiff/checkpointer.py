@@ -238,6 +238,7 @@ class Checkpointer:
             RunInUse: If another live trainer holds the run.
             RunMismatch: If the run's history belongs to another model or optimizer.
             StepNotFound: If ``step`` cannot be recovered.
+            DamagedFile: If the run's newest incarnation cannot be read, and no ``step`` is given.
             StoreError: If the store does not answer, and the run folder has no history.
             UsageError: If it is attached already, or another library has set a wakeup file descriptor.
         """
