@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -49,9 +50,10 @@ class SparseSettings(Settings):
     dense_below: int = 1024
 
     def __post_init__(self) -> None:
-        if not 0 < self.density <= 1:
+        is_number = isinstance(self.density, Real) and not isinstance(self.density, bool)
+        if not is_number or not 0 < self.density <= 1:
             raise ConfigError(
-                f"density must be in (0, 1], got {self.density}; 0.01 keeps 1 % of the entries"
+                f"density must be in (0, 1], got {self.density!r}; 0.01 keeps 1 % of the entries"
             )
         checked_size("dense_below", "elements", self.dense_below)
 
@@ -69,7 +71,7 @@ class SparseSettings(Settings):
 def checked_size(name: str, unit: str, value: int) -> None:
     """Raises ConfigError if a count is negative, or not an int."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{name} counts {unit}, got {value}")
+        raise ConfigError(f"{name} counts {unit}, got {value!r}")
 
 
 def checked_seed(seed: int, bits: int) -> None:

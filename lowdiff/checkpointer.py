@@ -31,13 +31,14 @@ from lowdiff.loop.preemption import SignalWatch, refuse_foreign_descriptor
 from lowdiff.loop.steps import DetachedLoop, LoopState, TrainingLoop
 from lowdiff.model.binding import bare_optimizers, describe
 from lowdiff.model.items import Stateful
+from lowdiff.persistence.files.paths import user_path
 from lowdiff.persistence.store.client import is_url
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
-from lowdiff.settings import Settings, cadence
+from lowdiff.settings import Settings, cadence, module_names
 from lowdiff.step.ddp_hook import HookState, registered
 from lowdiff.tuner.policy import Tuning
-from lowdiff.types import Retention
+from lowdiff.types import Retention, whole_number
 
 _logger = logging.getLogger(__name__)
 
@@ -168,8 +169,6 @@ class Checkpointer:
         tuning: Tuning | None = None,
         imports: Sequence[str] = (),
     ) -> None:
-        if isinstance(imports, str):
-            raise ConfigError(f"imports is a list of names of modules, got the text {imports!r}")
         if is_url(run):
             raise ConfigError(
                 f"run={run!r}: the run folder is on a disk; give Checkpointer(FOLDER, store={run!r})"
@@ -180,17 +179,17 @@ class Checkpointer:
                 "always summed in rank order"
             )
         self._settings = Settings(
-            run=Path(run).absolute(),
+            run=user_path("run", run).absolute(),
             compressor=Dense(reproducible) if compressor is None else compressor,
             **cadence(snapshot_every, batch_size, tuning),
-            staging=None if staging is None else Path(staging).absolute(),
+            staging=None if staging is None else user_path("staging", staging).absolute(),
             store=store,
             retention=Retention(retention) if isinstance(retention, int) else retention,
             backpressure=backpressure,
             residual=residual,
             on_error=on_error,
             watch=watch,
-            imports=tuple(imports),
+            imports=module_names(imports),
             optimizer_steps=optimizer_steps,
         )
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
@@ -239,6 +238,7 @@ class Checkpointer:
             RunInUse: If another live trainer holds the run.
             RunMismatch: If the run's history belongs to another model or optimizer.
             StepNotFound: If ``step`` cannot be recovered.
+            DamagedFile: If the run's newest incarnation cannot be read, and no ``step`` is given.
             StoreError: If the store does not answer, and the run folder has no history.
             UsageError: If it is attached already, or another library has set a wakeup file descriptor.
         """
@@ -252,6 +252,7 @@ class Checkpointer:
             with ranks.together():
                 if restore not in _RESTORE:
                     raise ConfigError(f"restore is one of {_RESTORE}, got {restore!r}")
+                step = None if step is None else whole_number("step", step)
                 attached = describe(model, bare_optimizers(optimizer))
                 self._close_earlier()
                 refuse_foreign_descriptor()
@@ -361,7 +362,7 @@ class Checkpointer:
         Raises:
             UsageError: If a body called ``commit()`` or ``close()`` and did not leave the loop.
         """
-        return self._training_loop.steps(until)
+        return self._training_loop.steps(whole_number("until", until))
 
     def commit(self) -> None:
         """End a step by hand, in loops that do not use ``steps()``.

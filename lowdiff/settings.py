@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -13,7 +14,7 @@ from lowdiff.persistence.files.trust import shared_staging_root
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.protocols import Compressor
 from lowdiff.tuner.policy import Tuning
-from lowdiff.types import Retention
+from lowdiff.types import Retention, whole_number
 
 #: Where the tuner begins: on its grid.
 _FIRST_INTERVAL, _FIRST_BATCH = 91, 16
@@ -92,23 +93,20 @@ class Settings:
                 "number of steps"
             )
         for name in ("snapshot_every", "batch_size"):
-            if getattr(self, name) < 1:
+            if whole_number(name, getattr(self, name)) < 1:
                 raise ConfigError(f"{name} counts steps, at least 1, got {getattr(self, name)}")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+            value = getattr(self, name)
+            if not any(type(value) is type(choice) and value == choice for choice in choices):
                 raise ConfigError(f"{name} is one of {choices}, got {getattr(self, name)!r}")
-        for name in self.imports:
-            if not (isinstance(name, str) and all(p.isidentifier() for p in name.split("."))):
-                raise ConfigError(
-                    'imports is a list of names of modules, e.g. imports=["my_optimizers"], got '
-                    f"{name!r} in it"
-                )
         if self.has_several_steps and not self.has_replica:
             raise ConfigError(
                 'optimizer_steps="any" is for training without a compressor: error feedback belongs to '
                 "one exchange per step. Leave the compressor out, or call commit() after each "
                 "optimizer.step()"
             )
+        if not isinstance(self.store, str | None):
+            raise ConfigError(f"store is the URL of an object store or None, got {self.store!r}")
         if self.store is not None:
             ObjectStore(self.store, make=True)  # refuses what cannot work
 
@@ -148,6 +146,21 @@ class Settings:
         return RunFolder(self.run)
 
 
+def module_names(imports: object) -> tuple[str, ...]:
+    """``imports`` of a Checkpointer.
+
+    Raises:
+        ConfigError: If it is no list of names of modules.
+    """
+    names = tuple(imports) if isinstance(imports, Iterable) else ()
+    are_names = (isinstance(n, str) and all(p.isidentifier() for p in n.split(".")) for n in names)
+    if isinstance(imports, str) or not isinstance(imports, Iterable) or not all(are_names):
+        raise ConfigError(
+            f'imports is a list of names of modules, e.g. imports=["my_optimizers"], got {imports!r}'
+        )
+    return names
+
+
 def cadence(
     snapshot_every: int | str, batch_size: int | str, tuning: Tuning | None
 ) -> dict[str, Any]:
@@ -157,7 +170,7 @@ def cadence(
         ConfigError: If one is neither.
     """
     for name, value in (("snapshot_every", snapshot_every), ("batch_size", batch_size)):
-        if value != "auto" and not isinstance(value, Integral):
+        if value != "auto" and (isinstance(value, bool) or not isinstance(value, Integral)):
             raise ConfigError(f'{name} is a number of steps or "auto", got {value!r}')
     return {
         "snapshot_every": _FIRST_INTERVAL if snapshot_every == "auto" else snapshot_every,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -335,6 +336,7 @@ class Fence:
         stateful: Names of the user's stateful objects -> their classes.
         averages: Those of them that average parameters, and are replayed -> names of these.
         constants: Content hash of the frozen parameters that its snapshots share; "" without.
+        staging: Where this rank's staging of all runs lies, without symbolic links.
     """
 
     run_id: str
@@ -352,11 +354,24 @@ class Fence:
     stateful: Mapping[str, str] = field(default_factory=dict)
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: str = ""
+    staging: str = ""
 
     @property
     def has_replica(self) -> bool:
         """Whether gradients are not compressed, so that a replica uses them up (LowDiff+)."""
         return bool(self.compressor["name"] == "dense")
+
+
+def whole_number(name: str, value: object) -> int:
+    """A number that the user gave.
+
+    Raises:
+        ConfigError: If it is none, or none that 64 bits hold.
+    """
+    is_one = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_one or not -(1 << 63) <= value < 1 << 63:  # type: ignore[operator]
+        raise ConfigError(f"{name} is a whole number, got {value!r}")
+    return int(value)  # type: ignore[call-overload,no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +399,9 @@ class Retention:
     total_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("snapshots", "every_steps"):
+            if getattr(self, name) is not None:
+                whole_number(f"retention {name}", getattr(self, name))
         if self.snapshots is not None and self.snapshots < 1:
             raise ConfigError(
                 f"retention keeps at least 1 snapshot, got {self.snapshots}; None keeps all"

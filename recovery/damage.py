@@ -108,6 +108,34 @@ def judge(
     return failures, notes
 
 
+def refuse_unreadable_newest(catalog: Catalog) -> None:
+    """Refuse to pass over the run's newest incarnation unasked, because its fence cannot be read.
+
+    Raises:
+        DamagedFile: Naming the fence, what is lost with it, and the ways out.
+    """
+    number = max(catalog.unreadable, default=-1)
+    if number < max(catalog.incarnations, default=0):
+        return
+    folder = RunFolder(catalog.root)
+    fences = {path for n, _, path in folder.fences() if n == number}
+    error = next(error for error in catalog.damage if error.path in fences)
+    own = {rank: records for (n, rank), records in catalog.records.items() if n == number}
+    made = [snapshot.step for snapshot in catalog.snapshots if snapshot.incarnation == number]
+    newest = max([*made, *(records.newest for records in own.values())], default=0)
+    lost = f", of which there are some up to {newest}," if newest else ""
+    older = max((last for _, last in recoverable(catalog)), default=None)
+    way_out = "begin another run folder"
+    if older is not None:
+        way_out = f"give these steps up and go on from an older one by attach(..., step={older})"
+    raise DamagedFile(
+        error.path,
+        f"{error.what}. It is of the run's newest incarnation, {number}: without it none of the steps "
+        f"made there{lost} can be recovered. Put the file back from a copy of the run folder, from "
+        f"the store, or from another rank's node; or {way_out}",
+    ) from error.__cause__
+
+
 def gap_after(catalog: Catalog, last: int) -> Finding | None:
     """Why replay does not lead beyond ``last``; None if that is no loss.
 

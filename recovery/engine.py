@@ -13,8 +13,15 @@ from typing import TypeVar
 import torch
 
 from lowdiff.core.events import printable
-from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch, StepNotFound
-from lowdiff.persistence.files.paths import RunFolder, staging_to_read
+from lowdiff.errors import (
+    ConfigError,
+    DamagedFile,
+    LowDiffError,
+    ReplayMismatch,
+    RunMismatch,
+    StepNotFound,
+)
+from lowdiff.persistence.files.paths import RunFolder, staging_to_read, user_path
 from lowdiff.persistence.format.image import was_removed
 from lowdiff.persistence.run.catalog import Catalog, scan
 from lowdiff.persistence.store.client import ObjectStore, is_url
@@ -27,6 +34,7 @@ from lowdiff.recovery.replay.sizing import check_memory
 from lowdiff.recovery.replay.unit import UNREPLAYABLE, is_out_of_means
 from lowdiff.recovery.replica.recover import MemoryPlan, plan_in_memory, shares_joined
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
+from lowdiff.types import whole_number
 
 _logger = logging.getLogger(__name__)
 
@@ -60,6 +68,7 @@ def recover(
             the CPU. Instead of the options'.
 
     Raises:
+        ConfigError: If an argument cannot be.
         NotARun: If the folder or store holds no run.
         StoreError: If the store does not answer.
         StepNotFound: If the step cannot be rebuilt; says which can.
@@ -67,10 +76,11 @@ def recover(
         ReplayMismatch: If replay does not reproduce what the live run recorded.
     """
     root = staging_to_read(staging)
+    step = None if step is None else whole_number("step", step)
     if device is not None:
-        options = replace(options or ReplayOptions(), device=torch.device(device))
+        options = replace(options or ReplayOptions(), device=_device(device))
     if not is_url(run):
-        return _recover(RunFolder(Path(run)), step, root, options, progress)
+        return _recover(RunFolder(user_path("run", run)), step, root, options, progress)
     with temporary_folder() as folder:
         snapshots = fetch_history(ObjectStore(str(run)), folder, step)
         try:
@@ -82,6 +92,13 @@ def recover(
             ranges = sorted({*error.recoverable, *(r for r in others if r[0] not in covered)})
             why = f"{error.why} (elsewhere only snapshots are listed here, not what lies between)"
             raise StepNotFound(str(run), error.step, ranges, why) from error
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r} is no device of torch: {error}") from error
 
 
 def _recover(

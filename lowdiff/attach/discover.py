@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -17,9 +17,15 @@ from lowdiff.model.ranks import Ranks
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.trust import shared_staging_root
-from lowdiff.persistence.run.fences import create_run, known_run_id, life_of, new_run_id
+from lowdiff.persistence.run.fences import (
+    create_run,
+    known_run_id,
+    life_of,
+    new_run_id,
+    newest_staging,
+)
 from lowdiff.persistence.run.frozen_parameters import sweep_constants
-from lowdiff.persistence.run.owner import is_known, staging_of_run
+from lowdiff.persistence.run.owner import claim_moved, is_known, staging_of_run
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.persistence.store.fetch import Listing, fetch_fences, fetch_history, read_store_run_id
@@ -51,11 +57,12 @@ def agreed_run(settings: Settings, ranks: Ranks) -> tuple[str, list[StagingFolde
             f"{settings.store} holds another run than {settings.run}; give each run its own URL"
         )
     proposal = ranks.gather(new_run_id())[0]
+    roots = set(ranks.gather(os.path.realpath(settings.staging_root)))
     run_id = remote_id or (ids.pop() if ids else proposal)
     with ranks.together():
         create_run(folder, run_id)
         sweep_constants(folder)  # nobody writes any before all ranks have been here
-        _refuse_to_lose_staged(settings, run_id)
+        _refuse_to_lose_staged(settings, run_id, roots)
         stages = _wait_for_writers(settings, run_id)
     return run_id, stages, remote_id is not None
 
@@ -112,15 +119,28 @@ def fetch_from_store(
                 fetch_history(store, settings.folder, step)
 
 
-def _refuse_to_lose_staged(settings: Settings, run_id: str) -> None:
-    """Steps that lie in the default folder would be void if this life began with another one."""
+def _refuse_to_lose_staged(settings: Settings, run_id: str, roots: Collection[str]) -> None:
+    """Steps that lie in another folder would be void if this incarnation began without them.
+
+    Args:
+        settings: Of this rank.
+        run_id: The run.
+        roots: Where all ranks have their staging now.
+
+    Raises:
+        ConfigError: If the default folder holds steps of the run, or the one that the newest
+            incarnation had.
+    """
     usual = shared_staging_root()
-    if settings.staging_root != usual and staging_of_run(usual, settings.folder, run_id):
-        raise ConfigError(
-            f"steps of {settings.run} are staged in {usual} and staging={settings.staging} would "
-            "leave them behind; attach without staging= once, or give them up with "
-            f"`lowdiff gc {settings.run} --staging --staging-folder {usual} --force --yes`"
-        )
+    others = {usual, *(Path(root) for root in newest_staging(settings.folder) if root not in roots)}
+    for root in sorted(others - {settings.staging_root}):
+        if staging_of_run(root, settings.folder, run_id):
+            how = "without staging=" if root == usual else f"with staging={root}"
+            raise ConfigError(
+                f"steps of {settings.run} are staged in {root}, and staging={settings.staging_root} "
+                f"would leave them behind; attach {how} once, or give them up with "
+                f"`lowdiff gc {settings.run} --staging --staging-folder {root} --force --yes`"
+            )
 
 
 def shared_out(
@@ -217,6 +237,7 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
     """
     stages = staging_of_run(settings.staging_root, settings.folder, run_id)
     for stage in stages:
+        claim_moved(stage, settings.folder)
         # Where there is a replica, the writer only persists what the replica holds in memory.
         lock = FileLock(stage.replica_lock if has_replica(stage) else stage.writer_lock)
         if lock.acquire(f"process {os.getpid()}", timeout_seconds=settings.lock_seconds):

@@ -116,12 +116,18 @@ def _named_disk_errors(settings: Settings) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+        if error.errno not in _DISK_ERRORS and not _is_on_the_way(settings.run, error.filename):
             raise  # of the user's own objects, perhaps
         raise StorageError(
             f"{settings.run} cannot be opened: {error}. Free space there or correct its "
             "permissions, and attach again; what is in it stays as it is"
         ) from error
+
+
+def _is_on_the_way(run: Path, file: object) -> bool:
+    """Whether a file is the run folder, one of its parents, or a file in it."""
+    path = Path(os.fsdecode(file)) if isinstance(file, str | bytes) else None
+    return path is not None and (path == run or path in run.parents or run in path.parents)
 
 
 def open_session(
@@ -251,6 +257,7 @@ def _fenced(
         averages=followed_names(given.averages, attached.layout),
         constants=constants,
         life=life,
+        staging=os.path.realpath(settings.staging_root),
     )
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)

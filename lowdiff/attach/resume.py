@@ -33,7 +33,7 @@ from lowdiff.persistence.format.differentials import read_differential
 from lowdiff.persistence.format.sections import max_payload_bytes
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.protocols import Compressor
-from lowdiff.recovery.damage import judge
+from lowdiff.recovery.damage import judge, refuse_unreadable_newest
 from lowdiff.recovery.engine import Search, Setback, plan_best
 from lowdiff.recovery.plan import spans_of
 from lowdiff.recovery.replay.replayer import ReplayOptions
@@ -191,11 +191,15 @@ def recover_together(
     Raises:
         StepNotFound: If nothing leads to the step that was asked for.
         ReplayMismatch: If a step does not replay, and it was asked for or ``on_error="raise"``.
+        DamagedFile: If the newest step is asked for, and the newest incarnation cannot be read.
     """
     for finding in judge(settings.folder, catalog)[0]:
         _logger.warning("rank %d: %s", ranks.rank, printable(finding.message))
     if step is None and not any(ranks.gather(_has_history(catalog))):
         return None  # new, or its only trainer died before its first snapshot was durable
+    if step is None:
+        with ranks.together():
+            refuse_unreadable_newest(catalog)
     here = local_ranks(ranks.gather)
     options = ReplayOptions(
         num_workers=max(1, len(os.sched_getaffinity(0)) // here.count),  # they share its cores

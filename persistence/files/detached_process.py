@@ -175,7 +175,7 @@ def how_it_ended(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exit code {exit_code}"
     name = signal.strsignal(-exit_code) or "unknown"
-    hint = ", out of memory?" if -exit_code == signal.SIGKILL else ""
+    hint = ", mostly the out-of-memory killer" if -exit_code == signal.SIGKILL else ""
     return f"signal {-exit_code}: {name}{hint}"
 
 

@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.durable import remove_folder
 from lowdiff.persistence.files.trust import readable_root, shared_staging_root, trusted_folders
 
@@ -78,7 +79,21 @@ def staging_to_read(staging: str | Path | None) -> Path:
     Args:
         staging: The staging root, if it was given by hand; None for the default one.
     """
-    return readable_root(shared_staging_root() if staging is None else Path(staging))
+    return readable_root(
+        shared_staging_root() if staging is None else user_path("staging", staging)
+    )
+
+
+def user_path(name: str, value: object) -> Path:
+    """A path that the user gave.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"{name} is the path of a folder, got {value!r}")
+    return Path(text)
 
 
 def file_bytes(path: Path) -> int:

@@ -29,7 +29,7 @@ from lowdiff.persistence.retention.plan import (
     plan_collection,
 )
 from lowdiff.persistence.run.catalog import SnapshotSet, begun_fences, complete_snapshots
-from lowdiff.persistence.run.fences import read_fence
+from lowdiff.persistence.run.fences import read_fence, require_run
 from lowdiff.persistence.run.journal import note_collected, read_pins
 from lowdiff.persistence.run.lineage import lineage
 from lowdiff.types import Retention
@@ -76,8 +76,10 @@ def collect(folder: RunFolder, run_id: str, policy: Retention) -> None:
     Raises:
         RunInUse: If the lock is held elsewhere, as during an attach: the next time will do.
         DamagedFile: If a fence or a pin is damaged: then it is not known what must stay.
+        RunMismatch: If the folder holds another run by now.
     """
     with retention_locked(folder, timeout_seconds=5.0):
+        require_run(folder, run_id)
         inventory = take_inventory(folder, run_id)
         pins = read_pins(folder, run_id)
         plan = plan_collection(inventory, policy, pins, now_seconds=time.time())

@@ -6,11 +6,19 @@ import os
 import re
 import stat
 import uuid
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lowdiff.errors import DamagedFile, LowDiffError, NotARun, RunInUse
+from lowdiff.errors import (
+    DamagedFile,
+    LowDiffError,
+    NotARun,
+    RunInUse,
+    RunMismatch,
+    StorageError,
+)
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.document import check_types, read_json, write_json
@@ -75,6 +83,26 @@ def read_run_id(folder: RunFolder) -> str:
     return run_id
 
 
+def require_run(folder: RunFolder, run_id: str) -> None:
+    """See that a folder holds this very run, before a process in the background writes or removes there.
+
+    Raises:
+        StorageError: If it holds no run: the disk may only be unmounted.
+        RunMismatch: If it holds another one, whose files have the same names.
+    """
+    try:
+        found = str(read_json(folder.run_file).get("run_id"))
+    except FileNotFoundError:
+        raise StorageError(
+            f"{folder.run_file} is gone; bring the run folder back, or mount it"
+        ) from None
+    if found != run_id:
+        raise RunMismatch(
+            f"{folder.root} holds another run now: its run.json names {found:.32}, and this one is "
+            f"{run_id}; bring this run's folder back, or stop its trainer"
+        )
+
+
 def refuse_strange_entries(folder: RunFolder) -> None:
     """Look for links, pipes and devices among the run's files; there are none of ours.
 
@@ -134,6 +162,17 @@ def read_fence(path: Path) -> Fence:
         return _fence(document)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise DamagedFile(path, f"not a fence ({error!r})") from error
+
+
+def newest_staging(folder: RunFolder) -> set[str]:
+    """Where the ranks of the newest incarnation had their staging, as far as its fences can be read."""
+    newest = max(folder.incarnations(), default=-1)
+    roots = set()
+    for number, _, path in folder.fences():
+        if number == newest:
+            with suppress(LowDiffError):
+                roots.add(read_fence(path).staging)
+    return roots - {""}
 
 
 def life_of(folder: RunFolder, incarnation: int, rank: int) -> str | None:
@@ -209,6 +248,8 @@ def _check(fence: Fence) -> None:
         raise ValueError(f"incarnation {fence.incarnation} continues {fence.parent}")
     if fence.constants and not _CONTENT_HASH.fullmatch(fence.constants):
         raise ValueError(f"constants {fence.constants[:80]!r}")
+    if "\0" in fence.staging:
+        raise ValueError(f"staging {fence.staging[:80]!r}")
     if not _LIFE.fullmatch(fence.life):
         raise ValueError(f"life {fence.life[:40]!r}")
     if (

@@ -48,6 +48,16 @@ def claim(stage: StagingFolder, folder: RunFolder, life: str) -> None:
     write_json(stage.owner, asdict(owner))
 
 
+def claim_moved(stage: StagingFolder, folder: RunFolder) -> None:
+    """Say in a staging folder of this run where the run is now, if it was moved.
+
+    A writer that still works on the old place gives up when it reads that.
+    """
+    owner = Owner.read(stage)
+    if owner is not None and owner.run != os.path.realpath(folder.root):
+        claim(stage, folder, owner.life)
+
+
 def staging_of_run(staging_root: Path, folder: RunFolder, run_id: str) -> list[StagingFolder]:
     """Return the staging folders on this machine of this very run folder, oldest incarnation first.
 
@@ -64,10 +74,14 @@ def staging_of_run(staging_root: Path, folder: RunFolder, run_id: str) -> list[S
 def is_known(stage: StagingFolder, folder: RunFolder) -> bool:
     """Return whether the run folder knows the life of a staging folder, as far as that names one.
 
-    It does not where the run went on from an older state: then what is staged is of no use to it.
+    It does not where the run went on from an older state: then what is staged is of no use to it. Where
+    fences of the incarnation are there and none of them can be read, nobody can say so.
     """
     owner = Owner.read(stage)
-    return owner is None or life_of(folder, stage.incarnation, stage.rank) == owner.life
+    if owner is None:
+        return True
+    life = life_of(folder, stage.incarnation, stage.rank)
+    return life == owner.life or (life is None and stage.incarnation in folder.incarnations())
 
 
 def _belongs_to_another(stage: StagingFolder, folder: RunFolder, run_id: str) -> bool:

@@ -18,6 +18,7 @@ from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.files.paths import RunFile
 from lowdiff.persistence.format.image import manifest_file, shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
+from lowdiff.persistence.run.fences import require_run
 from lowdiff.persistence.run.records import list_segment
 from lowdiff.persistence.staging.measurements import Recorder
 from lowdiff.persistence.staging.settings import WriterSettings
@@ -128,6 +129,8 @@ class Uploader:
         last_attempts, said = _LAST_ATTEMPTS, ""
         while True:
             try:
+                # What another run has in this one's place is none of its store's business.
+                await asyncio.to_thread(require_run, self._settings.folder, self._settings.run_id)
                 await action()
             except StoreError:
                 raise

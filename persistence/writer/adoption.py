@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from lowdiff.errors import StorageError
+from lowdiff.errors import RunMismatch, StorageError
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.codec import Codec
@@ -18,6 +18,7 @@ from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordKind,
 from lowdiff.persistence.format.segment_file import seal_left
 from lowdiff.persistence.retention.staging import only_staged
 from lowdiff.persistence.run.catalog import complete_snapshots
+from lowdiff.persistence.run.fences import require_run
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import (
@@ -27,7 +28,7 @@ from lowdiff.persistence.staging.status import (
     has_replica,
     read_status,
 )
-from lowdiff.persistence.writer.segments import SegmentWriter, batches_of, require_run
+from lowdiff.persistence.writer.segments import SegmentWriter, batches_of
 
 _logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                     stage.remove()
                 else:
                     errors.append(f"{FileLock(stage.replica_lock).holder()} holds {stage.root}")
-        except (OSError, StorageError) as error:
+        except (OSError, StorageError, RunMismatch) as error:
             if stage.root.exists():  # else another incarnation's writer was faster
                 _logger.warning("cannot adopt %s: %s; it stays in staging", stage.root, error)
                 errors.append(f"{type(error).__name__}: {error}")
@@ -104,7 +105,7 @@ def _has_trained(settings: WriterSettings) -> bool:
 
 async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
     """Make every step of a log durable that the run needs, and that no segment has; seal segments."""
-    require_run(settings.folder)
+    require_run(settings.folder, settings.run_id)
     codec = Codec()
     segments: SegmentWriter | None = None
     staged: dict[int, RecordRef] = {}

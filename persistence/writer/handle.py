@@ -12,6 +12,7 @@ from lowdiff.errors import WriterFailed
 from lowdiff.persistence.files.detached_process import (
     DetachedProcess,
     ProcessHandle,
+    how_it_ended,
     start_detached,
 )
 from lowdiff.persistence.staging.settings import WriterSettings
@@ -163,9 +164,15 @@ class WriterProcess(ProcessHandle):
                 break
             time.sleep(0.01)
         self._close_pipe()  # should it come up after all, it ends at once
-        log = self._log.read_text(errors="replace")[-2000:]
+        exit_code = self._process.poll()
+        how = f"said nothing for {_START_SECONDS:.0f} s"
+        if exit_code is not None:
+            how = f"ended with {how_it_ended(exit_code)}"
+        log = self._log.read_text(errors="replace")[-2000:].strip()
         raise WriterFailed(
-            f"the writer process did not start; its log says:\n{log}\nMend that, and attach again"
+            f"the writer process did not start: it {how}; its log, {self._log}, "
+            + (f"says:\n{log}\n" if log else "is empty. ")
+            + "Mend that, and attach again"
         )
 
 

@@ -11,16 +11,16 @@ import aiofiles
 from crc32c import crc32c
 
 from lowdiff.errors import StorageError
-from lowdiff.persistence.files.durable import fsync_directory
+from lowdiff.persistence.files.durable import fsync_directory, make_directory
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import Manifest, manifest_file, shard_file
 from lowdiff.persistence.run.catalog import complete_snapshots
+from lowdiff.persistence.run.fences import require_run
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import ReplicaStatus, TrainerStatus, read_status
-from lowdiff.persistence.writer.segments import make_run_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,12 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
     """Make one rank's shard durable; after a failure the same one can be given again.
 
     Raises:
-        StorageError: If the staged image changed while it was copied.
+        StorageError: If the staged image changed while it was copied, or the run is gone.
+        RunMismatch: If another run is in its place.
     """
     folder = settings.folder.snapshot(settings.incarnation, image.step)
-    await asyncio.to_thread(make_run_directory, settings.folder, folder)
+    await asyncio.to_thread(require_run, settings.folder, settings.run_id)
+    await asyncio.to_thread(make_directory, folder)
     target = shard_file(folder, settings.rank)
     partial = target.with_name(target.name + ".partial")
     try:
@@ -100,6 +102,8 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
         bytes=image.bytes,
         checksum=image.checksum,
     )
+    # Looked at again: the copy of a large image takes long.
+    await asyncio.to_thread(require_run, settings.folder, settings.run_id)
     partial.replace(target)
     await asyncio.to_thread(fsync_directory, folder)
     # An earlier attempt's manifest says the same.

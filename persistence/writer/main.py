@@ -17,16 +17,17 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 from lowdiff.core.events import log_event
-from lowdiff.errors import LowDiffError, StorageError, WriterFailed
+from lowdiff.errors import DamagedFile, LowDiffError, RunMismatch, StorageError, WriterFailed
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import RecordRef
 from lowdiff.persistence.retention.collect import DISK_FULL, collect
+from lowdiff.persistence.run.fences import require_run
+from lowdiff.persistence.run.owner import Owner
 from lowdiff.persistence.staging.histogram import Histogram
 from lowdiff.persistence.staging.log import LogTail
 from lowdiff.persistence.staging.measurements import (
@@ -53,7 +54,6 @@ from lowdiff.persistence.writer.segments import (
     SegmentWriter,
     batches_of,
     durable_step,
-    require_run,
 )
 
 _logger = logging.getLogger(__name__)
@@ -79,7 +79,12 @@ class Writer:
         before = read_status(settings.staging.status, WriterStatus)
         known = before.durable_step
         durable = durable_step(
-            settings.folder, settings.incarnation, settings.rank, settings.base_step, known
+            settings.folder,
+            settings.run_id,
+            settings.incarnation,
+            settings.rank,
+            settings.base_step,
+            known,
         )
         # A later image may already lie where that of a durable snapshot was.
         snapshot = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
@@ -96,6 +101,7 @@ class Writer:
         self._recorder = Recorder(settings.staging.measured_by_writer)
         self._is_durable = asyncio.Event()
         self._deleted_since: float | None = None
+        self._owner = Owner.read(settings.staging)
         self._segments = SegmentWriter(
             settings.folder, settings.segment_header, settings.segment_bytes
         )
@@ -172,7 +178,7 @@ class Writer:
         self._recorder.note(writer_cpu_seconds=time.process_time())
         self._recorder.publish()
         try:
-            require_run(settings.folder)
+            require_run(settings.folder, settings.run_id)
             measured = gather_measurements(
                 settings.staging, settings.run_id, settings.world_size, ended=ended
             )
@@ -273,7 +279,7 @@ class Writer:
         while True:
             try:
                 await action(work)
-            except (OSError, StorageError) as error:
+            except (OSError, StorageError, RunMismatch) as error:
                 self._status.update(retries=self._status.status.retries + 1)
                 self._complaints.report(action.__name__, f"{type(error).__name__}: {error}")
                 text = f"rank {self._settings.rank}: {error}"
@@ -289,13 +295,22 @@ class Writer:
     def _give_up_if_deleted(self, error: Exception) -> None:
         """End rather than wait for ever, without a trainer, for a run folder that was deleted.
 
-        What is staged stays there: an attach to the run, should it come back, adopts it.
+        Where another run is in its place, or a next trainer found it elsewhere, end at once. What is
+        staged stays there: an attach to the run, should it come back, adopts it.
         """
         is_there = True
         # Asked here as well: while nothing is written, whoever else listens waits for room.
         if self._orders.read():
-            with suppress(OSError):  # a file system that does not answer has deleted nothing
-                is_there = self._settings.folder.run_file.exists()
+            try:
+                require_run(self._settings.folder, self._settings.run_id)
+            except RunMismatch as mismatch:
+                raise WriterFailed(f"{mismatch}; its trainer is gone") from error
+            except StorageError as trouble:
+                # A file system that does not answer has deleted nothing.
+                is_there = isinstance(trouble, DamagedFile) and trouble.is_unreadable
+        owner = None if is_there else Owner.read(self._settings.staging)
+        if owner is not None and owner != self._owner:
+            raise WriterFailed(f"{self._settings.run} was moved to {owner.run}") from error
         if is_there:
             self._deleted_since = None
         elif self._deleted_since is None:

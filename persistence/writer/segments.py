@@ -16,7 +16,7 @@ import aiofiles
 from aiofiles.threadpool.binary import AsyncBufferedReader
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, StorageError
+from lowdiff.errors import DamagedFile, LowDiffError
 from lowdiff.persistence.files.durable import fsync_directory, make_directory
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.codec import Codec
@@ -29,6 +29,7 @@ from lowdiff.persistence.format.segment_file import (
     seal_left,
     write_footer,
 )
+from lowdiff.persistence.run.fences import require_run
 
 _logger = logging.getLogger(__name__)
 
@@ -71,15 +72,16 @@ class SegmentWriter:
 
     async def append(self, batch: Batch) -> int:
         """Write and fsync one batch; after a failure the same batch can be given again."""
+        await asyncio.to_thread(require_run, self._folder, self._header.run_id)
         if batch.first != self._last + 1:
             # A segment's steps ascend by one: some were dropped while storage was slow.
             await self.seal()
-        if self._path is not None and self._folder.run_file.exists() and not self._path.exists():
+        if self._path is not None and not self._path.exists():
             self._path = None  # the run went back, and retention took this incarnation's steps
         if self._path is None:
             path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
             data = replace(self._header, sequence=batch.first).pack() + batch.data
-            await asyncio.to_thread(make_run_directory, self._folder, path.parent)
+            await asyncio.to_thread(make_directory, path.parent)
             # A file of that name can only hold a torn first record of a dead writer.
             async with aiofiles.open(path, "r+b", opener=_created) as file:
                 await _put_at_end(file, 0, data)
@@ -121,7 +123,9 @@ class SegmentWriter:
     def _put_footer(self, path: Path) -> None:
         header = replace(self._header, sequence=self._first)
         footer = Footer(self._offsets, self._rebases, self._size).pack(header)
-        with contextlib.suppress(OSError):  # its run went back, and retention took it
+        # The run went back, and retention took the segment; or the folder holds another run by now.
+        with contextlib.suppress(OSError, LowDiffError):
+            require_run(self._folder, header.run_id)
             # Else a failed attempt left whole records behind these, which others may have seen.
             if path.stat().st_size == self._size:
                 write_footer(path, footer, self._size)
@@ -190,7 +194,12 @@ def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:
 
 
 def durable_step(
-    folder: RunFolder, incarnation: int, rank: int, base_step: int, known_step: int = -1
+    folder: RunFolder,
+    run_id: str,
+    incarnation: int,
+    rank: int,
+    base_step: int,
+    known_step: int = -1,
 ) -> int:
     """Last step of one rank's records in segments, or ``base_step``.
 
@@ -200,6 +209,7 @@ def durable_step(
 
     Args:
         folder: The run.
+        run_id: Its identity.
         incarnation: Whose records.
         rank: Likewise.
         base_step: Where they begin.
@@ -207,8 +217,9 @@ def durable_step(
 
     Raises:
         StorageError: If the run is not there.
+        RunMismatch: If another one is.
     """
-    require_run(folder)
+    require_run(folder, run_id)
     own = [p for number, *_, p in folder.segments(lambda r: r == rank) if number == incarnation]
     for path in reversed(own):
         try:
@@ -232,18 +243,6 @@ def durable_step(
         return max(base_step, min(step, known_step))
     seal_left(path, file.header.owner)
     return step
-
-
-def require_run(folder: RunFolder) -> None:
-    """Nothing is written where the run is not: it may only be unmounted."""
-    if not folder.run_file.is_file():
-        raise StorageError(f"{folder.run_file} is gone; bring the run folder back, or mount it")
-
-
-def make_run_directory(run: RunFolder, path: Path) -> None:
-    """Make a directory of a run that is there; `StorageError` if it is not."""
-    require_run(run)
-    make_directory(path)
 
 
 def _rebases(records: Sequence[RecordRef]) -> tuple[int, ...]:

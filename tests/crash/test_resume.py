@@ -11,6 +11,7 @@ import lowdiff
 from lowdiff import testing
 from lowdiff.compressors import TopK
 from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.run.fences import read_run_id
 from lowdiff.persistence.writer.segments import durable_step
 from tests.crash.lives import History, Kill, assert_identical, history, live
 from tests.crash.pool import Pool
@@ -87,7 +88,7 @@ def test_a_segment_that_was_torn_when_another_rank_fetched_it_is_fetched_again(
         lives.append(tuple(pool.run(live, 2, *arguments)))
         if len(lives) == 1:  # as if killed in the middle of its first write after the last durable
             own = RunFolder(folder / "node0/run")
-            last = durable_step(own, 0, 0, 0)
+            last = durable_step(own, read_run_id(own), 0, 0, 0)
             assert last < 11
             torn = own.segment(0, 0, last + 1)
             torn.parent.mkdir(parents=True, exist_ok=True)

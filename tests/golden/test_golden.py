@@ -20,10 +20,10 @@ from lowdiff.recovery.inspect.verify import verify
 from tests.golden.make import STEPS, sha256
 
 HERE = Path(__file__).parent
-STATES = json.loads((HERE / "v2" / "states.json").read_text())
+STATES = json.loads((HERE / "v3" / "states.json").read_text())
 
 
-@pytest.fixture(params=["v2"])
+@pytest.fixture(params=["v3"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return Path(shutil.copytree(HERE / request.param / "run", tmp_path / "run"))
 
@@ -73,15 +73,18 @@ def attach(run: Path) -> None:
         opened.attach(model, torch.optim.SGD(model.parameters(), lr=0.5))
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("act", [lowdiff.recover, inspect, verify, attach])
-def test_a_run_of_version_1_is_an_error_by_name_and_stays_as_it_is(
-    tmp_path: Path, act: Callable[[Path], object]
+def test_a_run_of_an_earlier_version_is_an_error_by_name_and_stays_as_it_is(
+    tmp_path: Path, act: Callable[[Path], object], version: int
 ) -> None:
-    run = Path(shutil.copytree(HERE / "v1" / "run", tmp_path / "run"))
+    run = Path(shutil.copytree(HERE / f"v{version}" / "run", tmp_path / "run"))
     before = contents(run)
-    with pytest.raises(OtherFormat, match=r"has format version 1, .*version 2 only") as caught:
+    with pytest.raises(
+        OtherFormat, match=rf"has format version {version}, .*version 3 only"
+    ) as caught:
         act(run)
-    assert caught.value.found == 1
+    assert caught.value.found == version
     assert "recover with the lowdiff that wrote it" in str(caught.value)
     after = contents(run)
     assert {name: after[name] for name in before} == before

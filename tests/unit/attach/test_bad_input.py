@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from lowdiff.errors import (
     NotARun,
     RunMismatch,
     StepNotFound,
+    StorageError,
     UnsupportedModel,
     UnsupportedOptimizer,
     UsageError,
@@ -51,11 +54,77 @@ def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> No
         ({"compressor": TopK}, "compressor is an object, .* got <class .*TopK'>"),
         ({"on_error": "ignore"}, "on_error is one of"),
         ({"residual": "none"}, "residual is one of"),
+        ({"snapshot_every": True}, 'snapshot_every is a number of steps or "auto", got True'),
+        ({"snapshot_every": 10**20}, "snapshot_every is a whole number, got 1000"),
+        ({"retention": True}, "retention snapshots is a whole number, got True"),
+        ({"optimizer_steps": True}, "optimizer_steps is one of .* got True"),
+        ({"optimizer_steps": 1.0}, "optimizer_steps is one of .* got 1.0"),
+        ({"staging": 3}, "staging is the path of a folder, got 3"),
+        ({"staging": ""}, "staging is the path of a folder, got ''"),
+        ({"store": 3}, "store is the URL of an object store or None, got 3"),
+        ({"imports": 3}, "imports is a list of names of modules, .* got 3"),
+        ({"imports": "abc"}, "imports is a list of names of modules, .* got 'abc'"),
+        ({"imports": ["os; rm"]}, r"imports is a list of names of modules, .* got \['os; rm'\]"),
     ],
 )
 def test_settings_out_of_range(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lowdiff.Checkpointer(tmp_path, **{"compressor": TopK(0.1), **settings})
+
+
+@pytest.mark.parametrize("run", [None, 3, b"run", "a\0b", ""])
+def test_what_is_no_path_is_no_run(run: Any) -> None:
+    with pytest.raises(ConfigError, match="run is the path of a folder, got "):
+        lowdiff.Checkpointer(run, compressor=TopK(0.1))
+    with pytest.raises(ConfigError, match="run is the path of a folder, got "):
+        lowdiff.recover(run)
+
+
+def test_numbers_of_steps_are_whole(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    for step in ("3", 1.5, True):
+        with pytest.raises(ConfigError, match=f"step is a whole number, got {step!r}"):
+            loop.attach(step=step)
+        with pytest.raises(ConfigError, match=f"step is a whole number, got {step!r}"):
+            lowdiff.recover(tmp_path / "run", step)  # type: ignore[arg-type]
+    loop.attach()
+    for until in ("3", 2.5, None):
+        with pytest.raises(ConfigError, match=f"until is a whole number, got {until!r}"):
+            loop.checkpointer.steps(until)  # type: ignore[arg-type]
+    loop.checkpointer.close()
+    with pytest.raises(ConfigError, match="device='tpu9' is no device of torch"):
+        lowdiff.recover(tmp_path / "run", device="tpu9")
+
+
+@pytest.mark.parametrize("density", ["x", None, True])
+def test_a_density_is_a_number(density: Any) -> None:
+    with pytest.raises(ConfigError, match=f"density must be in .* got {density!r}"):
+        TopK(density)
+
+
+@pytest.mark.parametrize("place", ["/proc/foo/bar", "file/run", "n" * 300])
+def test_a_place_where_no_folder_can_be_made_is_named(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    loop = Loop(tmp_path)
+    run = tmp_path / place
+    loop.checkpointer = lowdiff.Checkpointer(run, compressor=TopK(0.1), staging=tmp_path / "s")
+    with pytest.raises((StorageError, NotARun), match=re.escape(str(run))):
+        loop.attach()
+
+
+def test_an_error_of_the_users_own_object_keeps_its_type(tmp_path: Path) -> None:
+    class Sampler:
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise FileNotFoundError(2, "No such file", str(tmp_path / "data" / "index"))
+
+    loop = Loop(tmp_path)
+    loop.attach(sampler=Sampler())
+    loop.checkpointer.close()
+    with pytest.raises(FileNotFoundError):
+        Loop(tmp_path).attach(sampler=Sampler())
 
 
 class Handmade(torch.optim.SGD):
@@ -260,24 +329,33 @@ def test_a_run_whose_identity_or_fence_is_lost_is_not_begun_anew(
         Loop(tmp_path).attach()
 
 
-def test_a_resumed_trainer_says_which_damage_it_passes_over(
+def test_a_damaged_fence_of_the_newest_incarnation_rolls_nothing_back_unasked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Loop(tmp_path).run(6)
     again = Loop(tmp_path)
     again.attach()
-    again.step(6)
-    again.checkpointer.commit()
+    for step in (6, 7, 8):
+        again.step(step)
+        again.checkpointer.commit()
     again.die()
     fence = tmp_path / "run/incarnations/i000001/rank-0000.json"
-    fence.write_bytes(fence.read_bytes().replace(b"parent", b"parens"))
-    last = Loop(tmp_path)
-    assert last.attach() == 6
-    assert f"{fence} is damaged" in caplog.text
-    last.checkpointer.close()
+    whole = fence.read_bytes()
+    fence.write_bytes(whole[:-90])
+    with pytest.raises(
+        DamagedFile, match=r"up to 9, can.*Put the file back.*attach.*step=6\)"
+    ) as e:
+        Loop(tmp_path).attach()
+    assert e.value.path == fence
+    assert "knows nothing of" not in caplog.text
+    fence.write_bytes(whole)
+    back = Loop(tmp_path)
+    assert back.attach() == 9
+    assert same(back.weights(), again.weights())
+    back.checkpointer.close()
 
 
-def test_what_a_life_made_void_stays_so_though_its_fence_is_damaged(
+def test_an_incarnation_that_was_given_up_on_purpose_is_still_there_when_its_fence_comes_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Loop(tmp_path).run(9)
@@ -289,14 +367,27 @@ def test_what_a_life_made_void_stays_so_though_its_fence_is_damaged(
         again.checkpointer.commit()
     again.die()
     fence = tmp_path / "run/incarnations/i000001/rank-0000.json"
-    fence.write_bytes(fence.read_bytes().replace(b"parent", b"parens"))
+    whole = fence.read_bytes()
+    fence.write_bytes(whole.replace(b"parent", b"parens"))
     with pytest.raises(StepNotFound, match="recoverable steps: 0 to 4"):
         lowdiff.recover(tmp_path / "run", 7, staging=tmp_path / "staging")
+    with pytest.raises(DamagedFile, match=r"step=4\)"):
+        Loop(tmp_path).attach()
     last = Loop(tmp_path)
-    assert last.attach() == 4
+    assert last.attach(step=4) == 4
     assert same(last.weights(), expected)
     assert f"{fence} is damaged" in caplog.text
+    assert "knows nothing of" not in caplog.text
     last.checkpointer.close()
+    after = Loop(tmp_path)
+    assert after.attach() == 4, "a later incarnation can be read"
+    after.checkpointer.close()
+    shutil.rmtree(tmp_path / "staging")
+    shutil.rmtree(tmp_path / "run/incarnations/i000002")
+    shutil.rmtree(tmp_path / "run/incarnations/i000003")
+    fence.write_bytes(whole)
+    found = lowdiff.recover(tmp_path / "run", staging=tmp_path / "staging")
+    assert found.step == 8
 
 
 def test_a_fence_that_continues_itself_is_refused(tmp_path: Path) -> None:

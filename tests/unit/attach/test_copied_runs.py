@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import lowdiff
+from lowdiff import testing
 from lowdiff.errors import RunInUse
 from lowdiff.persistence.format.values import same
 from tests.unit.loops import Loop
@@ -111,3 +113,23 @@ def test_two_copies_that_take_one_name_at_once_do_not_share_it(
     with pytest.raises(RunInUse, match="a copy of the run folder"):
         CopiedLoop(tmp_path, settings=STAGED).attach()
     first.checkpointer.close()
+
+
+def test_a_run_that_was_moved_does_not_wait_for_the_writer_of_the_old_place(
+    tmp_path: Path,
+) -> None:
+    settings = {"staging": tmp_path / "staging", "batch_size": 1000, "snapshot_every": 1000}
+    loop = Loop(tmp_path / "a", settings=settings)
+    loop.attach()
+    for step in range(5):
+        loop.step(step)
+        loop.checkpointer.commit()
+    (tmp_path / "a").rename(tmp_path / "b")
+    testing.kill(loop.checkpointer, processes=False)  # its writer finds nothing to write to
+    began = time.monotonic()
+    again = Loop(tmp_path / "b", settings=settings)
+    assert again.attach() == 5
+    assert time.monotonic() - began < 25, "not as long as a writer waits for a lost folder"
+    assert same(again.weights(), loop.weights())
+    again.checkpointer.close()
+    assert not (tmp_path / "a").exists()

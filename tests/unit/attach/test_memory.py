@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +92,26 @@ def test_another_folder_than_the_one_that_holds_steps_is_refused(
     again = loop_with(tmp_path, None, 10)
     assert again.attach() == 3
     again.checkpointer.close()
+
+
+@pytest.mark.parametrize("is_default", [True, False])
+def test_another_folder_than_that_of_the_newest_incarnation_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_default: bool
+) -> None:
+    for module in ("settings", "attach.discover"):
+        monkeypatch.setattr(f"lowdiff.{module}.shared_staging_root", lambda: tmp_path / "usual")
+    first, other = tmp_path / "first", None if is_default else tmp_path / "other"
+    loop = loop_with(tmp_path, first, 10)
+    loop.attach()
+    for number in loop.checkpointer.steps(3):
+        loop.step(number)
+    loop.die()
+    with pytest.raises(ConfigError, match=rf"leave them behind; attach with staging={first} once"):
+        loop_with(tmp_path, other, 10).attach()
+    again = loop_with(tmp_path, first, 10)
+    assert again.attach() == 3
+    again.die()
+    shutil.rmtree(first)
+    after = loop_with(tmp_path, other, 10)
+    assert after.attach() == 3
+    after.checkpointer.close()

@@ -92,13 +92,15 @@ def test_a_successor_writes_again_what_its_predecessor_did_not_call_durable(
 def test_what_is_known_to_be_durable_is_not_written_again(
     dead: WriterSettings, kernel: ForgetfulKernel
 ) -> None:
-    assert durable_step(dead.folder, 0, 0, 0, known_step=STEPS) == STEPS
+    assert durable_step(dead.folder, RUN_ID, 0, 0, 0, known_step=STEPS) == STEPS
     footer = SegmentFile(segment(dead)).footer
     assert footer is not None, "it is sealed"
     assert min(start for start, _ in kernel.rewritten) == footer.end, "and only that is new"
     kernel.fail_next(".seg")
-    assert durable_step(dead.folder, 0, 0, 0, known_step=DURABLE) == DURABLE, "the rest is not"
-    assert durable_step(dead.folder, 0, 0, 0, known_step=-1) == STEPS
+    assert durable_step(dead.folder, RUN_ID, 0, 0, 0, known_step=DURABLE) == DURABLE, (
+        "the rest is not"
+    )
+    assert durable_step(dead.folder, RUN_ID, 0, 0, 0, known_step=-1) == STEPS
     check_rewritten(kernel, segment(dead), 1)
 
 

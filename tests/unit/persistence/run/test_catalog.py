@@ -263,11 +263,11 @@ def test_an_empty_segment_is_damage_and_hides_no_other(folder: RunFolder, stagin
 
 def test_files_of_a_later_version_stop_the_scan_by_name(folder: RunFolder) -> None:
     write_fence(folder, fence(0))
-    later = {"format": 3, **asdict(fence(0))}
+    later = {"format": 4, **asdict(fence(0))}
     text = json.dumps(later, sort_keys=True, separators=(",", ":")).encode()
     content = {**later, "crc32c": crc32c(text)}
     folder.fence(0, 0).write_text(json.dumps(content))
-    with pytest.raises(OtherFormat, match=r"rank-0000\.json has format version 3"):
+    with pytest.raises(OtherFormat, match=r"rank-0000\.json has format version 4"):
         scan(folder)
 
 
@@ -332,15 +332,15 @@ def test_a_restarted_writer_goes_on_behind_the_newest_segment_that_holds_a_recor
     folder: RunFolder, staging: Path
 ) -> None:
     stage_folder = stage(staging, [1, 2, 3, 4])
-    assert durable_step(folder, 0, 0, base_step=0) == 0
+    assert durable_step(folder, RUN_ID, 0, 0, base_step=0) == 0
     segment(folder, stage_folder, [1, 2])
     segment(folder, stage_folder, [3])
     newest = segment(folder, stage_folder, [4])
     torn = newest.read_bytes()[:-1]  # of its only record
-    assert durable_step(folder, 0, 0, base_step=0) == 4
+    assert durable_step(folder, RUN_ID, 0, 0, base_step=0) == 4
     newest.write_bytes(torn)
-    assert durable_step(folder, 0, 0, base_step=0) == 3
+    assert durable_step(folder, RUN_ID, 0, 0, base_step=0) == 3
     newest.write_bytes(b"")
-    assert durable_step(folder, 0, 0, base_step=0) == 3
-    assert durable_step(folder, 0, 1, base_step=2) == 2
-    assert durable_step(folder, 1, 0, base_step=2) == 2
+    assert durable_step(folder, RUN_ID, 0, 0, base_step=0) == 3
+    assert durable_step(folder, RUN_ID, 0, 1, base_step=2) == 2
+    assert durable_step(folder, RUN_ID, 1, 0, base_step=2) == 2

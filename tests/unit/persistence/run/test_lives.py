@@ -107,3 +107,9 @@ def test_memory_of_a_life_that_the_run_knows_nothing_of_is_told_from_its_own(
     assert not is_known(here.staging, here.folder)
     # Fences may still be on their way when memory is looked for.
     assert staging_of_run(tmp_path / "staging", here.folder, RUN_ID) == [here.staging]
+
+
+def test_a_life_whose_fence_cannot_be_read_is_not_called_unknown(tmp_path: Path) -> None:
+    here = living(tmp_path, A, range(11, 16))
+    here.folder.fence(1, 0).write_bytes(b"{}")
+    assert is_known(here.staging, here.folder)

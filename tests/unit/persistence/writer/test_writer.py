@@ -274,9 +274,9 @@ def test_what_a_killed_writer_left_is_fsynced_before_it_is_called_durable(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", log_fsync)
-    assert durable_step(settings.folder, 0, 0, base_step=0) == 1
+    assert durable_step(settings.folder, RUN_ID, 0, 0, base_step=0) == 1
     assert synced == ["i000000-s0000000001.seg", "rank-0000"]
-    assert durable_step(settings.folder, 0, 1, base_step=7) == 7
+    assert durable_step(settings.folder, RUN_ID, 0, 1, base_step=7) == 7
 
 
 TRAINER = """

@@ -75,7 +75,7 @@ class Trouble:
     [
         ("full", "No space left on device"),
         ("read-only", "Read-only file system"),
-        ("gone", "No such file or directory"),
+        ("gone", "run.json is gone; bring the run folder back, or mount it"),
     ],
 )
 def test_trouble_is_reported_and_waited_out(small_disk: Path, kind: str, message: str) -> None:
@@ -186,11 +186,11 @@ def test_a_run_folder_that_does_not_answer_is_not_deleted(
         writer = Writer(settings)
         assert writer._orders.read()  # END: nothing can be read from it
 
-    def stale(path: Path) -> bool:
+    def stale(path: Path) -> bytes:
         raise OSError(116, "Stale file handle")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Path, "exists", stale)
+        broken.setattr(Path, "read_bytes", stale)
         writer._give_up_if_deleted(OSError("the write failed"))
     shutil.rmtree(settings.run)
     writer._give_up_if_deleted(OSError("the write failed"))
