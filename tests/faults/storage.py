@@ -72,8 +72,9 @@ class Trouble:
         elif self.kind == "I/O error":
             self._inject("fsync,fdatasync:error=EIO")
         elif self.kind == "read-only":
-            # As after a kernel's own remount; one by hand waits for the trainer's lock file.
-            self._inject("openat:error=EROFS")
+            # As after a kernel's own remount; one by hand waits for the trainer's lock file. Staging,
+            # which lies elsewhere, can still be opened.
+            self._inject("openat:error=EROFS", [p for p in self._run.rglob("*") if p.is_file()])
 
     def end(self) -> None:
         if self.kind == "full":
@@ -88,11 +89,12 @@ class Trouble:
             self._tracer.send_signal(signal.SIGINT)
             self._tracer.wait()
 
-    def _inject(self, fault: str) -> None:
-        """Let every such system call of the writer fail."""
+    def _inject(self, fault: str, paths: Sequence[Path] = ()) -> None:
+        """Let every such system call of the writer fail, or those on some paths."""
         (writer,) = _writers(self.disk)
         words = ["strace", "-f", "-qq", "-o", os.devnull, "-p", str(writer)]
         words += ["-e", f"trace={fault.partition(':')[0]}", "-e", f"inject={fault}"]
+        words += [word for path in paths for word in ("-P", str(path))]
         self._tracer = subprocess.Popen(words)
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not _is_traced(writer):
