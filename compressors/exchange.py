@@ -20,7 +20,7 @@ _STEP_BITS = 40
 
 
 def stamp_of(incarnation: int, step: int) -> int:
-    """What tells a step of an incarnation from every other, in one number."""
+    """Return one number that tells a step of an incarnation from every other."""
     return incarnation << _STEP_BITS | step
 
 

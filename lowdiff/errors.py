@@ -70,7 +70,7 @@ class UsageError(LowDiffError, RuntimeError):
 
 
 class RankLost(LowDiffError, RuntimeError):
-    """An exchange of gradients or of the ranks' news failed, because another rank ended or the network did."""
+    """An exchange of gradients or of the ranks' news failed: another rank ended, or the network did."""
 
     def __init__(self, why: object) -> None:
         super().__init__(

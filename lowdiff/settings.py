@@ -147,7 +147,7 @@ class Settings:
 
 
 def module_names(imports: object) -> tuple[str, ...]:
-    """``imports`` of a Checkpointer.
+    """Return ``imports`` of a Checkpointer as names.
 
     Raises:
         ConfigError: If it is no list of names of modules.

@@ -363,15 +363,16 @@ class Fence:
 
 
 def whole_number(name: str, value: object) -> int:
-    """A number that the user gave.
+    """Return a number that the user gave.
 
     Raises:
         ConfigError: If it is none, or none that 64 bits hold.
     """
-    is_one = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_one or not -(1 << 63) <= value < 1 << 63:  # type: ignore[operator]
-        raise ConfigError(f"{name} is a whole number, got {value!r}")
-    return int(value)  # type: ignore[call-overload,no-any-return]
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        number = int(value)
+        if -(1 << 63) <= number < 1 << 63:
+            return number
+    raise ConfigError(f"{name} is a whole number, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,8 +148,9 @@ def shared_out(
 ) -> list[StagingFolder]:
     """Return what this rank's writer adopts of the folders of dead incarnations on this machine.
 
-    One of the ranks that see a folder adopts it: the rank that made it, if that sees it now. A folder counts for nothing, and stays, where the run has gone on
-    elsewhere from an older step; it is named in a warning.
+    One of the ranks that see a folder adopts it: the rank that made it, if that sees it now. A folder
+    counts for nothing, and stays, where the run has gone on elsewhere from an older step; it is named
+    in a warning.
     """
     with ranks.together():
         known = [stage for stage in stages if is_known(stage, settings.folder)]

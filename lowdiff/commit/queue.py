@@ -76,7 +76,7 @@ class Stager:
     @property
     def is_gone(self) -> bool:
         """Whether somebody removed the staging folder, or files of it."""
-        return self._log.is_gone
+        return self._log.is_gone or not self._log.folder.trainer_status.exists()
 
     def end_processes(self) -> None:
         """End what reads a log that is gone; first the writer makes durable what it still maps."""
@@ -356,7 +356,7 @@ class Stager:
             return
         started = noticed = time.perf_counter()
         while not condition(status := self._status()):
-            if self._log.is_gone:
+            if self.is_gone:
                 raise StorageError(
                     f"{self._log.folder.root} was removed while training waited for {what}"
                 )
@@ -412,7 +412,7 @@ class Stager:
 
     def _status(self) -> WriterStatus:
         status = self._reported()
-        if not (status.error and self._log.is_gone):  # the next commit names the cause and cures it
+        if not (status.error and self.is_gone):  # the next commit names the cause and cures it
             self.trouble.notice(status, self._most_at_risk)
         return status
 

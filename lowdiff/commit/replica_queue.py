@@ -47,6 +47,17 @@ class ReplicatedStager(Stager):
         self._replica_makes_images = replica.image_every > 0
         self.replica = ReplicaProcess(replica)
 
+    @property
+    def is_gone(self) -> bool:
+        """See ``Stager.is_gone``: or the replica's page, or the file that holds its state."""
+        if super().is_gone or not self._log.folder.replica_status.exists():
+            return True
+        generation = self.replica.read_status().generation
+        if generation < 0 or self._log.folder.replica_state(generation).exists():
+            return False
+        # The replica removes a file once another one has taken its place.
+        return self.replica.read_status().generation == generation
+
     def end_processes(self) -> None:
         """See ``Stager.end_processes``: without its images a writer has nothing to make durable."""
         self.replica.stop()

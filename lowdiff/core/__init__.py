@@ -1,1 +1,1 @@
-"""What every room stands on: layout, checksums, number modes, log lines."""
+"""The ground of every room: layout, checksums, number modes, log lines."""

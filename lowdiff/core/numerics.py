@@ -73,7 +73,7 @@ class _SharedModes:
 
 
 def _set_process_modes(wanted: tuple[str, str]) -> None:
-    """Set those that are others; not a precision that torch cannot tell, which it could not put back."""
+    """Set the modes that differ; not a precision that torch could not tell and so not put back."""
     dtype, precision = wanted
     dtype_now, precision_now = process_modes()
     if dtype != dtype_now:

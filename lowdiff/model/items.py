@@ -1,4 +1,4 @@
-"""What a training keeps beside parameters and optimizers, and which of it changed in a step."""
+"""State of a training beside parameters and optimizers, and which of it changed in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that outlive their trainer: what each is told, how it is started, replaced and ended."""
+"""Processes that outlive their trainer: how each is told, started, replaced and ended."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class ProcessHandle(ABC):
 
     @abstractmethod
     def _done(self) -> Sequence[int]:
-        """What grows with whatever the process is there for."""
+        """Numbers that grow with whatever the process is there for."""
 
     def _greet(self) -> None:  # noqa: B027
         """Tell one that was just started what it has to know; `_pipe` is held."""

@@ -281,5 +281,5 @@ def read_records(
 
 
 def sound_end(view: memoryview, file: FileHeader) -> int:
-    """Where the valid records from the start of a file end."""
+    """Return where the valid records from the start of a file end."""
     return max((record.end for record in read_records(view, file)), default=HEADER_BYTES)

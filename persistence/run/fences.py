@@ -84,7 +84,7 @@ def read_run_id(folder: RunFolder) -> str:
 
 
 def require_run(folder: RunFolder, run_id: str) -> None:
-    """See that a folder holds this very run, before a process in the background writes or removes there.
+    """See that a folder holds this very run; before each write and removal in the background.
 
     Raises:
         StorageError: If it holds no run: the disk may only be unmounted.
@@ -165,7 +165,7 @@ def read_fence(path: Path) -> Fence:
 
 
 def newest_staging(folder: RunFolder) -> set[str]:
-    """Where the ranks of the newest incarnation had their staging, as far as its fences can be read."""
+    """Return the staging roots of the newest incarnation's ranks, as far as its fences can be read."""
     newest = max(folder.incarnations(), default=-1)
     roots = set()
     for number, _, path in folder.fences():

@@ -31,7 +31,6 @@ from lowdiff.persistence.format.framing import (
 )
 from lowdiff.persistence.format.sections import sections_bytes, write_sections
 from lowdiff.persistence.staging.chunks import Chunks
-from lowdiff.persistence.staging.status import ReplicaStatus, StatusReader
 from lowdiff.types import Section
 
 _logger = logging.getLogger(__name__)
@@ -55,12 +54,10 @@ class StagingLog:
         self._run_id = run_id
         self._world_size = world_size
         self._sizes = chunk_bytes, cap_bytes
-        # The processes that read the log need these as well; the pages are made after the log.
+        # The processes that read the log need these as well.
         self._files = [folder.owner, folder.trainer_lock, folder.status]
         if folder.residual.exists():
             self._files.append(folder.residual)
-        self._pages = [folder.trainer_status, folder.replica_status]
-        self._replica: StatusReader[ReplicaStatus] | None = None
         self._chunks = Chunks(folder, chunk_bytes=chunk_bytes, cap_bytes=cap_bytes)
         self._offset = 0
         # Sections that were staged ahead of their record, where its body will be.
@@ -81,23 +78,7 @@ class StagingLog:
     @property
     def is_gone(self) -> bool:
         """Whether somebody removed files of the folder: nobody finds what is written there now."""
-        made = [page for page in self._pages if page.exists()]
-        self._files += made
-        self._pages = [page for page in self._pages if page not in made]
-        files = (*self._files, self._chunks.newest.file.path)
-        return not all(map(os.path.exists, files)) or self._lacks_replica_state()
-
-    def _lacks_replica_state(self) -> bool:
-        """Whether the file that holds the replica's state is gone."""
-        if self._replica is None:
-            if self.folder.replica_status not in self._files:
-                return False
-            self._replica = StatusReader(self.folder.replica_status, ReplicaStatus)
-        generation = self._replica.read().generation
-        if generation < 0 or self.folder.replica_state(generation).exists():
-            return False
-        # The replica removes a file once another one has taken its place.
-        return self._replica.read().generation == generation
+        return not all(map(os.path.exists, (*self._files, self._chunks.newest.file.path)))
 
     def anew(self) -> StagingLog:
         """An empty log like this one, in a folder that was made anew."""

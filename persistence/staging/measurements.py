@@ -1,4 +1,4 @@
-"""What an incarnation measures: pages in staging while it lives, a document in the run folder for the tuner."""
+"""Measurements of an incarnation: pages in staging while it lives, then a document for the tuner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the writer and the replica know from their command lines."""
+"""Settings that the writer and the replica get on their command lines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class WriterSettings(ProcessSettings):
 
     @property
     def ranks_to_adopt(self) -> frozenset[int]:
-        """Whose logs this writer makes durable beside its own, adopted by now or not."""
+        """Ranks whose logs this writer makes durable beside its own, adopted by now or not."""
         return frozenset(int(name.rpartition("r")[2]) for name in self.adopts)
 
     @property

@@ -33,7 +33,8 @@ class WriterStatus:
         batch_seconds: How long each took to be fsynced, failed attempts included.
         retries: Attempts to write or fsync that failed and were made again.
         error: What went wrong last, empty when all is well.
-        adopted: Whether what earlier incarnations left in the folders of `WriterSettings.adopts` is durable.
+        adopted: Whether what earlier incarnations left in the folders of `WriterSettings.adopts` is
+            durable.
         remote_step: Differentials up to here, and all they build on, are in the store; -1 before
             the base step is, or without a store.
         remote_snapshot: Step of the newest snapshot of this incarnation in the store, -1 for none.

@@ -114,7 +114,7 @@ def download(
 
 
 def _remove_partials(parent: Path, wanted: Collection[Path]) -> None:
-    """Remove what killed fetches of the wanted files left; one that runs on this node keeps its own."""
+    """Remove files that killed fetches left; a fetch that runs on this node keeps its own."""
     for partial in parent.glob("*.partial"):
         name, _, pid = partial.stem.rpartition(".")
         is_fetch = parent / name in wanted and pid.isdecimal()
@@ -466,7 +466,7 @@ def _segments(
 
 
 def _sound_bytes(folder: RunFolder, name: str, listing: Listing) -> int | None:
-    """Where the records of a segment end that is damaged here, or shorter than in the store; else None."""
+    """Return where the sound records of a segment end; None if it is as whole as in the store."""
     file = RunFile.parse(name)
     assert file is not None
     owner = read_run_id(folder), file.incarnation, file.rank

@@ -1,4 +1,4 @@
-"""What the trainer tells its writer process: bytes on its stdin."""
+"""Orders of the trainer to its writer process: bytes on its stdin."""
 
 from __future__ import annotations
 

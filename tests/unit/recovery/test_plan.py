@@ -14,26 +14,13 @@ from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordR
 from lowdiff.persistence.run.catalog import Catalog, SnapshotSet
 from lowdiff.persistence.run.records import RankRecords
 from lowdiff.recovery.plan import plan_recovery, recoverable, usable_snapshots
-from lowdiff.types import Environment, Fence, Layout
-
-ENVIRONMENT = Environment("cpu", "2.13.0", "processor", "AVX2", 1, False, "", "float32", "highest")
+from lowdiff.types import Fence, Layout
+from tests.unit.persistence import made_runs
 
 
 def life(number: int, *, base: int = 0, parent: int | None = None, ranks: int = 1) -> Fence:
-    return Fence(
-        run_id="ab" * 16,
-        incarnation=number,
-        parent=parent,
-        base_step=base,
-        rank=0,
-        world_size=ranks,
-        environment=ENVIRONMENT,
-        layout=Layout(()),
-        optimizers=(),
-        compressor={"name": "topk", "settings": {}},
-        names={},
-        life="0" * 32,
-    )
+    made = made_runs.fence(number, base=base, world_size=ranks)
+    return replace(made, parent=parent, layout=Layout(()), optimizers=(), names={})
 
 
 def staged(found: Iterable[StoredRecord]) -> RankRecords:

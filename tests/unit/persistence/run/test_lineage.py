@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowdiff.persistence.run.lineage import Span, lineage
-from lowdiff.types import Environment, Fence, Layout
-
-ENVIRONMENT = Environment(
-    "cpu", "2.13", "some processor", "AVX2", 1, False, "", "float32", "highest"
-)
+from lowdiff.types import Fence
+from tests.unit.persistence import made_runs
 
 
 def fence(number: int, parent: int | None, base: int, world_size: int = 2) -> Fence:
-    return Fence(
-        run_id="00" * 16,
-        incarnation=number,
-        parent=parent,
-        base_step=base,
-        rank=0,
-        world_size=world_size,
-        environment=ENVIRONMENT,
-        layout=Layout(()),
-        optimizers=(),
-        compressor={},
-        names={},
-        life="0" * 32,
-    )
+    made = made_runs.fence(number, base=base, world_size=world_size)
+    return replace(made, parent=parent)
 
 
 def spans(*fences: Fence) -> list[tuple[int, int, int | None]]:
