@@ -32,7 +32,6 @@ from lowdiff.recovery.replay.optimizers import (
     without_default_group,
 )
 from lowdiff.recovery.replay.sizing import (
-    BLOCK_ELEMENTS,
     LocalRanks,
     threads_put_back,
     usable_cores,
@@ -59,6 +58,9 @@ _KEPT_BYTES = 24 << 20
 #: On an accelerator kernels are queued one by one, which small blocks would not be worth; with the
 #: state of an Adam this is 1 GiB. Not measured yet.
 _DEVICE_BLOCK_ELEMENTS = 1 << 26
+#: Of a unit on a CPU: measured with 33.6 million elements and two workers, 2^18 takes 1.8 times as long
+#: with a fused optimizer, whose steps hold Python's lock in between, and as long with others.
+_HOST_BLOCK_ELEMENTS = 1 << 20
 
 _CPU = torch.device("cpu")
 
@@ -69,7 +71,7 @@ class ReplayOptions:
 
     Attributes:
         num_workers: Threads; None takes this process's share of the cores that it may use.
-        block_elements: Elements per unit, a multiple of 64; None takes 2^18 on a CPU, which was
+        block_elements: Elements per unit, a multiple of 64; None takes 2^20 on a CPU, which was
             measured fastest, and 2^26 on an accelerator, which was not measured.
         whole: Replay every parameter whole on one thread team of the live run's size.
         progress: Called with the number of steps replayed so far.
@@ -305,7 +307,7 @@ def plan_units(state: RecoveredState, fence: Fence, options: ReplayOptions) -> l
     }
     owners = [owner_of[spec.name] for spec in fence.layout.parameters]
     kinds = [granularity(spec) for spec in fence.optimizers]
-    default = BLOCK_ELEMENTS if options.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
+    default = _HOST_BLOCK_ELEMENTS if options.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
     cut = element_units(
         fence.layout,
         owners,

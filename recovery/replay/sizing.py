@@ -14,7 +14,7 @@ from lowdiff.errors import NotEnoughMemory
 from lowdiff.persistence.files.lease import this_machine
 from lowdiff.persistence.staging.budget import group_headrooms
 
-#: Elements of a unit: its tensors fit a core's cache, and its kernels outweigh Python's part of a step.
+#: Elements of a unit of a replica's, and of a proof: its tensors fit a core's cache.
 BLOCK_ELEMENTS = 1 << 18
 #: Replay needs at most its state, a quarter of it, and this, whatever the number of differentials.
 #: Whoever compares holds two: what the state is compared with counts as state.
