@@ -46,20 +46,20 @@ _logger = logging.getLogger(__name__)
 def stats_of(opened: Opened) -> dict[str, Any]:
     """Counters, positions and histograms of this rank; for any thread."""
     session = opened.session
-    stager = session.stager
+    queue, storage = session.queue, session.queue.storage
     return {
         "rank": opened.ranks.rank,
         "staging": str(opened.staging.folder.root),
-        **stager.counters.document(),
-        **writer_document(stager.writer.read_status()),
-        **stager.figures(),
-        "durable_step": stager.durable_step,
-        "snapshot_step": stager.snapshot_step,
+        **storage.counters.document(),
+        **writer_document(storage.writer.read_status()),
+        **queue.figures(),
+        "durable_step": queue.durable_step,
+        "snapshot_step": queue.images.step,
         "committed_step": session.committed_step,
-        "diverged_ranks": list(session.health.ranks_apart),
+        "diverged_ranks": list(session.agreement.health.ranks_apart),
         "large_items": session.large_items,
-        "writer_pid": stager.writer.pid,
-        "writer_restarts": stager.writer.restarts,
+        "writer_pid": storage.writer.pid,
+        "writer_restarts": storage.writer.restarts,
     }
 
 
@@ -268,13 +268,13 @@ class Checkpointer:
         self._opened, self._detached = opened, None
         _attached[self._key] = self
         try:
-            self.hook_state.open(self._session.reducer, attached.parameters)
+            self.hook_state.open(self._session.recorder.reducer, attached.parameters)
             self._loop = TrainingLoop(attached, self._session, opened.random_states)
             self._was_preempted = False
             self._signals = SignalWatch(self._session.preempt)
         except BaseException:
-            self._session.stager.stop()
-            self._session.stager.writer.stop()
+            self._session.queue.storage.stop()
+            self._session.queue.storage.writer.stop()
             self._let_go(opened)
             raise
         self._attach_seconds = time.perf_counter() - started
@@ -344,7 +344,7 @@ class Checkpointer:
         """
         if self._current is None and self._detached is not None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options)
-        return self._session.scaling.clip_grad_norm_(parameters, max_norm, **options)
+        return self._session.recorder.scaling.clip_grad_norm_(parameters, max_norm, **options)
 
     def steps(self, until: int) -> Iterator[int]:
         """Yield ``completed, ..., until - 1``; each body makes one step, committed when it ends.
@@ -414,7 +414,7 @@ class Checkpointer:
         together; with one it does so at once.
         """
         opened = self._current
-        if opened is not None and opened.session.is_preempted:
+        if opened is not None and opened.session.agreement.is_preempted:
             self._was_preempted = True
         return self._was_preempted
 
@@ -546,7 +546,7 @@ class Checkpointer:
         if self._signals is not None:
             self._signals.close()
             self._signals = None
-        self.hook_state.close(opened.session.reducer)
+        self.hook_state.close(opened.session.recorder.reducer)
         if self._loop is not None:
             self._loop.remove()
             self._loop = None

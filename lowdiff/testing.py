@@ -39,7 +39,7 @@ def kill(checkpointer: Checkpointer, *, processes: bool = True) -> None:
     Raises:
         UsageError: If it is not attached, or belongs to another process.
     """
-    checkpointer._session.stager.die(kills_processes=processes)
+    checkpointer._session.queue.storage.die(kills_processes=processes)
     assert checkpointer._opened is not None
     checkpointer._let_go(checkpointer._opened)
 
@@ -72,10 +72,10 @@ def wait_until(
         TimeoutError: If the condition does not come true in time; the message has the stats.
         UsageError: If it is not attached.
     """
-    stager, deadline = checkpointer._session.stager, time.monotonic() + seconds
+    storage, deadline = checkpointer._session.queue.storage, time.monotonic() + seconds
     while not condition(stats := checkpointer.stats()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"after {seconds:.0f} s stats() are still {stats}")
-        stager.tend()
+        storage.tend()
         time.sleep(_LOOK_SECONDS)
     return stats

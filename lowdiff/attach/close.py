@@ -33,7 +33,7 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
     session = opened.session
     is_lenient = failed or detaches
     try:
-        if not is_lenient and session.has_finished_step and not session.is_taken_over:
+        if not is_lenient and session.has_finished_step and not session.agreement.has_lost_run:
             session.commit()
         if not failed:
             session.keep_staging()
@@ -47,12 +47,12 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
             _logger.warning("the last commit is left to the next attach: %s", error)
             return
         raise
-    session.stager.stop()
+    session.queue.storage.stop()
     is_last_snapshot = not failed and _take_last_snapshot(opened, at_leisure=not detaches)
     patience = _MEET_SECONDS if is_last_snapshot else _ABANDON_SECONDS
-    session.stager.meter.end("failed" if failed else "closed")
+    opened.meter.end("failed" if failed else "closed")
     try:
-        status = session.stager.writer.finish(patience if is_lenient else _FINISH_SECONDS)
+        status = session.queue.storage.writer.finish(patience if is_lenient else _FINISH_SECONDS)
     except WriterFailed as error:
         if not is_lenient:
             raise
@@ -84,13 +84,13 @@ def _remove_staging(opened: Opened, durable_snapshot: int) -> None:
 
 def _abandon(opened: Opened) -> None:
     """End replica and writer, which would hold the run; the next attach adopts what is staged."""
-    stager = opened.session.stager
-    stager.stop()
-    stager.meter.end("failed")
+    storage = opened.session.queue.storage
+    storage.stop()
+    opened.meter.end("failed")
     try:
-        stager.writer.finish(_ABANDON_SECONDS)
+        storage.writer.finish(_ABANDON_SECONDS)
     except WriterFailed:
-        stager.writer.stop()
+        storage.writer.stop()
 
 
 def release(opened: Opened) -> None:
@@ -131,27 +131,27 @@ def _take_last_snapshot(opened: Opened, *, at_leisure: bool) -> bool:
 def _why_no_snapshot(opened: Opened, *, at_leisure: bool) -> str:
     if not (at_leisure or _is_storage_ready(opened)):
         return "storage is in trouble or behind"
-    if opened.session.is_taken_over:
+    if opened.session.agreement.has_lost_run:
         return "another trainer has taken over the run"
-    if not opened.session.is_as_committed():
+    if not opened.session.recorder.is_as_sealed():
         return f"the model changed after its last commit (step {opened.session.step})"
     return ""
 
 
 def _is_storage_ready(opened: Opened) -> bool:
     """Whether storage would take a snapshot without stopping training, soon and without trouble."""
-    stager, deadline = opened.session.stager, time.monotonic() + _ABANDON_SECONDS
-    while not stager.is_ready_for_snapshot(opened.session.step):
-        if stager.trouble.is_there or time.monotonic() > deadline:
+    queue, deadline = opened.session.queue, time.monotonic() + _ABANDON_SECONDS
+    while not queue.is_ready_for_snapshot(opened.session.step):
+        if queue.storage.errors.any or time.monotonic() > deadline:
             return False
         time.sleep(_LOOK_SECONDS)
-    return not stager.trouble.is_there
+    return not queue.storage.errors.any
 
 
 def _failure_of_snapshot(opened: Opened) -> str:
     """Take the snapshot; what went wrong, which the other ranks wait to hear, or nothing."""
     try:
-        opened.session.snapshot(required=True)
+        opened.session.snapshot()
     except Exception as failure:
         _logger.debug("the last snapshot failed", exc_info=True)
         return str(failure) or type(failure).__name__

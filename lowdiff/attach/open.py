@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,12 +20,17 @@ from lowdiff.attach.discover import agreed_run, fetch_from_store, share_files, s
 from lowdiff.attach.memory import Memory, agree_on_memory
 from lowdiff.attach.past import past_of
 from lowdiff.attach.resume import Start, class_of, load_start, recover_together
-from lowdiff.commit.image import Live, constant_images
-from lowdiff.commit.meter import RecoveryClock
-from lowdiff.commit.queue import Stager
-from lowdiff.commit.replica_queue import begin_replicated
+from lowdiff.commit.agreement import Agreement
+from lowdiff.commit.health import Health
+from lowdiff.commit.image import constant_images
+from lowdiff.commit.meter import Meter, RecoveryClock
+from lowdiff.commit.queue import LogQueue, StepQueue
+from lowdiff.commit.replica_queue import ReplicaQueue, replica_settings
 from lowdiff.commit.run_lock import RunLock, StagingArea
+from lowdiff.commit.schedule import Cadence, Schedule
 from lowdiff.commit.session import Session
+from lowdiff.commit.staging import Staging
+from lowdiff.commit.storage import Storage
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import ConfigError, StorageError
@@ -33,7 +38,7 @@ from lowdiff.model.averages import Averages, followed_names
 from lowdiff.model.binding import Attached, ddp_of, hyper_parameters
 from lowdiff.model.items import Stateful, name_large_items, with_extra_states
 from lowdiff.model.ranks import Ranks, refuse_disagreement
-from lowdiff.model.tracked import Given, watch
+from lowdiff.model.tracked import Given, Live, watch
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.trust import check_folder
 from lowdiff.persistence.retention.collect import retention_locked
@@ -51,15 +56,23 @@ from lowdiff.recovery.replay.optimizers import (
     settle_kernels,
 )
 from lowdiff.recovery.replay.proof import refuse_unbuildable
+from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
+from lowdiff.step.ddp_hook import hook_of
 from lowdiff.step.grad_scaling import Scaling
+from lowdiff.step.gradients import Gradients
 from lowdiff.step.proofs import Proofs
+from lowdiff.step.recorder import Recorder
 from lowdiff.step.residual import CopiedResidual, StagedResidual
 from lowdiff.tuner.measured import Past
 from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
 
+#: Steps after which frozen parameters are read whole: the first of a life, and those of snapshots.
+_AUDITED_FIRST = 3
+#: So much is read in about a millisecond.
+_CHEAP_BYTES = 16 << 20
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -68,6 +81,7 @@ class Opened:
     """A running session and what closing it needs.
 
     Attributes:
+        meter: Measures it for the tuner.
         random_states: Items to restore when the first step begins.
     """
 
@@ -75,6 +89,7 @@ class Opened:
     lock: RunLock
     staging: StagingArea
     ranks: Ranks
+    meter: Meter
     random_states: Mapping[str, bytes]
 
 
@@ -277,7 +292,6 @@ def _begin(
     left: Sequence[StagingFolder],
 ) -> Opened:
     """Make staging, writer and session; on return the base is durable on every rank."""
-    attached, device = given.attached, given.attached.device
     if any(ranks.gather(any(map(has_replica, left)))) and not settings.has_replica:
         # Of a life that may never have begun, on whichever machine: only a snapshot after it makes
         # its memory void.
@@ -285,88 +299,158 @@ def _begin(
     folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, ranks.rank)
     with ExitStack() as undo:
         with ranks.together():
-            staging = StagingArea(folder, settings.folder, fence.life)
-            undo.callback(staging.release)
-            scaling = Scaling(_hook_scaler(attached, given.stateful))
-            residual = _residual(settings, attached, folder, scaling)
+            area = StagingArea(folder, settings.folder, fence.life)
+            undo.callback(area.release)
+            scaling = Scaling(_hook_scaler(given.attached, given.stateful))
+            residual = _residual(settings, given.attached, folder, scaling)
             if start.residual:
                 residual.load(start.residual)
-            log = StagingLog(
-                folder,
-                run_id=fence.run_id,
-                world_size=ranks.world_size,
-                chunk_bytes=memory.chunk_bytes,
-                cap_bytes=memory.log_bytes,
-            )
-            writer = WriterProcess(
-                WriterSettings(
-                    run=str(settings.run),
-                    staging_root=str(settings.staging_root),
-                    run_id=fence.run_id,
-                    incarnation=fence.incarnation,
-                    rank=ranks.rank,
-                    world_size=ranks.world_size,
-                    base_step=start.step,
-                    trainer_pid=os.getpid(),
-                    batch_size=settings.batch_size,
-                    flush_seconds=settings.flush_seconds,
-                    retention=settings.retention,
-                    store=settings.store,
-                    has_replica=settings.has_replica,
-                    continues=start.continues,
-                    adopts=[stage.root.name for stage in left],
-                )
-            )
-            undo.callback(writer.stop)
-            begin: Callable[..., Stager] = Stager
-            if settings.has_replica:
-                on_host = device.type == "cpu"
-                begin = partial(begin_replicated, makes_images=on_host, specs=attached.specs)
-            stager = begin(log, writer, settings, ranks.rank, ranks.world_size)
-            undo.callback(stager.stop)
-            stager.begin(start.step, past, attached.layout)
-            session = Session(
-                live=Live(
-                    attached=attached,
-                    tracker=given.tracker,
-                    residual=residual,
-                    averages=Averages(given.averages, attached),
-                    shares_constants=fence.constants != "",
-                    rank=ranks.rank,
-                    world_size=ranks.world_size,
-                ),
-                settings=settings,
+            live = Live(
+                attached=given.attached,
+                tracker=given.tracker,
+                residual=residual,
+                averages=Averages(given.averages, given.attached),
+                shares_constants=fence.constants != "",
                 incarnation=fence.incarnation,
-                step=start.step,
-                reducer=settings.compressor.bind(attached.layout, residual, ranks.training_group),
-                items=start.items,
-                stager=stager,
-                staging=staging,
-                lock=lock,
-                scaling=scaling,
-                ranks=ranks,
-                proofs=Proofs(attached, fence, ranks),
-                optimizer_steps=memory.optimizer_steps,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+            )
+            queue = _queue(settings, live, fence, start, memory, left, undo)
+            meter = Meter(folder, queue.storage.counters)
+            elements = sum(spec.numel for spec in fence.layout.parameters)
+            meter.note({**past.facts, "elements": float(elements)})
+            cadence = Cadence(settings, queue.storage, meter.recorder, ranks.world_size)
+            cadence.begin(start.step, past)
+            live.tracker.start(start.items)
+            session = Session(
+                live,
+                _recorder(settings, live, fence, ranks, scaling, memory),
+                queue,
+                Staging(area, queue, live, meter.recorder),
+                _agreement(settings, live, ranks, lock),
+                Schedule(
+                    cadence,
+                    queue,
+                    is_alone=ranks.world_size == 1,
+                    audited_until=_audited_until(settings, live, start.step),
+                ),
+                meter,
+                start.step,
             )
             undo.callback(session.detach)
-            # G3 holds from the return of attach: what it starts from is durable by then.
-            if start.needs_snapshot or settings.has_replica:
-                session.snapshot(required=True)
-            # After a snapshot, adoption is not waited for: a replica's memory stays until this rank
-            # has trained, so until no rank can fail to begin.
-            if start.needs_snapshot:
-                stager.wait_for_snapshot()
-            elif start.continues and not settings.has_replica:
-                stager.wait_for_adoption()
-            if settings.store is not None and (start.needs_snapshot or not settings.has_replica):
-                is_rebased = start.needs_snapshot and fence.incarnation > 0
-                stager.wait_for_store(-1 if is_rebased else start.step)
-            stager.meter.note(past.attached())
+            _make_base_durable(settings, session, fence, start)
+            meter.note(past.attached())
         session.start()
         if ranks.rank == 0:
             name_large_items(given.tracker)
         undo.pop_all()
-    return Opened(session, lock, staging, ranks, start.items)
+    return Opened(session, lock, area, ranks, meter, start.items)
+
+
+def _queue(
+    settings: Settings,
+    live: Live,
+    fence: Fence,
+    start: Start,
+    memory: Memory,
+    left: Sequence[StagingFolder],
+    undo: ExitStack,
+) -> StepQueue:
+    """Start the writer, and the replica of a run without compression, and make their queue."""
+    folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, live.rank)
+    log = StagingLog(
+        folder,
+        run_id=fence.run_id,
+        world_size=live.world_size,
+        chunk_bytes=memory.chunk_bytes,
+        cap_bytes=memory.log_bytes,
+    )
+    writer = WriterProcess(
+        WriterSettings(
+            run=str(settings.run),
+            staging_root=str(settings.staging_root),
+            run_id=fence.run_id,
+            incarnation=fence.incarnation,
+            rank=live.rank,
+            world_size=live.world_size,
+            base_step=start.step,
+            trainer_pid=os.getpid(),
+            batch_size=settings.batch_size,
+            flush_seconds=settings.flush_seconds,
+            retention=settings.retention,
+            store=settings.store,
+            has_replica=settings.has_replica,
+            continues=start.continues,
+            adopts=[stage.root.name for stage in left],
+        )
+    )
+    undo.callback(writer.stop)
+    if not settings.has_replica:
+        return LogQueue(log, Storage(folder, writer, None, settings, live.rank, live.world_size))
+    makes_images = live.attached.device.type == "cpu"
+    replica = ReplicaProcess(
+        replica_settings(
+            settings, log, live.world_size, makes_images=makes_images, specs=live.attached.specs
+        )
+    )
+    undo.callback(replica.stop)
+    storage = Storage(folder, writer, replica, settings, live.rank, live.world_size)
+    return ReplicaQueue(log, storage, replica, makes_images=makes_images)
+
+
+def _recorder(
+    settings: Settings,
+    live: Live,
+    fence: Fence,
+    ranks: Ranks,
+    scaling: Scaling,
+    memory: Memory,
+) -> Recorder:
+    attached = live.attached
+    reducer = settings.compressor.bind(attached.layout, live.residual, ranks.training_group)
+    hook = hook_of(attached.ddp) if attached.ddp is not None and ranks.world_size > 1 else None
+    return Recorder(
+        live,
+        reducer,
+        Gradients(attached, reducer, hook),
+        scaling,
+        Proofs(attached, fence, ranks),
+        watches=settings.watch == "live",
+        most_calls=memory.optimizer_steps,
+    )
+
+
+def _agreement(settings: Settings, live: Live, ranks: Ranks, lock: RunLock) -> Agreement:
+    names = [spec.name for spec in live.attached.layout.parameters]
+    return Agreement(ranks, lock, Health(names, ranks, raises=settings.on_error == "raise"))
+
+
+def _audited_until(settings: Settings, live: Live, step: int) -> float:
+    """Return the last step at which frozen parameters are read whole, though no snapshot is due.
+
+    At every step where they are no larger than what trains, as a target network is, or small.
+    """
+    frozen_bytes = sum(tensor.nbytes for tensor in live.attached.frozen_parameters().values())
+    trained_bytes = sum(spec.nbytes for spec in live.attached.layout.parameters)
+    is_cheap = frozen_bytes <= max(trained_bytes, _CHEAP_BYTES)
+    return math.inf if settings.watch == "live" and is_cheap else step + _AUDITED_FIRST
+
+
+def _make_base_durable(settings: Settings, session: Session, fence: Fence, start: Start) -> None:
+    """See that G3 holds from the return of attach: what it starts from is durable by then."""
+    queue = session.queue
+    if start.needs_snapshot or not queue.logs_steps:
+        session.snapshot()
+    # After a snapshot, adoption is not waited for: a replica's memory stays until this rank
+    # has trained, so until no rank can fail to begin.
+    if start.needs_snapshot:
+        queue.wait_for_snapshot()
+    elif start.continues and queue.logs_steps:
+        queue.storage.wait_for_adoption(queue)
+    if settings.store is not None and (start.needs_snapshot or queue.logs_steps):
+        is_rebased = start.needs_snapshot and fence.incarnation > 0
+        step = -1 if is_rebased else start.step
+        queue.storage.wait_for_store(queue, step, queue.images.step)
 
 
 def _residual(

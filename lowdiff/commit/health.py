@@ -29,13 +29,13 @@ def say(rank: int, event: str, text: str, *, level: int = logging.WARNING, **fac
     log_event(_logger, level, event, f"rank {rank}: {text}", rank=rank, **facts)
 
 
-class Trouble:
-    """What is wrong with one rank's durable writing, and what the user hears of it.
+class StorageErrors:
+    """What is wrong with one rank's durable writing, and what the user has heard of it.
 
     Args:
         folder: Its staging folder; those of other ranks lie beside it.
         rank: The rank.
-        settings: What trouble is to do.
+        settings: Say what an error is to do.
     """
 
     def __init__(self, folder: StagingFolder, rank: int, settings: Settings) -> None:
@@ -43,8 +43,8 @@ class Trouble:
         self._rank = rank
         self._raises = settings.on_error == "raise"
         self._degrades = settings.backpressure == "degrade"
-        self._of_disk = ""
-        self._troubled: tuple[int, ...] = ()
+        self._of_disk = self._of_replica = ""
+        self._told_of: tuple[int, ...] = ()
         self._lost_step = -1
         #: Of the store, as its writer reported it last; empty if all is well.
         self.of_store = ""
@@ -52,11 +52,24 @@ class Trouble:
         self.of_snapshot = ""
 
     @property
-    def is_there(self) -> bool:
-        """Whether there is any that other ranks should hear of."""
+    def any(self) -> bool:
+        """Whether there is an error that other ranks should hear of."""
         return bool(self._of_disk or (self._raises and (self.of_store or self.of_snapshot)))
 
-    def notice(self, status: WriterStatus, most_at_risk: int) -> None:
+    def report_replica(self, error: str, *, asks: bool) -> None:
+        """Say once why a replica asks for an image.
+
+        Args:
+            error: What its replica reports; empty if all is well.
+            asks: Whether it asks.
+        """
+        if asks and error != self._of_replica:
+            text = f"the replica begins anew with a full snapshot: {error}"
+            say(self._rank, "replica_error", text, error=error)
+        if asks or not error:
+            self._of_replica = error if asks else ""
+
+    def report(self, status: WriterStatus, most_at_risk: int) -> None:
         """Say what the writer reports, where that is news.
 
         Args:
@@ -91,35 +104,35 @@ class Trouble:
             say(rank, "store_error", text, error=status.remote_error)
         self.of_store = status.remote_error
 
-    def note_lost(self, step: int) -> None:
+    def skip_lost(self, step: int) -> None:
         """Say nothing of lost steps up to here: the caller has named them."""
         self._lost_step = max(self._lost_step, step)
 
-    def heed(self, troubled: Sequence[int]) -> None:
-        """Say, or raise, that durable writing is in trouble; on all ranks at the same commit.
+    def hear(self, ranks: Sequence[int]) -> None:
+        """Say, or raise, that durable writing fails on some ranks; on all ranks at the same commit.
 
         Args:
-            troubled: Ranks that said so with the exchanges of this step.
+            ranks: Those that said so with the news of this step.
 
         Raises:
-            WriterFailed: If ``on_error="raise"`` and a rank is in trouble.
+            WriterFailed: If ``on_error="raise"`` and there are any.
         """
-        if troubled and self._raises:
-            failure = self.failure(troubled)
+        if ranks and self._raises:
+            failure = self.failure(ranks)
             # Said once: the snapshot is owed, and taken when it can be.
             self.of_snapshot = ""
             raise failure
-        others = tuple(rank for rank in troubled if rank != self._rank)
-        if others and others != self._troubled:
+        others = tuple(rank for rank in ranks if rank != self._rank)
+        if others and others != self._told_of:
             say(self._rank, "other_writer_error", str(self.failure(others)))
-        self._troubled = others
+        self._told_of = others
 
-    def failure(self, troubled: Sequence[int]) -> WriterFailed:
+    def failure(self, ranks: Sequence[int]) -> WriterFailed:
         """What these ranks report, as an error."""
         return WriterFailed(
             "; ".join(
                 f"rank {rank} reports: {self._of(rank) or 'trouble with storage, see its output'}"
-                for rank in troubled
+                for rank in ranks
             )
             + "; nothing committed is lost: mend it, and attach goes on from there"
         )
@@ -154,7 +167,9 @@ class Health:
         self._failure: RanksDiverged | None = None
         self.ranks_apart: tuple[int, ...] = ()
 
-    def part(self, step: int, heard: Sequence[RankNews], digests: Callable[[], list[int]]) -> bool:
+    def compare(
+        self, step: int, heard: Sequence[RankNews], digests: Callable[[], list[int]]
+    ) -> bool:
         """Compare what all ranks said after a step; say it once if they are not alike.
 
         Args:

@@ -1,94 +1,67 @@
-"""Which tensors a rank's shard of a full snapshot holds, and reading them from the live run."""
+"""A rank's share of a full snapshot: the tensors in it, read from the live training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.layout import shard_owners
-from lowdiff.model.averages import Averages
 from lowdiff.model.binding import Attached
-from lowdiff.model.items import ItemTracker
+from lowdiff.model.tracked import Live
 from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
 from lowdiff.recovery.images import image_tensor, scalars_tensor
 from lowdiff.recovery.state import AVERAGE_ITEM, is_scalar
-
-#: An optimizer's groups without their parameters.
-Groups: TypeAlias = "tuple[dict[str, Any], ...]"
+from lowdiff.step.states import Sealed
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Live:
-    """What there is to copy.
+def share_of(live: Live, sealed: Sealed) -> list[ImageTensor]:
+    """Read everything that this rank stores of the current state, which is that of ``sealed``.
 
-    Attributes:
-        attached: Model and optimizers.
-        tracker: Their items.
-        residual: Every rank stores its own whole.
-        averages: Replayed averages of the parameters.
-        shares_constants: Whether frozen parameters as they were at the start are stored apart.
-        rank: This rank.
-        world_size: Number of ranks.
+    Hyper-parameters are those that were sealed: a scheduler may have moved them since, at an epoch's
+    end say.
     """
-
-    attached: Attached
-    tracker: ItemTracker
-    residual: RotatingResidual
-    averages: Averages
-    shares_constants: bool
-    rank: int
-    world_size: int
-
-    def shard(self, held: Sequence[int], groups: Sequence[Groups]) -> list[ImageTensor]:
-        """Read everything that this rank stores of the current state.
-
-        Args:
-            held: Layout indices of parameters that held a gradient at the last commit.
-            groups: Each optimizer's hyper-parameters as of the last commit: a scheduler may have
-                moved them since, at an epoch's end say.
-        """
-        attached, tracker = self.attached, self.tracker
-        residual, averages = self.residual.named(), self.averages.named_tensors()
-        tensors: list[tuple[str, torch.Tensor]] = []
-        state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
-        owners = shard_owners(attached.layout, self.world_size)
-        for i, spec in enumerate(attached.layout.parameters):
-            if owners[i] != self.rank:
-                continue
-            parameter = attached.parameters[i]
-            tensors.append((PARAMETER + spec.name, parameter))
-            entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
-            for key, value in entries.items():
-                if is_full(key, value, parameter):
-                    name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
-                    tensors.append((name, value))
-                else:
-                    state[attached.owner[i]].setdefault(spec.name, {})[key] = value
-            tensors += [
-                (f"{AVERAGE_ITEM}{name}/{spec.name}", values[i])
-                for name, values in averages.items()
-                if i in values
-            ]
-        # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
+    attached, tracker = live.attached, live.tracker
+    residual, averages = live.residual.named(), live.averages.named_tensors()
+    tensors: list[tuple[str, torch.Tensor]] = []
+    state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
+    owners = shard_owners(attached.layout, live.world_size)
+    for i, spec in enumerate(attached.layout.parameters):
+        if owners[i] != live.rank:
+            continue
+        parameter = attached.parameters[i]
+        tensors.append((PARAMETER + spec.name, parameter))
+        entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
+        for key, value in entries.items():
+            if is_full(key, value, parameter):
+                name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
+                tensors.append((name, value))
+            else:
+                state[attached.owner[i]].setdefault(spec.name, {})[key] = value
         tensors += [
-            (name, value)
-            for name, value in tracker.tensors.items()
-            if not (self.shares_constants and tracker.is_as_started(name))
+            (f"{AVERAGE_ITEM}{name}/{spec.name}", values[i])
+            for name, values in averages.items()
+            if i in values
         ]
-        tensors += [(RESIDUAL + name, values) for name, values in residual.items()]
-        return [
-            *(image_tensor(name, tensor) for name, tensor in tensors),
-            image_tensor(
-                SCALARS,
-                scalars_tensor(
-                    [list(own) for own in groups], state, list(held), dict(tracker.committed)
-                ),
+    # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
+    tensors += [
+        (name, value)
+        for name, value in tracker.tensors.items()
+        if not (live.shares_constants and tracker.is_as_started(name))
+    ]
+    tensors += [(RESIDUAL + name, values) for name, values in residual.items()]
+    return [
+        *(image_tensor(name, tensor) for name, tensor in tensors),
+        image_tensor(
+            SCALARS,
+            scalars_tensor(
+                [list(own) for own in sealed.groups],
+                state,
+                list(sealed.differential.held),
+                dict(tracker.committed),
             ),
-        ]
+        ),
+    ]
 
 
 def constant_images(attached: Attached) -> list[ImageTensor]:

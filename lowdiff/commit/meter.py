@@ -36,6 +36,10 @@ class Counters:
     step_bytes: Histogram = field(default_factory=lambda: Histogram(BYTES))
     lag_steps: Histogram = field(default_factory=lambda: Histogram(STEPS))
 
+    def timed(self, counter: str) -> Timed:
+        """Add the time spent inside a ``with`` block, without waiting, to a counter."""
+        return Timed(self, counter)
+
     def document(self) -> dict[str, Any]:
         """As plain values, under the names of ``Checkpointer.stats()``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -43,6 +47,23 @@ class Counters:
             name: value.value().document() if isinstance(value, Histogram) else value
             for name, value in values.items()
         }
+
+
+class Timed:
+    """Measures a block of the training thread; see `Counters.timed`."""
+
+    __slots__ = ("_counter", "_counters", "_started")
+
+    def __init__(self, counters: Counters, counter: str) -> None:
+        self._counters, self._counter = counters, counter
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter() - self._counters.waiting_seconds
+
+    def __exit__(self, *_: object) -> None:
+        counters = self._counters
+        spent = time.perf_counter() - counters.waiting_seconds - self._started
+        setattr(counters, self._counter, getattr(counters, self._counter) + spent)
 
 
 def writer_document(status: WriterStatus) -> dict[str, Any]:

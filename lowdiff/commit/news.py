@@ -27,10 +27,10 @@ class RankNews:
         step: The step that this rank has committed.
         is_preempted: Whether a signal told it to stop soon.
         has_lost_run: Whether another trainer has taken over the run.
-        is_in_trouble: Whether its durable writing is.
+        has_storage_error: Whether its durable writing fails.
         owes_snapshot: Whether a snapshot could not be taken and should be.
         can_snapshot: Whether one would not stop its training.
-        has_rebased: Whether it could log the step only as a snapshot.
+        has_rebased: Whether only its snapshot of the step can be recovered.
         interval: The tuner's wish, as levels plus one; 0 for none.
         batch: Likewise.
         stepped: Bit ``i`` says whether its optimizer ``i`` stepped.
@@ -44,7 +44,7 @@ class RankNews:
     step: int
     is_preempted: bool = False
     has_lost_run: bool = False
-    is_in_trouble: bool = False
+    has_storage_error: bool = False
     owes_snapshot: bool = False
     can_snapshot: bool = False
     has_rebased: bool = False
@@ -61,11 +61,10 @@ _KINDS = [bool if field.type == "bool" else int for field in fields(RankNews)]
 
 
 class News:
-    """Tells and hears; of a single process it is its own news."""
+    """Tells and hears; what a single process tells is what it hears."""
 
-    def __init__(self, group: dist.ProcessGroup | None, world_size: int) -> None:
-        self._group = group if world_size > 1 else None
-        self._world_size = world_size
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
         self._told: RankNews | None = None
         self._coming: tuple[dist.Work, list[torch.Tensor]] | None = None
 
@@ -76,7 +75,7 @@ class News:
         if self._group is None:
             return
         words = torch.tensor([int(word) for word in astuple(news)], device="cpu")
-        all_words = [torch.empty_like(words) for _ in range(self._world_size)]
+        all_words = [torch.empty_like(words) for _ in range(self._group.size())]
         work = dist.all_gather(all_words, words, group=self._group, async_op=True)
         assert work is not None
         self._coming = work, all_words

@@ -1,4 +1,4 @@
-"""Staging for a replica: gradients that are used at once instead of being written every step."""
+"""The queue of a replica (LowDiff+): gradients that are applied at once instead of being written."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from lowdiff.commit.health import say
-from lowdiff.commit.queue import Stager
+from lowdiff.commit.storage import Images, Storage
 from lowdiff.persistence.format.differentials import numbered
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import ReplicaSettings
 from lowdiff.persistence.staging.status import ReplicaStatus, WriterStatus
-from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import registrations
 from lowdiff.recovery.replica.handle import ReplicaProcess
@@ -25,81 +24,144 @@ from lowdiff.settings import Settings
 from lowdiff.types import OptimizerSpec, Section
 
 
-class ReplicatedStager(Stager):
-    """One rank's queue of steps, the replica that empties it, and the writer of its images."""
+class ReplicaImages(Images):
+    """Snapshots of the trainer's, from which the replica begins anew, and the writer persists.
+
+    Attributes:
+        is_needed: Whether the replica has no use for steps before it has a fresh one.
+    """
+
+    def __init__(self, storage: Storage, replica: ReplicaProcess) -> None:
+        super().__init__(storage)
+        self.is_needed = False
+        self._replica = replica
+        self._holds_memory = False
+
+    def asked_for_by(self, status: ReplicaStatus) -> bool:
+        """Whether the replica holds no state although it has taken over every image there was."""
+        return status.generation < 0 and status.image_step >= self.step >= 0
+
+    def notice(self) -> bool:
+        """Hear whether the replica asks for an image; returns whether it needs one."""
+        status = self._replica.status()
+        asks = self.asked_for_by(status)
+        self._storage.errors.report_replica(status.error, asks=asks)
+        self.is_needed |= asks
+        return self.is_needed
+
+    def is_in_use(self, durable_snapshot: int) -> bool:
+        """Whether the newest image is still to be read, by the writer or by the replica."""
+        is_taken = self._replica.status().image_step >= self.step or self._replica.is_stopped
+        return not is_taken or durable_snapshot < self.step
+
+    def stage(
+        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
+    ) -> bool:
+        """See `Images`."""
+        self._holds_memory = False  # the new one takes its place
+        is_staged = super().stage(step, tensors, required=required)
+        if is_staged:
+            self._holds_memory = True
+            self.is_needed = False
+        return is_staged
+
+    def free(self, durable_snapshot: int) -> None:
+        """Give an image's memory back once the replica has its own copy and the disk has it."""
+        if self._holds_memory and not self.is_in_use(durable_snapshot):
+            self._storage.folder.snapshot.unlink(missing_ok=True)
+            self._holds_memory = False
+
+    def begin_anew(self) -> None:
+        """Forget every image: staging was removed."""
+        self.step = -1
+        self._holds_memory = False
+        self.is_needed = self.is_owed = True
+
+
+class ReplicaQueue:
+    """Gradients that a replica applies, and the images that the writer makes durable.
+
+    See `StepQueue`. With ``backpressure="block"`` training waits for room, and where the newest durable
+    image is two snapshot intervals old. With ``"degrade"`` a step that finds no room is given up, with
+    all that follow, until a fresh snapshot of the trainer's takes their place. So are steps after one
+    that the replica cannot apply.
+
+    Args:
+        log: What the replica reads.
+        storage: Its process, and the writer.
+        replica: The same process.
+        makes_images: Whether the replica takes the regular snapshots. On an accelerator the trainer
+            does: the replica's arithmetic may differ there in the last place.
+    """
+
+    logs_steps: ClassVar[bool] = False
 
     def __init__(
-        self,
-        log: StagingLog,
-        writer: WriterProcess,
-        settings: Settings,
-        rank: int,
-        world_size: int,
-        replica: ReplicaSettings,
+        self, log: StagingLog, storage: Storage, replica: ReplicaProcess, *, makes_images: bool
     ) -> None:
-        super().__init__(log, writer, settings, rank, world_size)
-        self._step = self._given_up = self._told_step = -1
-        self._holds_image = self._is_dropping = self._needs_image = False
+        self.storage = storage
+        self.images = ReplicaImages(storage, replica)
+        self.makes_images = makes_images
+        self._log = log
+        self._replica = replica
+        #: Newest step that was staged, and the one that found no room.
+        self._step = self._given_up = -1
+        self._is_dropping = False
         #: Gradients of the step under way that found no room yet.
         self._pending: Sequence[Section] = ()
-        #: With what error the replica asked for an image last.
-        self._asked_with = ""
-        self._replica_makes_images = replica.image_every > 0
-        self.replica = ReplicaProcess(replica)
 
     @property
     def is_gone(self) -> bool:
-        """See ``Stager.is_gone``: or the replica's page, or the file that holds its state."""
-        if super().is_gone or not self._log.folder.replica_status.exists():
+        """See `StepQueue`: also where the replica's page went, or the file that holds its state."""
+        if self._log.is_gone or not self._log.folder.replica_status.exists():
             return True
-        generation = self.replica.read_status().generation
+        generation = self._replica.read_status().generation
         if generation < 0 or self._log.folder.replica_state(generation).exists():
             return False
         # The replica removes a file once another one has taken its place.
-        return self.replica.read_status().generation == generation
+        return self._replica.read_status().generation == generation
 
-    def end_processes(self) -> None:
-        """See ``Stager.end_processes``: without its images a writer has nothing to make durable."""
-        self.replica.stop()
-        self.writer.stop()
+    @property
+    def durable_step(self) -> int:
+        """See `StepQueue`."""
+        return self.storage.writer.read_status().unbroken_step
 
-    def begin_anew(self, step: int) -> None:
-        """See ``Stager.begin_anew``: the replica waits for the snapshot that is owed."""
-        super().begin_anew(step)
-        self._step = self._given_up = self.snapshot_step = self._renewed_step = -1
-        self._holds_image = False
-        self._is_dropping = self._needs_image = True
-        self._pending = ()
-        self.replica.begin_anew()
+    @property
+    def owes_snapshot(self) -> bool:
+        """See `StepQueue`: also where the replica asks for an image."""
+        images = self.images
+        asks = images.asked_for_by(self._replica.read_status())
+        return images.is_owed or images.is_needed or asks
+
+    def status(self) -> WriterStatus:
+        """See `StepQueue`: without the replica's images nothing becomes durable, either."""
+        storage, replica = self.storage, self._replica.read_status()
+        # Not what ends with the trainer's next snapshot.
+        is_asking = replica.forgot or self.images.asked_for_by(replica)
+        trouble = "" if is_asking else replica.error
+        status = storage.writer.status().with_errors(trouble, self._replica.error)
+        if not (status.error and self.is_gone):  # the next commit names the cause and cures it
+            storage.errors.report(status, 2 * storage.settings.snapshot_every)
+        return status
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
-        """Queue gradients before their step's record, straight from where the optimizer has them."""
+        """See `StepQueue`: straight from where the optimizer has them."""
         self._pending = [*self._pending, *numbered(reducer.payload().sections, number)]
-        if self._needs_image or self._given_up == step:
+        if self.images.notice() or self._given_up == step:
             self._pending = ()
-        elif self._degrades:
+        elif self.storage.degrades:
             if not self._has_put():
                 self._given_up = step
             self._pending = ()
         else:
             try:
                 # What is wrong is raised by the commit, not in the middle of the step.
-                self._wait_until(
-                    lambda status: (
-                        self._has_put() or self.needs_image or (self._raises and status.error != "")
-                    ),
-                    "the replica to make room",
+                raises = self.storage.raises
+                self._wait_for_room(
+                    lambda status: self._has_put() or (raises and status.error != "")
                 )
             finally:
                 self._pending = [replace(s, data=s.data.copy()) for s in self._pending]
-
-    def _has_put(self) -> bool:
-        """Put what is pending into the queue, if there is room."""
-        if self._pending:
-            if not self._log.append_ahead(self._pending, durable_step=self._consumed_step()):
-                return False
-            self._pending = ()
-        return True
 
     def stage(
         self,
@@ -108,105 +170,188 @@ class ReplicatedStager(Stager):
         scalars: bytes,
         sections: Sequence[Section],
         *,
-        rebases: bool = False,
+        rebases: bool,
     ) -> None:
-        """Queue a record for the replica, as soon as there is room.
-
-        With ``backpressure="block"`` training waits for room, and where the newest durable image is
-        two snapshot intervals old. With ``"degrade"`` a step that finds no room is given up, with
-        all that follow, until a fresh snapshot of the trainer's takes their place. So are steps after
-        one that the replica cannot apply.
-        """
-        if kind is RecordKind.DIFFERENTIAL:
-            self._forget_image()
-            self._bound_risk(step - self._most_at_risk)
-            if (self.needs_image or self._given_up == step) and not rebases:
+        """See `StepQueue`."""
+        is_step = kind is RecordKind.DIFFERENTIAL
+        if is_step:
+            self.images.free(self.status().durable_snapshot)
+            self._bound_risk(step - 2 * self.storage.settings.snapshot_every)
+            if (self.images.notice() or self._given_up == step) and not rebases:
                 self._drop(step)
                 return
             # Behind what was staged ahead of the record.
             self._pending, sections = [*self._pending, *sections], ()
-
         size: list[int] = []
 
-        def fits(_: object) -> bool:
-            if kind is RecordKind.DIFFERENTIAL and not self._has_put():
+        def fits(_: WriterStatus | None = None) -> bool:
+            if is_step and not self._has_put():
                 return False
+            consumed = self._replica.status().consumed_step
             written = self._log.append(
-                kind,
-                step,
-                scalars,
-                sections,
-                durable_step=self._consumed_step(),
-                rebases=rebases,
+                kind, step, scalars, sections, durable_step=consumed, rebases=rebases
             )
             size.extend([] if written is None else [written])
             return written is not None
 
-        is_step = kind is RecordKind.DIFFERENTIAL
-        if self._degrades and is_step:
-            fits(None)
+        if self.storage.degrades and is_step:
+            fits()
+        elif is_step and not rebases:
+            self._wait_for_room(fits)
         else:
-            self._wait_until(
-                lambda _: fits(None) or (is_step and not rebases and self.needs_image),
-                "the replica to make room",
-            )
+            self.storage.wait_until(self, fits, "the replica to make room")
         if not size:
             self._drop(step)
             return
         self._step = step
-        self._needs_image |= rebases
-        self.counters.staged_bytes += size[0]
-        if is_step:
+        self.images.is_needed |= rebases
+        self.storage.counters.staged_bytes += size[0]
+        if is_step and self.storage.tells_first and not self.storage.degrades:
             self._keep_room()
 
-    @property
-    def _most_at_risk(self) -> int:
-        """See ``Stager._most_at_risk``: only images become durable."""
-        return 2 * self._settings.snapshot_every
+    def stage_snapshot(
+        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
+    ) -> None:
+        """See `StepQueue`: the replica begins anew with it, the writer persists it."""
+        storage, images = self.storage, self.images
+        # The replica takes what is committed, and only this thread can tell it what is.
+        is_untold = self.storage.world_size > 1 and images.step > self._told_step
+        if required or not (storage.degrades or is_untold):
+            storage.wait_until(
+                self,
+                lambda status: (
+                    not images.is_in_use(status.durable_snapshot)
+                    or (storage.tells_first and not required and bool(status.error))
+                ),
+                "the last full snapshot",
+            )
+        if images.is_in_use(self.status().durable_snapshot):
+            images.is_owed = True
+        elif images.stage(step, tensors, required=required):
+            self._is_dropping = False
 
-    def _is_reached(self, status: WriterStatus, step: int) -> bool:
-        """See ``Stager._is_reached``: an image that comes only once training goes on does not count."""
-        return status.durable_step >= step or self.needs_image or self._newest_image < step
+    def is_ready_for_snapshot(self, step: int) -> bool:
+        """See `StepQueue`: whether the replica keeps up with training, and can take an image."""
+        # A whole step's time for a step: the newest has only just been staged, and with several
+        # ranks it is committed, and may be applied, only with the next one. What a replica that
+        # keeps up is behind would otherwise keep the ranks from ever being ready together.
+        in_time = self._step - 1 - (self.storage.world_size > 1)
+        if not self.images.may_retry(step):
+            return False
+        # Where training waits for storage, it waits here as well.
+        return not self.storage.degrades or (
+            not self.images.is_in_use(self.status().durable_snapshot)
+            and self._replica.status().consumed_step >= in_time
+        )
+
+    def wait_for_snapshot(self) -> None:
+        """See `StepQueue`."""
+        step = self.images.step
+        self.storage.wait_until(
+            self,
+            lambda status: status.durable_snapshot >= step,
+            f"the snapshot of step {step} to be durable",
+        )
+
+    def begin_anew(self, step: int) -> None:
+        """See `StepQueue`: the replica waits for the snapshot that is owed."""
+        self._log = self._log.anew()
+        self.storage.begin_anew(step)
+        self.images.begin_anew()
+        self._step = self._given_up = -1
+        self._is_dropping = True
+        self._pending = ()
+
+    def figures(self) -> dict[str, Any]:
+        """See `StepQueue`."""
+        status = self._replica.read_status()
+        applied = max(1, status.applied_steps)
+        return {
+            "replica_pid": self._replica.pid,
+            "replica_step": status.step,
+            "replica_lag_steps": max(0, self._step - status.consumed_step),
+            "replica_seconds_per_step": status.apply_seconds / applied,
+            "replica_restarts": self._replica.restarts,
+            "replica_error": status.error or self._replica.error,
+            "replica_drift": status.drift,
+            "queue_bytes": self._log.bytes_held,
+        }
 
     @property
+    def _told_step(self) -> int:
+        """The newest step that the replica was told to be committed."""
+        return self.storage.page.status.committed_step
+
+    def _wait_for_room(self, fits: Callable[[WriterStatus], bool]) -> None:
+        """Wait until something fits, or the replica needs an image and has no use for it."""
+        self.storage.wait_until(
+            self,
+            lambda status: fits(status) or self.images.notice(),
+            "the replica to make room",
+        )
+
+    def _bound_risk(self, limit: int) -> None:
+        """Wait until ``limit`` is durable, or count a step that goes on without.
+
+        An image that comes only once training goes on is not waited for.
+        """
+        storage = self.storage
+        if storage.degrades:
+            storage.counters.unprotected_steps += self.status().durable_step < limit
+            return
+
+        def is_reached(status: WriterStatus, step: int) -> bool:
+            return (
+                status.durable_step >= step or self.images.notice() or self._newest_image() < step
+            )
+
+        if storage.tells_first:
+            # The last step that may be at risk is kept for telling the other ranks of trouble.
+            storage.wait_until(
+                self,
+                lambda status: is_reached(status, limit + 1) or bool(status.error),
+                f"step {limit + 1} to be durable",
+            )
+        storage.wait_until(
+            self, lambda status: is_reached(status, limit), f"step {limit} to be durable"
+        )
+
     def _newest_image(self) -> int:
         """Step of the newest image that there is, or will be before training goes on."""
-        if not self._replica_makes_images:
-            return self.snapshot_step
-        known = self._told_step if self._world_size > 1 else self._step
-        newest = known - known % self._settings.snapshot_every
-        if self._consumed_step() > newest:  # made by now, or left out for want of memory
-            image = self.replica.status().image
-            newest = -1 if image is None else image.step
-        return max(self.snapshot_step, newest)
+        if not self.makes_images:
+            return self.images.step
+        known = self._told_step if self.storage.world_size > 1 else self._step
+        newest = known - known % self.storage.settings.snapshot_every
+        status = self._replica.status()
+        if status.consumed_step > newest:  # made by now, or left out for want of memory
+            newest = -1 if status.image is None else status.image.step
+        return max(self.images.step, newest)
+
+    def _has_put(self) -> bool:
+        """Put what is pending into the queue, if there is room."""
+        if self._pending:
+            consumed = self._replica.status().consumed_step
+            if not self._log.append_ahead(self._pending, durable_step=consumed):
+                return False
+            self._pending = ()
+        return True
 
     def _keep_room(self) -> None:
         """Wait for room for the next step while there is another in which to tell of trouble.
 
         Not for what the replica takes only once the next step has told it what is committed.
         """
-        if self._tells_first and not self._degrades:
-            self._wait_until(
-                lambda status: (
-                    bool(status.error)
-                    or self.needs_image
-                    or self._consumed_step() >= self._told_step
-                    or self._has_room()
-                ),
-                "the replica to make room",
-            )
 
-    def _has_room(self) -> bool:
-        """Whether a step as large as the last one would fit into the queue."""
-        has_room = self._log.append_ahead((), durable_step=self._consumed_step())
-        self._log.drop_ahead()
-        return has_room
+        def has_room(status: WriterStatus) -> bool:
+            """Whether a step as large as the last one would fit."""
+            consumed = self._replica.status().consumed_step
+            if status.error or self.images.notice() or consumed >= self._told_step:
+                return True
+            fits = self._log.append_ahead((), durable_step=consumed)
+            self._log.drop_ahead()
+            return fits
 
-    def _forget_image(self) -> None:
-        """Give an image's memory back once the replica has its own copy and the disk has it."""
-        if self._holds_image and not self._is_image_in_use():
-            self._log.folder.snapshot.unlink(missing_ok=True)
-            self._holds_image = False
+        self.storage.wait_until(self, has_room, "the replica to make room")
 
     def _drop(self, step: int) -> None:
         self._log.drop_ahead()
@@ -216,147 +361,30 @@ class ReplicatedStager(Stager):
                 f"the replica does not keep up, so steps from {step} on are given up; a full "
                 "snapshot follows when it has caught up"
             )
-            say(self._rank, "steps_dropped", text, step=step)
-        self._owes_snapshot = self._is_dropping = self._needs_image = True
-        self.counters.dropped_steps += 1
-
-    def stage_snapshot(
-        self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
-    ) -> None:
-        """See ``Stager.stage_snapshot``: the replica begins anew with it, the writer persists it."""
-        # The replica takes what is committed, and only this thread can tell it what is.
-        is_untold = self._world_size > 1 and self.snapshot_step > self._told_step
-        if required or not (self._degrades or is_untold):
-            self._wait_until(
-                lambda status: (
-                    not self._is_image_in_use()
-                    or (self._tells_first and not required and bool(status.error))
-                ),
-                "the last full snapshot",
-            )
-        if self._is_image_in_use():
-            self._owes_snapshot = True
-            return
-        self._holds_image = False  # the new one takes its place
-        if self._stage_image(step, tensors, required=required):
-            self._holds_image = True
-            self._is_dropping = self._needs_image = False
-
-    def show(self, step: int, committed_step: int, *, preempted: bool = False) -> None:
-        """See ``Stager.show``."""
-        self._told_step = committed_step
-        super().show(step, committed_step, preempted=preempted)
-
-    @property
-    def owes_snapshot(self) -> bool:
-        """Whether a snapshot could not be taken and should be, or the replica needs an image."""
-        return self.needs_image or self._owes_snapshot
-
-    @property
-    def needs_image(self) -> bool:
-        """Whether the replica has no use for steps before it has a fresh snapshot of the trainer's."""
-        status = self.replica.status()
-        if self._asks_for_image(status):
-            if status.error != self._asked_with:
-                text = f"the replica begins anew with a full snapshot: {status.error}"
-                say(self._rank, "replica_error", text, error=status.error)
-            self._asked_with = status.error
-            self._needs_image = True
-        elif not status.error:
-            self._asked_with = ""
-        return self._needs_image
-
-    def _asks_for_image(self, status: ReplicaStatus) -> bool:
-        """Whether it holds no state although it has taken over every image there was."""
-        return status.generation < 0 and status.image_step >= self.snapshot_step >= 0
-
-    def is_ready_for_snapshot(self, step: int) -> bool:
-        """Whether the replica keeps up with training, and can take an image."""
-        # A whole step's time for a step: the newest has only just been staged, and with several
-        # ranks it is committed, and may be applied, only with the next one. What a replica that
-        # keeps up is behind would otherwise keep the ranks from ever being ready together.
-        in_time = self._step - 1 - (self._world_size > 1)
-        return (
-            step >= self._retry_step
-            # Where training waits for storage, it waits here as well.
-            and (
-                not self._degrades
-                or (not self._is_image_in_use() and self._consumed_step() >= in_time)
-            )
-        )
-
-    def stop(self) -> None:
-        """See ``Stager.stop``."""
-        self.replica.stop()
-
-    def tend(self) -> None:
-        """See ``Stager.tend``: so for the replica."""
-        super().tend()
-        self.replica.status()
-
-    def die(self, *, kills_processes: bool) -> None:
-        """See ``Stager.die``."""
-        super().die(kills_processes=kills_processes)
-        (self.replica.stop if kills_processes else self.replica.orphan)()
-
-    def figures(self) -> dict[str, Any]:
-        """See ``Stager.figures``: the replica's part of ``stats()``."""
-        status = self.replica.read_status()
-        applied = max(1, status.applied_steps)
-        return {
-            "replica_pid": self.replica.pid,
-            "replica_step": status.step,
-            "replica_lag_steps": max(0, self._step - status.consumed_step),
-            "replica_seconds_per_step": status.apply_seconds / applied,
-            "replica_restarts": self.replica.restarts,
-            "replica_error": status.error or self.replica.error,
-            "replica_drift": status.drift,
-            "queue_bytes": self._log.bytes_held,
-        }
-
-    def _reported(self) -> WriterStatus:
-        """See ``Stager._reported``: without the replica's images nothing becomes durable, either."""
-        status, replica = super()._reported(), self.replica.read_status()
-        # Not what ends with the trainer's next snapshot.
-        is_asking = replica.forgot or self._asks_for_image(replica)
-        trouble = "" if is_asking else replica.error
-        return status.with_errors(trouble, self.replica.error)
-
-    def _consumed_step(self) -> int:
-        return self.replica.status().consumed_step
-
-    def _is_image_in_use(self) -> bool:
-        """Whether the trainer's last image is still to be read by the writer or by the replica."""
-        status = self.replica.status()
-        is_taken = status.image_step >= self.snapshot_step or self.replica.is_stopped
-        return not is_taken or self._status().durable_snapshot < self.snapshot_step
+            say(self.storage.rank, "steps_dropped", text, step=step)
+        self._is_dropping = self.images.is_owed = self.images.is_needed = True
+        self.storage.counters.dropped_steps += 1
 
 
-def begin_replicated(
-    log: StagingLog,
-    writer: WriterProcess,
+def replica_settings(
     settings: Settings,
-    rank: int,
+    log: StagingLog,
     world_size: int,
     *,
     makes_images: bool,
     specs: Sequence[OptimizerSpec],
-) -> ReplicatedStager:
-    """Start a rank's replica, which reads ``log`` and hands its images to ``writer``.
-
-    Unless the trainer makes them: the replica may have other last bits than an accelerator.
-    """
-    every = settings.snapshot_every
+) -> ReplicaSettings:
+    """Settings of a rank's replica, which reads ``log``."""
     kept = (settings.retention and settings.retention.every_steps) or 0
-    replica = ReplicaSettings(
+    return ReplicaSettings(
         run=str(settings.run),
         staging_root=str(log.folder.root.parents[1]),
         run_id=log.folder.run_id,
         incarnation=log.folder.incarnation,
-        rank=rank,
+        rank=log.folder.rank,
         world_size=world_size,
         trainer_pid=os.getpid(),
-        image_every=every if makes_images else 0,
+        image_every=settings.snapshot_every if makes_images else 0,
         keep_every=kept if makes_images else 0,
         waits=settings.backpressure == "block",
         imports=settings.imports,
@@ -364,4 +392,3 @@ def begin_replicated(
         scalar_state=tuple(sorted(SCALAR_STATE)),
         import_path=tuple(map(os.path.abspath, sys.path)) if settings.imports else (),
     )
-    return ReplicatedStager(log, writer, settings, rank, world_size, replica)

@@ -1,6 +1,7 @@
-"""How often this life snapshots and how much it writes at once: as told, or as the tuner decides.
+"""When a rank takes full snapshots, and how much it writes at once: as told, or as the tuner decides.
 
-Every rank looks at its own measurements and tells its wish with the news of a step. At the next
+`decide` is the schedule: a pure function of one `Situation`. `Cadence` holds the interval and the batch
+size that are in force. Every rank looks at its own measurements and tells its wish with the news of a step. At the next
 commit all ranks have heard the same wishes and follow them alike: the longest interval and the largest
 batch that any rank asks for, because the slowest disk must keep up.
 """
@@ -10,22 +11,145 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from lowdiff.commit.news import RankNews
+from lowdiff.commit.queue import StepQueue
+from lowdiff.commit.storage import Storage
 from lowdiff.core.events import log_event
 from lowdiff.errors import ConfigError
-from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.staging.measurements import Recorder, read_recorded, write_decisions
-from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.settings import Settings
-from lowdiff.tuner.choice import Setting
+from lowdiff.step.states import Sealed
+from lowdiff.tuner.choice import Limits, Setting
 from lowdiff.tuner.failures import estimate_rates
 from lowdiff.tuner.measured import Life, Past, failures_of, measure
 from lowdiff.tuner.policy import Levels, Move, move
 
 _logger = logging.getLogger(__name__)
+
+
+class Why(Enum):
+    """Why a full snapshot is taken."""
+
+    UNREPLAYABLE = "the step's record cannot be replayed"
+    INTERVAL = "the interval is over, or retention keeps the step"
+    RANKS_APART = "ranks were found not to be alike"
+    OTHER_RANK = "another rank could log the step before only as a snapshot"
+    STAGING_RENEWED = "staging was made anew"
+    OWED = "an earlier one could not be taken"
+    PREEMPTED = "the machine may go soon, and only an image outlives it"
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What decides about a snapshot after a step.
+
+    Attributes:
+        rebases: Whether only a snapshot of the step can be recovered.
+        is_due: Whether the interval is over.
+        logs_steps: Whether steps become durable without a snapshot after them.
+        makes_images: Whether another process takes the regular snapshots.
+        asked: Why else one was asked for; None where nobody did.
+        can_catch_up: Whether one is owed, and every rank can take it.
+        is_last_chance: Whether the training was told, since the step before, to stop soon.
+    """
+
+    rebases: bool
+    is_due: bool
+    logs_steps: bool
+    makes_images: bool
+    asked: Why | None
+    can_catch_up: bool
+    is_last_chance: bool
+
+
+def decide(now: Situation) -> Why | None:
+    """Say why a full snapshot is taken after a step; None for no snapshot."""
+    if now.rebases:
+        return Why.UNREPLAYABLE
+    if now.is_last_chance and not now.logs_steps:
+        return Why.PREEMPTED
+    if now.is_due and not now.makes_images:
+        return Why.INTERVAL
+    if now.asked is not None:
+        return now.asked
+    return Why.OWED if now.can_catch_up else None
+
+
+class Schedule:
+    """Decides about snapshots, step by step, alike on all ranks.
+
+    Args:
+        cadence: The interval in force.
+        queue: Takes the snapshots.
+        is_alone: Whether there is one rank.
+        audited_until: Up to this step frozen parameters are read whole at every commit.
+    """
+
+    def __init__(
+        self, cadence: Cadence, queue: StepQueue, *, is_alone: bool, audited_until: float
+    ) -> None:
+        self.cadence = cadence
+        self._queue = queue
+        self._is_alone = is_alone
+        self._audited_until = audited_until
+        self._asked: Why | None = None
+        self._tried_step = -1
+        self._has_prepared = False
+
+    def ask(self, why: Why) -> None:
+        """Ask for a snapshot of the next step that is committed."""
+        self._asked = self._asked or why
+
+    def is_audited(self, step: int) -> bool:
+        """Whether frozen parameters are read whole at a step: at the first ones, and for snapshots."""
+        return step <= self._audited_until or self.cadence.is_due(step)
+
+    def settle(
+        self, sealed: Sealed, heard: Sequence[RankNews], *, is_preempted: bool
+    ) -> Why | None:
+        """Decide about a snapshot after a step, and count the interval from it.
+
+        Args:
+            sealed: The step.
+            heard: What all ranks said after the step before.
+            is_preempted: Whether the training was told to stop soon.
+
+        Returns:
+            Why one is taken; None for no snapshot.
+        """
+        step = sealed.differential.step
+        why = decide(
+            Situation(
+                rebases=sealed.rebases,
+                is_due=self.cadence.is_due(step),
+                logs_steps=self._queue.logs_steps,
+                makes_images=self._queue.makes_images,
+                asked=self._asked,
+                can_catch_up=self._can_catch_up(step, heard),
+                is_last_chance=is_preempted and not self._has_prepared,
+            )
+        )
+        self._asked = None
+        if why is not None and why is not Why.UNREPLAYABLE:  # which other ranks do not know of yet
+            self._has_prepared |= is_preempted
+            self._tried_step = step
+            self.cadence.snapshot_taken(step)
+        return why
+
+    def _can_catch_up(self, step: int, heard: Sequence[RankNews]) -> bool:
+        """Whether to take a snapshot that a rank owes; it exists only with every rank's share."""
+        if self._is_alone:
+            return self._queue.owes_snapshot and self._queue.is_ready_for_snapshot(step)
+        # The news are from before the last commit's snapshot, which may be the one owed.
+        return (
+            self._tried_step < step - 1
+            and any(news.owes_snapshot for news in heard)
+            and all(news.can_snapshot for news in heard)
+        )
 
 
 class Cadence:
@@ -34,28 +158,32 @@ class Cadence:
     def __init__(
         self,
         settings: Settings,
-        folder: StagingFolder,
-        writer: WriterProcess,
+        storage: Storage,
         recorder: Recorder,
-        ranks: tuple[int, int],
+        world_size: int,
     ) -> None:
         self.snapshot_every = settings.snapshot_every
-        self.batch_size = settings.batch_size
         self._settings = settings
-        retention = settings.retention
-        self._limits = settings.tuning.limits.keeping(
-            None if retention is None else retention.snapshots
-        )
-        self._folder = folder
-        self._writer = writer
+        self._storage = storage
         self._recorder = recorder
-        self._rank, self._world_size = ranks
+        self._world_size = world_size
         self._decisions: list[dict[str, Any]] = []
         self._lives: tuple[Life, ...] = ()
         self._base_step = 0
-        self._levels = Levels.near(Setting(self.snapshot_every, self.batch_size))
+        self._levels = Levels.near(Setting(self.snapshot_every, storage.batch_size))
         self._wish = Move(self._levels, ())
         self._considered = 0
+
+    @property
+    def batch_size(self) -> int:
+        """Differentials per durable write."""
+        return self._storage.batch_size
+
+    @property
+    def _limits(self) -> Limits:
+        retention = self._settings.retention
+        kept = None if retention is None else retention.snapshots
+        return self._settings.tuning.limits.keeping(kept)
 
     def begin(self, step: int, past: Past) -> None:
         """Start at a step, with the setting that the life before used last if one is to be found.
@@ -93,7 +221,7 @@ class Cadence:
         wish = self._wish.levels
         return wish.interval + 1, wish.batch + 1
 
-    def heed(self, step: int, heard: Sequence[RankNews]) -> None:
+    def follow(self, step: int, heard: Sequence[RankNews]) -> None:
         """Follow the wishes of all ranks; at each commit, before the next step begins.
 
         Args:
@@ -112,7 +240,7 @@ class Cadence:
         agreed = Levels(max(w.interval for w in known), max(w.batch for w in known))
         if agreed == self._levels:
             return
-        before = Setting(self.snapshot_every, self.batch_size)
+        before = Setting(self.snapshot_every, self._storage.batch_size)
         self._levels = agreed
         self._take_effect()
         reasons = list(self._wish.reasons) if self._wish.levels == agreed else []
@@ -124,47 +252,46 @@ class Cadence:
             ][:1]
         text = (
             f"from step {step + 1} on, a snapshot every {self.snapshot_every} steps instead of "
-            f"{before.snapshot_every} and {self.batch_size} steps per durable write instead of "
+            f"{before.snapshot_every} and {self._storage.batch_size} steps per durable write instead of "
             f"{before.batch_size}"
         )
-        if self._rank == 0:
+        if self._storage.rank == 0:
             log_event(_logger, logging.INFO, "tuned", text, step=step)
         self._decisions.append(
             {
                 "step": step,
                 "unix_seconds": time.time(),
                 "snapshot_every": self.snapshot_every,
-                "batch_size": self.batch_size,
+                "batch_size": self._storage.batch_size,
                 "snapshot_every_before": before.snapshot_every,
                 "batch_size_before": before.batch_size,
                 "reasons": reasons,
             }
         )
         try:
-            write_decisions(self._folder.decisions, self._decisions)
+            write_decisions(self._storage.folder.decisions, self._decisions)
         except OSError as error:  # no memory is left for it: training needs none of this
             text = "rank %d: measurements are incomplete: a decision of the tuner is not kept: %s"
-            _logger.warning(text, self._rank, error)
+            _logger.warning(text, self._storage.rank, error)
 
     def _take_effect(self) -> None:
         setting = self._levels.setting
         if self._settings.tunes_interval:
             self.snapshot_every = setting.snapshot_every
-        if self._settings.tunes_batch and self.batch_size != setting.batch_size:
-            self.batch_size = setting.batch_size
-            self._writer.set_batch_size(self.batch_size)
+        if self._settings.tunes_batch and self._storage.batch_size != setting.batch_size:
+            self._storage.set_batch_size(setting.batch_size)
         self._recorder.note(
             snapshot_every=float(self.snapshot_every),
-            batch_size=float(self.batch_size),
+            batch_size=float(self._storage.batch_size),
             world_size=float(self._world_size),  # shards of another number of ranks differ
         )
         self._recorder.publish()
 
     def _consider(self) -> None:
         """Form a wish for the next steps; the same one while nothing better pays."""
-        samples, facts = read_recorded(self._folder.measured_by_writer)
+        samples, facts = read_recorded(self._storage.folder.measured_by_writer)
         here = Life(
-            self._folder.incarnation,
+            self._storage.folder.incarnation,
             {**self._recorder.samples(), **samples},
             {**self._recorder.facts(), **facts},
         )

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.errors import ConfigError
-from lowdiff.model.averages import LiveAverage, find_averages
+from lowdiff.model.averages import Averages, LiveAverage, find_averages
 from lowdiff.model.binding import Attached
 from lowdiff.model.items import ItemTracker, Stateful
 
@@ -27,6 +28,31 @@ class Given:
     stateful: Mapping[str, Stateful]
     averages: Mapping[str, LiveAverage]
     tracker: ItemTracker
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Live:
+    """One rank's part of a training that runs: what each step reads.
+
+    Attributes:
+        attached: Model and optimizers.
+        tracker: Their items.
+        residual: Error feedback; every rank has its own whole.
+        averages: Replayed averages of the parameters.
+        shares_constants: Whether frozen parameters as they were at the start are stored apart.
+        incarnation: Its number.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    attached: Attached
+    tracker: ItemTracker
+    residual: RotatingResidual
+    averages: Averages
+    shares_constants: bool
+    incarnation: int
+    rank: int
+    world_size: int
 
 
 def watch(attached: Attached, stateful: Mapping[str, Stateful]) -> Given:

@@ -273,11 +273,8 @@ class StepGuard:
         self._places = [(p.data_ptr(), p.stride()) for p in attached.parameters]
         self._has_reordered = False
         self._num_entries = [len(optimizer.state) for optimizer in attached.optimizers]
-        self._hook_ids: dict[int, int] = {}
-
-    def registered(self, index: int, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """Remember which pre-hook of an optimizer is ours."""
-        self._hook_ids[index] = handle.id
+        #: Id of the pre-hook of each optimizer behind which no other may come: ours.
+        self.last_pre_hooks: Sequence[int] = ()
 
     def before_step(self, index: int, arguments: Sequence[Any]) -> bool:
         """Check an optimizer that is about to step.
@@ -312,7 +309,7 @@ class StepGuard:
                 f"a parameter of shape {tuple(thawed[0].shape)} was frozen at attach and has a "
                 f"gradient now, but {_ATTACH_ANEW}"
             )
-        if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hook_ids[index]:
+        if next(reversed(optimizer._optimizer_step_pre_hooks)) != self.last_pre_hooks[index]:
             raise UsageError(
                 "a step pre-hook was registered on the optimizer after attach and could change "
                 "the gradient unseen; register it before attach"

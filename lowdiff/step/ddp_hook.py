@@ -2,7 +2,7 @@
 
 # No postponed annotations here: DDP compares the hook's annotations with the classes themselves.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -32,8 +32,6 @@ class HookState:
 
     Attributes:
         is_copy: Whether it came with a copy of a model.
-        averaged: Layout indices of what was reduced and not consumed since; who sees it consumed
-            takes it out.
         has_failed: Whether the last backward pass failed, so that its gradients mean nothing.
     """
 
@@ -43,7 +41,8 @@ class HookState:
         self._reducer: Reducer | None = None
         self._average: Average | None = None
         self._index_of: dict[int, int] = {}
-        self.averaged: set[int] = set()
+        #: Layout indices of parameters whose gradients were averaged and not consumed since.
+        self._exchanged: set[int] = set()
         self.has_failed = False
         self._failure: Exception | None = None
 
@@ -55,7 +54,7 @@ class HookState:
         self._reducer = reducer
         self._average = None
         self._why_closed = _OUTSIDE
-        self.averaged.clear()
+        self._exchanged.clear()
         self._index_of = {id(parameter): i for i, parameter in enumerate(parameters)}
 
     def close(self, reducer: Reducer) -> None:
@@ -67,7 +66,13 @@ class HookState:
         """Average buckets from now on, and remember nothing: DDP keeps its hook for life."""
         self._reducer, self._average = None, average
         self.has_failed = False
-        self.averaged.clear()
+        self._exchanged.clear()
+
+    def consume(self, parameters: Collection[int]) -> set[int]:
+        """Take out what an optimizer consumes; returns the parameters that were not averaged."""
+        own = set(parameters) - self._exchanged
+        self._exchanged -= set(parameters)
+        return own
 
     def leave(self, why: str) -> None:
         """Stop without giving anything back, in a process that only got a copy of what is open."""
@@ -136,7 +141,7 @@ class HookState:
                 "sparse=False"
             )
         parameters = [self._index_of[id(parameter)] for parameter in bucket.parameters()]
-        self.averaged.update(parameters)
+        self._exchanged.update(parameters)
         with without_autocast(bucket.buffer().device):
             return self._reducer.reduce(
                 parameters,

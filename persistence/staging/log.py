@@ -55,7 +55,7 @@ class StagingLog:
         self._world_size = world_size
         self._sizes = chunk_bytes, cap_bytes
         # The processes that read the log need these as well.
-        self._files = [folder.owner, folder.trainer_lock, folder.status]
+        self._files = [folder.owner, folder.trainer_lock, folder.trainer_status, folder.status]
         if folder.residual.exists():
             self._files.append(folder.residual)
         self._chunks = Chunks(folder, chunk_bytes=chunk_bytes, cap_bytes=cap_bytes)

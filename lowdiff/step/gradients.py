@@ -1,0 +1,111 @@
+"""What may happen to gradients before an optimizer consumes them, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from lowdiff.errors import UsageError
+from lowdiff.model.binding import Attached
+from lowdiff.model.shared_memory import is_whole
+from lowdiff.protocols import Reducer
+from lowdiff.step.ddp_hook import HookState
+
+_logger = logging.getLogger(__name__)
+
+
+class Gradients:
+    """The gradients of one rank, as its optimizers find them.
+
+    Args:
+        attached: Model and optimizers.
+        reducer: Compresses gradients in place where there is no communication hook.
+        hook: Knows what DDP has averaged; None where there is one rank only.
+    """
+
+    def __init__(self, attached: Attached, reducer: Reducer, hook: HookState | None) -> None:
+        self._attached = attached
+        self._reducer = reducer
+        self._hook = hook
+        #: Layout index -> gradient that the last body left, in which no optimizer stepped.
+        self._kept: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._has_told_kept = False
+
+    def end_step(self, *, has_stepped: bool) -> None:
+        """Remember the gradients that a step leaves in which no optimizer stepped."""
+        self._kept = {} if has_stepped else self._attached.kept_gradients()
+
+    def take(self, optimizer: int, step: int) -> list[torch.Tensor | None]:
+        """Flat gradients that an optimizer is about to consume, in layout order.
+
+        Args:
+            optimizer: Index of the optimizer.
+            step: Number of the step, for errors.
+
+        Returns:
+            None where a gradient is absent, or belongs to another optimizer.
+
+        Raises:
+            UsageError: If ranks have not averaged them.
+        """
+        self._tell_of_kept(optimizer, step)
+        gradients = self._attached.gradients(optimizer)
+        if self._hook is not None:
+            self._refuse_not_averaged(self._hook, gradients, step)
+        return gradients
+
+    def compress_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Compress what backward left, without DDP and its communication hook."""
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            self._reducer.reduce([i], [gradient], gradient).wait()
+            live = self._attached.parameters[i].grad
+            assert live is not None
+            if live.data_ptr() != gradient.data_ptr():
+                spec = self._attached.layout.parameters[i]
+                made = gradient.as_strided(spec.shape, spec.strides)
+                if is_whole(live):
+                    live.copy_(made)
+                else:  # an expanded gradient has no memory for each element
+                    self._attached.parameters[i].grad = made
+
+    def _refuse_not_averaged(
+        self, hook: HookState, gradients: Sequence[torch.Tensor | None], step: int
+    ) -> None:
+        if hook.has_failed:
+            raise UsageError(
+                f"the backward pass of step {step} raised an error, so its gradients are not "
+                "averaged over the ranks; clear them, and run it again or end all ranks"
+            )
+        consumed = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
+        own = hook.consume(consumed)
+        # Zeros are the same on all ranks: a batch that was left out, say.
+        first = next((i for i in sorted(own) if bool(consumed[i].any())), None)
+        if first is not None:
+            raise UsageError(
+                f"optimizer.step() of step {step} would use gradients that were not averaged "
+                f"over the ranks, {self._attached.layout.parameters[first].name!r} among them, and the "
+                "ranks' parameters would part; run the last backward pass before it outside "
+                "ddp.no_sync(), also where an epoch ends with fewer micro-batches. Averages of your "
+                "own cannot be told from a rank's own gradients: leave them to DDP and its hook"
+            )
+
+    def _tell_of_kept(self, optimizer: int, step: int) -> None:
+        """Say once that a body steps with gradients of the one before, which no resume has."""
+        if not self._kept or self._has_told_kept:
+            return
+        parameters, owner = self._attached.parameters, self._attached.owner
+        if any(owner[i] == optimizer and r() is parameters[i].grad for i, r in self._kept.items()):
+            self._has_told_kept = True
+            _logger.warning(
+                "step %d ended without optimizer.step(), and the next one uses its gradients, unless "
+                "they were zeroed in place: a run that resumes between the two lacks them, and what "
+                "was compressed away of them is owed anew; run all backward passes of an optimizer "
+                "step between two commits, or clear what a skipped step leaves with "
+                "optimizer.zero_grad(). This is said once",
+                step - 1,
+            )

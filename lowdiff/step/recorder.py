@@ -1,0 +1,340 @@
+"""The recorder of steps: reads what optimizers consume, and seals a step into its record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from crc32c import crc32c
+
+from lowdiff.compressors.exchange import stamp_of
+from lowdiff.errors import UsageError
+from lowdiff.model.binding import hyper_parameters
+from lowdiff.model.tracked import Live
+from lowdiff.model.watch import StepGuard, Watch
+from lowdiff.persistence.format.values import encode, same
+from lowdiff.protocols import Reducer
+from lowdiff.recovery.replay.optimizers import granularity
+from lowdiff.step.ddp_hook import autocasts, without_autocast
+from lowdiff.step.grad_scaling import Scaling
+from lowdiff.step.gradients import Gradients
+from lowdiff.step.proofs import Proofs
+from lowdiff.step.states import Change, Groups, Sealed, State, Step
+from lowdiff.types import Differential, OptimizerStep, Payload
+
+
+class Recorder:
+    """Records the steps of one rank, one after the other.
+
+    Args:
+        live: The training.
+        reducer: Reads gradients before an optimizer consumes them.
+        gradients: Finds them, and refuses what ranks have not averaged.
+        scaling: Knows what multiplied gradients since their exchange.
+        proofs: Prove steps of registered optimizers.
+        watches: Whether to look around optimizer steps as well, as ``watch="live"`` says.
+        most_calls: Optimizer steps that one loop body may make and a log can hold; 1 where a second
+            one is an error.
+
+    Attributes:
+        step: The step under way.
+        reducer: The same as the argument.
+        scaling: The same.
+        guard: Notices writes to optimizers and their state.
+        watch: Notices writes to parameters.
+        proofs: Replay steps of registered optimizers.
+    """
+
+    def __init__(
+        self,
+        live: Live,
+        reducer: Reducer,
+        gradients: Gradients,
+        scaling: Scaling,
+        proofs: Proofs,
+        *,
+        watches: bool,
+        most_calls: int,
+    ) -> None:
+        self._live = live
+        self.reducer = reducer
+        self._gradients = gradients
+        self.scaling = scaling
+        self.proofs = proofs
+        self._most_calls = most_calls
+        self.guard = StepGuard(live.attached)
+        self.watch = Watch(
+            live.attached,
+            live.averages.named_tensors(),
+            live.rank,
+            live.world_size,
+            is_live=watches,
+        )
+        self.step = Step(-1, 0)
+
+    def base(self, step: int) -> Sealed:
+        """Describe the state that an incarnation starts from, as if a step had just led to it."""
+        self._live.residual.copy(step, is_first=True)
+        return Sealed(
+            Differential(
+                step=step,
+                incarnation=self._live.incarnation,
+                rank=self._live.rank,
+                world_size=self._live.world_size,
+                optimizers=(),
+                absent=(),
+                held=tuple(self._live.attached.held()),
+                payload=Payload(()),
+                residual=self._live.residual.mark(),
+            ),
+            frozenset(),
+            self._groups(),
+        )
+
+    def begin(self, step: int) -> None:
+        """Open the step that leads to state ``step``."""
+        self.step = Step(step, len(self._live.attached.optimizers))
+        self.proofs.begin()
+        self.reducer.begin(stamp_of(self._live.incarnation, step))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every optimizer stepped, none may step again, and no step was refused."""
+        return self.step.is_complete and self._most_calls == 1 and self.proofs.refusal is None
+
+    @property
+    def is_loggable(self) -> bool:
+        """Whether the log has room for as many optimizer calls as this step has made by now."""
+        return self.step.calls <= self._most_calls
+
+    def refuse_autocast(self, optimizer: int) -> None:
+        """Refuse a step inside ``torch.autocast`` of an optimizer that would multiply matrices.
+
+        Raises:
+            UsageError: Unless the optimizer works element by element, where autocast changes nothing.
+        """
+        attached = self._live.attached
+        if autocasts(attached.device) and granularity(attached.specs[optimizer]) != "element":
+            raise UsageError(
+                f"optimizer.step() runs inside torch.autocast, where "
+                f"{attached.specs[optimizer].class_name} would "
+                "multiply matrices in half width, which replay does not repeat; call it after the "
+                "with block, which is for the forward pass and the loss"
+            )
+
+    def begin_call(self, optimizer: int) -> None:
+        """Close the current call before this optimizer steps again, or after an average moved on.
+
+        Raises:
+            UsageError: If a body may make one optimizer step only, and this is a second one.
+        """
+        step, averages = self.step, self._live.averages
+        if self._most_calls == 1:
+            name = type(self._live.attached.optimizers[optimizer]).__name__
+            step.refuse_again(optimizer, name)
+        elif optimizer in step.consumed or (step.consumed and not averages.is_as_committed):
+            done, are_replayable = averages.commit()
+            if not are_replayable:
+                step.changes.add(Change.OUTSIDE)
+            step.end_call(done, self.watch.end_call(step.number, done))
+
+    def consume(self, index: int, arguments: Sequence[Any]) -> None:
+        """Read what an optimizer is about to use: unscaled and clipped by now.
+
+        Args:
+            index: The optimizer.
+            arguments: What its ``step()`` was called with.
+
+        Raises:
+            UsageError: If the gradients, or the optimizer, are not what a run records.
+            UnsupportedOptimizer: If it is called with a closure.
+        """
+        step, attached = self.step, self._live.attached
+        optimizer = attached.optimizers[index]
+        # The optimizer holds a reference to itself in front of the caller's arguments.
+        given = [argument for argument in arguments if argument is not optimizer]
+        if self.guard.before_step(index, given) or self._live.averages.before_step(index):
+            step.changes.add(Change.OUTSIDE)
+        self.watch.before_step(index)
+        gradients = self._gradients.take(index, step.number)
+        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        done = OptimizerStep(
+            stepped=True,
+            consumed=copied(hyper_parameters(optimizer)),
+            grad_scale=scale if scale is None else float(scale),
+            found_inf=found_inf if found_inf is None else float(found_inf),
+        )
+        if done.found_inf and _keeps_unwritten_memory(optimizer):
+            step.changes.add(Change.UNWRITTEN_STATE)
+        if attached.ddp is None:
+            # Only a fused optimizer that unscales by itself still gets them scaled.
+            self.scaling.exchanged_at(done.grad_scale or 1.0)
+            self._gradients.compress_in_place(gradients)
+            self.reducer.consume(gradients)
+        else:
+            self.reducer.consume(gradients, factors=self.scaling.factors)
+        if not done.found_inf:
+            self._live.residual.settle({i for i, g in enumerate(gradients) if g is not None})
+        owned = (i for i, owner in enumerate(attached.owner) if owner == index)
+        step.consume(index, done, [i for i in owned if gradients[i] is None])
+        self.proofs.before_step(index, step.number, done)
+        if not self.is_loggable:
+            step.changes.add(Change.TOO_MANY_CALLS)
+
+    def end(self, optimizer: int) -> None:
+        """Look at what an optimizer has just updated."""
+        self.watch.after_step(optimizer)
+        self.guard.after_step(optimizer)
+        with without_autocast(self._live.attached.device):
+            self.proofs.after_step(optimizer, self.step.number)
+        self.step.end(optimizer)
+
+    def look_outside(self) -> None:
+        """Notice what was changed since the optimizers stepped, also by a step that was broken off."""
+        self.guard.keep_forms()
+        if self.guard.at_commit():
+            self.step.changes.add(Change.OUTSIDE)
+        if self.step.is_broken_off:
+            self.step.changes.add(Change.BROKEN_OFF)
+        if self.proofs.has_late_state:
+            self.step.changes.add(Change.UNPROVEN_STATE)
+
+    def seal(self, *, thorough: bool) -> Sealed:
+        """Read the step that just ended; the same value again until the next step begins.
+
+        Args:
+            thorough: Whether to read frozen parameters whole that nothing says were written.
+
+        Raises:
+            UsageError: If sealing was broken off before, with several ranks.
+        """
+        step = self.step
+        if step.state is State.SEALED:
+            assert step.sealed is not None
+            step.sealed = replace(step.sealed, changes=frozenset(step.changes))
+            return step.sealed
+        # First, because the user's objects may raise: nothing has been read once by then.
+        items = (
+            None if step.state is State.SEALING else self._live.tracker.changed(thorough=thorough)
+        )
+        step.begin_sealing(ranks=self._live.world_size)
+        if items is None:
+            items = self._live.tracker.changed(thorough=thorough)
+        step.seal(self._read(items))
+        assert step.sealed is not None
+        return step.sealed
+
+    def _read(self, items: dict[str, bytes]) -> Sealed:
+        step, live = self.step, self._live
+        groups = self._groups()
+        self._gradients.end_step(has_stepped=step.has_stepped)
+        optimizers = tuple(_ended(step.consumed.get(i), own) for i, own in enumerate(groups))
+        held = tuple(live.attached.held())
+        live.residual.advance()
+        self.scaling.end_step()
+        averages, are_replayable = live.averages.commit()
+        if not are_replayable:
+            step.changes.add(Change.OUTSIDE)
+        seen = self.watch.at_commit(step.number, averages)
+        live.residual.copy(step.number)
+        differential = Differential(
+            step=step.number,
+            incarnation=live.incarnation,
+            rank=live.rank,
+            world_size=live.world_size,
+            optimizers=optimizers,
+            absent=tuple(sorted(step.absent)),
+            held=held,
+            payload=self.reducer.payload(),
+            items=items,
+            residual=live.residual.mark(),
+            digests=seen.digests,
+            averages=seen.averages,
+            written=seen.written,
+            earlier=step.earlier,
+        )
+        stepped, consumed = _agreed(differential) if live.world_size > 1 else (0, 0)
+        return Sealed(
+            differential,
+            frozenset(step.changes),
+            groups,
+            calls=step.calls,
+            stepped=stepped,
+            consumed=consumed,
+            own=seen.own,
+            other=seen.other,
+            watched=seen.watched,
+        )
+
+    def is_as_sealed(self) -> bool:
+        """Whether the live state is still that of the last sealed step.
+
+        Groups are left out: a snapshot holds those of the sealed step.
+        """
+        live = self._live
+        return (
+            not self.step.consumed
+            and not self.step.changes
+            and not self.guard.at_commit()
+            and self.watch.is_as_committed()
+            and live.averages.is_as_committed
+            and live.tracker.is_as_committed()
+        )
+
+    def _groups(self) -> list[Groups]:
+        return [copied(hyper_parameters(o)) for o in self._live.attached.optimizers]
+
+
+def copied(value: Any) -> Any:
+    """Hyper-parameters as they are now: schedulers write into tensors, arrays and lists in place."""
+    kind = type(value)
+    if kind in _UNCHANGING:
+        return value
+    if kind is dict:
+        return {
+            key: part if type(part) in _UNCHANGING else copied(part) for key, part in value.items()
+        }
+    if kind in (list, tuple):
+        return kind([copied(part) for part in value])
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+#: Types of which a value never changes.
+_UNCHANGING = frozenset({bool, int, float, str, type(None)})
+
+
+def _ended(done: OptimizerStep | None, groups: Groups) -> OptimizerStep:
+    """One optimizer's part of a step, with its groups as they are at the end."""
+    if done is None:
+        return OptimizerStep(stepped=False, consumed=groups)
+    return done if same(done.consumed, groups) else replace(done, committed=groups)
+
+
+def _agreed(differential: Differential) -> tuple[int, int]:
+    """Which optimizers stepped, and a checksum of what they used: alike on all ranks of a run."""
+    calls = [step.optimizers for step in differential.steps]
+    stepped = sum(
+        any(call[i].stepped for call in calls) << i for i in range(len(differential.optimizers))
+    )
+    parts = [[o.stepped, o.consumed, o.after] for call in calls for o in call]
+    return stepped, crc32c(encode(parts))
+
+
+def _keeps_unwritten_memory(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step that a fused kernel skips leaves state that nobody has written.
+
+    Before its first step with momentum torch's SGD allocates the buffers and leaves it to the kernel
+    to fill them; the kernel does not, and SGD keeps them all the same.
+    """
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        parameter.grad is not None
+        and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for parameter in group["params"]
+    )
