@@ -151,7 +151,7 @@ def _is_storage_ready(opened: Opened) -> bool:
 def _failure_of_snapshot(opened: Opened) -> str:
     """Take the snapshot; what went wrong, which the other ranks wait to hear, or nothing."""
     try:
-        opened.session.snapshot()
+        opened.session.snapshot(required=True)
     except Exception as failure:
         _logger.debug("the last snapshot failed", exc_info=True)
         return str(failure) or type(failure).__name__

@@ -440,7 +440,7 @@ def _make_base_durable(settings: Settings, session: Session, fence: Fence, start
     """See that G3 holds from the return of attach: what it starts from is durable by then."""
     queue = session.queue
     if start.needs_snapshot or not queue.logs_steps:
-        session.snapshot()
+        session.snapshot(required=True)
     # After a snapshot, adoption is not waited for: a replica's memory stays until this rank
     # has trained, so until no rank can fail to begin.
     if start.needs_snapshot:

@@ -235,13 +235,16 @@ class Session:
             if self.agreement.is_alone:  # several ranks take it once all have heard of it
                 self._schedule.ask(Why.STAGING_RENEWED)
 
-    def snapshot(self) -> None:
-        """Stage a snapshot of the last step, and wait for the memory that it takes.
+    def snapshot(self, *, required: bool) -> None:
+        """Stage a snapshot of the last step.
+
+        Args:
+            required: Whether to wait for the memory that it takes; else it may be owed.
 
         Raises:
-            StorageError: If there is no memory for it.
+            StorageError: If it is required and there is no memory for it.
         """
-        self._staging.snapshot(self._sealed, required=True)
+        self._staging.snapshot(self._sealed, required=required)
 
     def preempt(self) -> None:
         """Prepare for a near end, and tell the other ranks with the next news; for any thread."""

@@ -31,7 +31,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 def wait_until_lost(checkpointer: lowdiff.Checkpointer) -> None:
     """Wait until a trainer's lease has found that another took the run over, which takes it seconds."""
-    lock = checkpointer._session._lock
+    lock = checkpointer._session.agreement._lock
     wait_until(lambda: lock.is_lost(look=True))
 
 

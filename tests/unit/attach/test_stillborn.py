@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.commit.queue import Stager
-from lowdiff.commit.session import Session
+from lowdiff.commit.queue import LogQueue
+from lowdiff.commit.staging import Staging
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.run.catalog import scan
@@ -34,14 +34,14 @@ def test_what_was_owed_to_killed_steps_is_still_there(
     whole.run(END)
     killed_life(tmp_path)
 
-    def dies(self: Stager) -> None:
+    def dies(self: LogQueue) -> None:
         """Before its first snapshot is staged, when its writer has done all that it can."""
         wait_until(lambda: scan(RunFolder(tmp_path / "run")).of(0, 0).ranges == [(1, KILLED)])
-        self.writer.finish(PATIENCE_SECONDS)
+        self.storage.writer.finish(PATIENCE_SECONDS)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stager, "wait_for_snapshot", dies)
+        patch.setattr(LogQueue, "wait_for_snapshot", dies)
         with pytest.raises(KeyboardInterrupt):
             Loop(tmp_path).attach(restore=restore)
     resumed = Loop(tmp_path)
@@ -61,11 +61,11 @@ def test_what_was_owed_is_found_in_a_life_before_the_one_that_was_killed_in_atta
     wait_until(lambda: [s.name[:7] for s in (tmp_path / "staging").glob("*/*")] == ["i000001"])
     idle.die()
 
-    def dies(self: Session) -> None:
+    def dies(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "_stage_base", dies)
+        patch.setattr(Staging, "stage_base", dies)
         with pytest.raises(KeyboardInterrupt):
             Loop(tmp_path).attach()
     resumed = Loop(tmp_path)

@@ -36,7 +36,7 @@ def news_of(rank: int, step: int) -> RankNews:
 
 def tell(rank: int, world_size: int) -> list[tuple[RankNews, ...]]:
     """A pool's job: two steps."""
-    news = News(dist.group.WORLD, world_size)
+    news = News(dist.group.WORLD)
     heard = []
     for step in (7, 8):
         news.tell(news_of(rank, step))
@@ -52,7 +52,7 @@ def test_every_rank_hears_what_every_rank_told_in_each_step(pool: Pool) -> None:
 def steps_apart(rank: int, world_size: int, what: str) -> str:
     """A pool's job: the last rank is elsewhere."""
     odd = rank == world_size - 1
-    news = News(dist.group.WORLD, world_size)
+    news = News(dist.group.WORLD)
     news.tell(RankNews(5 + (odd and what == "incarnation"), 7 + (odd and what == "step")))
     try:
         news.hear()
@@ -81,7 +81,7 @@ def one_is_late(rank: int, world_size: int) -> str:
     """A pool's job: the last rank tells nothing before the first has given up."""
     own = dist.new_group(timeout=timedelta(seconds=60))
     assert isinstance(own, dist.ProcessGroup)
-    news, raised = News(own, world_size), ""
+    news, raised = News(own), ""
     if rank == 0:
         news.tell(RankNews(0, 1))
         try:
@@ -99,14 +99,14 @@ def test_a_rank_that_does_not_speak_in_time_counts_as_lost(pool: Pool) -> None:
 
 @given(told=NEWS)
 def test_a_single_process_is_its_own_news(told: RankNews) -> None:
-    news = News(None, 1)
+    news = News(None)
     news.tell(told)
     assert news.hear() == (told,)
 
 
 def tell_all(rank: int, world_size: int, all_told: list[RankNews]) -> list[tuple[RankNews, ...]]:
     """A pool's job: each rank tells its part, one after the other."""
-    news = News(dist.group.WORLD, world_size)
+    news = News(dist.group.WORLD)
     heard = []
     for told in all_told:
         news.tell(replace(told, watched=rank))
@@ -128,7 +128,7 @@ def test_every_field_travels_as_it_is(pool: Pool, all_told: list[RankNews]) -> N
 
 def tell_alone(rank: int, world_size: int) -> list[tuple[RankNews, ...]]:
     """A pool's job: one process in DDP hears itself as often as it likes, or not at all."""
-    news = News(dist.group.WORLD, world_size)
+    news = News(dist.group.WORLD)
     heard = []
     for step in range(4):
         news.tell(news_of(rank, step))

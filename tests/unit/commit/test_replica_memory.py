@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lowdiff import testing
-from lowdiff.commit.replica_queue import ReplicatedStager
+from lowdiff.commit.replica_queue import ReplicaImages
 from lowdiff.errors import ReplayMismatch, RunInUse, StorageError
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
@@ -50,7 +50,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Life:
     life = Life(tmp_path_factory.mktemp("original"), snapshot_every=1000)
     with pytest.MonkeyPatch.context() as patch:
         # As where the replica is slow to begin: the trainer's image is still there.
-        patch.setattr(ReplicatedStager, "_forget_image", lambda _: None)
+        patch.setattr(ReplicaImages, "free", lambda *_: None)
         life.run(STEPS)
     life.wait(lambda stats: stats["replica_step"] == STEPS)
     life.wait(lambda stats: stats["durable_step"] == 0)

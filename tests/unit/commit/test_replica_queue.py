@@ -19,7 +19,7 @@ from torch import nn
 
 import lowdiff
 from lowdiff import testing
-from lowdiff.commit.replica_queue import ReplicatedStager
+from lowdiff.commit.replica_queue import ReplicaQueue
 from lowdiff.compressors import TopK
 from lowdiff.errors import StepNotFound, WriterFailed
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
@@ -375,10 +375,10 @@ def test_a_writers_trouble_is_raised_by_commit_which_can_be_called_again(
 ) -> None:
     life = Life(tmp_path, on_error="raise", snapshot_every=1000)
     life.run(3)
-    real = ReplicatedStager._status
+    real = ReplicaQueue.status
     with monkeypatch.context() as patch:  # a full queue and a writer in trouble
         patch.setattr(StagingLog, "append_ahead", lambda *_, **__: False)
-        patch.setattr(ReplicatedStager, "_status", lambda s: replace(real(s), error="no disk"))
+        patch.setattr(ReplicaQueue, "status", lambda s: replace(real(s), error="no disk"))
         life.training.step(3)
         with pytest.raises(WriterFailed):
             life.checkpointer.commit()

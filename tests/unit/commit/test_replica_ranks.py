@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +18,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
-import lowdiff.commit.queue
+import lowdiff.commit.storage
 from lowdiff import testing
-from lowdiff.commit.replica_queue import ReplicatedStager
+from lowdiff.commit.replica_queue import ReplicaQueue
 from lowdiff.compressors import TopK
 from lowdiff.errors import LowDiffError, StorageError, WriterFailed
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.staging.status import ReplicaStatus, TrainerStatus, read_status
+from lowdiff.persistence.writer.handle import WriterProcess
 from tests.crash.pool import Pool
 from tests.faults.victim import TinyTraining
 from tests.unit.persistence.s3_server import S3Server
@@ -77,24 +78,34 @@ class RankLife:
 def give_up_steps_on_rank_0(rank: int, _: int, folder: Path) -> tuple[int, int, int]:
     """Train with replicas that need a whole step for each. Returns what was done at what cost."""
     life = RankLife(rank, folder, backpressure="degrade", snapshot_every=1000)
-    stager = life.checkpointer._session.stager
-    assert isinstance(stager, ReplicatedStager)
-    real = stager._consumed_step
-    life.wait(lambda: not stager._is_image_in_use())
+    queue = life.checkpointer._session.queue
+    assert isinstance(queue, ReplicaQueue)
+    replica, images = queue._replica, queue.images
+    real = replica.status
+
+    def is_image_in_use() -> bool:
+        return images.is_in_use(queue.status().durable_snapshot)
+
+    life.wait(lambda: not is_image_in_use())
     with pytest.MonkeyPatch.context() as patch:
         while life.step < 12:
             # It ends a step while the next one computes, never earlier.
             life.wait(
-                lambda: real() >= min(stager._told_step, stager._step) or stager._is_image_in_use()
+                lambda: (
+                    real().consumed_step >= min(queue._told_step, queue._step) or is_image_in_use()
+                )
             )
-            patch.setattr(stager, "_consumed_step", partial(int, real()))
+            consumed = real().consumed_step
+            patch.setattr(
+                replica, "status", lambda upto=consumed: replace(real(), consumed_step=upto)
+            )
             with pytest.MonkeyPatch.context() as full:
                 if (rank, life.step) == (0, 3):
-                    full.setattr(stager._log, "append_ahead", lambda *_, **__: False)
+                    full.setattr(queue._log, "append_ahead", lambda *_, **__: False)
                 life.train()
     life.checkpointer.close()
     stats = life.checkpointer.stats()
-    return stats["snapshots"], stats["dropped_steps"], stager.snapshot_step
+    return stats["snapshots"], stats["dropped_steps"], images.step
 
 
 def test_the_snapshot_that_a_rank_owes_comes_though_every_replica_takes_a_whole_step(
@@ -124,7 +135,7 @@ def go_on_compressed(
     """Attach with a compressor, which may fail on a rank, and train on."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == failing:
-            patch.setattr(lowdiff.commit.queue, "stage_image", full)
+            patch.setattr(lowdiff.commit.storage, "stage_image", full)
         try:
             life = RankLife(rank, Path(folder.format(rank=rank)), compressor=TopK(0.1), **settings)
         except LowDiffError as error:
@@ -186,7 +197,7 @@ def train_until_storage_fails(rank: int, _: int, folder: Path, hangs: str) -> tu
     )
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            reported = ReplicatedStager._reported
+            reported = WriterProcess.status
             failed = threading.Event()
 
             def wait(seconds: float) -> None:
@@ -195,12 +206,12 @@ def train_until_storage_fails(rank: int, _: int, folder: Path, hangs: str) -> tu
 
             os.kill(life.checkpointer.stats()[f"{hangs}_pid"], signal.SIGSTOP)
             patch.setattr(
-                ReplicatedStager,
-                "_reported",
+                WriterProcess,
+                "status",
                 lambda s: reported(s).with_errors("no disk" if failed.is_set() else ""),
             )
             patch.setattr(
-                lowdiff.commit.queue, "time", SimpleNamespace(**{**vars(time), "sleep": wait})
+                lowdiff.commit.storage, "time", SimpleNamespace(**{**vars(time), "sleep": wait})
             )
         error = ""
         try:

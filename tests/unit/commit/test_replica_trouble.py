@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import lowdiff
-import lowdiff.commit.queue
-from lowdiff.commit.replica_queue import ReplicatedStager
+import lowdiff.commit.storage
+from lowdiff.commit.replica_queue import ReplicaImages, ReplicaQueue
 from lowdiff.compressors import TopK
 from lowdiff.errors import StorageError, UnsupportedOptimizer, WriterFailed
 from lowdiff.persistence.staging.log import StagingLog
@@ -103,7 +103,7 @@ def test_a_snapshot_put_off_costs_no_step(tmp_path: Path, monkeypatch: pytest.Mo
     life = Life(tmp_path, snapshot_every=1000, backpressure="degrade")
     life.run(3)
     with monkeypatch.context() as patch:
-        patch.setattr(ReplicatedStager, "_is_image_in_use", lambda _: True)
+        patch.setattr(ReplicaImages, "is_in_use", lambda *_: True)
         life.snapshot()
         assert life.checkpointer.stats()["snapshots"] == 1
         life.run(6)
@@ -120,11 +120,11 @@ def test_trouble_that_other_ranks_have_not_heard_of_puts_a_snapshot_off(
 ) -> None:
     life = Life(tmp_path, snapshot_every=1000, on_error="raise")
     life.run(3)
-    real = ReplicatedStager._status
+    real = ReplicaQueue.status
     with monkeypatch.context() as patch:
-        patch.setattr(ReplicatedStager, "_tells_first", True)
-        patch.setattr(ReplicatedStager, "_is_image_in_use", lambda _: True)
-        patch.setattr(ReplicatedStager, "_status", lambda s: replace(real(s), error="no disk"))
+        patch.setattr(life.checkpointer._session.queue.storage, "tells_first", True)
+        patch.setattr(ReplicaImages, "is_in_use", lambda *_: True)
+        patch.setattr(ReplicaQueue, "status", lambda s: replace(real(s), error="no disk"))
         life.snapshot()
     assert life.checkpointer.stats()["snapshots"] == 1
     catch_up(life)
@@ -138,7 +138,7 @@ def test_steps_after_one_that_cannot_be_replayed_wait_for_its_snapshot(
     life = Life(tmp_path, snapshot_every=1000, backpressure="degrade")
     life.run(3)
     with monkeypatch.context() as patch:
-        patch.setattr(ReplicatedStager, "_is_image_in_use", lambda _: True)
+        patch.setattr(ReplicaImages, "is_in_use", lambda *_: True)
         with torch.no_grad():
             write_state(life)
         life.run(6)
@@ -224,7 +224,7 @@ def test_an_attach_without_a_compressor_that_failed_does_not_hold_up_the_next_wi
         raise StorageError("staging needs 1.0 MiB, and that file system is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lowdiff.commit.queue, "stage_image", full)
+        patch.setattr(lowdiff.commit.storage, "stage_image", full)
         with pytest.raises(StorageError, match="full"):
             Life(tmp_path)
     after = Life(tmp_path, compressor=TopK(0.5))

@@ -18,7 +18,7 @@ import lowdiff
 from lowdiff import testing
 from lowdiff.attach.close import finish
 from lowdiff.attach.open import Opened
-from lowdiff.commit.queue import Stager
+from lowdiff.commit.queue import LogQueue
 from lowdiff.compressors import TopK
 from lowdiff.errors import RunInUse, StorageError, WriterFailed
 from lowdiff.persistence.files.lease import Lease
@@ -249,7 +249,7 @@ def test_stats_after_a_close_that_failed_are_those_of_its_life(
     def failing(opened: Opened, *, failed: bool, **options: bool) -> None:
         finish(opened, failed=failed, **options)
         if broken:
-            monkeypatch.setattr(Stager, "figures", lambda _: 1 / 0)
+            monkeypatch.setattr(LogQueue, "figures", lambda _: 1 / 0)
         raise WriterFailed("it took too long")
 
     monkeypatch.setattr("lowdiff.checkpointer.finish", failing)

@@ -15,6 +15,7 @@ import lowdiff
 from lowdiff import testing
 from lowdiff.commit.news import RankNews
 from lowdiff.commit.schedule import Cadence
+from lowdiff.commit.storage import Storage
 from lowdiff.compressors import TopK
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
@@ -25,7 +26,6 @@ from lowdiff.persistence.staging.measurements import (
     gather_measurements,
     read_lives,
 )
-from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.settings import Settings
 from lowdiff.tuner import measured
 from lowdiff.tuner.choice import Limits, Setting, stored_bytes
@@ -232,11 +232,12 @@ def test_all_ranks_decide_the_same_at_the_same_step(tmp_path: Path, pool: Pool) 
     assert resumed == 40
 
 
-class ToldWriter:
+class ToldStorage:
     """Stands for a writer process: the batch size it was told last."""
 
-    def __init__(self) -> None:
-        self.batch_size = 0
+    def __init__(self, folder: StagingFolder, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.batch_size = 16
 
     def set_batch_size(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -259,7 +260,7 @@ class SyntheticRank:
         self.staging.root.mkdir(parents=True)
         self.trained = Recorder(self.staging.measured_by_trainer)
         self.written = Recorder(self.staging.measured_by_writer)
-        self.writer = ToldWriter()
+        self.storage = ToldStorage(self.staging, rank)
         settings = Settings(
             run=folder / "run",
             compressor=TopK(0.1),
@@ -271,10 +272,9 @@ class SyntheticRank:
         )
         self.cadence = Cadence(
             settings,
-            self.staging,
-            cast(WriterProcess, self.writer),
+            cast(Storage, self.storage),
             self.trained,
-            (rank, world_size),
+            world_size,
         )
         self.cadence.begin(0, past or Past((), {}, None))
         self.trained.note(began_unix_seconds=0.0, elements=10e6)
@@ -286,7 +286,7 @@ class SyntheticRank:
         costs = self.costs
         interval, batch = self.cadence.wish()
         alone = RankNews(0, step, interval=interval, batch=batch)
-        self.cadence.heed(step, heard or [alone])
+        self.cadence.follow(step, heard or [alone])
         self.trained.observe("iteration_seconds", costs.step_seconds)
         self.trained.observe("differential_seconds", costs.differential_seconds)
         self.trained.observe("step_bytes", costs.staged_bytes)
@@ -346,7 +346,7 @@ def test_a_disk_that_slows_down_by_ten_is_followed_by_all_ranks_alike(tmp_path: 
     ]
     assert settings[0] == settings[1] == settings[2]
     assert any("rank 2" in reason for d in decisions[0] for reason in d["reasons"])
-    assert all(rank.writer.batch_size == after.batch_size for rank in ranks)
+    assert all(rank.storage.batch_size == after.batch_size for rank in ranks)
     assert ranks[0].snapshots == ranks[1].snapshots == ranks[2].snapshots
     # It comes to rest: nothing changes any more.
     go(4000, 5000)

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lowdiff
-from lowdiff.commit.replica_queue import ReplicatedStager
+from lowdiff.commit.replica_queue import ReplicaQueue
 from lowdiff.errors import StorageError
 from lowdiff.model.binding import Attached
 from lowdiff.recovery.inspect.verify import verify
@@ -200,7 +200,7 @@ def test_a_close_that_fails_leaves_nothing_that_holds_the_run(
         raise StorageError("full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ReplicatedStager, "stage", full)
+        patch.setattr(ReplicaQueue, "stage", full)
         with pytest.raises(StorageError, match="full"):
             loop.checkpointer.close()
     assert not is_alive(stats["replica_pid"])
