@@ -166,13 +166,14 @@ class LogQueue:
 
         With ``backpressure="degrade"`` at once, whatever that drops.
         """
-        storage, log = self.storage, self._log
+        storage, log, status = self.storage, self._log, self.status()
         if kind is RecordKind.DIFFERENTIAL:
             limit = step - 2 * storage.batch_size
             if storage.degrades:
-                storage.counters.unprotected_steps += self.status().durable_step < limit
-            else:
+                storage.counters.unprotected_steps += status.durable_step < limit
+            elif self._renewed_step >= 0 or status.durable_step <= limit:
                 self._wait_for_step(limit)
+                status = self.status()
 
         def fits(status: WriterStatus) -> bool:
             dropped_before = log.dropped_step
@@ -192,7 +193,8 @@ class LogQueue:
             storage.counters.staged_bytes += size or 0
             return size is not None
 
-        storage.wait_until(self, fits, "staging memory")
+        if not fits(status):
+            storage.wait_until(self, fits, "staging memory")
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """See `StepQueue`: compressed gradients are staged with their step."""

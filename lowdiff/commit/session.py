@@ -205,13 +205,15 @@ class Session:
         """Say how this rank stands after the step that it staged last."""
         queue, sealed = self.queue, self._sealed
         interval, batch = self._schedule.cadence.wish()
+        # Asked first: it hears of errors.
+        can_snapshot = queue.is_ready_for_snapshot(self.step)
         return RankNews(
             incarnation=self._live.incarnation,
             step=self.step,
             is_preempted=self.agreement.was_told_to_stop,
             has_lost_run=self.agreement.has_lost_run,
             owes_snapshot=queue.owes_snapshot,
-            can_snapshot=queue.is_ready_for_snapshot(self.step),
+            can_snapshot=can_snapshot,
             has_storage_error=queue.storage.errors.any,
             has_rebased=sealed.rebases,
             interval=interval,

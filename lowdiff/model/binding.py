@@ -42,6 +42,8 @@ class Attached:
         frozen: Item name -> module and attribute of a parameter that no optimizer trains.
         names: Keys of the model's state dict -> parameter, item, or key within the item of extra
             states.
+        device: Where the parameters live.
+        ddp: The DDP wrapper, if there is one.
     """
 
     model: torch.nn.Module
@@ -53,16 +55,8 @@ class Attached:
     specs: tuple[OptimizerSpec, ...]
     frozen: Mapping[str, Slot]
     names: Mapping[str, str]
-
-    @property
-    def ddp(self) -> DistributedDataParallel | None:
-        """The DDP wrapper, if there is one."""
-        return ddp_of(self.model)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters live."""
-        return self.parameters[0].device
+    device: torch.device
+    ddp: DistributedDataParallel | None
 
     @property
     def is_on_host(self) -> bool:
@@ -181,6 +175,8 @@ def describe(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
         specs=tuple(specs),
         frozen=_frozen_slots(module, source_of),
         names=_state_dict_names(module, source_of),
+        device=next(iter(trained.values())).device,
+        ddp=ddp,
     )
 
 

@@ -120,6 +120,16 @@ def restore_random_states(items: Mapping[str, bytes], device: torch.device) -> N
             write(decode(items[name]))
 
 
+def _is_unmoved(before: Any, now: Any) -> bool:
+    """Whether two states of one generator are equal: Python's, NumPy's or torch's."""
+    if isinstance(now, torch.Tensor):
+        return torch.equal(before, now)
+    return all(
+        np.array_equal(old, new) if isinstance(new, np.ndarray) else old == new
+        for old, new in zip(before, now, strict=True)
+    )
+
+
 class ItemTracker:
     """Finds which items changed since they were last asked for."""
 
@@ -140,7 +150,8 @@ class ItemTracker:
         self._versions: dict[str, tuple[int, int] | None] = {}
         self._checksums: dict[str, int] = {}
         self._committed: dict[str, bytes] = {}
-        self._seen_python: tuple[Any, bytes] = None, b""
+        #: Item name of a generator -> its state, and the same encoded.
+        self._seen_random: dict[str, tuple[Any, bytes]] = {}
         self._apart: dict[str, torch.Tensor] = {}
         self._frozen_at_start: dict[str, int] = {}
         self._trusts_versions = True
@@ -182,14 +193,11 @@ class ItemTracker:
         """Every item but the tensors, as it is now."""
         found = {}
         for name, (read, _) in self._random.items():
-            raw = read()
-            if name != _PYTHON_RNG:
-                found[name] = encode(raw, name=name)
-                continue
-            # It seldom moves, and comparing is cheaper than encoding so many numbers.
-            if raw != self._seen_python[0]:
-                self._seen_python = raw, encode(raw, name=name)
-            found[name] = self._seen_python[1]
+            raw, seen = read(), self._seen_random.get(name)
+            # Generators seldom move, and comparing is cheaper than encoding so many numbers.
+            if seen is None or not _is_unmoved(seen[0], raw):
+                seen = self._seen_random[name] = raw, encode(raw, name=name)
+            found[name] = seen[1]
         self._apart = {}
         for name, read in self._stateful.items():
             outline, apart = outlined(name, read())

@@ -113,6 +113,11 @@ class Deaths:
         self._start_at = 0.0
         self.error = ""
 
+    @property
+    def are_counted(self) -> bool:
+        """Whether it died since it got something done."""
+        return self._num > 0
+
     def note_done(self, done: Sequence[int]) -> None:
         """Take in how far the process is: numbers that grow with what it gets done."""
         if self._num and any(new > old for new, old in zip(done, self._done, strict=True)):
@@ -245,7 +250,8 @@ class ProcessHandle(ABC):
 
     def _look_after(self) -> None:
         """Take in how far it is, and now and then whether it is still there. For one thread."""
-        self._deaths.note_done(self._done())
+        if self._deaths.are_counted:
+            self._deaths.note_done(self._done())
         if time.monotonic() - self._checked > _CHECK_SECONDS:
             self._replace_if_dead()
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Hashable
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias, cast
 
 import msgpack
 
@@ -27,6 +27,9 @@ from lowdiff.persistence.format.value_types import (
 _MAX_DEPTH = 64  # far below Python's recursion limit, far above any state_dict
 
 _LEAVES = frozenset({type(None), bool, float, str, bytes})
+
+#: Types whose values are the same where they are equal; floats are not, because of the zeros.
+_EQUAL = frozenset({type(None), bool, int, str, bytes})
 
 _Where: TypeAlias = "tuple[_Where | None, object]"  # the labels from a part up to the root
 
@@ -78,6 +81,20 @@ def same(a: object, b: object) -> bool:
     different devices are the same if their bits are. What cannot be encoded is the same only as
     itself.
     """
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if a is b or (kind in _EQUAL and a == b):
+        return True
+    if (
+        (kind is list or kind is tuple)
+        and isinstance(a, list | tuple)
+        and isinstance(b, list | tuple)
+    ):
+        return len(a) == len(b) and all(map(same, a, b))
+    if kind is dict and isinstance(a, dict) and isinstance(b, dict):
+        if all(type(key) is str for key in (*a, *b)):
+            return [*a] == [*b] and all(map(same, a.values(), b.values()))
     return bool(_exact(a) == _exact(b))
 
 

@@ -51,7 +51,8 @@ class WriterProcess(ProcessHandle):
 
     def read_status(self) -> WriterStatus:
         """What the writer has done; for any thread. One that keeps dying is in trouble."""
-        return self._status.read().with_errors(self._deaths.error)
+        status, error = self._status.read(), self._deaths.error
+        return status.with_errors(error) if error else status
 
     def write_through(self) -> None:
         """Have each step made durable as soon as it is staged, from now on; for any thread.
