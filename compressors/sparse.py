@@ -65,7 +65,7 @@ class SparseReducer:
         self._foreign: dict[int, torch.Tensor] = {}
         self._warning = ChangeWarning(layout)
         self.headers = Headers()
-        self.stamp = 0
+        self.stamp = self.step = 0
         self._narrow: dict[int, torch.Tensor] = {}
         #: What was consumed with narrow values, and by which factors these differ from it.
         self._consumed_narrow: dict[int, Entries] = {}
@@ -82,12 +82,7 @@ class SparseReducer:
         self._consumed_narrow.clear()
         self._factors.clear()
         self.headers.begin()
-        self.stamp = stamp
-
-    @property
-    def step(self) -> int:
-        """The step that the stamp names."""
-        return step_of(self.stamp)
+        self.stamp, self.step = stamp, step_of(stamp)
 
     def kept(self, numel: int) -> int:
         """Number of entries exchanged of a parameter in this step."""
@@ -102,7 +97,7 @@ class SparseReducer:
             if self.value_dtype is not None and self.value_dtype != gradient.dtype:
                 rounded = gradient.to(self.value_dtype)
                 gradient.copy_(rounded)
-                self._narrow[i] = rounded[self._positions(i)].clone()
+                self._narrow[i] = rounded[self._positions(i, gradient.numel())].clone()
 
     def note_selected(self, parameter: int, positions: torch.Tensor) -> None:
         """Store these positions of a parameter, and those of earlier passes that are still in use.
@@ -226,7 +221,7 @@ class SparseReducer:
 
     def _own(self, parameter: int, gradient: torch.Tensor) -> Entries:
         """Positions inside the parameter that this rank stores, and the final values there."""
-        positions = self._positions(parameter)
+        positions = self._positions(parameter, gradient.numel())
         if isinstance(positions, slice):
             values = gradient[positions].clone()
             return torch.arange(positions.start, positions.stop, device=gradient.device), values
@@ -237,12 +232,13 @@ class SparseReducer:
             positions = union if union.numel() > positions.numel() else positions
         return positions, gradient.index_select(0, positions)
 
-    def _positions(self, parameter: int) -> torch.Tensor | slice:
+    def _positions(self, parameter: int, numel: int) -> torch.Tensor | slice:
         selected = self.selected.get(parameter)
-        numel = self.layout.parameters[parameter].numel
-        if selected is None or selected.numel() == numel:
-            return slice(*share(numel, self.rank, self.world_size))
-        return selected
+        if selected is not None and selected.numel() < numel:
+            return selected
+        if self.world_size == 1:
+            return slice(0, numel)
+        return slice(*share(numel, self.rank, self.world_size))
 
     def send(
         self,

@@ -143,12 +143,11 @@ class LogQueue:
     @property
     def owes_snapshot(self) -> bool:
         """See `StepQueue`."""
-        lost_step = self.storage.writer.read_status().lost_step
-        return self.images.is_owed or lost_step > self.images.step
+        return self.images.is_owed or self.storage.last.lost_step > self.images.step
 
     def status(self) -> WriterStatus:
         """See `StepQueue`; trouble that is news is said."""
-        status = self.storage.writer.status()
+        status = self.storage.last = self.storage.writer.status()
         if not (status.error and self.is_gone):  # the next commit names the cause and cures it
             self.storage.errors.report(status, 2 * self.storage.batch_size)
         return status

@@ -93,8 +93,7 @@ class Session:
         with counters.timed("training_thread_seconds"), without_autocast(device):
             recorder.begin_call(index)
             self.hear()
-            recorder.consume(index, arguments)
-            if recorder.is_loggable:
+            if recorder.consume(index, arguments):
                 step = recorder.step
                 self._staging.stage_ahead(step.number, recorder.reducer, len(step.earlier))
 

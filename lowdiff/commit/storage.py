@@ -60,6 +60,7 @@ class Storage:
         errors: What is wrong, and what the user has heard of it.
         page: What this rank tells its processes, and who watches the run.
         batch_size: Differentials per durable write, as the writer was told last.
+        last: What a queue heard last of its processes.
         degrades: Whether training goes on without durable steps where storage is too slow.
         tells_first: Whether an error is raised only once all ranks have heard of it.
     """
@@ -85,6 +86,7 @@ class Storage:
         self.degrades = settings.backpressure == "degrade"
         self.raises = settings.on_error == "raise"
         self.tells_first = self.raises and world_size > 1
+        self.last = WriterStatus()
         self._replica = replica
 
     def set_batch_size(self, batch_size: int) -> None:

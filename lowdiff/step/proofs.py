@@ -31,6 +31,7 @@ from lowdiff.model.ranks import Ranks
 from lowdiff.recovery.compare import has_same_bits
 from lowdiff.recovery.replay.optimizers import granularity, is_registered
 from lowdiff.recovery.replay.proof import Held, refuse_unproven
+from lowdiff.step.ddp_hook import without_autocast
 from lowdiff.types import Fence, OptimizerStep
 
 _logger = logging.getLogger(__name__)
@@ -137,6 +138,10 @@ class Proofs:
         course = self._courses.get(index)
         if course is None:
             return
+        with without_autocast(self._attached.device):
+            self._compare(index, course, step)
+
+    def _compare(self, index: int, course: _Course, step: int) -> None:
         new = self._keys(index) - course.keys
         course.keys |= new
         if not self._is_open:

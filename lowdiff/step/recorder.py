@@ -18,7 +18,7 @@ from lowdiff.model.watch import StepGuard, Watch
 from lowdiff.persistence.format.values import encode, same
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import granularity
-from lowdiff.step.ddp_hook import autocasts, without_autocast
+from lowdiff.step.ddp_hook import autocasts
 from lowdiff.step.grad_scaling import Scaling
 from lowdiff.step.gradients import Gradients
 from lowdiff.step.proofs import Proofs
@@ -65,6 +65,9 @@ class Recorder:
         self.scaling = scaling
         self.proofs = proofs
         self._most_calls = most_calls
+        specs = enumerate(live.attached.specs)
+        #: Optimizers that do more than work element by element.
+        self._coupled = {i for i, spec in specs if granularity(spec) != "element"}
         self.guard = StepGuard(live.attached)
         self.watch = Watch(
             live.attached,
@@ -105,11 +108,6 @@ class Recorder:
         """Whether every optimizer stepped, none may step again, and no step was refused."""
         return self.step.is_complete and self._most_calls == 1 and self.proofs.refusal is None
 
-    @property
-    def is_loggable(self) -> bool:
-        """Whether the log has room for as many optimizer calls as this step has made by now."""
-        return self.step.calls <= self._most_calls
-
     def refuse_autocast(self, optimizer: int) -> None:
         """Refuse a step inside ``torch.autocast`` of an optimizer that would multiply matrices.
 
@@ -117,7 +115,7 @@ class Recorder:
             UsageError: Unless the optimizer works element by element, where autocast changes nothing.
         """
         attached = self._live.attached
-        if autocasts(attached.device) and granularity(attached.specs[optimizer]) != "element":
+        if optimizer in self._coupled and autocasts(attached.device):
             raise UsageError(
                 f"optimizer.step() runs inside torch.autocast, where "
                 f"{attached.specs[optimizer].class_name} would "
@@ -141,12 +139,15 @@ class Recorder:
                 step.changes.add(Change.OUTSIDE)
             step.end_call(done, self.watch.end_call(step.number, done))
 
-    def consume(self, index: int, arguments: Sequence[Any]) -> None:
+    def consume(self, index: int, arguments: Sequence[Any]) -> bool:
         """Read what an optimizer is about to use: unscaled and clipped by now.
 
         Args:
             index: The optimizer.
             arguments: What its ``step()`` was called with.
+
+        Returns:
+            Whether the log has room for as many optimizer calls as this step has made by now.
 
         Raises:
             UsageError: If the gradients, or the optimizer, are not what a run records.
@@ -181,15 +182,16 @@ class Recorder:
         owned = (i for i, owner in enumerate(attached.owner) if owner == index)
         step.consume(index, done, [i for i in owned if gradients[i] is None])
         self.proofs.before_step(index, step.number, done)
-        if not self.is_loggable:
+        is_loggable = step.calls <= self._most_calls
+        if not is_loggable:
             step.changes.add(Change.TOO_MANY_CALLS)
+        return is_loggable
 
     def end(self, optimizer: int) -> None:
         """Look at what an optimizer has just updated."""
         self.watch.after_step(optimizer)
         self.guard.after_step(optimizer)
-        with without_autocast(self._live.attached.device):
-            self.proofs.after_step(optimizer, self.step.number)
+        self.proofs.after_step(optimizer, self.step.number)
         self.step.end(optimizer)
 
     def look_outside(self) -> None:

@@ -86,15 +86,13 @@ def same(a: object, b: object) -> bool:
         return False
     if a is b or (kind in _EQUAL and a == b):
         return True
-    if (
-        (kind is list or kind is tuple)
-        and isinstance(a, list | tuple)
-        and isinstance(b, list | tuple)
-    ):
-        return len(a) == len(b) and all(map(same, a, b))
-    if kind is dict and isinstance(a, dict) and isinstance(b, dict):
-        if all(type(key) is str for key in (*a, *b)):
-            return [*a] == [*b] and all(map(same, a.values(), b.values()))
+    if kind is list or kind is tuple:
+        left, right = cast(Sequence[object], a), cast(Sequence[object], b)
+        return len(left) == len(right) and all(map(same, left, right))
+    if kind is dict:
+        old, new = cast(dict[object, object], a), cast(dict[object, object], b)
+        if all(type(key) is str for key in (*old, *new)):
+            return [*old] == [*new] and all(map(same, old.values(), new.values()))
     return bool(_exact(a) == _exact(b))
 
 
