@@ -12,6 +12,7 @@ import pytest
 
 from docs import make_api
 from lowdiff import errors
+from lowdiff.core.events import Code
 from tests.docs.blocks import ROOT, blocks_of, documents
 from tests.docs.listed import ELSEWHERE, NOT_RUN, RUNNABLE, begins, is_listed
 
@@ -86,10 +87,19 @@ def test_every_error_and_every_event_is_explained() -> None:
     folders = ("lowdiff", "persistence", "recovery")
     code = "".join(p.read_text() for f in folders for p in (ROOT / f).rglob("*.py"))
     logged = r'(?:logging\.(?:WARNING|INFO),\s+|\bsay\([^"(),]+,\s*)"([a-z_]+)"'
-    events = set(re.findall(logged, code))
-    assert "writer_error" in events
+    events = set(re.findall(logged, code)) - {code.event for code in Code}
+    assert "writer_recovered" in events
     for event in events:
         assert f"`{event}`" in text, event
+
+
+def test_every_code_of_a_warning_has_its_heading_and_is_known() -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    headings = re.findall(r"^### (LD\w+ \w+)$", text, re.MULTILINE)
+    assert headings == [f"{code.value} {code.event}" for code in Code]
+    folders = ("lowdiff", "compressors", "persistence", "recovery", "tuner")
+    product = "".join(p.read_text() for f in folders for p in (ROOT / f).rglob("*.py"))
+    assert set(re.findall(r"\bCode\.([A-Z_]+)", product)) <= set(Code.__members__)
 
 
 def test_documents_and_examples_import_public_modules_only() -> None:
