@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -136,6 +137,26 @@ def test_no_room_has_more_than_twelve_modules() -> None:
         if package not in LONG_LISTS
     }
     assert max(sizes.values()) <= 12, sizes
+
+
+def test_folders_that_retention_empties_meanwhile_are_listed_in_one_place() -> None:
+    """A listing by ``Path.glob`` or ``iterdir`` raises where the folder goes between two calls."""
+    guarded = {
+        "durable.py",
+        "trust.py",
+        "fetch.py",
+        "fences.py",
+        "frozen_parameters.py",
+        "paths.py",
+    }
+    lists = re.compile(r"\.r?glob\(|\.iterdir\(|scandir\(|listdir\(")
+    wrong = [
+        str(path)
+        for folder in ("persistence", "recovery")
+        for path in ROOT.joinpath(folder).rglob("*.py")
+        if path.name not in guarded and lists.search(path.read_text(encoding="utf-8"))
+    ]
+    assert not wrong, "use RunFolder.manifests or entries_of"
 
 
 def test_public_names_are_sorted_and_real() -> None:

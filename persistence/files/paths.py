@@ -62,6 +62,8 @@ _FILE_NAMES = {
 _STAGING_NAME = re.compile(r"i(\d{6})-r(\d{4})")
 _SNAPSHOT_NAME = re.compile(r"i(\d{6})-s(\d{10})")
 _SEGMENT_NAME = re.compile(r"i(\d{6})-s(\d{10})\.seg")
+_ANY_NAME = re.compile(r".+", re.DOTALL)
+_MANIFEST_NAME = re.compile(r"rank-(\d{4})\.json")
 _RANK_NAME = re.compile(r"rank-(\d{4})(?:\.json)?")
 _INCARNATION_NAME = re.compile(r"i(\d{6})")
 _MEASUREMENTS_NAME = re.compile(r"i(\d{6})-rank-(\d{4})\.json")
@@ -182,6 +184,11 @@ class RunFolder:
         """``(incarnation, step, folder)`` of every snapshot folder, complete or not."""
         for path, (incarnation, step) in _matching(self.root / "snapshots", _SNAPSHOT_NAME):
             yield incarnation, step, path
+
+    @staticmethod
+    def manifests(snapshot: Path) -> list[Path]:
+        """Manifests in a snapshot's folder, one a rank; none if the folder is being removed."""
+        return [path for path, _ in _matching(snapshot, _MANIFEST_NAME)]
 
     def segments_of(self, rank: int) -> Path:
         """Folder of one rank's segments."""
@@ -338,6 +345,11 @@ class StagingFolder:
         names = (self.replica_status, self.trainer_status, self.snapshot)
         states = (path for _, path in self.replica_states())
         return [*(path for path in names if path.exists()), *states]
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """Everything in a folder, sorted; nothing if the folder is not there, or goes meanwhile."""
+    return [path for path, _ in _matching(folder, _ANY_NAME)]
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, tuple[int, ...]]]:

@@ -19,7 +19,7 @@ from lowdiff.core.events import Code, warn
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.files.durable import fsync_directory, remove_folder
 from lowdiff.persistence.files.locks import FileLock
-from lowdiff.persistence.files.paths import RunFolder, file_bytes
+from lowdiff.persistence.files.paths import RunFolder, entries_of, file_bytes
 from lowdiff.persistence.format.image import check_shard, shard_file
 from lowdiff.persistence.retention.plan import (
     CollectionPlan,
@@ -150,7 +150,7 @@ def take_inventory(
                 incarnation,
                 step,
                 path,
-                bytes=sum(file_bytes(file) for file in path.glob("*")),
+                bytes=sum(file_bytes(file) for file in entries_of(path)),
                 complete=path in whole,
                 written_seconds=_written_seconds(path)
                 if path in whole or path in unreadable
@@ -207,7 +207,7 @@ def _remove_unused_constants(folder: RunFolder) -> None:
 
 def _remove_snapshot(removal: Removal) -> None:
     with contextlib.suppress(FileNotFoundError):  # another rank's writer may be at it as well
-        for manifest in sorted(removal.path.glob("rank-*.json")):
+        for manifest in RunFolder.manifests(removal.path):
             manifest.unlink(missing_ok=True)
         fsync_directory(removal.path)  # a power failure must not bring back manifests alone
         remove_folder(removal.path)
@@ -233,5 +233,5 @@ def _passes(snapshot: SnapshotSet) -> bool | None:
 def _written_seconds(snapshot: Path) -> float:
     """When the last manifest was written; long ago if they are just being removed."""
     with contextlib.suppress(FileNotFoundError):
-        return max((f.stat().st_mtime for f in snapshot.glob("rank-*.json")), default=0.0)
+        return max((f.stat().st_mtime for f in RunFolder.manifests(snapshot)), default=0.0)
     return 0.0

@@ -12,7 +12,7 @@ from pathlib import Path
 from lowdiff.errors import DamagedFile, LowDiffError, NotARun, StorageError
 from lowdiff.persistence.files.durable import fsync_directory
 from lowdiff.persistence.files.locks import FileLock
-from lowdiff.persistence.files.paths import RunFolder, StagingFolder, file_bytes
+from lowdiff.persistence.files.paths import RunFolder, StagingFolder, entries_of, file_bytes
 from lowdiff.persistence.format.framing import RecordKind, RecordRef
 from lowdiff.persistence.format.segment_file import SegmentFile, make_durable
 from lowdiff.persistence.run.catalog import complete_snapshots
@@ -215,7 +215,7 @@ def _verdict(
     stage: StagingFolder, reason: str, *, goes: bool = False, is_in_use: bool = False
 ) -> StagingVerdict:
     owner = Owner.read(stage)
-    size = sum(map(file_bytes, stage.root.iterdir()))
+    size = sum(map(file_bytes, entries_of(stage.root)))
     return StagingVerdict(
         stage.root, None if owner is None else owner.run, size, goes, is_in_use, reason
     )

@@ -278,7 +278,7 @@ class Uploader:
         for incarnation, step, path in list(folder.snapshots()):
             if path in self._spent:
                 continue
-            for manifest in sorted(path.glob("rank-*.json")):
+            for manifest in folder.manifests(path):
                 file = RunFile.parse(folder.name(manifest))
                 if file is None or not settings.serves(file.rank):
                     continue

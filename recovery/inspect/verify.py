@@ -265,7 +265,7 @@ def _checked(folder: RunFolder, catalog: Catalog) -> Checked:
     return Checked(
         fences=len(list(folder.fences())),
         incarnations=len(folder.incarnations()),
-        shards=sum(len(list(path.glob("rank-*.json"))) for _, _, path in folder.snapshots()),
+        shards=sum(len(folder.manifests(path)) for _, _, path in folder.snapshots()),
         segments=len(list(folder.segments())),
         chunks=sum(len(stage.chunks()) for stage in catalog.staging),
         records=sum(records.num_differentials for records in catalog.records.values()),

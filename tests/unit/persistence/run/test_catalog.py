@@ -13,7 +13,7 @@ from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, NotARun, OtherFormat, RunInUse
 from lowdiff.persistence.files.durable import make_directory
-from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+from lowdiff.persistence.files.paths import RunFolder, StagingFolder, entries_of
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
 from lowdiff.persistence.format.document import write_json
@@ -280,6 +280,12 @@ def test_snapshots_are_compared_with_their_checksums_only_when_asked(folder: Run
     found = scan(folder, check_all=True)
     assert found.snapshots == ()
     assert [error.path for error in found.damage] == [shard_file(path, 0)]
+
+
+def test_a_snapshot_that_is_removed_while_it_is_looked_at_has_no_manifests(tmp_path: Path) -> None:
+    gone = RunFolder(tmp_path).snapshot(0, 5)
+    assert RunFolder.manifests(gone) == []
+    assert entries_of(gone) == []
 
 
 def test_strange_names_are_passed_over_and_links_refused(folder: RunFolder, staging: Path) -> None:
