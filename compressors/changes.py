@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from lowdiff.core.events import Code, warn
 from lowdiff.core.layout import INT_OF_BYTES
 from lowdiff.types import Layout
 
@@ -147,7 +148,9 @@ class ChangeWarning:
         self._told.update(news)
         specs = [self._layout.parameters[i] for i in news]
         more = f" and {len(news) - 1} more" if len(news) > 1 else ""
-        _logger.warning(
+        warn(
+            _logger,
+            Code.GRADIENT_CHANGED,
             "the gradient of %r%s was changed between its exchange and optimizer.step() by more than "
             "a factor; each step that does so stores such gradients whole, %s bytes over all ranks. "
             "Clip with checkpointer.clip_grad_norm_(...), and put other changes into the loss or the "

@@ -23,7 +23,7 @@ from lowdiff.commit.meter import writer_document
 from lowdiff.commit.session import Session
 from lowdiff.compressors import Dense
 from lowdiff.compressors.dense import mean
-from lowdiff.core.events import log_event
+from lowdiff.core.events import Code, log_event, warn
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.loop.dataloader import Body, ResumableLoader, StatefulEpochs
 from lowdiff.loop.pinning import keep_step
@@ -534,7 +534,9 @@ class Checkpointer:
         """A notebook's cell run again, say: its old Checkpointer holds the run."""
         earlier = _attached.get(self._key)
         if earlier is not None and earlier._opened is not None:
-            _logger.warning(
+            warn(
+                _logger,
+                Code.EARLIER_CLOSED,
                 "%s is still attached in this process; that Checkpointer is closed, without "
                 "committing what it had not",
                 self._settings.run,

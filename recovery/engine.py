@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from lowdiff.core.events import printable
+from lowdiff.core.events import Code, printable, warn
 from lowdiff.errors import (
     ConfigError,
     DamagedFile,
@@ -110,7 +110,7 @@ def _recover(
 ) -> RecoveredState:
     catalog = scan(folder, [root])
     for finding in judge(folder, catalog)[0]:
-        _logger.warning("%s", printable(finding.message))
+        warn(_logger, Code.RUN_DAMAGED, "%s", printable(finding.message))
     search = Search(catalog, step, goes_back=step is None)
 
     def act(seen: Catalog) -> RecoveredState:
@@ -243,7 +243,13 @@ class Search:
             if self.goal == self._step:
                 raise error from None
             plan = plan_best(self.catalog, self._step)
-            _logger.warning("%s; going back to step %d", printable(str(error)), plan.step)
+            warn(
+                _logger,
+                Code.NEWEST_STEP_LOST,
+                "%s; going back to step %d",
+                printable(str(error)),
+                plan.step,
+            )
         self.goal = plan.step
         return plan
 
@@ -292,7 +298,7 @@ class Search:
                 unreadable = (str(error.path), error.what) if error.is_unreadable else None
                 setback = Setback(snapshot=(base.incarnation, base.step), unreadable=unreadable)
                 where = "an older snapshot"
-        _logger.warning("%s; going back to %s", printable(why), where)
+        warn(_logger, Code.RECOVERY_WENT_BACK, "%s; going back to %s", printable(why), where)
         return setback
 
     def learn(self, setbacks: Sequence[Setback]) -> None:
@@ -333,7 +339,7 @@ def carry_out(
         what = f"what is stored up to step {plan.step} cannot be replayed ({error!r:.200})"
         raise DamagedFile(catalog.root, what) from error
     # Not in the clause above, and not with the error itself, which holds on to the first state.
-    _logger.warning("%s; replaying whole tensors instead of blocks", why)
+    warn(_logger, Code.REPLAYED_WHOLE, "%s; replaying whole tensors instead of blocks", why)
     if options.movements is not None:
         options.movements.clear()
     return carry_out(catalog, plan, replace(options, whole=True))

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from lowdiff.core.events import Code, warn
 from lowdiff.core.layout import flat, flat_like
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.paths import RunFolder
@@ -106,7 +107,7 @@ def _checked(folder: Path, manifest: Manifest, fence: Fence, num_threads: int) -
         why = f"{error!r:.200}"
     # Not in the clause above, whose error holds on to what was read.
     check_shard(folder, manifest)  # says what is wrong with the bytes
-    _logger.warning("%s was misread (%s); reading it once more", path, why)
+    warn(_logger, Code.FILE_MISREAD, "%s was misread (%s); reading it once more", path, why)
     with or_damaged(path):
         return _read(path, manifest.step, fence, manifest, num_threads)
 

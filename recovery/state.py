@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lowdiff.core.events import Code, warn
 from lowdiff.core.layout import shaped
 from lowdiff.errors import DamagedFile, RunMismatch
 from lowdiff.persistence.format.value_types import BadEncoding
@@ -344,7 +345,9 @@ def refuse_lost_objects(state: RecoveredState, fences: Sequence[Fence]) -> None:
     generators = {name for items in state.items for name in items if name.startswith(RNG_ITEM)}
     unknown = [rank for rank, items in enumerate(state.items) if generators - items.keys()]
     if unknown:
-        _logger.warning(
+        warn(
+            _logger,
+            Code.GENERATORS_MISSING,
             "step %d goes without some random generators of rank(s) %s, which joined after the "
             "snapshot that it is rebuilt from: they are those that the scripts seed",
             state.step,

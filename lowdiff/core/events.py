@@ -2,10 +2,11 @@
 
 ::
 
-    lowdiff.commit.health WARNING rank 1: checkpoints are not durable now [event=writer_error rank=1 error="..."]
+    lowdiff.commit.health WARNING LD102: rank 1: checkpoints are not durable now [event=writer_error rank=1 error="..."]
 
 The same pairs are attributes of the ``LogRecord``, so a formatter of the user's may print them as
-``%(event)s`` or collect them as JSON. lowdiff configures no logger and no handler.
+``%(event)s`` or collect them as JSON. Every warning begins with its code, which is the attribute
+``code`` as well. lowdiff configures no logger and no handler.
 """
 
 from __future__ import annotations
@@ -13,10 +14,116 @@ from __future__ import annotations
 import json
 import logging
 import unicodedata
+from enum import Enum
 from typing import Any
 
 #: Control and format characters (C0, C1, bidi overrides), separators of lines, halves of surrogates.
 _UNPRINTABLE = ("Cc", "Cf", "Zl", "Zp", "Cs")
+
+
+class Code(Enum):
+    """The codes of all warnings. docs/operations.md has one heading each: ``### LD101 staging_removed``.
+
+    A code keeps its meaning for ever; the code of a warning that is gone is not used again.
+    """
+
+    # While training: staging memory, disk, writer process.
+    STAGING_REMOVED = "LD101"
+    WRITER_ERROR = "LD102"
+    OTHER_WRITER_ERROR = "LD103"
+    STEP_LOST = "LD104"
+    STEPS_DROPPED = "LD105"
+    WAITING = "LD106"
+    SNAPSHOT_PUT_OFF = "LD107"
+    WRITER_RESTARTED = "LD108"
+    RESTART_FAILED = "LD109"
+    STAGING_FULL = "LD110"
+    STAGED_RECORD_DAMAGED = "LD111"
+    WRITE_FAILED = "LD112"
+    SEGMENT_NOT_DURABLE = "LD113"
+    STEP_OVERWRITTEN = "LD114"
+    ADOPTION_FAILED = "LD115"
+    RETENTION_FAILED = "LD116"
+    SNAPSHOT_UNREADABLE = "LD117"
+    WRITER_ALREADY_RUNS = "LD118"
+    RESIDUAL_UNCHECKED = "LD119"
+    MEASUREMENTS_INCOMPLETE = "LD120"
+    # The loop: model, gradients, optimizer, random generators, signals.
+    FOREIGN_WRITE = "LD201"
+    GRADIENT_CHANGED = "LD202"
+    STEP_NEEDS_SNAPSHOT = "LD203"
+    LARGE_ITEM = "LD204"
+    MEMORY_ORDER_CHANGED = "LD205"
+    FROZEN_WRITTEN = "LD206"
+    AVERAGE_NOT_REPLAYED = "LD207"
+    RANKS_DIVERGED = "LD208"
+    LATE_OPTIMIZER_STATE = "LD209"
+    GRADIENTS_KEPT = "LD210"
+    SEVERAL_SCALERS = "LD211"
+    GENERATORS_DRAWN = "LD212"
+    GENERATORS_NOT_RESTORED = "LD213"
+    PREEMPTED = "LD214"
+    SIGNALS_NOT_SEEN = "LD215"
+    # attach.
+    WAITING_FOR_RUN = "LD301"
+    EARLIER_CLOSED = "LD302"
+    STAGING_TIGHT = "LD303"
+    STORE_NOT_ASKED = "LD304"
+    STAGING_OF_OTHER_HISTORY = "LD305"
+    OLD_WRITER_BUSY = "LD306"
+    RESUMED_WITH_CHANGES = "LD307"
+    WEIGHTS_NOT_IN_RUN = "LD308"
+    OBJECT_NOT_RESTORED = "LD309"
+    MODULE_STATE_MISSING = "LD310"
+    MODULE_STATE_LEFT_OUT = "LD311"
+    RESIDUAL_OF_SNAPSHOT = "LD312"
+    RESIDUAL_OLDER = "LD313"
+    # close and detach.
+    LAST_STEP_UNCONFIRMED = "LD401"
+    LAST_COMMIT_FAILED = "LD402"
+    WRITER_NOT_FINISHED = "LD403"
+    STAGING_KEPT = "LD404"
+    NO_LAST_SNAPSHOT = "LD405"
+    WRITER_STILL_BUSY = "LD406"
+    STORE_BEHIND = "LD407"
+    WRITER_ENDED_BEFORE = "LD408"
+    # Leases and object stores.
+    LEASE_TAKEN_OVER = "LD501"
+    LEASE_NOT_RETURNED = "LD502"
+    LEASE_NOT_RENEWED = "LD503"
+    STORE_ERROR = "LD504"
+    STORE_REQUEST_FAILED = "LD505"
+    UPLOAD_FAILED = "LD506"
+    STORE_OF_OTHER_HISTORY = "LD507"
+    UPLOADS_GIVEN_UP = "LD508"
+    UPLOADS_ENDED = "LD509"
+    STORE_RETENTION_FAILED = "LD510"
+    DOWNLOAD_DAMAGED = "LD511"
+    # Reading and recovering a run.
+    STAGING_UNTRUSTED = "LD601"
+    RECORD_DAMAGED = "LD602"
+    RUN_DAMAGED = "LD603"
+    NEWEST_STEP_LOST = "LD604"
+    RECOVERY_WENT_BACK = "LD605"
+    REPLAYED_WHOLE = "LD606"
+    GENERATORS_MISSING = "LD607"
+    EXTRA_STATES_LEFT_OUT = "LD608"
+    REPLICA_MEMORY_IN_USE = "LD609"
+    FILE_MISREAD = "LD610"
+    # The replica of a run without a compressor.
+    REPLICA_ERROR = "LD701"
+    REPLICA_RESTARTED = "LD702"
+    REPLICA_STEP_FAILED = "LD703"
+    REPLICA_TASK_FAILED = "LD704"
+    REPLICA_ALREADY_RUNS = "LD705"
+    REPLICA_ENDED = "LD706"
+    REPLICA_MEMORY_OUTDATED = "LD707"
+    REPLICA_MEMORY_DAMAGED = "LD708"
+
+    @property
+    def event(self) -> str:
+        """The short name, in snake case."""
+        return self.name.lower()
 
 
 def printable(text: str) -> str:
@@ -32,11 +139,11 @@ def printable(text: str) -> str:
 
 
 def log_event(logger: logging.Logger, level: int, event: str, text: str, **fields: Any) -> None:
-    """Log one notable event as one line.
+    """Log one notable event as one line; `warn` logs what needs somebody.
 
     Args:
         logger: The module's.
-        level: ``logging.INFO`` for the expected, ``logging.WARNING`` for what needs somebody.
+        level: ``logging.INFO`` for the expected.
         event: Name of the kind of event, in snake case; never changes.
         text: Finished sentence.
         fields: Facts: numbers, booleans or text. Their names are attributes of the record, so
@@ -54,6 +161,47 @@ def log_event(logger: logging.Logger, level: int, event: str, text: str, **field
             extra=facts,
             stacklevel=2,
         )
+
+
+def warn(
+    logger: logging.Logger,
+    code: Code,
+    text: str,
+    *args: object,
+    level: int = logging.WARNING,
+    exc_info: bool = False,
+    **fields: Any,
+) -> None:
+    """Log a warning, with its code in front: ``LD112: rank 0: [Errno 28] ... [event=write_failed ...]``.
+
+    Args:
+        logger: The module's.
+        code: The warning's code. The record has it as attribute ``code``, and its name as ``event``.
+        text: Finished sentence; a format for ``args``, if there are any.
+        args: Values for the format.
+        level: ``logging.ERROR`` where a process or a task ends.
+        exc_info: Whether to add the traceback of the exception that is handled.
+        fields: Facts, as for `log_event`; with facts the line is one line and ends with the pairs.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    facts = {"event": code.event, **fields}
+    if fields:
+        sentence = text % args if args else text
+        pairs = " ".join(f"{name}={_quoted(value)}" for name, value in facts.items())
+        args = (printable(" ".join(sentence.splitlines())), pairs)
+        text = "%s [%s]"
+    elif not args:
+        args, text = (text,), "%s"
+    line = f"{code.value}: {text}"
+    logger.log(
+        level,
+        line,
+        *args,
+        exc_info=exc_info,
+        extra={"code": code.value, **facts},
+        stacklevel=2,
+    )
 
 
 def _quoted(value: Any) -> str:

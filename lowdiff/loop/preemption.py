@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from lowdiff.core.events import log_event
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import UsageError
 
 _logger = logging.getLogger(__name__)
@@ -46,9 +46,11 @@ class SignalWatch:
         """
         self.notice: Callable[[], None] | None = notice
         if not _is_main_thread():
-            _logger.warning(
+            warn(
+                _logger,
+                Code.SIGNALS_NOT_SEEN,
                 "attach() was not called from the main thread, where alone Python allows signal "
-                "handlers: SIGTERM and SIGUSR1 do not set checkpointer.preempted"
+                "handlers: SIGTERM and SIGUSR1 do not set checkpointer.preempted",
             )
             return
         if not _installed:
@@ -137,7 +139,7 @@ class _Handlers:
                     text = (
                         f"{name}: what is staged is made durable now, and each further step at once"
                     )
-                    log_event(_logger, logging.WARNING, "preempted", text, signal=name)
+                    warn(_logger, Code.PREEMPTED, text, signal=name)
 
 
 # Signals and forks are the process's, not an object's. There is at most one.

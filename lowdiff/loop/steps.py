@@ -11,6 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lowdiff.commit.session import Session
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import UsageError
 from lowdiff.loop.dataloader import Body
 from lowdiff.model.binding import Attached
@@ -210,7 +211,9 @@ class TrainingLoop:
         names = self._draws.names()
         self._draws = None
         if names:
-            _logger.warning(
+            warn(
+                _logger,
+                Code.GENERATORS_DRAWN,
                 "%s drawn from between attach and the first step, and restored now: an uninterrupted "
                 "run drew other numbers there. If the loop trains with them, as with a batch that is "
                 "fetched ahead, keep them in checkpointer.state, which attach restores, and draw only "
@@ -222,11 +225,13 @@ class TrainingLoop:
     def _leave_generators(self) -> None:
         """The first body is over: to restore them now would repeat its numbers in the second."""
         if self._restored == _NOWHERE:
-            _logger.warning(
+            warn(
+                _logger,
+                Code.GENERATORS_NOT_RESTORED,
                 "the random generators were not restored, because the first step after attach "
                 "began without a forward pass of the attached model with gradients on: this run "
                 "draws other numbers than an uninterrupted one; loop over checkpointer.steps(...) "
-                "or a checkpointer.dataloader(...), which restore them"
+                "or a checkpointer.dataloader(...), which restore them",
             )
         self._restored = _IN_BODY
         self._unhook()

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from lowdiff.core.events import log_event, printable
+from lowdiff.core.events import Code, printable, warn
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 
 _CHECK_SECONDS = 0.5
@@ -160,8 +161,9 @@ class Deaths:
             when = f" in {delay:.0f} s" if delay else ""
             kind = self._name.removeprefix("the ")
             text = f"{self._name} of rank {self._rank} ended; starting another{when}"
-            facts = {"rank": self._rank, "exit_code": exit_code, f"{kind}_log": str(self._log)}
-            log_event(self._logger, logging.WARNING, f"{kind}_restarted", text, **facts)
+            code = Code.REPLICA_RESTARTED if kind == "replica" else Code.WRITER_RESTARTED
+            log: dict[str, Any] = {f"{kind}_log": str(self._log)}
+            warn(self._logger, code, text, rank=self._rank, exit_code=exit_code, **log)
         if not at_once and time.monotonic() < self._start_at:
             return None
         try:
@@ -169,7 +171,7 @@ class Deaths:
         except OSError as error:  # no memory or no process is to be had: perhaps later
             self.note(f"it cannot be started: {error}", done)
             text = "%s of rank %d cannot be started again now: %s"
-            self._logger.warning(text, self._name, self._rank, error)
+            warn(self._logger, Code.RESTART_FAILED, text, self._name, self._rank, error)
             return None
         self._is_dead = False
         return process

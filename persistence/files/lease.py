@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from lowdiff.core.events import printable
+from lowdiff.core.events import Code, printable, warn
 
 _logger = logging.getLogger(__name__)
 
@@ -79,8 +79,11 @@ class Lease:
         while True:
             is_free = seen is None or _field(seen, 1) in (_NOBODY, self._machine)
             if not is_free and _now() - since >= self.seconds:
-                _logger.warning(
-                    "%s has not renewed its lease; taking over", printable(_field(seen, 3))
+                warn(
+                    _logger,
+                    Code.LEASE_TAKEN_OVER,
+                    "%s has not renewed its lease; taking over",
+                    printable(_field(seen, 3)),
                 )
                 is_free = True
             if is_free and self._take(seen):
@@ -167,7 +170,13 @@ class Lease:
             if not self._lost:
                 self._renew_line(_NOBODY)
         except OSError as error:
-            _logger.warning("the lease %s could not be given back: %s", self.path, error)
+            warn(
+                _logger,
+                Code.LEASE_NOT_RETURNED,
+                "the lease %s could not be given back: %s",
+                self.path,
+                error,
+            )
 
     def _beat(self) -> None:
         try:
@@ -178,7 +187,13 @@ class Lease:
             self._trouble = ""
         except OSError as error:
             if str(error) != self._trouble:
-                _logger.warning("the lease %s cannot be renewed now: %s", self.path, error)
+                warn(
+                    _logger,
+                    Code.LEASE_NOT_RENEWED,
+                    "the lease %s cannot be renewed now: %s",
+                    self.path,
+                    error,
+                )
             self._trouble = str(error)
 
     def _renew_line(self, machine: str) -> bytes | None:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import UntrustedStaging
 
 _logger = logging.getLogger(__name__)
@@ -63,7 +64,12 @@ def readable_root(root: Path) -> Path:
     try:
         check_folder(root)
     except UntrustedStaging as error:
-        _logger.warning("only the disk is read, and nothing that is staged: %s", error)
+        warn(
+            _logger,
+            Code.STAGING_UNTRUSTED,
+            "only the disk is read, and nothing that is staged: %s",
+            error,
+        )
         return _NOWHERE
     return root
 
@@ -73,7 +79,7 @@ def trusted_folders(root: Path, run_id: str) -> Iterator[Path]:
     try:
         is_there = check_folder(root) and check_folder(root / run_id)
     except UntrustedStaging as error:
-        _logger.warning("what is staged in %s is not read: %s", root, error)
+        warn(_logger, Code.STAGING_UNTRUSTED, "what is staged in %s is not read: %s", root, error)
         return
     with suppress(FileNotFoundError):  # the run's last folder is removed while we look
         for path in sorted((root / run_id).iterdir()) if is_there else []:
@@ -82,7 +88,7 @@ def trusted_folders(root: Path, run_id: str) -> Iterator[Path]:
                 if why is None:
                     yield path
                 else:
-                    _logger.warning("%s is not read: it %s", path, why)
+                    warn(_logger, Code.STAGING_UNTRUSTED, "%s is not read: it %s", path, why)
 
 
 def make_folder(root: Path, run_id: str, name: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.files.durable import fsync_directory, remove_folder
 from lowdiff.persistence.files.locks import FileLock
@@ -141,7 +142,7 @@ def take_inventory(
             "old files stay: %s may be needed, but %s; it stays, and what could depend on it, until it "
             "can be read or you delete it"
         )
-        _logger.warning(text, path, why)
+        warn(_logger, Code.SNAPSHOT_UNREADABLE, text, path, why)
     return Inventory(
         spans=lineage(fences),
         snapshots=tuple(

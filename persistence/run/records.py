@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lowdiff.core.events import printable
+from lowdiff.core.events import Code, printable, warn
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.format.framing import HEADER_BYTES, RecordKind, RecordRef, StoredRecord
 from lowdiff.persistence.format.segment_file import SegmentFile
@@ -260,7 +260,7 @@ class RankRecords(Mapping[int, StoredRecord]):
             found, damage = [], error
         if damage is not None:
             self._damage.append(damage)
-            _logger.warning("%s", printable(str(damage)))
+            warn(_logger, Code.RECORD_DAMAGED, "%s", printable(str(damage)))
         at = next(i for i, stretch in enumerate(self._listed) if stretch.path == wrong.path)
         self._listed[at : at + 1] = found
         self._stretches, self._ranges, self._rebases, self._open = [], None, None, None
@@ -277,7 +277,7 @@ class RankRecords(Mapping[int, StoredRecord]):
                 if found.path.exists():  # else a live trainer has reused its memory
                     what = f"step {step} fails its checksum"
                     self._damage.append(DamagedFile(found.path, what, offset=found.record.offset))
-                    _logger.warning("%s", printable(str(self._damage[-1])))
+                    warn(_logger, Code.RECORD_DAMAGED, "%s", printable(str(self._damage[-1])))
                 return False
             self._intact.add(step)
         return True

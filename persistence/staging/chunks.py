@@ -7,6 +7,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import StorageError
 from lowdiff.persistence.files.mapped_file import MappedFile
 from lowdiff.persistence.files.paths import StagingFolder
@@ -121,7 +122,7 @@ class Chunks:
         if not self._is_refused:
             self._is_refused = True
             text = "rank %d: %s. Until then training waits for what there is; this is said once"
-            _logger.warning(text, self._folder.rank, error)
+            warn(_logger, Code.STAGING_FULL, text, self._folder.rank, error)
 
     def _reuse_oldest(self, size: int, durable_step: int) -> None:
         """Begin the next chunk in the memory of the oldest; if that fails, nothing has changed."""

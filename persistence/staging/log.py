@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.checked_copy import CheckedCopy
 from lowdiff.persistence.files.mapped_file import read_view
@@ -310,7 +311,9 @@ class LogTail:
             return False
         self._num_looks = 0
         self._offset = record.end
-        _logger.warning(
+        warn(
+            _logger,
+            Code.STAGED_RECORD_DAMAGED,
             "rank %d: the record of step %d in staging memory was damaged before it was written",
             self._folder.rank,
             record.header.step,

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import DamagedFile, LowDiffError
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
@@ -147,7 +148,7 @@ def gather_measurements(
     except LowDiffError as error:
         if ended:
             text = "rank %d: measurements are incomplete: decisions of the tuner are lost: %s"
-            _logger.warning(text, staging.rank, error)
+            warn(_logger, Code.MEASUREMENTS_INCOMPLETE, text, staging.rank, error)
     samples: dict[str, tuple[float, ...]] = {}
     facts: dict[str, float | str] = {}
     for page in (staging.measured_by_trainer, staging.measured_by_writer):
@@ -179,7 +180,7 @@ def read_lives(folder: RunFolder, run_id: str, rank: int) -> list[Measurements]:
         try:
             measured = read_measurements(path)
         except (LowDiffError, OSError) as error:
-            _logger.warning("measurements are passed over: %s", error)
+            warn(_logger, Code.MEASUREMENTS_INCOMPLETE, "measurements are passed over: %s", error)
             continue
         if measured.run_id == run_id and measured.rank == rank:
             found.append(measured)

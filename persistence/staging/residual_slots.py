@@ -21,6 +21,7 @@ from pathlib import Path
 
 from crc32c import crc32c
 
+from lowdiff.core.events import Code, warn
 from lowdiff.persistence.files.lease import this_machine
 from lowdiff.persistence.files.mapped_file import MappedFile, read_view
 from lowdiff.types import Layout, ResidualMark
@@ -116,7 +117,7 @@ def checksum_slots(path: Path) -> None:
     except (FileNotFoundError, ValueError):  # no residual, or an empty file
         return
     except OSError as error:
-        _logger.warning("%s gets no checksum: %s", path, error)
+        warn(_logger, Code.RESIDUAL_UNCHECKED, "%s gets no checksum: %s", path, error)
         return
     for number, slot in enumerate(_slots_of(view)):
         generation, known = _STAMP.unpack_from(view, _stamp_at(number))

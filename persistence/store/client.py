@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import ConfigError, RunMismatch, StoreError
 from lowdiff.persistence.staging.measurements import Recorder
 from lowdiff.persistence.staging.settings import WriterSettings
@@ -212,7 +213,7 @@ class StoreClient:
             except StoreError as error:
                 self.complaints.report(task, str(error))
                 self._page.update(remote_retries=self._page.status.remote_retries + 1)
-                _logger.warning("rank %d: %s", self._settings.rank, error)
+                warn(_logger, Code.STORE_REQUEST_FAILED, "rank %d: %s", self._settings.rank, error)
                 failing_since = failing_since or time.monotonic()
                 waited = time.monotonic() - max(failing_since, self._ending_since)
                 if self.is_ending and waited > self._settings.store_patience_seconds:

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import TypeVar
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
 from lowdiff.persistence.files.durable import fsync_directory, make_directory, write_file
 from lowdiff.persistence.files.paths import (
@@ -439,7 +440,13 @@ def _fetch_snapshot(
             if file.kind == "manifest":
                 check_shard(path, Manifest.read(manifest_file(path, file.rank)))
     except DamagedFile as error:
-        _logger.warning("%s of %s; going back to an older snapshot", error, store.url)
+        warn(
+            _logger,
+            Code.DOWNLOAD_DAMAGED,
+            "%s of %s; going back to an older snapshot",
+            error,
+            store.url,
+        )
         for file in reversed(missing):  # without its manifests it does not exist
             (folder.root / file.name).unlink(missing_ok=True)
         return False

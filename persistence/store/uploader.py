@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.files.paths import RunFile
 from lowdiff.persistence.format.image import manifest_file, shard_file
@@ -85,13 +86,33 @@ class Uploader:
         try:
             await self._upload()
         except RunMismatch as error:
-            _logger.error("rank %d: %s", self._settings.rank, error)
+            warn(
+                _logger,
+                Code.STORE_OF_OTHER_HISTORY,
+                "rank %d: %s",
+                self._settings.rank,
+                error,
+                level=logging.ERROR,
+            )
             self._client.complaints.report("history", str(error))
         except StoreError as error:
-            _logger.error("rank %d: given up: %s", self._settings.rank, error)
-        except Exception as error:
-            # A bug must cost the copy in the store only, and be seen.
-            _logger.exception("rank %d: uploads ended", self._settings.rank)
+            warn(
+                _logger,
+                Code.UPLOADS_GIVEN_UP,
+                "rank %d: given up: %s",
+                self._settings.rank,
+                error,
+                level=logging.ERROR,
+            )
+        except Exception as error:  # noqa: BLE001 -- a bug must cost the copy in the store only, and be seen
+            warn(
+                _logger,
+                Code.UPLOADS_ENDED,
+                "rank %d: uploads ended",
+                self._settings.rank,
+                level=logging.ERROR,
+                exc_info=True,
+            )
             self._client.complaints.report("uploads", f"ended by {error!r}; see the writer's log")
 
     async def _upload(self) -> None:
@@ -142,7 +163,7 @@ class Uploader:
                 )
                 if text != said:
                     said = text
-                    _logger.warning("rank %d: %s", self._settings.rank, text)
+                    warn(_logger, Code.UPLOAD_FAILED, "rank %d: %s", self._settings.rank, text)
                 self._client.complaints.report(what, text)
                 # Once is no reason to give up: retention and users remove files meanwhile.
                 last_attempts -= self._client.is_ending
@@ -312,7 +333,13 @@ class Uploader:
             here = Listing.of_folder(self._settings.folder)
             return spent(self._settings, self._listing, here)
         except DamagedFile as error:
-            _logger.warning("rank %d: old objects stay: %s", self._settings.rank, error)
+            warn(
+                _logger,
+                Code.STORE_RETENTION_FAILED,
+                "rank %d: old objects stay: %s",
+                self._settings.rank,
+                error,
+            )
             return frozenset()
 
     async def _collect(self) -> None:

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import RunMismatch, StorageError
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
@@ -68,7 +69,13 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                     errors.append(f"{FileLock(stage.replica_lock).holder()} holds {stage.root}")
         except (OSError, StorageError, RunMismatch) as error:
             if stage.root.exists():  # else another incarnation's writer was faster
-                _logger.warning("cannot adopt %s: %s; it stays in staging", stage.root, error)
+                warn(
+                    _logger,
+                    Code.ADOPTION_FAILED,
+                    "cannot adopt %s: %s; it stays in staging",
+                    stage.root,
+                    error,
+                )
                 errors.append(f"{type(error).__name__}: {error}")
         finally:
             lock.release()

@@ -8,6 +8,7 @@ import subprocess
 import time
 from dataclasses import replace
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import WriterFailed
 from lowdiff.persistence.files.detached_process import (
     DetachedProcess,
@@ -128,9 +129,14 @@ class WriterProcess(ProcessHandle):
             )
         lacks = store_lacks(self._settings, status, self.pid if is_running else None)
         if lacks:
-            _logger.warning("rank %d: %s", self._settings.rank, lacks)
+            warn(_logger, Code.STORE_BEHIND, "rank %d: %s", self._settings.rank, lacks)
         elif is_running:
-            _logger.warning("rank %d: the writer is still busy", self._settings.rank)
+            warn(
+                _logger,
+                Code.WRITER_STILL_BUSY,
+                "rank %d: the writer is still busy",
+                self._settings.rank,
+            )
         return status
 
     def _tell(self, word: bytes) -> None:
@@ -141,7 +147,12 @@ class WriterProcess(ProcessHandle):
             try:
                 pipe.write(word)
             except BrokenPipeError:
-                _logger.warning("the writer of rank %d had ended before", self._settings.rank)
+                warn(
+                    _logger,
+                    Code.WRITER_ENDED_BEFORE,
+                    "the writer of rank %d had ended before",
+                    self._settings.rank,
+                )
 
     def _start(self) -> DetachedProcess:
         module = "lowdiff.persistence.writer.main"

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from lowdiff.core.events import log_event
+from lowdiff.core.events import Code, log_event, warn
 from lowdiff.errors import DamagedFile, LowDiffError, RunMismatch, StorageError, WriterFailed
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.format.codec import Codec
@@ -153,8 +153,15 @@ class Writer:
                 error = await asyncio.to_thread(
                     adopt_predecessors, self._settings, self._orders.trainer_gone
                 )
-            except Exception as failure:  # whatever it is, attach waits for it and must hear of it
-                _logger.exception("rank %d: adoption failed", self._settings.rank)
+            except Exception as failure:  # noqa: BLE001 -- attach waits for it and must hear of it
+                warn(
+                    _logger,
+                    Code.ADOPTION_FAILED,
+                    "rank %d: adoption failed",
+                    self._settings.rank,
+                    level=logging.ERROR,
+                    exc_info=True,
+                )
                 error = f"{type(failure).__name__}: {failure}"
             self._complaints.report("adopt", error)
             if not error:
@@ -184,7 +191,13 @@ class Writer:
             )
             await asyncio.to_thread(write_measurements, settings.folder, measured)
         except (OSError, LowDiffError) as error:
-            _logger.warning("rank %d: measurements are not kept: %s", settings.rank, error)
+            warn(
+                _logger,
+                Code.MEASUREMENTS_INCOMPLETE,
+                "rank %d: measurements are not kept: %s",
+                settings.rank,
+                error,
+            )
 
     def _may_adopt(self) -> bool:
         """Whether what earlier incarnations left is not needed any more once it is durable."""
@@ -283,7 +296,7 @@ class Writer:
                 self._status.update(retries=self._status.status.retries + 1)
                 self._complaints.report(action.__name__, f"{type(error).__name__}: {error}")
                 text = f"rank {self._settings.rank}: {error}"
-                log_event(_logger, logging.WARNING, "write_failed", text, task=action.__name__)
+                warn(_logger, Code.WRITE_FAILED, text, task=action.__name__)
                 self._give_up_if_deleted(error)
                 if isinstance(error, OSError) and error.errno in DISK_FULL:
                     await self._collect()  # it may have failed when the newest snapshot came
@@ -350,7 +363,13 @@ class Writer:
                     collect, settings.folder, settings.run_id, settings.retention
                 )
             except (OSError, LowDiffError) as error:
-                _logger.warning("rank %d: old files stay: %s", settings.rank, error)
+                warn(
+                    _logger,
+                    Code.RETENTION_FAILED,
+                    "rank %d: old files stay: %s",
+                    settings.rank,
+                    error,
+                )
 
     async def _persist_snapshot(self, image: StagedImage) -> None:
         settings = self._settings
@@ -381,7 +400,13 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     lock = FileLock(settings.staging.writer_lock)
     if not lock.acquire(f"writer {os.getpid()}", timeout_seconds=30.0):
-        _logger.error("another writer holds %s", lock.path)
+        warn(
+            _logger,
+            Code.WRITER_ALREADY_RUNS,
+            "another writer holds %s",
+            lock.path,
+            level=logging.ERROR,
+        )
         return 1
     asyncio.run(Writer(settings).run(lock))
     return 0

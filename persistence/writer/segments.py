@@ -16,6 +16,7 @@ import aiofiles
 from aiofiles.threadpool.binary import AsyncBufferedReader
 from crc32c import crc32c
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import DamagedFile, LowDiffError
 from lowdiff.persistence.files.durable import fsync_directory, make_directory
 from lowdiff.persistence.files.paths import RunFolder
@@ -175,7 +176,7 @@ def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:
         own = replace(record, body=memoryview(bytes(record.body)))
         step = own.header.step
         if not own.is_intact():
-            _logger.warning("step %d was dropped before it was durable", step)
+            warn(_logger, Code.STEP_OVERWRITTEN, "step %d was dropped before it was durable", step)
         elif runs and runs[-1][-1].header.step + 1 == step:
             runs[-1].append(own)
         else:
@@ -239,7 +240,7 @@ def durable_step(
         make_durable(path, file.header, doubtful)
         fsync_directory(path.parent)
     except OSError as error:
-        _logger.warning("%s cannot be made durable: %s", path, error)
+        warn(_logger, Code.SEGMENT_NOT_DURABLE, "%s cannot be made durable: %s", path, error)
         return max(base_step, min(step, known_step))
     seal_left(path, file.header.owner)
     return step

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.files.durable import make_directory, replaced, unwritable
 from lowdiff.recovery.inspect.branch import new_directory
@@ -137,7 +138,9 @@ def _write_weights(state: RecoveredState) -> Callable[[IO[bytes]], object]:
             f"the model has no safetensors form ({error}); give a name ending in .pt"
         ) from error
     if left_out:
-        _logger.warning(
+        warn(
+            _logger,
+            Code.EXTRA_STATES_LEFT_OUT,
             "a .safetensors file holds nothing but tensors, and lacks these extra states: %s; give a "
             "name ending in .pt to have them",
             ", ".join(left_out),

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import RunInUse
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
 from lowdiff.persistence.retention.plan import is_valid
@@ -166,7 +167,12 @@ def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, in
     try:
         plan = plan_in_memory(catalog, None)
     except RunInUse as error:
-        _logger.warning("%s; what replicas left in memory is not listed", error)
+        warn(
+            _logger,
+            Code.REPLICA_MEMORY_IN_USE,
+            "%s; what replicas left in memory is not listed",
+            error,
+        )
     memory = None if plan is None else plan.range
     return with_steps_in_memory(recoverable(catalog), memory), memory
 

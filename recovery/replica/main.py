@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from crc32c import crc32c
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, StorageError
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import read_view
@@ -241,7 +242,14 @@ class Replica:
         except (ReplayMismatch, DamagedFile, *UNREPLAYABLE) as error:
             # Next time in whole tensors: this kernel may not round alike in blocks.
             self._whole = isinstance(error, ReplayMismatch)
-            _logger.warning("step %d: %s", number, error, exc_info=not self._whole)
+            warn(
+                _logger,
+                Code.REPLICA_STEP_FAILED,
+                "step %d: %s",
+                number,
+                error,
+                exc_info=not self._whole,
+            )
             self._forget(number, f"{type(error).__name__}: {error}")
 
     def _step(self, shard: Shard, step: Step) -> None:
@@ -308,7 +316,7 @@ class Replica:
         if error == self._troubles.get(task, ""):
             return
         if error:
-            _logger.warning("rank %d: %s", self._settings.rank, error)
+            warn(_logger, Code.REPLICA_TASK_FAILED, "rank %d: %s", self._settings.rank, error)
         self._troubles[task] = error
         told = "; ".join(filter(None, self._troubles.values()))
         self._page.update(error=told, forgot=False)
@@ -360,14 +368,27 @@ def main(arguments: Sequence[str]) -> int:
     sys.path += [folder for folder in settings.import_path if folder not in sys.path]
     lock = FileLock(settings.staging.replica_lock)
     if not lock.acquire(f"replica {os.getpid()}", timeout_seconds=30.0):
-        _logger.error("another replica holds %s", lock.path)
+        warn(
+            _logger,
+            Code.REPLICA_ALREADY_RUNS,
+            "another replica holds %s",
+            lock.path,
+            level=logging.ERROR,
+        )
         return 1
     try:
         import_modules(settings.imports)
         register_again(settings.optimizers, settings.scalar_state)
         Replica(settings).run()
     except LowDiffError:
-        _logger.exception("rank %d: the replica ends", settings.rank)
+        warn(
+            _logger,
+            Code.REPLICA_ENDED,
+            "rank %d: the replica ends",
+            settings.rank,
+            level=logging.ERROR,
+            exc_info=True,
+        )
         return 1
     return 0
 

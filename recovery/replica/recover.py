@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from crc32c import crc32c
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import read_view
@@ -219,7 +220,9 @@ def _sources_of(stage: StagingFolder) -> list[_Source]:
     status = read_status(stage.replica_status, ReplicaStatus)
     is_there = status.generation >= 0 and stage.replica_state(status.generation).exists()
     if is_there and not is_of_this_kernel(stage):
-        _logger.warning(
+        warn(
+            _logger,
+            Code.REPLICA_MEMORY_OUTDATED,
             "the state of a replica in %s is of before this machine was started, and may be torn; it "
             "is passed over",
             stage.root,
@@ -229,7 +232,7 @@ def _sources_of(stage: StagingFolder) -> list[_Source]:
         try:
             file = ReplicaFile.open(stage.replica_state(status.generation), private=True)
         except DamagedFile as error:
-            _logger.warning("%s", error)
+            warn(_logger, Code.REPLICA_MEMORY_DAMAGED, "%s", error)
         else:
             last = file.last_step()
             step = file.base_step if last is None else last[0]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
-from lowdiff.core.events import log_event
+from lowdiff.core.events import Code, log_event, warn
 
 LOGGER = logging.getLogger("lowdiff.test_events")
 
@@ -42,3 +43,38 @@ def test_a_value_that_is_not_one_word_is_quoted_and_the_line_stays_one(
 def test_a_level_that_is_off_costs_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     log_event(LOGGER, logging.DEBUG, "unseen", "Nothing")
     assert not caplog.records
+
+
+def test_a_warning_begins_with_its_code_which_the_record_has_as_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn(LOGGER, Code.LEASE_NOT_RENEWED, "%s is %d %% away", "disk", 5)
+    warn(LOGGER, Code.WAITING, "5 % done")
+    assert caplog.messages == ["LD503: disk is 5 % away", "LD106: 5 % done"]
+    formatter = logging.Formatter("%(levelname)s %(code)s %(event)s %(funcName)s")
+    expected = "test_a_warning_begins_with_its_code_which_the_record_has_as_well"
+    assert formatter.format(caplog.records[0]) == f"WARNING LD503 lease_not_renewed {expected}"
+
+
+def test_facts_of_a_warning_follow_its_sentence_on_the_same_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn(LOGGER, Code.WRITE_FAILED, "rank %d: 100 %% full\nhere", 1, task="_write")
+    (record,) = caplog.records
+    said = "LD112: rank 1: 100 % full here [event=write_failed task=_write]"
+    assert (record.getMessage(), vars(record)["task"]) == (said, "_write")
+
+
+def test_a_warning_at_error_level_may_carry_the_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise ValueError("a bug")
+    except ValueError:
+        warn(LOGGER, Code.UPLOADS_ENDED, "ended", level=logging.ERROR, exc_info=True)
+    assert "ERROR" in caplog.text
+    assert "ValueError: a bug" in caplog.text
+
+
+def test_codes_are_two_letters_and_a_number_and_each_is_there_once() -> None:
+    values = [code.value for code in Code.__members__.values()]
+    assert len(set(values)) == len(Code.__members__), "one of them is only another name"
+    assert all(re.fullmatch(r"LD[1-7][0-9]{2}", value) for value in values)
