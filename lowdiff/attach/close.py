@@ -6,6 +6,7 @@ import logging
 import time
 
 from lowdiff.attach.open import Opened
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import RankLost, WriterFailed
 
 _logger = logging.getLogger(__name__)
@@ -40,11 +41,21 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
             try:
                 session.hear(_MEET_SECONDS)
             except RankLost as error:
-                _logger.warning("the last step is perhaps not committed on all ranks: %s", error)
+                warn(
+                    _logger,
+                    Code.LAST_STEP_UNCONFIRMED,
+                    "the last step is perhaps not committed on all ranks: %s",
+                    error,
+                )
     except BaseException as error:
         _abandon(opened)
         if is_lenient and isinstance(error, Exception):
-            _logger.warning("the last commit is left to the next attach: %s", error)
+            warn(
+                _logger,
+                Code.LAST_COMMIT_FAILED,
+                "the last commit is left to the next attach: %s",
+                error,
+            )
             return
         raise
     session.queue.storage.stop()
@@ -56,7 +67,7 @@ def finish(opened: Opened, *, failed: bool, detaches: bool = False) -> None:
     except WriterFailed as error:
         if not is_lenient:
             raise
-        _logger.warning("%s", error)
+        warn(_logger, Code.WRITER_NOT_FINISHED, "%s", error)
         return
     if is_last_snapshot:
         _remove_staging(opened, status.durable_snapshot)
@@ -77,8 +88,12 @@ def _remove_staging(opened: Opened, durable_snapshot: int) -> None:
             opened.staging.folder.remove()
             return
         why = f"the last snapshot was damaged in memory on rank {shares.index(False)}"
-    _logger.warning(
-        "%s, so %s is kept; the next attach resumes with its help", why, opened.staging.folder.root
+    warn(
+        _logger,
+        Code.STAGING_KEPT,
+        "%s, so %s is kept; the next attach resumes with its help",
+        why,
+        opened.staging.folder.root,
     )
 
 
@@ -119,7 +134,9 @@ def _take_last_snapshot(opened: Opened, *, at_leisure: bool) -> bool:
     why = why or any_rank(_why_no_snapshot(opened, at_leisure=at_leisure))
     why = why or any_rank(_failure_of_snapshot(opened))
     if why:
-        _logger.warning(
+        warn(
+            _logger,
+            Code.NO_LAST_SNAPSHOT,
             "no last snapshot is taken: %s; the next attach resumes from the last commit, with the "
             "help of %s",
             why,

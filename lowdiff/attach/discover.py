@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import ConfigError, RunInUse, RunMismatch, StoreError
 from lowdiff.model.ranks import Ranks
 from lowdiff.persistence.files.locks import FileLock
@@ -85,7 +86,13 @@ def _run_in_store(settings: Settings, ranks: Ranks) -> str | None:
             except StoreError as error:
                 if not has_history or settings.on_error == "raise":
                     raise
-                _logger.warning("%s; going on with the history in %s", error, settings.run)
+                warn(
+                    _logger,
+                    Code.STORE_NOT_ASKED,
+                    "%s; going on with the history in %s",
+                    error,
+                    settings.run,
+                )
     found: str | None = ranks.gather(run_id)[0]
     return found
 
@@ -156,7 +163,9 @@ def shared_out(
         known = [stage for stage in stages if is_known(stage, settings.folder)]
     for stage in stages:
         if stage not in known:
-            _logger.warning(
+            warn(
+                _logger,
+                Code.STAGING_OF_OTHER_HISTORY,
                 "what is staged in %s is of a life %d that %s knows nothing of: the run went on "
                 "without it. It stays there; remove that folder to give it up",
                 stage.root,
@@ -246,7 +255,13 @@ def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:
         elif has_replica(stage):
             raise RunInUse(stage.root, lock.holder(), settings.lock_seconds)
         else:
-            _logger.warning("%s still works on %s; going on", lock.holder(), stage.root)
+            warn(
+                _logger,
+                Code.OLD_WRITER_BUSY,
+                "%s still works on %s; going on",
+                lock.holder(),
+                stage.root,
+            )
     return stages
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from lowdiff.compressors.feedback import NUM_SLOTS
+from lowdiff.core.events import Code, warn
 from lowdiff.core.layout import shares_of
 from lowdiff.errors import ConfigError
 from lowdiff.model.ranks import Ranks
@@ -79,7 +80,9 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
     root = settings.staging_root
     cap, is_tight = _cap(root, need, ranks)
     if not has_staged and is_tight:
-        _logger.warning(
+        warn(
+            _logger,
+            Code.STAGING_TIGHT,
             "staging in %s has no room for a second life: after a crash the next one must fit "
             "beside what this one leaves there, until it has begun. Enlarge it (docker: "
             "--shm-size), or be ready to move what is left with `lowdiff recover --as-run`",

@@ -32,6 +32,7 @@ from lowdiff.commit.session import Session
 from lowdiff.commit.staging import Staging
 from lowdiff.commit.storage import Storage
 from lowdiff.compressors.feedback import RotatingResidual
+from lowdiff.core.events import Code, warn
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.model.averages import Averages, followed_names
@@ -471,7 +472,9 @@ def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradSc
         return None
     scalers = [thing for thing in stateful.values() if isinstance(thing, GradScaler)]
     if len(scalers) > 1:
-        _logger.warning(
+        warn(
+            _logger,
+            Code.SEVERAL_SCALERS,
             "%d gradient scalers are attached, and DDP's hook cannot tell whose gradients it gets: "
             "error feedback goes by the scale of the first; use one scaler for all losses",
             len(scalers),

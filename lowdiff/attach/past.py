@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lowdiff.core.events import Code, warn
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import LowDiffError
 from lowdiff.model.ranks import Ranks
@@ -75,7 +76,7 @@ def _keep_what_died(
                 measured = gather_measurements(stage, run_id, world_size, ended="died")
                 write_measurements(folder, measured)
             except (LowDiffError, OSError) as error:
-                _logger.warning("measurements are lost: %s", error)
+                warn(_logger, Code.MEASUREMENTS_INCOMPLETE, "measurements are lost: %s", error)
 
 
 def _ending(

@@ -21,7 +21,7 @@ from lowdiff.attach.restore import (
 )
 from lowdiff.commit.meter import RecoveryClock
 from lowdiff.compressors import from_settings
-from lowdiff.core.events import printable
+from lowdiff.core.events import Code, printable, warn
 from lowdiff.core.layout import torch_dtype
 from lowdiff.model.averages import followed_names
 from lowdiff.model.binding import Attached
@@ -87,7 +87,9 @@ def load_start(
     if restore == "model":
         kept = load_weights(state, items, attached)
         if ranks.rank == 0 and kept:
-            _logger.warning(
+            warn(
+                _logger,
+                Code.WEIGHTS_NOT_IN_RUN,
                 "these are not in step %d of the run, and stay as the model was built: %s",
                 state.step,
                 printable(", ".join(kept)),
@@ -103,7 +105,9 @@ def load_start(
     followed = {name: live for name, live in given.averages.items() if name in restored}
     check_restored(state, items, attached, followed)
     for name in unlike(state, items, restored):
-        _logger.warning(
+        warn(
+            _logger,
+            Code.OBJECT_NOT_RESTORED,
             "rank %d: %s does not hold what its load_state_dict() was given, and the run goes on "
             "with what it holds; see that state_dict() and load_state_dict() mirror each other",
             ranks.rank,
@@ -112,12 +116,11 @@ def load_start(
     averages = followed_names(given.averages, attached.layout)
     changes = _changes(settings, state.fence, ranks, averages)
     if ranks.rank == 0 and (said := [*changes, *objects, *reshaped, *differences]):
-        _logger.log(
-            logging.WARNING if objects or reshaped else logging.INFO,
-            "resuming at step %d: %s",
-            state.step,
-            "; ".join(said),
-        )
+        text = f"resuming at step {state.step}: {'; '.join(said)}"
+        if objects or reshaped:
+            warn(_logger, Code.RESUMED_WITH_CHANGES, text)
+        else:
+            _logger.info(text)
     if afresh:
         live = {STATEFUL_ITEM + name for name in afresh}
         items |= {name: data for name, data in tracker.read().items() if name in live}
@@ -194,7 +197,7 @@ def recover_together(
         DamagedFile: If the newest step is asked for, and the newest incarnation cannot be read.
     """
     for finding in judge(settings.folder, catalog)[0]:
-        _logger.warning("rank %d: %s", ranks.rank, printable(finding.message))
+        warn(_logger, Code.RUN_DAMAGED, "rank %d: %s", ranks.rank, printable(finding.message))
     if step is None and not any(ranks.gather(_has_history(catalog))):
         return None  # new, or its only trainer died before its first snapshot was durable
     if step is None:
@@ -258,7 +261,9 @@ def _residual_of(
         found = read_residual(staging.residual, kept, mark)
         if found is not None:
             if step < state.step:
-                _logger.warning(
+                warn(
+                    _logger,
+                    Code.RESIDUAL_OLDER,
                     "rank %d: an accelerator's error-feedback residual is copied every few steps; "
                     "step %d goes on with that of step %d: the state is exact, the continuation is "
                     "not bit-identical",
@@ -268,7 +273,9 @@ def _residual_of(
                 )
             return {s.name: r for s, r in zip(kept.parameters, found, strict=True)}
     if state.base_step != state.step and had_one:
-        _logger.warning(
+        warn(
+            _logger,
+            Code.RESIDUAL_OF_SNAPSHOT,
             "rank %d: the error-feedback residual of step %d is not in staging memory; using that "
             "of snapshot %d: the state is exact, the continuation is not bit-identical",
             rank,

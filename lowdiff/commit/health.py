@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowdiff.commit.news import RankNews
-from lowdiff.core.events import log_event
+from lowdiff.core.events import Code, log_event, warn
 from lowdiff.errors import RankLost, RanksDiverged, WriterFailed
 from lowdiff.model.ranks import Ranks
 from lowdiff.persistence.files.paths import StagingFolder
@@ -24,9 +24,9 @@ from lowdiff.settings import Settings
 _logger = logging.getLogger(__name__)
 
 
-def say(rank: int, event: str, text: str, *, level: int = logging.WARNING, **facts: Any) -> None:
-    """Log what befell a rank, as one event."""
-    log_event(_logger, level, event, f"rank {rank}: {text}", rank=rank, **facts)
+def say(rank: int, code: Code, text: str, **facts: Any) -> None:
+    """Warn of what befell a rank."""
+    warn(_logger, code, f"rank {rank}: {text}", rank=rank, **facts)
 
 
 class StorageErrors:
@@ -65,7 +65,7 @@ class StorageErrors:
         """
         if asks and error != self._of_replica:
             text = f"the replica begins anew with a full snapshot: {error}"
-            say(self._rank, "replica_error", text, error=error)
+            say(self._rank, Code.REPLICA_ERROR, text, error=error)
         if asks or not error:
             self._of_replica = error if asks else ""
 
@@ -83,10 +83,10 @@ class StorageErrors:
                 effect = "this is an error at the next commit"
             elif not self._degrades:
                 effect += f", and waits once {most_at_risk} steps are at risk"
-            say(rank, "writer_error", f"checkpoints are not durable now; {effect}", error=error)
+            say(rank, Code.WRITER_ERROR, f"checkpoints are not durable now; {effect}", error=error)
         elif self._of_disk and not error:
-            text = "checkpoints become durable again"
-            say(rank, "writer_recovered", text, level=logging.INFO)
+            text = f"rank {rank}: checkpoints become durable again"
+            log_event(_logger, logging.INFO, "writer_recovered", text, rank=rank)
         self._of_disk = error
         if status.lost_step > self._lost_step:
             self._lost_step = status.lost_step
@@ -95,13 +95,13 @@ class StorageErrors:
                     f"step {status.lost_step} was damaged in staging memory and is not durable; a "
                     "full snapshot follows"
                 )
-                say(rank, "step_lost", text)
+                say(rank, Code.STEP_LOST, text)
         if status.remote_error and status.remote_error != self.of_store:
             text = (
                 "nothing reaches the store now; training goes on, and what is durable is uploaded "
                 "later"
             )
-            say(rank, "store_error", text, error=status.remote_error)
+            say(rank, Code.STORE_ERROR, text, error=status.remote_error)
         self.of_store = status.remote_error
 
     def skip_lost(self, step: int) -> None:
@@ -124,7 +124,7 @@ class StorageErrors:
             raise failure
         others = tuple(rank for rank in ranks if rank != self._rank)
         if others and others != self._told_of:
-            say(self._rank, "other_writer_error", str(self.failure(others)))
+            say(self._rank, Code.OTHER_WRITER_ERROR, str(self.failure(others)))
         self._told_of = others
 
     def failure(self, ranks: Sequence[int]) -> WriterFailed:
@@ -196,7 +196,7 @@ class Health:
                 self._failure = error
             else:
                 text = f"{error}. A full snapshot follows. This is said once"
-                say(self._ranks.rank, "ranks_diverged", text, step=step)
+                say(self._ranks.rank, Code.RANKS_DIVERGED, text, step=step)
         return is_news
 
     def check(self) -> None:

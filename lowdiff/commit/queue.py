@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from lowdiff.commit.health import say
 from lowdiff.commit.storage import Images, Storage
+from lowdiff.core.events import Code
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
@@ -269,6 +270,6 @@ class LogQueue:
                 f"storage is too slow and staging memory is full, so steps from {durable_step + 1} "
                 "on are given up; a full snapshot follows when storage is back"
             )
-            say(self.storage.rank, "steps_dropped", text, step=durable_step + 1)
+            say(self.storage.rank, Code.STEPS_DROPPED, text, step=durable_step + 1)
         self.images.is_owed = True
         self.storage.counters.dropped_steps += self._log.dropped_step - durable_step

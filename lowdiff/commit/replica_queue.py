@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from lowdiff.commit.health import say
 from lowdiff.commit.storage import Images, Storage
+from lowdiff.core.events import Code
 from lowdiff.persistence.format.differentials import numbered
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
@@ -361,7 +362,7 @@ class ReplicaQueue:
                 f"the replica does not keep up, so steps from {step} on are given up; a full "
                 "snapshot follows when it has caught up"
             )
-            say(self.storage.rank, "steps_dropped", text, step=step)
+            say(self.storage.rank, Code.STEPS_DROPPED, text, step=step)
         self._is_dropping = self.images.is_owed = self.images.is_needed = True
         self.storage.counters.dropped_steps += 1
 

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import RunInUse, StorageError
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.lease import Lease
@@ -42,7 +43,14 @@ class RunLock:
     def _take(self, lock: FileLock | Lease, hint: str = "") -> None:
         seconds = self._settings.lock_seconds
         if not lock.acquire(self._description, timeout_seconds=0.0):
-            _logger.warning("waiting up to %.0f s for %s%s", seconds, lock.holder(), hint)
+            warn(
+                _logger,
+                Code.WAITING_FOR_RUN,
+                "waiting up to %.0f s for %s%s",
+                seconds,
+                lock.holder(),
+                hint,
+            )
             if not lock.acquire(self._description, timeout_seconds=seconds):
                 raise RunInUse(self._settings.run, lock.holder(), seconds)
 

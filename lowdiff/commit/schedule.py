@@ -18,7 +18,7 @@ from typing import Any
 from lowdiff.commit.news import RankNews
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.storage import Storage
-from lowdiff.core.events import log_event
+from lowdiff.core.events import Code, log_event, warn
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.staging.measurements import Recorder, read_recorded, write_decisions
 from lowdiff.settings import Settings
@@ -272,7 +272,7 @@ class Cadence:
             write_decisions(self._storage.folder.decisions, self._decisions)
         except OSError as error:  # no memory is left for it: training needs none of this
             text = "rank %d: measurements are incomplete: a decision of the tuner is not kept: %s"
-            _logger.warning(text, self._storage.rank, error)
+            warn(_logger, Code.MEASUREMENTS_INCOMPLETE, text, self._storage.rank, error)
 
     def _take_effect(self) -> None:
         setting = self._levels.setting

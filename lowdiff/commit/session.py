@@ -15,6 +15,7 @@ from lowdiff.commit.news import RankNews
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.schedule import Schedule, Why
 from lowdiff.commit.staging import Staging
+from lowdiff.core.events import Code, warn
 from lowdiff.model.tracked import Live
 from lowdiff.model.watch import AttachedObjects
 from lowdiff.step.ddp_hook import without_autocast
@@ -181,11 +182,12 @@ class Session:
         with without_autocast(self._live.attached.device):
             sealed = recorder.seal(thorough=self._schedule.is_audited(recorder.step.number))
         for name, size in self._live.tracker.large_items.items():
-            self._warn_once(
-                f"{name} changed, which costs {size / 1e6:.1f} MB in every step that changes it"
-            )
+            text = f"{name} changed, which costs {size / 1e6:.1f} MB in every step that changes it"
+            self._warn_once(Code.LARGE_ITEM, name, text)
         if sealed.warning:
-            self._warn_once(sealed.warning)
+            self._warn_once(
+                Code.STEP_NEEDS_SNAPSHOT, sealed.warning.partition(" ")[0], sealed.warning
+            )
         return sealed
 
     def _advance(self, sealed: Sealed, heard: Sequence[RankNews]) -> None:
@@ -266,8 +268,7 @@ class Session:
         is_preempted = self.agreement.is_preempted
         self.queue.storage.show(self.step, self.committed_step, preempted=is_preempted)
 
-    def _warn_once(self, text: str) -> None:
-        kind = text.partition(" ")[0]
+    def _warn_once(self, code: Code, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            _logger.warning("rank %d: %s. This is said once", self._live.rank, text)
+            warn(_logger, code, f"rank {self._live.rank}: {text}. This is said once")

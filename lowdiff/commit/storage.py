@@ -14,6 +14,7 @@ import torch
 
 from lowdiff.commit.health import StorageErrors, say
 from lowdiff.commit.meter import Counters
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import StorageError, WriterFailed
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.shared_page import ImageMark
@@ -118,7 +119,7 @@ class Storage:
             if now - noticed > _NOTICE_SECONDS:
                 noticed = now
                 text = f"training has waited {now - started:.0f} s for {what}"
-                say(self.rank, "waiting", text, seconds=now - started)
+                say(self.rank, Code.WAITING, text, seconds=now - started)
         self.counters.waiting_seconds += time.perf_counter() - started
 
     def wait_for_adoption(self, queue: Waiting) -> None:
@@ -167,7 +168,7 @@ class Storage:
             f"somebody removed {self.folder.root}, or files in it, while training uses it: "
             f"{_lost(durable_step, step)}; it is made anew, and a full snapshot follows"
         )
-        say(self.rank, "staging_removed", text, step=step, durable_step=durable_step)
+        say(self.rank, Code.STAGING_REMOVED, text, step=step, durable_step=durable_step)
 
     def end_processes(self) -> None:
         """End what reads a log that is gone; first the writer makes durable what it still maps."""
@@ -254,7 +255,13 @@ class Images:
         self._retry_step = step + self._retry_after
         self._retry_after = min(2 * self._retry_after, self._storage.settings.snapshot_every)
         if not self.is_owed:
-            _logger.warning("rank %d: no full snapshot now: %s", self._storage.rank, error)
+            warn(
+                _logger,
+                Code.SNAPSHOT_PUT_OFF,
+                "rank %d: no full snapshot now: %s",
+                self._storage.rank,
+                error,
+            )
         self.is_owed = True
         self._storage.errors.of_snapshot = str(error)
 

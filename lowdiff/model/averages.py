@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from lowdiff.core.events import Code, warn
 from lowdiff.core.layout import dtype_name, own_name
 from lowdiff.errors import ConfigError
 from lowdiff.model.binding import Attached, wrappers
@@ -132,7 +133,9 @@ def find_averages(stateful: Mapping[str, object], attached: Attached) -> dict[st
         if parameters and rule_of(thing) is not None:
             found[name] = LiveAverage(name, thing, parameters)
         else:
-            _logger.warning(
+            warn(
+                _logger,
+                Code.AVERAGE_NOT_REPLAYED,
                 "%s averages with a function of its own, or over other parameters than the "
                 "attached ones, or over one of several parts that are alike; it is not replayed but "
                 "logged whole at every update; use one of torch.optim.swa_utils' functions, and "

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
+from lowdiff.core.events import Code, warn
 from lowdiff.core.layout import INT_OF_BYTES, byte_view, dtype_name, flat, is_dense, own_name
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.format.values import decode, encode, same
@@ -315,7 +316,9 @@ class ItemTracker:
     def _distrust_versions(self, name: str) -> None:
         """A frozen parameter was written through ``.data``, as momentum encoders are."""
         if self._trusts_versions:
-            _logger.warning(
+            warn(
+                _logger,
+                Code.FROZEN_WRITTEN,
                 "%s is frozen but was written through .data; from now on every frozen parameter is "
                 "read at every step; write it under torch.no_grad() instead, or attach an "
                 "AveragedModel, which is replayed",
@@ -399,12 +402,16 @@ class ExtraStates:
         new = [key for key in self._modules if key not in state]
         gone = [key for key in state if key not in self._modules]
         if new:
-            _logger.warning(
+            warn(
+                _logger,
+                Code.MODULE_STATE_MISSING,
                 "the run has no state of these modules, which keep what they were built with: %s",
                 ", ".join(new),
             )
         if gone:
-            _logger.warning(
+            warn(
+                _logger,
+                Code.MODULE_STATE_LEFT_OUT,
                 "no module of the model takes these states of the run, which are left out: %s",
                 ", ".join(gone),
             )

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from lowdiff.core.digest import Looker, in_order, join
+from lowdiff.core.events import Code, warn
 from lowdiff.core.layout import bits, flat, own_name, refuse_shared_memory, shares_of, torch_dtype
 from lowdiff.errors import UnsupportedOptimizer, UsageError
 from lowdiff.model.binding import Attached
@@ -204,7 +205,9 @@ class Watch:
             return
         self._told.update(news)
         more = f" and {len(news) - 1} more" if len(news) > 1 else ""
-        _logger.warning(
+        warn(
+            _logger,
+            Code.FOREIGN_WRITE,
             "rank %d: something else than the optimizer wrote to %r%s in step %d (clamping, weight "
             "normalisation, load_state_dict, ...). Training goes on and the step stays exact; each "
             "step that does so logs these parameters whole, %s bytes. This is said once per parameter",
@@ -368,7 +371,9 @@ class StepGuard:
             parameter.grad = in_order(parameter.grad, spec.strides)
         if not self._has_reordered:
             self._has_reordered = True
-            _logger.warning(
+            warn(
+                _logger,
+                Code.MEMORY_ORDER_CHANGED,
                 "%r was assigned values in another memory order (.t(), channels_last, ...); they were "
                 "copied into the order that it had at attach, which replay goes by. Assign with "
                 "p.data.copy_(values) to avoid the copy. This is said once",

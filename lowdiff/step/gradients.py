@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lowdiff.core.events import Code, warn
 from lowdiff.errors import UsageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.shared_memory import is_whole
@@ -101,7 +102,9 @@ class Gradients:
         parameters, owner = self._attached.parameters, self._attached.owner
         if any(owner[i] == optimizer and r() is parameters[i].grad for i, r in self._kept.items()):
             self._has_told_kept = True
-            _logger.warning(
+            warn(
+                _logger,
+                Code.GRADIENTS_KEPT,
                 "step %d ended without optimizer.step(), and the next one uses its gradients, unless "
                 "they were zeroed in place: a run that resumes between the two lacks them, and what "
                 "was compressed away of them is owed anew; run all backward passes of an optimizer "

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lowdiff.core.events import Code, warn
 from lowdiff.core.layout import flat_like, shares_of
 from lowdiff.errors import RankLost, UnsupportedOptimizer
 from lowdiff.model.binding import Attached
@@ -196,7 +197,9 @@ class Proofs:
     def _put_off(self, index: int, course: _Course, step: int, new: set[str]) -> None:
         """State came after the copies had ended: snapshot this step, and prove the next."""
         course.is_owed = self.has_late_state = True
-        _logger.warning(
+        warn(
+            _logger,
+            Code.LATE_OPTIMIZER_STATE,
             "rank %d: %s began to keep %s in step %d, later than lowdiff copies what "
             "a step starts from; that step costs a full snapshot, and the next one is replayed and "
             "compared",

@@ -101,7 +101,8 @@ def test_every_code_of_a_warning_has_its_heading_and_is_known() -> None:
     assert headings == [f"{code.value} {code.event}" for code in Code]
     folders = ("lowdiff", "compressors", "persistence", "recovery", "tuner")
     product = "".join(p.read_text() for f in folders for p in (ROOT / f).rglob("*.py"))
-    assert set(re.findall(r"\bCode\.([A-Z_]+)", product)) <= set(Code.__members__)
+    assert set(re.findall(r"\bCode\.([A-Z_]+)", product)) == set(Code.__members__)
+    assert not re.search(r"_logger\.(warning|error|exception)\(", product), "use events.warn"
 
 
 def test_documents_and_examples_import_public_modules_only() -> None:

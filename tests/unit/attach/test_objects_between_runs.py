@@ -58,7 +58,7 @@ def test_objects_that_are_new_renamed_replaced_or_left_out_are_named_in_one_warn
     assert warnings(caplog) == []  # all is new where a run begins
     assert live(tmp_path, 4, renamed=Warmup(), other=Cooldown()) == {"renamed": 0, "other": 0}
     (said,) = warnings(caplog)
-    assert said.startswith("resuming at step 3: ")
+    assert said.startswith("LD307: resuming at step 3: ")
     assert "renamed is new and starts afresh" in said
     assert "other is tests.unit.attach.test_objects_between_runs.Cooldown instead of" in said
     assert "warm was not attached again, and its state is left out" in said
