@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import importlib
 import os
@@ -9,13 +10,16 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 import zipfile
 from pathlib import Path
 
 import grimp
 import pytest
+import torch
 
 import lowdiff
+from lowdiff.compressors import TopK
 
 ROOT = Path(__file__).parents[1]
 
@@ -137,6 +141,89 @@ def test_no_room_has_more_than_twelve_modules() -> None:
         if package not in LONG_LISTS
     }
     assert max(sizes.values()) <= 12, sizes
+
+
+#: A class with more fields or methods says in its docstring why it is large.
+MOST_FIELDS, MOST_METHODS = 12, 15
+
+
+def fields_of(node: ast.ClassDef) -> set[str]:
+    """Names that a class declares, or assigns to ``self``."""
+    found = {
+        part.target.id
+        for part in node.body
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+    }
+    for part in ast.walk(node):
+        if (
+            isinstance(part, ast.Attribute)
+            and isinstance(part.ctx, ast.Store)
+            and isinstance(part.value, ast.Name)
+            and part.value.id == "self"
+        ):
+            found.add(part.attr)
+    return found
+
+
+def test_a_large_class_says_why() -> None:
+    """Frozen dataclasses are tables of facts, and may have as many as there are."""
+    wrong = []
+    for package in packages():
+        for path in ROOT.joinpath(*package.split(".")).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.ClassDef):
+                    continue
+                if any("frozen=True" in ast.unparse(d) for d in node.decorator_list):
+                    continue
+                methods = sum(isinstance(part, ast.FunctionDef) for part in node.body)
+                is_large = len(fields_of(node)) > MOST_FIELDS or methods > MOST_METHODS
+                if is_large and "Large because" not in (ast.get_docstring(node) or ""):
+                    wrong.append(f"{package}.{path.stem}.{node.name}")
+    assert not wrong
+
+
+def layer_of(module: str) -> int:
+    """Number of the layer that a module of lowdiff belongs to, counted from the top."""
+    text = setup_cfg()["importlinter:contract:layers"]["layers"]
+    for number, line in enumerate(text.split("\n")):
+        if any(within(module, name.strip()) for name in re.split("[:|]", line) if name.strip()):
+            return number
+    return -1
+
+
+def test_no_lower_room_holds_a_callable_of_a_higher_one(tmp_path: Path) -> None:
+    """Data crosses rooms as values, behaviour as protocols: no callbacks upward."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = lowdiff.Checkpointer(
+        tmp_path / "run", staging=tmp_path / "staging", compressor=TopK(0.1)
+    )
+    checkpointer.attach(model, optimizer)
+    wrong, seen = set(), set[int]()
+    waiting: list[object] = [checkpointer]
+    while waiting:
+        holder = waiting.pop()
+        room = type(holder).__module__
+        if id(holder) in seen or not within(room, "lowdiff"):
+            continue
+        seen.add(id(holder))
+        slots = [name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ())]
+        held = {name: getattr(holder, name, None) for name in (*vars_of(holder), *slots)}
+        for name, value in held.items():
+            function = getattr(value, "func", value)
+            owner = str(getattr(function, "__module__", ""))
+            is_callable = isinstance(function, types.FunctionType | types.MethodType)
+            if is_callable and within(owner, "lowdiff") and layer_of(owner) < layer_of(room):
+                wrong.add(f"{room}.{type(holder).__name__}.{name} holds {owner}'s {function}")
+            parts = value.values() if isinstance(value, dict) else value
+            waiting += [value, *(parts if isinstance(parts, list | tuple) else ())]
+    checkpointer.close()
+    assert len(seen) > 30
+    assert not wrong
+
+
+def vars_of(holder: object) -> list[str]:
+    return list(getattr(holder, "__dict__", ()))
 
 
 def test_folders_that_retention_empties_meanwhile_are_listed_in_one_place() -> None:

@@ -26,7 +26,8 @@ from lowdiff.settings import Settings
 
 _logger = logging.getLogger(__name__)
 
-_WAIT_SECONDS = 0.001
+#: Between two looks, at first and at most: whoever waits long need not look often.
+_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.001, 0.01
 _NOTICE_SECONDS = 30.0
 #: For what a writer still maps of a log that is gone.
 _DRAIN_SECONDS = 10.0
@@ -62,7 +63,6 @@ class Storage:
         page: What this rank tells its processes, and who watches the run.
         batch_size: Differentials per durable write, as the writer was told last.
         last: What a queue heard last of its processes.
-        degrades: Whether training goes on without durable steps where storage is too slow.
         tells_first: Whether an error is raised only once all ranks have heard of it.
     """
 
@@ -84,11 +84,19 @@ class Storage:
         self.errors = StorageErrors(folder, rank, settings)
         self.page = StatusPage(folder.trainer_status, TrainerStatus(os.getpid()))
         self.batch_size = settings.batch_size
-        self.degrades = settings.backpressure == "degrade"
-        self.raises = settings.on_error == "raise"
         self.tells_first = self.raises and world_size > 1
         self.last = WriterStatus()
         self._replica = replica
+
+    @property
+    def degrades(self) -> bool:
+        """Whether training goes on without durable steps where storage is too slow."""
+        return self.settings.backpressure == "degrade"
+
+    @property
+    def raises(self) -> bool:
+        """Whether errors of storage are raised, rather than warned of."""
+        return self.settings.on_error == "raise"
 
     def set_batch_size(self, batch_size: int) -> None:
         """Have so many differentials, a power of two, go into each durable write from now on."""
@@ -107,6 +115,7 @@ class Storage:
         if condition(queue.status()):
             return
         started = noticed = time.perf_counter()
+        pause = _WAIT_SECONDS
         while not condition(status := queue.status()):
             if queue.is_gone:
                 raise StorageError(
@@ -114,7 +123,8 @@ class Storage:
                 )
             if status.error and self.raises:
                 raise self.errors.failure([self.rank])
-            time.sleep(_WAIT_SECONDS)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_WAIT_SECONDS)
             now = time.perf_counter()
             if now - noticed > _NOTICE_SECONDS:
                 noticed = now

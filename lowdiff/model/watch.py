@@ -71,7 +71,7 @@ class Watch:
         is_live: bool,
     ) -> None:
         self._attached = attached
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
         self._can_look = attached.is_on_host
         self._is_live = is_live and self._can_look
         self._shares = shares_of(attached.layout, world_size)
@@ -131,9 +131,9 @@ class Watch:
             return Seen((), averages, Written())
         done, written = self._look_at_all(step, averages)
         seen = Seen(tuple(self._seen.values()), done, written)
-        if not self._is_live or self._world_size == 1:
+        if not self._is_live or len(self._shares) == 1:
             return seen
-        watched = (self._rank + 1 + step % (self._world_size - 1)) % self._world_size
+        watched = (self._rank + 1 + step % (len(self._shares) - 1)) % len(self._shares)
         other = join(self._look(self._shares[watched]).values())
         return replace(seen, own=join(seen.digests), other=other, watched=watched)
 
