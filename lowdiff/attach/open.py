@@ -20,8 +20,7 @@ from lowdiff.attach.discover import agreed_run, fetch_from_store, share_files, s
 from lowdiff.attach.memory import Memory, agree_on_memory
 from lowdiff.attach.past import past_of
 from lowdiff.attach.resume import Start, class_of, load_start, recover_together
-from lowdiff.commit.agreement import Agreement
-from lowdiff.commit.health import Health
+from lowdiff.commit.agreement import Agreement, Health
 from lowdiff.commit.image import constant_images
 from lowdiff.commit.meter import Meter, RecoveryClock
 from lowdiff.commit.queue import LogQueue, StepQueue

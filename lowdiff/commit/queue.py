@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from lowdiff.commit.health import say
-from lowdiff.commit.storage import Images, Storage
+from lowdiff.commit.storage import Images, Storage, say
 from lowdiff.core.events import Code
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from lowdiff.commit.health import say
-from lowdiff.commit.storage import Images, Storage
+from lowdiff.commit.storage import Images, Storage, say
 from lowdiff.core.events import Code
 from lowdiff.persistence.format.differentials import numbered
 from lowdiff.persistence.format.framing import RecordKind

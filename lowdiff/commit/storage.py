@@ -8,18 +8,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from lowdiff.commit.health import StorageErrors, say
 from lowdiff.commit.meter import Counters
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code, log_event, warn
 from lowdiff.errors import StorageError, WriterFailed
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.shared_page import ImageMark
 from lowdiff.persistence.format.image import ImageTensor, stage_image
-from lowdiff.persistence.staging.status import StatusPage, TrainerStatus, WriterStatus
+from lowdiff.persistence.staging.status import StatusPage, TrainerStatus, WriterStatus, read_status
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
@@ -31,6 +30,130 @@ _WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.001, 0.01
 _NOTICE_SECONDS = 30.0
 #: For what a writer still maps of a log that is gone.
 _DRAIN_SECONDS = 10.0
+
+
+def say(rank: int, code: Code, text: str, **facts: Any) -> None:
+    """Warn of what befell a rank."""
+    warn(_logger, code, f"rank {rank}: {text}", rank=rank, **facts)
+
+
+class StorageErrors:
+    """What is wrong with one rank's durable writing, and what the user has heard of it.
+
+    Args:
+        folder: Its staging folder; those of other ranks lie beside it.
+        rank: The rank.
+        settings: Say what an error is to do.
+    """
+
+    def __init__(self, folder: StagingFolder, rank: int, settings: Settings) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._raises = settings.on_error == "raise"
+        self._degrades = settings.backpressure == "degrade"
+        self._of_disk = self._of_replica = ""
+        self._told_of: tuple[int, ...] = ()
+        self._lost_step = -1
+        #: Of the store, as its writer reported it last; empty if all is well.
+        self.of_store = ""
+        #: Why no full snapshot was taken; empty if none is owed for want of memory.
+        self.of_snapshot = ""
+
+    @property
+    def any(self) -> bool:
+        """Whether there is an error that other ranks should hear of."""
+        return bool(self._of_disk or (self._raises and (self.of_store or self.of_snapshot)))
+
+    def report_replica(self, error: str, *, asks: bool) -> None:
+        """Say once why a replica asks for an image.
+
+        Args:
+            error: What its replica reports; empty if all is well.
+            asks: Whether it asks.
+        """
+        if asks and error != self._of_replica:
+            text = f"the replica begins anew with a full snapshot: {error}"
+            say(self._rank, Code.REPLICA_ERROR, text, error=error)
+        if asks or not error:
+            self._of_replica = error if asks else ""
+
+    def report(self, status: WriterStatus, most_at_risk: int) -> None:
+        """Say what the writer reports, where that is news.
+
+        Args:
+            status: What the writer reports.
+            most_at_risk: How many steps may be at risk now.
+        """
+        rank, error = self._rank, status.error
+        if error and error != self._of_disk:
+            effect = "training goes on"
+            if self._raises:
+                effect = "this is an error at the next commit"
+            elif not self._degrades:
+                effect += f", and waits once {most_at_risk} steps are at risk"
+            say(rank, Code.WRITER_ERROR, f"checkpoints are not durable now; {effect}", error=error)
+        elif self._of_disk and not error:
+            text = f"rank {rank}: checkpoints become durable again"
+            log_event(_logger, logging.INFO, "writer_recovered", text, rank=rank)
+        self._of_disk = error
+        if status.lost_step > self._lost_step:
+            self._lost_step = status.lost_step
+            if not self._degrades:  # else its trainer dropped it, and has said so
+                text = (
+                    f"step {status.lost_step} was damaged in staging memory and is not durable; a "
+                    "full snapshot follows"
+                )
+                say(rank, Code.STEP_LOST, text)
+        if status.remote_error and status.remote_error != self.of_store:
+            text = (
+                "nothing reaches the store now; training goes on, and what is durable is uploaded "
+                "later"
+            )
+            say(rank, Code.STORE_ERROR, text, error=status.remote_error)
+        self.of_store = status.remote_error
+
+    def skip_lost(self, step: int) -> None:
+        """Say nothing of lost steps up to here: the caller has named them."""
+        self._lost_step = max(self._lost_step, step)
+
+    def hear(self, ranks: Sequence[int]) -> None:
+        """Say, or raise, that durable writing fails on some ranks; on all ranks at the same commit.
+
+        Args:
+            ranks: Those that said so with the news of this step.
+
+        Raises:
+            WriterFailed: If ``on_error="raise"`` and there are any.
+        """
+        if ranks and self._raises:
+            failure = self.failure(ranks)
+            # Said once: the snapshot is owed, and taken when it can be.
+            self.of_snapshot = ""
+            raise failure
+        others = tuple(rank for rank in ranks if rank != self._rank)
+        if others and others != self._told_of:
+            say(self._rank, Code.OTHER_WRITER_ERROR, str(self.failure(others)))
+        self._told_of = others
+
+    def failure(self, ranks: Sequence[int]) -> WriterFailed:
+        """What these ranks report, as an error."""
+        return WriterFailed(
+            "; ".join(
+                f"rank {rank} reports: {self._of(rank) or 'trouble with storage, see its output'}"
+                for rank in ranks
+            )
+            + "; nothing committed is lost: mend it, and attach goes on from there"
+        )
+
+    def _of(self, rank: int) -> str:
+        """What is wrong with a rank, if its page can be seen from here: not that of another node."""
+        if rank == self._rank:  # a writer that keeps dying says nothing on its page
+            return self.of_snapshot or self._of_disk or self.of_store
+        mine = self._folder
+        root = mine.root.parent.parent
+        page = StagingFolder.of(root, mine.run_id, mine.incarnation, rank).status
+        status = read_status(page, WriterStatus)
+        return status.error or status.remote_error
 
 
 class Waiting(Protocol):

@@ -2,7 +2,7 @@
 
 ::
 
-    lowdiff.commit.health WARNING LD102: rank 1: checkpoints are not durable now [event=writer_error rank=1 error="..."]
+    lowdiff.commit.storage WARNING LD102: rank 1: checkpoints are not durable now [event=writer_error rank=1 error="..."]
 
 The same pairs are attributes of the ``LogRecord``, so a formatter of the user's may print them as
 ``%(event)s`` or collect them as JSON. Every warning begins with its code, which is the attribute
