@@ -1,6 +1,6 @@
 """How far one has to go to follow a step, an attach or a recovery through the code.
 
-    python -m tests.walk
+    python -m tests.walk [--write]
 
 Counts what is called on the calling thread, with a model of two layers: functions with a name
 (comprehensions and lambdas do not count), the files of the product that hold them, and how often a
@@ -26,6 +26,8 @@ import lowdiff
 from lowdiff.compressors import TopK
 
 ROOT = Path(__file__).parents[1]
+_HEAD = "| walk | functions | files | returns to a file already left |\n|---|---|---|---|"
+_BEGIN, _END = "<!-- tests.walk -->", "<!-- end -->"
 PRODUCT = tuple(
     f"{ROOT}/{folder}/" for folder in ("lowdiff", "compressors", "persistence", "recovery", "tuner")
 )
@@ -123,13 +125,19 @@ def rows(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Print the table."""
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    """Print the table, or put it into docs/architecture.md."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put it into docs/architecture.md")
     logging.getLogger("lowdiff").setLevel(logging.ERROR)
+    writes = parser.parse_args().write
     with tempfile.TemporaryDirectory(prefix="walk-") as folder:
-        lines = rows(Path(folder))
-    sys.stdout.write("| walk | functions | files | returns |\n|---|---|---|---|\n")
-    sys.stdout.write("\n".join(lines) + "\n")
+        table = "\n".join([_HEAD, *rows(Path(folder))])
+    if writes:
+        document = ROOT / "docs" / "architecture.md"
+        before, _, rest = document.read_text(encoding="utf-8").partition(_BEGIN)
+        after = rest.partition(_END)[2]
+        document.write_text(f"{before}{_BEGIN}\n{table}\n{_END}{after}", encoding="utf-8")
+    sys.stdout.write(f"{table}\n")
 
 
 if __name__ == "__main__":
