@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -151,11 +151,14 @@ class StatusPage(Generic[_Status]):
     def update(self, **changes: object) -> None:
         """Change some fields and publish them together; long texts are cut, so that all fits."""
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
-        content = asdict(self.status)
-        for name, value in content.items():
-            if isinstance(value, str):
-                text = value.encode(errors="replace")[:_TEXT_BYTES]
-                content[name] = text.decode(errors="ignore")
+        content: dict[str, Any] = {}
+        for field in fields(self.status):  # as `asdict` does, which would look into every number
+            value = getattr(self.status, field.name)
+            if field.name in _PARTS and value is not None:
+                value = asdict(value)
+            elif isinstance(value, str):
+                value = value.encode(errors="replace")[:_TEXT_BYTES].decode(errors="ignore")
+            content[field.name] = value
         self._page.publish(content)
 
 
