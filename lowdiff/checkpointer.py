@@ -87,6 +87,8 @@ class Checkpointer:
             ...  # forward, backward, optimizer.step(), scheduler.step()
         checkpointer.close()
 
+    Large because it is the face of the whole: every public call is a method here.
+
     Args:
         run: Folder of the run; created if it is not there. All ranks give the same path, which
             may be a shared folder or each node's own.

@@ -84,7 +84,7 @@ class ReplicaQueue:
     See `StepQueue`. With ``backpressure="block"`` training waits for room, and where the newest durable
     image is two snapshot intervals old. With ``"degrade"`` a step that finds no room is given up, with
     all that follow, until a fresh snapshot of the trainer's takes their place. So are steps after one
-    that the replica cannot apply.
+    that the replica cannot apply. Large because it is all of `StepQueue`, and the replica's pace.
 
     Args:
         log: What the replica reads.

@@ -30,6 +30,7 @@ class Session:
 
     `before_optimizer` and `after_optimizer` record a step, `commit` seals and stages it, and `hear`,
     before the next one, tells whether all ranks hold it. All states of the step are the recorder's.
+    Large because `commit` is to be read as one page, with each of its parts behind it.
 
     Attributes:
         committed_step: The newest step that this rank knows all ranks to hold.

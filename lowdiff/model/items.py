@@ -132,7 +132,10 @@ def _is_unmoved(before: Any, now: Any) -> bool:
 
 
 class ItemTracker:
-    """Finds which items changed since they were last asked for."""
+    """Finds which items changed since they were last asked for.
+
+    Large because each kind of item shows its changes otherwise: by bytes, checksum, version or sample.
+    """
 
     def __init__(
         self,
