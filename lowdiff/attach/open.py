@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -297,10 +298,15 @@ def _begin(
         # its memory void.
         start = replace(start, needs_snapshot=True)
     folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, ranks.rank)
-    with ExitStack() as undo:
+    with ExitStack() as undo, ThreadPoolExecutor(1) as beside:
         with ranks.together():
             area = StagingArea(folder, settings.folder, fence.life)
             undo.callback(area.release)
+            # A process takes half a second to start: memory is taken meanwhile.
+            starting = beside.submit(
+                WriterProcess, _writer_settings(settings, ranks, fence, start, left)
+            )
+            undo.callback(_stop_started, starting)
             scaling = Scaling(_hook_scaler(given.attached, given.stateful))
             residual = _residual(settings, given.attached, folder, scaling)
             if start.residual:
@@ -315,7 +321,7 @@ def _begin(
                 rank=ranks.rank,
                 world_size=ranks.world_size,
             )
-            queue = _queue(settings, live, fence, start, memory, left, undo)
+            queue = _queue(settings, live, fence, memory, starting, undo)
             meter = Meter(folder, queue.storage.counters)
             elements = sum(spec.numel for spec in fence.layout.parameters)
             meter.note({**past.facts, "elements": float(elements)})
@@ -347,16 +353,43 @@ def _begin(
     return Opened(session, lock, area, ranks, meter, start.items)
 
 
+def _writer_settings(
+    settings: Settings, ranks: Ranks, fence: Fence, start: Start, left: Sequence[StagingFolder]
+) -> WriterSettings:
+    return WriterSettings(
+        run=str(settings.run),
+        staging_root=str(settings.staging_root),
+        run_id=fence.run_id,
+        incarnation=fence.incarnation,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        base_step=start.step,
+        trainer_pid=os.getpid(),
+        batch_size=settings.batch_size,
+        flush_seconds=settings.flush_seconds,
+        retention=settings.retention,
+        store=settings.store,
+        has_replica=settings.has_replica,
+        continues=start.continues,
+        adopts=[stage.root.name for stage in left],
+    )
+
+
+def _stop_started(starting: Future[WriterProcess]) -> None:
+    """Stop a writer that was started, if it came up; if not, its error is known."""
+    if starting.exception() is None:
+        starting.result().stop()
+
+
 def _queue(
     settings: Settings,
     live: Live,
     fence: Fence,
-    start: Start,
     memory: Memory,
-    left: Sequence[StagingFolder],
+    starting: Future[WriterProcess],
     undo: ExitStack,
 ) -> StepQueue:
-    """Start the writer, and the replica of a run without compression, and make their queue."""
+    """Make the queue of a writer that starts, and start the replica of a run without compression."""
     folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, live.rank)
     log = StagingLog(
         folder,
@@ -365,26 +398,7 @@ def _queue(
         chunk_bytes=memory.chunk_bytes,
         cap_bytes=memory.log_bytes,
     )
-    writer = WriterProcess(
-        WriterSettings(
-            run=str(settings.run),
-            staging_root=str(settings.staging_root),
-            run_id=fence.run_id,
-            incarnation=fence.incarnation,
-            rank=live.rank,
-            world_size=live.world_size,
-            base_step=start.step,
-            trainer_pid=os.getpid(),
-            batch_size=settings.batch_size,
-            flush_seconds=settings.flush_seconds,
-            retention=settings.retention,
-            store=settings.store,
-            has_replica=settings.has_replica,
-            continues=start.continues,
-            adopts=[stage.root.name for stage in left],
-        )
-    )
-    undo.callback(writer.stop)
+    writer = starting.result()
     if not settings.has_replica:
         return LogQueue(log, Storage(folder, writer, None, settings, live.rank, live.world_size))
     makes_images = live.attached.device.type == "cpu"

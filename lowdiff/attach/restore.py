@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
-from lowdiff.core.layout import flat_like, shaped
+from lowdiff.core.layout import flat_like, is_dense, shaped
 from lowdiff.errors import RunMismatch
 from lowdiff.model.averages import LiveAverage
 from lowdiff.model.binding import Attached
@@ -98,7 +99,18 @@ def load_gradients(state: RecoveredState, attached: Attached) -> None:
     """Give zeros to parameters that held a gradient: absent and zero are not the same."""
     held = set(state.held)
     for i, parameter in enumerate(attached.parameters):
-        parameter.grad = torch.zeros_like(parameter) if i in held else None
+        parameter.grad = _zeros_like(parameter) if i in held else None
+
+
+def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros in a parameter's form, on a CPU in memory that is taken when it is first written.
+
+    Most loops let go of them before the first backward pass.
+    """
+    if parameter.device.type != "cpu" or not is_dense(parameter):
+        return torch.zeros_like(parameter)
+    zeros = torch.from_numpy(np.zeros(parameter.nbytes, np.uint8)).view(parameter.dtype)
+    return zeros.as_strided(parameter.shape, parameter.stride())
 
 
 def load_optimizers(state: RecoveredState, attached: Attached) -> list[str]:
