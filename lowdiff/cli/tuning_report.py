@@ -17,7 +17,7 @@ from lowdiff.persistence.run.owner import staging_of_run
 from lowdiff.persistence.staging.measurements import (
     Measurements,
     gather_measurements,
-    read_lives,
+    read_all_measurements,
     read_measurements,
 )
 from lowdiff.persistence.store.client import is_url
@@ -29,8 +29,8 @@ from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
 from lowdiff.tuner.measured import (
     ASSUMED_NETWORK_BYTES_PER_SECOND,
-    Life,
     Measured,
+    MeasuredIncarnation,
     failures_of,
     measure,
     number,
@@ -92,7 +92,7 @@ def question_of_run(
         )
     policy = read_notes(folder, run_id).policy
     documents = _documents(folder, run_id, staging)
-    lives = [Life(d.incarnation, d.samples, d.facts) for d in documents]
+    lives = [MeasuredIncarnation(d.incarnation, d.samples, d.facts) for d in documents]
     ranks = documents[-1].world_size if documents else 1
     hosts = _num_hosts(folder, documents, world_size)
     measured = measure(lives, world_size=world_size or ranks, num_hosts=hosts or 1)
@@ -114,12 +114,12 @@ def question_of_run(
         costs=measured.costs,
         estimates=measured.estimates,
         rates=estimate_rates(history, prior),
-        limits=limits.keeping(None if policy is None else policy.snapshots),
+        limits=limits.with_snapshots(None if policy is None else policy.snapshots),
         num_nodes=num_nodes,
         network_bytes_per_second=ASSUMED_NETWORK_BYTES_PER_SECOND / -(-job_size // num_nodes),
         current=Setting(round(used[0]), round(used[1])) if min(used) >= 1 else None,
         failure_shape=failure_shape,
-        notes=(
+        known_warnings=(
             *_notes(documents, measured, world_size, hosts),
             *_notes_of_network(
                 num_nodes, ASSUMED_NETWORK_BYTES_PER_SECOND, "node" if hosts else "rank"
@@ -148,7 +148,7 @@ def _with_residual(measured: Measured, fence: Fence | None) -> Measured:
 
 def _documents(folder: RunFolder, run_id: str, staging: Path | None) -> list[Measurements]:
     """Rank 0's measurements of all lives; of one that goes on, what its pages in memory say."""
-    found = {life.incarnation: life for life in read_lives(folder, run_id, rank=0)}
+    found = {life.incarnation: life for life in read_all_measurements(folder, run_id, rank=0)}
     root = staging_to_read(staging)
     for stage in staging_of_run(root, folder, run_id):
         fence = folder.fence(stage.incarnation, 0)
@@ -269,7 +269,7 @@ def question_of_plan(
         num_nodes=job.num_nodes,
         network_bytes_per_second=network_bytes_per_second / job.ranks_per_node,
         failure_shape=failure_shape,
-        notes=tuple(notes),
+        known_warnings=tuple(notes),
         assumed_because="not given",
     )
 
@@ -323,7 +323,7 @@ def _print(report: Report) -> None:
         for one in report.simulated:
             shares = (one.effective_share, one.stalls, one.recovering, one.lost)
             others.add_row(
-                one.strategy.name, *(f"{share:.2%}" for share in shares), one.strategy.note
+                one.strategy.name, *(f"{share:.2%}" for share in shares), one.strategy.detail
             )
         console.print(others)
     for warning in report.warnings:

@@ -22,7 +22,7 @@ from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.settings import Settings
 from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.failures import estimate_rates
-from lowdiff.tuner.measured import Life, Past, failures_of, measure
+from lowdiff.tuner.measured import MeasuredIncarnation, Past, failures_of, measure
 from lowdiff.tuner.policy import Levels, Move, move
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Cadence:
         self.batch_size = settings.batch_size
         self._settings = settings
         retention = settings.retention
-        self._limits = settings.tuning.limits.keeping(
+        self._limits = settings.tuning.limits.with_snapshots(
             None if retention is None else retention.snapshots
         )
         self._folder = folder
@@ -51,7 +51,7 @@ class Cadence:
         self._recorder = recorder
         self._rank, self._world_size = ranks
         self._decisions: list[dict[str, Any]] = []
-        self._lives: tuple[Life, ...] = ()
+        self._lives: tuple[MeasuredIncarnation, ...] = ()
         self._base_step = 0
         self._levels = Levels.near(Setting(self.snapshot_every, self.batch_size))
         self._wish = Move(self._levels, ())
@@ -64,7 +64,7 @@ class Cadence:
         first look at them is steps away.
         """
         self._base_step = self._considered = step
-        self._lives = past.lives
+        self._lives = past.incarnations
         used = self._levels if past.setting is None else Levels.near(past.setting)
         if self._settings.tunes_interval:
             self._levels = replace(self._levels, interval=used.interval)
@@ -163,7 +163,7 @@ class Cadence:
     def _consider(self) -> None:
         """Form a wish for the next steps; the same one while nothing better pays."""
         samples, facts = read_recorded(self._folder.measured_by_writer)
-        here = Life(
+        here = MeasuredIncarnation(
             self._folder.incarnation,
             {**self._recorder.samples(), **samples},
             {**self._recorder.facts(), **facts},

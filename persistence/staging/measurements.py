@@ -172,7 +172,7 @@ def write_decisions(path: Path, decisions: Sequence[Mapping[str, Any]]) -> None:
     write_json(path, {"decisions": decisions[-_DECISIONS:]})
 
 
-def read_lives(folder: RunFolder, run_id: str, rank: int) -> list[Measurements]:
+def read_all_measurements(folder: RunFolder, run_id: str, rank: int) -> list[Measurements]:
     """One rank's measurements of all lives, oldest first; damaged ones are passed over."""
     found = []
     for path in folder.all_measurements():

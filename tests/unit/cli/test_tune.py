@@ -173,7 +173,7 @@ def test_a_run_is_compared_with_what_can_exist_on_its_machines(run: Path) -> Non
             failure_shape=1.0,
         )
         names = {one.strategy.name for one in make_report(question).simulated}
-        notes = " ".join(text for text in question.notes if "Gemini" in text)
+        notes = " ".join(text for text in question.known_warnings if "Gemini" in text)
         return names & {"Gemini", "just-in-time"}, question.network_bytes_per_second, notes
 
     assert asked("a", ranks=1) == (set(), 10e9, "")

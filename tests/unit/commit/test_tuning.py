@@ -23,7 +23,7 @@ from lowdiff.persistence.staging.measurements import (
     Measurements,
     Recorder,
     gather_measurements,
-    read_lives,
+    read_all_measurements,
 )
 from lowdiff.persistence.writer.handle import WriterProcess
 from lowdiff.settings import Settings
@@ -41,7 +41,7 @@ from tests.unit.tuner.jobs import LAPTOP
 
 def lives(folder: Path, rank: int = 0) -> list[Measurements]:
     run = RunFolder(folder / "run")
-    return read_lives(run, read_run_id(run), rank)
+    return read_all_measurements(run, read_run_id(run), rank)
 
 
 def endings(folder: Path) -> list[tuple[str, Any]]:
@@ -393,7 +393,7 @@ def test_a_new_life_keeps_to_what_the_one_before_has_learned(tmp_path: Path) -> 
         {**getattr(before.trained, kind)(), **getattr(before.written, kind)()}
         for kind in ("samples", "facts")
     )
-    past = Past((measured.Life(0, samples, facts),), {}, learned)
+    past = Past((measured.MeasuredIncarnation(0, samples, facts),), {}, learned)
     after = SyntheticRank(tmp_path / "after", 0, 1, costs, past)
     for step in range(learned.snapshot_every - 1):  # up to its first snapshot
         after.step(step, [])
