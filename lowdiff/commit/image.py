@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.core.layout import shard_owners
+from lowdiff.core.layout import share_owners
 from lowdiff.model.averages import Averages
 from lowdiff.model.binding import Attached
 from lowdiff.model.items import ItemTracker
@@ -55,7 +55,7 @@ class Live:
         residual, averages = self.residual.named(), self.averages.named_tensors()
         tensors: list[tuple[str, torch.Tensor]] = []
         state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
-        owners = shard_owners(attached.layout, self.world_size)
+        owners = share_owners(attached.layout, self.world_size)
         for i, spec in enumerate(attached.layout.parameters):
             if owners[i] != self.rank:
                 continue
