@@ -23,7 +23,7 @@ from lowdiff.persistence.retention.collect import (
 from lowdiff.persistence.retention.plan import CollectionPlan, is_valid, plan_collection
 from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.run.journal import Pin, check_pinned, read_notes, read_pins, remove_pin
+from lowdiff.persistence.run.journal import Pin, check_pinned, read_journal, read_pins, remove_pin
 from lowdiff.types import Retention
 
 _LOCK_SECONDS = 30.0
@@ -91,7 +91,7 @@ def _policy(
     """
     for label in unpin:
         check_pinned(folder, label)
-    recorded = read_notes(folder, run_id).policy
+    recorded = read_journal(folder, run_id).policy
     if changes:
         # A limit of bytes alone says to keep as many snapshots as fit.
         default = Retention(snapshots=None) if set(changes) == {"total_bytes"} else Retention()

@@ -12,7 +12,7 @@ from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.persistence.files.durable import make_directory, unwritable, write_file
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
 from lowdiff.persistence.run.fences import read_fence, read_run_id
-from lowdiff.persistence.run.journal import read_notes
+from lowdiff.persistence.run.journal import read_journal
 from lowdiff.persistence.run.owner import staging_of_run
 from lowdiff.persistence.staging.measurements import (
     Measurements,
@@ -90,7 +90,7 @@ def question_of_run(
             "batch_size has no effect, so there is nothing to tune; snapshot_every bounds what the "
             "loss of the machine costs, at most 2 * snapshot_every steps"
         )
-    policy = read_notes(folder, run_id).policy
+    policy = read_journal(folder, run_id).policy
     documents = _documents(folder, run_id, staging)
     lives = [MeasuredIncarnation(d.incarnation, d.samples, d.facts) for d in documents]
     ranks = documents[-1].world_size if documents else 1

@@ -153,7 +153,7 @@ class Cadence:
         if self._settings.tunes_batch and self.batch_size != setting.batch_size:
             self.batch_size = setting.batch_size
             self._writer.set_batch_size(self.batch_size)
-        self._recorder.note(
+        self._recorder.set_facts(
             snapshot_every=float(self.snapshot_every),
             batch_size=float(self.batch_size),
             world_size=float(self._world_size),  # shards of another number of ranks differ

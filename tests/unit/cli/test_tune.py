@@ -15,7 +15,7 @@ from lowdiff.compressors import Cast
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.run.journal import note_policy
+from lowdiff.persistence.run.journal import write_policy
 from lowdiff.persistence.staging.measurements import read_measurements, write_measurements
 from lowdiff.tuner.choice import Limits
 from lowdiff.tuner.report import make_report
@@ -114,7 +114,7 @@ def test_what_is_stored_is_said_for_the_snapshots_that_the_run_keeps(
     command: Command, run: Path
 ) -> None:
     def stored(policy: Retention | None) -> tuple[float, str]:
-        note_policy(RunFolder(run), read_run_id(RunFolder(run)), policy)
+        write_policy(RunFolder(run), read_run_id(RunFolder(run)), policy)
         document = json.loads(command("tune", run, "--mtbf", "4h", "--json").out)
         notes = [text for text in document["warnings"] if "retention" in text]
         return document["stored_bytes"], " ".join(notes)

@@ -277,8 +277,8 @@ class SyntheticRank:
             (rank, world_size),
         )
         self.cadence.begin(0, past or Past((), {}, None))
-        self.trained.note(began_unix_seconds=0.0, elements=10e6)
-        self.written.note(snapshot_bytes=costs.snapshot_bytes)
+        self.trained.set_facts(began_unix_seconds=0.0, elements=10e6)
+        self.written.set_facts(snapshot_bytes=costs.snapshot_bytes)
         self.staged = 0
         self.snapshots: list[int] = []
 
@@ -290,7 +290,7 @@ class SyntheticRank:
         self.trained.observe("iteration_seconds", costs.step_seconds)
         self.trained.observe("differential_seconds", costs.differential_seconds)
         self.trained.observe("step_bytes", costs.staged_bytes)
-        self.trained.note(seen_unix_seconds=step * costs.step_seconds)
+        self.trained.set_facts(seen_unix_seconds=step * costs.step_seconds)
         self.staged += 1
         if self.staged >= self.cadence.batch_size:
             size = self.staged * costs.differential_bytes
