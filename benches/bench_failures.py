@@ -204,7 +204,7 @@ def compare(args: argparse.Namespace, where: Places) -> Result:
     facts = machine()
     rng = np.random.default_rng(args.seed)
     model = FailureModel(args.mtbf_seconds, node_share=0.0)
-    drawn = draw_trace(model, failures=args.kills, replicas=1, rng=rng)
+    drawn = draw_trace(model, failures=args.kills, trials=1, rng=rng)
     # A failure while another one is recovered from takes nothing that could be measured.
     gaps = np.maximum(drawn.gaps, args.least_seconds)
     trace = Trace(gaps, np.resize([0, _NODE], args.kills)[None].astype(np.int8))

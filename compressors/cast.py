@@ -64,7 +64,7 @@ class Cast(Settings):
         return CastReducer(self, layout, residual, group)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Widens each rank's range of the half-width average."""
+        """Return a decoder that widens each rank's range of the half-width average."""
         halves = shared_parts("cast", payloads, layout)
 
         def rebuild(block: Block, out: torch.Tensor) -> None:

@@ -49,7 +49,7 @@ def multiply(values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
 def find_factors(
     before: torch.Tensor, after: torch.Tensor, known: Sequence[Factors] = ()
 ) -> Factors | None:
-    """Factors that turn one tensor into another, bit for bit.
+    """Find the factors that turn one tensor into another, bit for bit.
 
     Args:
         before: Flat tensor, finite.

@@ -147,10 +147,10 @@ class RotatingResidual:
         return None
 
     def _reuse(self, slot: int) -> None:
-        """Called before a slot's content is overwritten."""
+        """Prepare a slot whose content is about to be overwritten; for subclasses."""
 
     def _complete(self, slot: int) -> None:
-        """Called once a slot holds the current residual."""
+        """Finish a slot that now holds the current residual; for subclasses."""
 
     @property
     def _next(self) -> int:

@@ -26,7 +26,7 @@ class CartPole:
         self.poles = torch.rand(ENVIRONMENTS, 4) * 0.1 - 0.05
 
     def step(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Push each cart; returns rewards and which poles fell (these begin anew), both ``[n]``."""
+        """Push each cart; return rewards, and which poles fell (these begin anew), both ``[n]``."""
         _, speed, angle, spin = self.poles.unbind(1)
         push = (actions * 20.0 - 10.0 + 0.05 * spin.square() * angle.sin()) / 1.1
         turn = (9.8 * angle.sin() - angle.cos() * push) / (

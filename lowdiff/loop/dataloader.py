@@ -103,7 +103,7 @@ class ResumableLoader(_Epochs):
         body: Callable[[], Body] | None = None,
         **options: Any,
     ) -> None:
-        """Describe the data.
+        """Set up the loader.
 
         Args:
             dataset: Map-style dataset, the same on every rank.

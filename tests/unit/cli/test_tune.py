@@ -125,7 +125,7 @@ def test_what_is_stored_is_said_for_the_snapshots_that_the_run_keeps(
     assert "with the 5 newest snapshots kept" in command("tune", run, "--mtbf", "4h").out
     everything, note = stored(None)
     assert everything == two
-    assert "keeps every step: it comes to hold more" in note
+    assert "keeps every step: it will hold more" in note
     assert "each step that is a multiple of 1,000" in stored(Retention(2, every_steps=1000))[1]
     several = stored(Retention(snapshots=None, age_hours=24))[1]
     assert "without limit of their number and all snapshots of the last 24 hours" in several
@@ -261,7 +261,7 @@ def test_a_run_that_is_being_written_is_read_and_left_alone(
         loop.step(number)
     result = command("tune", tmp_path / "run", "--mtbf", "4h", "--staging", tmp_path / "staging")
     assert (result.code, result.err) == (0, "")
-    assert "still going on" in result.out
+    assert "still training" in result.out
     for number in loop.checkpointer.steps(9):
         loop.step(number)
     loop.checkpointer.close()
