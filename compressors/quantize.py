@@ -50,8 +50,8 @@ class Quantize(Settings):
     Attributes:
         bits: 8 or 4.
         rounding: ``"stochastic"`` rounds up or down at random, correct on average; the random
-        numbers
-            depend on seed, step, rank and parameter. ``"nearest"`` rounds to the nearest level.
+            numbers depend on seed, step, rank and parameter. ``"nearest"`` rounds to the nearest
+            level.
         seed: Seed of stochastic rounding.
 
     Raises:

@@ -31,7 +31,7 @@ class Limits:
 
     Attributes:
         writer_share: Largest busy share of the writer's disk. The writer's core may be busy all the
-        time.
+            time.
         staging_bytes: Staging memory of one rank for a snapshot's image and two batches. Copies of
             the error-feedback residual are not included.
         loss_steps: Steps that the loss of a node may take: at most ``2 b`` are at risk.

@@ -34,8 +34,7 @@ class Costs:
         load_seconds: Loading a snapshot at a restart (``R``).
         replay_seconds: Replaying one differential (``r``).
         restart_seconds: From a failure until training goes on, without loading and replay:
-        noticing,
-            scheduling, imports, locks, the new writer.
+            noticing, scheduling, imports, locks, the new writer.
         store_latency_seconds: Time of an upload beyond what its size explains; 0 without a store.
         store_bytes_per_second: Upload bandwidth of one rank (``W_s``); 0 without a store.
         residual_bytes: Error feedback in ``snapshot_bytes``; only lowdiff saves this.

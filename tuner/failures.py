@@ -107,7 +107,7 @@ class FailureRates:
 
         Raises:
             ConfigError: If a value is out of range; an infinite MTBF means that the job never
-            fails.
+                fails.
         """
         if not mtbf_seconds > 0:
             raise ConfigError(f"the MTBF must be positive, got {mtbf_seconds} s")

@@ -40,7 +40,7 @@ class Tuning:
     Attributes:
         mtbf_hours: Expected time between failures of the whole job, until failures are observed.
         node_share: Expected share of failures that lose staging memory, until failures are
-        observed.
+            observed.
         limits: Limits to be kept.
         every_steps: Steps between two evaluations of the measurements.
 

@@ -26,7 +26,7 @@ class Body:
     Attributes:
         step: Number of completed steps.
         is_over: Whether the body has made its optimizer step, which is committed when the body
-        ends.
+            ends.
     """
 
     step: int = 0
@@ -48,8 +48,7 @@ class _Epochs:
         Args:
             before_batch: Called before the first batch is fetched, which is where a step begins.
             body: Returns the loop's position. Between a step and its commit it is too early to
-            fetch
-                the next step's batch, which would belong to the previous step.
+                fetch the next step's batch, which would belong to the previous step.
         """
         self.epoch = 0
         self._before_batch = before_batch or (lambda: None)
@@ -111,8 +110,7 @@ class ResumableLoader(_Epochs):
             shuffle: Whether each epoch has an order of its own.
             drop_last: Whether an incomplete last batch is left out.
             seed: Seed of orders and augmentation. In the middle of an epoch, a run resumes only
-            with
-                the seed and the ``shuffle`` that the epoch was begun with.
+                with the seed and the ``shuffle`` that the epoch was begun with.
             before_batch: See `_Epochs`.
             body: See `_Epochs`.
             options: Further arguments of ``torch.utils.data.DataLoader``.

@@ -110,8 +110,7 @@ class Lease:
 
         Args:
             look: Whether to look again, for at most a second. The method also looks again if the
-            last
-                look is old, because then this process was asleep.
+                last look is old, because then this process was asleep.
         """
         if not self._lost and (look or _now() - self._looked > self.seconds):
             with self._news:

@@ -110,8 +110,7 @@ class Codec:
 
         Raises:
             BadEncoding: If ``frame`` is not exactly one such frame. A frame that claims to expand
-            more
-                than 256 times is refused before anything is allocated.
+                more than 256 times is refused before anything is allocated.
         """
         size = _content_size(frame)
         if not len(frame) < size <= _MAX_TEXT_RATIO * len(frame):

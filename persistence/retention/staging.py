@@ -50,7 +50,7 @@ def clear_staging(
     Args:
         staging_root: Folder of all runs' staging folders.
         run: Judge only staging folders of this run folder, which may be deleted by now; None for
-        all.
+            all.
         force: Also remove folders whose steps are nowhere else, but never folders in use.
         dry_run: Only return the decisions.
 

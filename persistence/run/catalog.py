@@ -49,8 +49,7 @@ class Catalog:
 
     Attributes:
         incarnations: Rank 0's fence by number; the other ranks' fences differ only in the rank.
-        Only
-            incarnations with every rank's fence that outlived their attach.
+            Only incarnations with every rank's fence that outlived their attach.
         snapshots: Complete snapshots, by step, then incarnation.
         records: ``(incarnation, rank)`` -> step -> record.
         staging: Staging folders seen.

@@ -75,8 +75,8 @@ class Chunks:
 
         Raises:
             StorageError: If a chunk that is too small could not grow, and no step that becomes
-            durable
-                would help. Records that are not durable are unchanged, except for `dropped_step`.
+                durable would help. Records that are not durable are unchanged, except for
+                `dropped_step`.
         """
         size = max(size, self._chunk_bytes)
         if self._begin(size, durable_step, drop=False):

@@ -76,8 +76,7 @@ class Measurements:
 
     Attributes:
         ended: ``"closed"``; ``"failed"``, with an exception; ``"died"``; empty while the
-        incarnation
-            runs, or if its machine was lost.
+            incarnation runs, or if its machine was lost.
         samples: Recent samples by name; durations in seconds, sizes in bytes.
         facts: Single values by name, of trainer and writer.
         decisions: Decisions of the tuner, oldest first.

@@ -120,9 +120,8 @@ class ReplicaStatus:
             there is none.
         forgot: Whether the error explains a missing state, which the trainer's next image replaces.
         drift: Largest difference of a parameter's element between the replica's state and the
-        newest
-            trainer's image of the same step; infinite if a value is not finite, None before the
-            first.
+            newest trainer's image of the same step; infinite if a value is not finite, None before
+            the first.
         image: Its own newest image, for the disk; None before the first.
     """
 

@@ -192,8 +192,7 @@ class Listing:
     Attributes:
         sizes: Bytes of every file by its name inside the run.
         written: When a store received an object, in seconds since the epoch; filled for snapshots
-        if
-            requested.
+            if requested.
     """
 
     sizes: Mapping[str, int]
