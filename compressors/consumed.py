@@ -143,7 +143,7 @@ class _Seal:
 
     Attributes:
         sample: A few elements. A factor changes nearly every one, so scaling at every step is
-            certain to be noticed even where the checksum collides.
+            noticed even if a checksum collides.
         flushes_denormals: Whether the thread that takes the seal flushes denormals, because a
             rebuilt gradient depends on this setting.
     """

@@ -100,7 +100,7 @@ def question_of_run(
     history = failures_of(incarnations).scaled((world_size or ranks) / ranks)
     if mtbf_seconds is None and history.failures == 0:
         raise ConfigError(
-            f"{run} has not failed yet, so nobody can tell how often it will; say what you expect, "
+            f"{run} has not failed yet, so its rate of failures is unknown; state what you expect, "
             "for example --mtbf 4h"
         )
     prior = None if mtbf_seconds is None else FailurePrior(mtbf_seconds, node_share=node_share)

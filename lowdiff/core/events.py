@@ -37,7 +37,7 @@ def log_event(logger: logging.Logger, level: int, event: str, text: str, **field
 
     Args:
         logger: Logger of the calling module.
-        level: ``logging.INFO`` for expected events, ``logging.WARNING`` if somebody should act.
+        level: ``logging.INFO`` for expected events, ``logging.WARNING`` if the user should act.
         event: Name of the kind of event, in snake case; never changes.
         text: Finished sentence.
         fields: Facts: numbers, booleans or text. Their names become attributes of the record, so

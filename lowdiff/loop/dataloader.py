@@ -132,7 +132,7 @@ class ResumableLoader(_Epochs):
             raise ConfigError(f"batch_size counts samples, at least 1, got {batch_size}")
         own = {"sampler", "batch_sampler", "generator", "worker_init_fn"} & set(options)
         if own:
-            raise ConfigError(f"{min(own)} is what makes this loader resumable; leave it out")
+            raise ConfigError(f"lowdiff sets {min(own)} to make the loader resumable; leave it out")
         _refuse_out_of_order(options.get("in_order", True))
         super().__init__(before_batch, body)
         self.consumed = 0
@@ -167,13 +167,13 @@ class ResumableLoader(_Epochs):
             generator=torch.Generator().manual_seed(_mixed(self._seed, self.epoch)),
             **self._options,
         )
-        # The iterator draws a seed from its generator if the default device is not the CPU. Forked
-        # workers keep the mode in which they start.
+        # Building the iterator draws a seed from the CPU generator, which fails under another default
+        # device. Forked workers keep the default device under which they start.
         is_usual = torch.get_default_device().type == "cpu"
         with nullcontext() if is_usual else torch.device("cpu"):
             batches = iter(loader)
         # Without workers, collating a batch may draw from the step's generators. The same holds for
-        # whatever follows an epoch without remaining batches.
+        # code after an epoch without remaining batches.
         for batch in self._in_time(batches):
             self.consumed += 1
             yield batch
@@ -211,8 +211,8 @@ class ResumableLoader(_Epochs):
             if changed:
                 raise ConfigError(
                     f"the run is in the middle of epoch {self.epoch}, and its data has "
-                    f"{', '.join(changed)} now, so which samples it has not seen cannot be told; give "
-                    "it what it had until that epoch is over: then another is welcome"
+                    f"{', '.join(changed)} now, so its unseen samples are unknown; keep the earlier "
+                    "settings until that epoch is over"
                 )
 
     @property

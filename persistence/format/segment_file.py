@@ -278,7 +278,7 @@ def make_durable(path: Path, header: FileHeader, doubtful: Sequence[RecordRef]) 
     have hit are therefore first written again, in place.
 
     Args:
-        path: The segment; nobody appends to it.
+        path: The segment; no process appends to it.
         header: Header of the segment.
         doubtful: Records that may not be durable. They passed their checksums and are in memory:
             mapped pages could change when they are read again.

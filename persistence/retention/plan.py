@@ -134,8 +134,8 @@ def plan_collection(
         plan = CollectionPlan(kept=everything, bytes_kept=_total_bytes(inventory))
     else:
         plan = planner.plan(start, void_stays=True)
-    # When space is short, void files go first, then the window's oldest snapshot, and so on. Files
-    # that stay only until an unreadable snapshot can be read do not count against the window.
+    # When space is short, void files go first, then the window's oldest snapshot, and so on. With an
+    # unreadable snapshot the window stays: it must not make room for files that only wait for it.
     for shorter in (step for step in steps if start <= step and not unreadable):
         if policy.total_bytes is None or plan.bytes_kept <= policy.total_bytes:
             break

@@ -1,10 +1,10 @@
 """Owner of a staging folder: a copied run folder has the same run id, but staging of its own.
 
 Every staging folder names the run folder that it was made for. Another folder with the same run id
-may use it only if the named folder is gone, because then the run folder was moved. A copied staging
-folder belongs to the run folder that it names. A staging folder also names its incarnation's
-identity (``life``): a run that went on elsewhere, from a store, may have another incarnation of the
-same number.
+may use it only if the named folder is gone, because then the run folder was moved. A copy of a
+staging folder, which names another place, belongs to the run folder of its holder. A staging folder
+also names its incarnation's identity (``life``): a run that went on elsewhere, from a store, may have
+another incarnation of the same number.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def is_known(stage: StagingFolder, folder: RunFolder) -> bool:
     """Return whether the run folder knows the incarnation that a staging folder names.
 
     False means that the run went on from an older state, and the staged steps are of no use to it.
-    If none of the incarnation's fences can be read, this cannot be decided.
+    If the incarnation has fences and none can be read, the folder counts as known.
     """
     owner = Owner.read(stage)
     if owner is None:

@@ -63,7 +63,7 @@ class WriterStatus:
 
     @property
     def unbroken_step(self) -> int:
-        """Return the last step such that it and all before it are durable behind a durable snapshot."""
+        """Return the last step that is fsynced together with all steps since a durable snapshot."""
         is_broken = self.durable_snapshot < self.lost_step
         return min(self.durable_step, self.first_lost_step - 1) if is_broken else self.durable_step
 

@@ -36,7 +36,7 @@ class StagedImage:
 def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
     """Return whole images of later steps, oldest first, one per step.
 
-    Of two images of one step, the trainer's is returned, because the replica's image may be reused
+    Of two images of one step, the trainer's is returned, because the replica's image may be gone
     once the trainer's is durable.
     """
     sources = (
