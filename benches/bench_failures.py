@@ -33,11 +33,11 @@ from benches.tuner_life import LifePlan, live
 from lowdiff.demo.launch import child_processes
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.staging.measurements import read_lives
+from lowdiff.persistence.staging.measurements import read_all_measurements
 from lowdiff.recovery.inspect.verify import verify
 from lowdiff.tuner.choice import Setting
 from lowdiff.tuner.costs import Costs, loop_seconds, lost_steps, recovery_seconds
-from lowdiff.tuner.measured import Life, measure
+from lowdiff.tuner.measured import MeasuredIncarnation, measure
 from lowdiff.tuner.simulate import FailureModel, Simulated, Trace, draw_trace, simulate
 from lowdiff.tuner.strategies import lowdiff as strategy_of
 
@@ -204,7 +204,7 @@ def compare(args: argparse.Namespace, where: Places) -> Result:
     facts = machine()
     rng = np.random.default_rng(args.seed)
     model = FailureModel(args.mtbf_seconds, node_share=0.0)
-    drawn = draw_trace(model, failures=args.kills, replicas=1, rng=rng)
+    drawn = draw_trace(model, failures=args.kills, trials=1, rng=rng)
     # A failure while another one is recovered from takes nothing that could be measured.
     gaps = np.maximum(drawn.gaps, args.least_seconds)
     trace = Trace(gaps, np.resize([0, _NODE], args.kills)[None].astype(np.int8))
@@ -217,8 +217,8 @@ def compare(args: argparse.Namespace, where: Places) -> Result:
     real = told(trace, kill_along(trace, plan))
     folder = RunFolder(where.run)
     lives = [
-        Life(found.incarnation, found.samples, found.facts)
-        for found in read_lives(folder, read_run_id(folder), 0)
+        MeasuredIncarnation(found.incarnation, found.samples, found.facts)
+        for found in read_all_measurements(folder, read_run_id(folder), 0)
     ]
     costs = measure(lives, world_size=1).costs
     simulated = simulate(

@@ -41,23 +41,23 @@ from benches.tuner_life import LifePlan, live
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.staging.measurements import read_lives
+from lowdiff.persistence.staging.measurements import read_all_measurements
 from lowdiff.tuner.choice import Limits, Setting, recommend
 from lowdiff.tuner.costs import effective_share
 from lowdiff.tuner.failures import FailureRates
-from lowdiff.tuner.measured import Life, Measured, measure
+from lowdiff.tuner.measured import Measured, MeasuredIncarnation, measure
 from lowdiff.tuner.simulate import FailureModel, Simulated, Trace, draw_trace, simulate
 from lowdiff.tuner.strategies import lowdiff as strategy_of
 
 _MODEL = GPTConfig(vocabulary=4096, context=128, layers=6, heads=4, width=256)
 _SMOKE_MODEL = GPTConfig(layers=1, heads=2, width=32, context=16)
 _SNAPSHOT_EVERY, _BATCH = 20, 4
-_REPLICAS = 4
+_TRIALS = 4
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 TARGET = 1.05
 
 
-def run_lives(args: argparse.Namespace, where: Places) -> list[Life]:
+def run_lives(args: argparse.Namespace, where: Places) -> list[MeasuredIncarnation]:
     """Train through kills and return what the run recorded."""
     model = _SMOKE_MODEL if args.smoke else _MODEL
     rows = 1 if args.smoke else 8
@@ -78,8 +78,8 @@ def run_lives(args: argparse.Namespace, where: Places) -> list[Life]:
     assert recovered == where.run.with_name("digest").read_text(), "another state was recovered"
     folder = RunFolder(where.run)
     return [
-        Life(found.incarnation, found.samples, found.facts)
-        for found in read_lives(folder, read_run_id(folder), 0)
+        MeasuredIncarnation(found.incarnation, found.samples, found.facts)
+        for found in read_all_measurements(folder, read_run_id(folder), 0)
     ]
 
 
@@ -107,7 +107,7 @@ def compare(args: argparse.Namespace, where: Places) -> Result:
     rates = FailureRates.known(args.mtbf_seconds, node_share=0.5)
     rng = np.random.default_rng(args.seed)
     model = FailureModel(args.mtbf_seconds, node_share=0.5)
-    trace = draw_trace(model, failures=args.failures // _REPLICAS, replicas=_REPLICAS, rng=rng)
+    trace = draw_trace(model, failures=args.failures // _TRIALS, trials=_TRIALS, rng=rng)
     choice = recommend(measured.costs, rates, Limits())
     tuned = score(measured, choice.setting, trace)
     grid = [

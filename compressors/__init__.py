@@ -1,4 +1,4 @@
-"""Compressors: what a payload is. Select, aggregate across ranks, decode by block."""
+"""Compressors define payloads: select entries, aggregate across ranks, decode by block."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -22,23 +22,24 @@ from lowdiff.types import Block, Layout, Payload, Section
 
 @dataclass(frozen=True, slots=True)
 class Cast(Settings):
-    """Rounds gradients to half width, divides by the world size and averages them so.
+    """Rounds gradients to half width, divides them by the world size and averages them in half width.
 
-    With two ranks the result equals that of PyTorch's ``bf16_compress_hook`` or
-    ``fp16_compress_hook`` bit for bit; with more, those depend on DDP's buckets, and this one is a
-    reproducible sum, added in float32 and rounded once. Per rank and step: 2 bytes an element,
-    sent twice ``(world_size - 1) / world_size`` times, ``2 / world_size`` bytes an element stored.
-    No error feedback, no residual: what rounding loses is lost, as in mixed precision.
+    With two ranks the result equals PyTorch's ``bf16_compress_hook`` or ``fp16_compress_hook`` bit
+    for bit. With more ranks, PyTorch's result depends on DDP's buckets, while Cast uses a
+    reproducible sum, added in float32 and rounded once. Per rank and step: 2 bytes an element, sent
+    twice ``(world_size - 1) / world_size`` times; ``2 / world_size`` bytes an element stored. Cast
+    has no error feedback and no residual: rounding errors are lost, as in mixed precision.
 
     Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018, for float16 gradients
-    (scale the loss: small ones underflow); Kalamkar et al., "A Study of BFLOAT16 for Deep Learning
+    (scale the loss: small gradients underflow); Kalamkar et al., "A Study of BFLOAT16 for Deep
+    Learning
     Training", 2019, for bfloat16.
 
     Attributes:
         dtype: ``torch.bfloat16`` or ``torch.float16``, or its name.
 
     Raises:
-        ConfigError: If it is another.
+        ConfigError: If ``dtype`` is another dtype.
     """
 
     name: ClassVar[str] = "cast"
@@ -48,7 +49,7 @@ class Cast(Settings):
         object.__setattr__(self, "dtype", half_width("dtype", self.dtype))
 
     def residual_layout(self, layout: Layout) -> Layout:
-        """Nothing is kept.
+        """Return an empty layout, as Cast keeps no residual.
 
         Raises:
             UnsupportedModel: If a parameter has the other half-width dtype.
@@ -63,7 +64,7 @@ class Cast(Settings):
         return CastReducer(self, layout, residual, group)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Widens each rank's range of the half-width average."""
+        """Return a decoder that widens each rank's range of the half-width average."""
         halves = shared_parts("cast", payloads, layout)
 
         def rebuild(block: Block, out: torch.Tensor) -> None:
@@ -77,7 +78,7 @@ class Cast(Settings):
 
     @property
     def half(self) -> torch.dtype:
-        """The dtype gradients are rounded to."""
+        """Return the dtype that gradients are rounded to."""
         assert isinstance(self.dtype, torch.dtype)
         return self.dtype
 

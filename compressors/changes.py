@@ -1,14 +1,13 @@
-"""What happened to a gradient between its exchange and the optimizer: which factors, exactly.
+"""Changes of a gradient between its exchange and the optimizer: the exact factors, if there are any.
 
 A scaler's ``unscale_`` and clipping multiply every entry by one number. A compressor whose payload
-is not the consumed values themselves (narrow, quantised, low rank) must store that number so that
-the product has the same bits. It is found from the entries: each one leaves an interval of factors
-that round to it, and the intervals' intersection rarely holds more than a few numbers. Whatever is
-found is then tried on all entries, and bits are compared.
-
-Noise, decay by hand, centralising and the like leave entries that no rank exchanged, or values that no
-factor explains. Such a gradient is stored whole for that step: every rank stores the range that it
-answers for (`lane.share`), under the sections ``whole/parameters`` and ``whole/DTYPE``.
+is not the consumed values themselves (narrow, quantised, low rank) must store this number exactly,
+so that the product has the same bits. `find_factors` finds it from the entries: each entry allows
+an interval of factors that round to it, and the intersection of all intervals rarely holds more
+than a few numbers. Every candidate is tried on all entries, and bits are compared.
+ Noise, manual weight decay, centralising and the like leave entries that no rank exchanged, or
+values that no factor explains. Such a gradient is stored whole for this step: every rank stores its
+range (`lane.share`) under the sections ``whole/parameters`` and ``whole/DTYPE``.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from lowdiff.types import Layout
 
 _logger = logging.getLogger(__name__)
 
-#: Factors in the order in which they were applied; none if the gradient was left alone.
+#: Factors in the order in which they were applied; empty if the gradient is unchanged.
 Factors = tuple[float, ...]
 
-#: Entries that the search looks at; all are checked.
+#: Entries that the search examines; afterwards all entries are checked.
 _SAMPLES = 1 << 12
 _MAX_TRIES = 16
 _NUM_SIGNIFICANT_BITS = {
@@ -42,7 +41,7 @@ _NUM_SIGNIFICANT_BITS = {
 def multiply(values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
     """Multiply in place, one factor after the other, each product rounded to the dtype."""
     for factor in factors:
-        # A factor without dimensions keeps its own precision next to half-width values.
+        # A zero-dimensional factor keeps its own precision next to half-width values.
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         values.mul_(torch.tensor(factor, dtype=dtype, device=values.device))
     return values
@@ -51,12 +50,12 @@ def multiply(values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
 def find_factors(
     before: torch.Tensor, after: torch.Tensor, known: Sequence[Factors] = ()
 ) -> Factors | None:
-    """Factors that turn one tensor into another, bit for bit.
+    """Find the factors that turn one tensor into another, bit for bit.
 
     Args:
         before: Flat tensor, finite.
         after: The same shape and dtype, finite.
-        known: What to try first; each is also tried with one unknown factor after it.
+        known: Factors to try first; each is also tried with one unknown factor after it.
 
     Returns:
         The factors, or None if no product gives these bits.
@@ -75,14 +74,14 @@ def find_factors(
 
 
 def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two flat tensors of one dtype have the same bits: 0.0 is not -0.0."""
+    """Return whether two flat tensors of one dtype have the same bits: 0.0 is not -0.0."""
     integer = INT_OF_BYTES[left.element_size()]
     return torch.equal(left.view(integer), right.view(integer))
 
 
 def _candidates(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
-    """Numbers whose product with a sample of ``before`` rounds to ``after``, likeliest first."""
-    # A sample first: positions of all entries would take twice the memory of the tensor.
+    """Yield numbers whose product with a sample of ``before`` rounds to ``after``, likeliest first."""
+    # Use a sample, because positions of all entries would take twice the tensor's memory.
     stride = max(1, before.numel() // _SAMPLES)
     told = torch.nonzero(before[::stride]).flatten() * stride
     if told.numel() == 0:
@@ -90,7 +89,7 @@ def _candidates(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
     if told.numel() == 0:
         yield 0.0
         return
-    # Extended precision, so that the intervals of float64 entries come out right as well.
+    # Extended precision keeps the intervals of float64 entries correct as well.
     x = before[told].double().cpu().numpy().astype(np.longdouble)
     y = after[told].double().cpu().numpy().astype(np.longdouble)
     mantissa, exponent = np.frexp(y)
@@ -115,16 +114,16 @@ def _candidates(before: torch.Tensor, after: torch.Tensor) -> Iterator[float]:
 
 
 def has_foreign_entries(gradient: torch.Tensor, exchanged: Sequence[torch.Tensor]) -> bool:
-    """Whether a gradient has an entry that is not +0.0 where nobody exchanged one.
+    """Return whether a gradient has an entry other than +0.0 at a place that no rank exchanged.
 
     Args:
-        gradient: Flat, on the CPU; its content is as before on return.
-        exchanged: Positions in it; they may overlap.
+        gradient: Flat, on the CPU; unchanged on return.
+        exchanged: Positions in the gradient; they may overlap.
     """
     patterns = gradient.view(INT_OF_BYTES[gradient.element_size()])
     places = [where.long() for where in exchanged if where.numel()]
     kept = [(where, patterns.index_select(0, where)) for where in places]
-    # Filling the exchanged places with zeros for a moment takes no memory of the gradient's size.
+    # Zero the exchanged places for a moment: this needs no memory of the gradient's size.
     for where, _ in kept:
         patterns.index_fill_(0, where, 0)
     found = bool(patterns.count_nonzero())
@@ -134,14 +133,14 @@ def has_foreign_entries(gradient: torch.Tensor, exchanged: Sequence[torch.Tensor
 
 
 class ChangeWarning:
-    """Tells the user once per parameter that its gradient is changed, and what that costs."""
+    """Warns once per parameter that its gradient is changed, and names the cost."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._told: set[int] = set()
 
     def say(self, parameters: Sequence[int]) -> None:
-        """Name those of the parameters (layout indices) that were not named before."""
+        """Warn about those parameters (layout indices) that were not named before."""
         news = [i for i in parameters if i not in self._told]
         if not news:
             return
@@ -152,9 +151,9 @@ class ChangeWarning:
             _logger,
             Code.GRADIENT_CHANGED,
             "the gradient of %r%s was changed between its exchange and optimizer.step() by more than "
-            "a factor; each step that does so stores such gradients whole, %s bytes over all ranks. "
-            "Clip with checkpointer.clip_grad_norm_(...), and put other changes into the loss or the "
-            "optimizer. This is said once per parameter",
+            "a factor; each such step stores these gradients whole, %s bytes over all ranks. "
+            "Clip with checkpointer.clip_grad_norm_(...) and move other changes into the loss or the "
+            "optimizer. This warning appears once per parameter",
             specs[0].name,
             more,
             f"{sum(spec.nbytes for spec in specs):,}",

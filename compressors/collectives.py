@@ -1,10 +1,10 @@
-"""What exchanges are made of: futures of buffers, a sum in rank order, process groups of lowdiff's own.
+"""Parts of an exchange: futures of buffers, a mean in rank order, process groups of lowdiff's own.
 
-A ring all-reduce adds a bucket's chunks in an order that depends on where they lie in the bucket,
-and DDP rebuilds its buckets after the first iteration: with three or more ranks a resumed run would
-differ. Here every element is added in rank order, whatever surrounds it, and the bytes on the wire
-are those of a ring: an all-to-all gives each rank one range of everyone's elements, it adds them, and
-an all-gather hands the sums round.
+A ring all-reduce adds a bucket's chunks in an order that depends on their place in the bucket, and
+DDP rebuilds its buckets after the first iteration. With three or more ranks, a resumed run would
+therefore differ. `reproducible_mean` adds every element in rank order, whatever shares its bucket,
+and sends as many bytes as a ring: an all-to-all gives each rank one range of everyone's elements,
+the rank adds them, and an all-gather distributes the sums.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.distributed.constants import default_pg_timeout
 
 
 def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """A future whose result is ``buffer``.
+    """Return a future whose result is ``buffer``.
 
-    A future of an accelerator's tensor must know the device: only then does whoever waits for it
-    wait for the work that is still queued there.
+    A future of an accelerator's tensor must know the device: only then does a waiting caller also
+    wait for work that is still queued on the device.
     """
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=None if buffer.is_cpu else [buffer.device]
@@ -37,15 +37,15 @@ def chained(
     work: Callable[[torch.futures.Future[Any]], torch.Tensor],
     device: torch.device,
 ) -> torch.futures.Future[torch.Tensor]:
-    """A future of what ``work`` returns, called with ``earlier`` once that is done.
+    """Return a future of ``work(earlier)``, called once ``earlier`` is done.
 
-    Python code that waits for it gets the exception of ``work`` itself: ``Future.then`` would make a
-    RuntimeError of every exception. C++ code would get the exception as a value.
+    Python code that waits for the future gets the exception of ``work`` itself; ``Future.then``
+    would turn every exception into a RuntimeError. C++ code would get the exception as a value.
 
     Args:
-        earlier: What to wait for.
+        earlier: The future to wait for.
         work: Called on the thread that completes ``earlier``, or here if that is done.
-        device: Where the result is.
+        device: Device of the result.
     """
     later: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=None if device.type == "cpu" else [device]
@@ -69,13 +69,14 @@ def reproducible_mean(
 ) -> torch.futures.Future[torch.Tensor]:
     """Replace a flat tensor by its mean over ranks, added in rank order.
 
-    Each rank's share is divided by the world size before the sum, as DDP does. Half-width values are
-    added in float32 and rounded once, so that with two ranks the result equals that of an
-    all-reduce in their own width. Per rank ``2 * (world_size - 1) / world_size`` of the buffer's
-    bytes are sent, and as many received; scratch is one such buffer and a half.
+    Each rank's share is divided by the world size before the sum, as DDP does. Half-width values
+    are added in float32 and rounded once, so with two ranks the result equals an all-reduce in half
+    width. Each rank sends ``2 * (world_size - 1) / world_size`` of the buffer's bytes and receives
+    as many; scratch memory is 1.5 times the buffer.
 
-    The two collectives follow each other, so the call returns when both are done; `Lane` keeps that
-    off the training thread. On CUDA it only orders streams: the host does not wait.
+    The call returns when both collectives are done, because the second needs the first; `Lane`
+    keeps this wait off the training thread. On CUDA the call only orders streams and the host does
+    not wait.
 
     Args:
         buffer: Flat, contiguous, equal size and floating dtype on all ranks; overwritten.
@@ -96,7 +97,7 @@ def _mean(buffer: torch.Tensor, world_size: int, group: dist.ProcessGroup | None
     own[: buffer.numel()] = buffer
     own.div_(world_size)
     theirs = torch.empty_like(own)
-    # Values travel as bytes: Gloo does not take every type everywhere.
+    # Values travel as bytes, because Gloo does not support every dtype in every collective.
     dist.all_to_all_single(theirs.view(torch.uint8), own.view(torch.uint8), group=group)
     wide = torch.float32 if buffer.element_size() == 2 else buffer.dtype
     first, *others = theirs.chunk(world_size)
@@ -110,11 +111,11 @@ def _mean(buffer: torch.Tensor, world_size: int, group: dist.ProcessGroup | None
 
 
 def own_group(training_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A Gloo group of the same ranks, as patient as theirs; only these call it."""
+    """Make a Gloo group of the same ranks with the same timeout; only the group's ranks call this."""
     members = dist.get_process_group_ranks(training_group)
     group: dist.ProcessGroup = dist.new_group(
         members,
-        timeout=_patience_of(training_group),
+        timeout=_timeout_of(training_group),
         backend="gloo",
         use_local_synchronization=not _is_world(training_group),
     )
@@ -122,19 +123,19 @@ def own_group(training_group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def leave(group: dist.ProcessGroup | None) -> None:
-    """Give up a group's connections and threads; those of a world that is gone went with it.
+    """Release a group's connections and threads; groups of a destroyed world are gone already.
 
-    A group of part of the world stays until the world ends: PyTorch would give its name, a hash of
-    its ranks, to the next one, which would then look for the addresses of this one.
+    A group of only some ranks stays until the world ends. PyTorch would reuse the group's name, a
+    hash of its ranks, for the next such group, which would then look for the old group's addresses.
     """
     if group is not None and dist.is_initialized():
-        with suppress(KeyError, ValueError):  # it belonged to an earlier world
+        with suppress(KeyError, ValueError):  # the group belonged to an earlier world
             if _is_world(group):
                 dist.destroy_process_group(group)
 
 
-def _patience_of(group: dist.ProcessGroup) -> timedelta:
-    """How long its ranks wait for one another; at least Gloo's default, where NCCL's is shorter."""
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long ranks wait for one another: at least Gloo's default, as NCCL's is shorter."""
     found = [default_pg_timeout]
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)  # not every backend has any

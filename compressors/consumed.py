@@ -1,10 +1,10 @@
-"""What each rank stores so that a rebuilt gradient becomes the one that the optimizer consumed.
+"""The part of a payload that corrects a rebuilt gradient to the one the optimizer consumed.
 
-Every rank answers for one range of each parameter (`share`). Of that range it stores nothing if the
-optimizer consumed what the hook returned, the factors if it was scaled since, and else, exactly
-and at the price of the bytes, the consumed values themselves. On the CPU a checksum, taken where the
-hook returns, tells what was left alone; elsewhere, and for everything else, the hook's result is rebuilt
-and its bits are compared.
+Every rank is responsible for one range of each parameter (`share`). For its range, a rank stores
+nothing if the optimizer consumed exactly the gradient that the hook returned, the factors if the
+gradient was only scaled since, and otherwise the consumed values themselves. On the CPU, a checksum
+taken when the hook returns shows which gradients are unchanged. In all other cases the rank
+rebuilds the hook's result and compares bits.
 
 Sections: ``whole/parameters`` with ``whole/DTYPE`` (consumed values of this rank's ranges) and
 ``changed/parameters`` with ``changed/factors`` (as many float64 for each as the longest list has,
@@ -37,7 +37,7 @@ _SAMPLED = 64
 
 
 class Consumed:
-    """One rank's record of what the optimizers of one step consumed."""
+    """One rank's changes between the hook's results and what the optimizers of one step consumed."""
 
     def __init__(self, layout: Layout, rank: int, world_size: int) -> None:
         self._layout = layout
@@ -46,7 +46,7 @@ class Consumed:
         self._whole: dict[int, torch.Tensor] = {}
         self._represented: set[int] = set()
         self._seals: dict[int, _Seal] = {}
-        #: Found changed when they were consumed last: a seal would be taken in vain.
+        #: Parameters that were changed in the last step. A seal would be useless for them.
         self._changed: set[int] = set()
         self._warned = ChangeWarning(layout)
 
@@ -59,29 +59,29 @@ class Consumed:
 
     @property
     def parameters(self) -> list[int]:
-        """Those that the payload represents.
+        """Return the parameters that the payload represents.
 
-        Also where this rank stores the values of its own range: others may need its part to rebuild
-        theirs.
+        This includes parameters for which this rank stores the values of its own range: other ranks
+        may need this rank's part to rebuild theirs.
         """
         return sorted(self._represented)
 
     def share(self, parameter: int) -> slice:
-        """The range of a parameter's elements that this rank answers for."""
+        """Return the range of a parameter's elements that this rank is responsible for."""
         numel = self._layout.parameters[parameter].numel
         return slice(*share(numel, self._rank, self._world_size))
 
     def unseal(self, parameters: Iterable[int]) -> None:
-        """What the payload will hold of them is about to be replaced, and that may be broken off."""
+        """Discard seals before an exchange, which may fail after it replaced representations."""
         for parameter in parameters:
             self._seals.pop(parameter, None)
 
     def seal(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Note what the hook returns for a parameter, flat and whole."""
+        """Take a checksum of the gradient that the hook returns for a parameter, flat and whole."""
         mine = gradient[self.share(parameter)]
         if parameter in self._changed or not mine.is_cpu:
-            return  # an accelerator would be waited for
-        # The bits of a NaN may depend on where in a block it lies.
+            return  # reading an accelerator's gradient would stop the host
+        # The bits of a NaN may depend on its place in a block, so only finite gradients get a seal.
         if _is_finite(mine):
             self._seals[parameter] = _Seal.of(mine)
 
@@ -96,12 +96,12 @@ class Consumed:
 
         Args:
             parameter: Layout index.
-            rebuild: Makes this rank's range of what the hook returned; None if no hook saw it.
+            rebuild: Makes this rank's range of the hook's result; None if the hook did not run.
             gradient: Flat and whole, as the optimizer is about to consume it.
-            factors: What is known to have been multiplied since the hook.
+            factors: Factors that are known to have been applied since the hook.
         """
         mine = gradient[self.share(parameter)]
-        # A step may be tried again behind one that was broken off.
+        # A step may be tried again after an attempt that was broken off.
         self._whole.pop(parameter, None)
         self._factors.pop(parameter, None)
         if rebuild is not None:
@@ -133,18 +133,19 @@ class Consumed:
         return found
 
     def sections(self) -> list[Section]:
-        """This rank's part of the payload."""
+        """Return this rank's part of the payload."""
         return factor_sections(self._factors) + pieces("whole", self._layout, self._whole)
 
 
 @dataclass(frozen=True, slots=True)
 class _Seal:
-    """What tells a gradient that was left alone.
+    """Checksum that tells whether a gradient is unchanged.
 
     Attributes:
-        sample: A few elements, of which a factor changes nearly every one: what is scaled at every
-            step is told by more than chance.
-        flushes_denormals: Of the thread that takes it, as a rebuilt gradient would depend on it.
+        sample: A few elements. A factor changes nearly every one, so scaling at every step is
+            noticed even if a checksum collides.
+        flushes_denormals: Whether the thread that takes the seal flushes denormals, because a
+            rebuilt gradient depends on this setting.
     """
 
     sample: torch.Tensor
@@ -169,16 +170,16 @@ def _sample(values: torch.Tensor) -> torch.Tensor:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Whether no element is infinite or NaN, which is greater than all and less than all."""
+    """Return whether no element is infinite or NaN, using that NaN compares as both extremes."""
     return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
 
 
-#: Writes one block of what the hook returned into zeros.
+#: Writes one block of the hook's result into a tensor of zeros.
 Rebuild = Callable[[Block, torch.Tensor], None]
 
 
 def corrected(payloads: Sequence[Payload], layout: Layout, rebuild: Rebuild) -> Decoder:
-    """A decoder that turns what the hook returned into what was consumed."""
+    """Return a decoder that turns the hook's results into the gradients that were consumed."""
     of_rank = list(
         zip(map(factors_of, payloads), shared_parts("whole", payloads, layout), strict=True)
     )

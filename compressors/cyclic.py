@@ -1,4 +1,4 @@
-"""Top-k of one rank's choice, which takes turns: ScaleCom."""
+"""Top-k selected by one rank at a time, in turns: ScaleCom."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from lowdiff.types import Layout, Payload
 
 @dataclass(frozen=True, slots=True)
 class CyclicTopK(SparseSettings):
-    """Keeps the entries that are largest on one rank, another one in every step.
+    """Keeps the entries that are largest on one rank, the leader; the leader changes every step.
 
     The leader of step ``t``, rank ``t mod world_size``, picks each parameter's largest entries of
-    its gradient plus residual; all ranks send theirs at the same positions. So what a rank receives
-    and what all ranks store together does not grow with their number. Per rank and step: ``k``
-    positions of 4 bytes broadcast, ``k`` values averaged by a reproducible sum (twice
+    its gradient plus residual. All ranks send their values at these positions. The bytes that a
+    rank receives and that all ranks together store thus do not grow with the number of ranks. Per
+    rank and
+    step: ``k`` positions of 4 bytes broadcast, ``k`` values averaged by a reproducible sum (twice
     ``k * itemsize`` bytes sent), ``k / world_size`` entries stored, one residual kept.
 
     Reference: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for
@@ -46,7 +47,7 @@ class CyclicTopK(SparseSettings):
         return CyclicTopKReducer(self, layout, residual, group)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Assigns each rank's share of the entries."""
+        """Return a decoder that assigns each rank's share of the entries."""
         return IndexedDecoder(payloads, layout)
 
 
@@ -54,7 +55,7 @@ class CyclicTopKReducer(SharedReducer):
     """CyclicTopK bound to one run."""
 
     def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """See ``SharedReducer.choose``: what the leader of this step finds largest."""
+        """Choose the largest entries of this step's leader; see ``SharedReducer.choose``."""
         if not totals:
             return {}
         counts = [self.kept(total.numel()) for total in totals.values()]

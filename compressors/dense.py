@@ -23,26 +23,26 @@ class Dense(Settings):
     """Leaves the gradient as it is; each rank logs its share of the parameters.
 
     The average has the bits of DDP without a communication hook: every rank's gradient times
-    ``1 / world_size``, then one all-reduce per bucket. (DDP divides instead of multiplying where
-    gradients are views of its buckets and are kept from step to step; that differs in the last
-    place, and only where the world size is no power of two.) With three ranks or more the
-    all-reduce itself adds in an order that depends on DDP's buckets, which a restart changes.
-    ``reproducible`` adds in rank order instead, whatever shares a bucket: an all-to-all and an
-    all-gather, the bytes of a ring all-reduce.
+    ``1 / world_size``, then one all-reduce per bucket. (Where gradients are views of DDP's buckets
+    and are kept from step to step, DDP divides instead of multiplying. The results then differ in
+    the last place if the world size is no power of two.) With three or more ranks, the all-reduce
+    adds in an order that depends on DDP's buckets, which change after a restart. ``reproducible``
+    adds in rank order instead, whatever shares a bucket, by an all-to-all and an all-gather, with
+    the bytes of a ring all-reduce.
 
     Reference: Yao et al., "LowDiff", arXiv 2509.04084, LowDiff+ (layer-wise reuse of gradients
-    without compression). We read gradients when the optimizer is about to, after unscaling and
+    without compression). We read gradients right before the optimizer does, after unscaling and
     clipping, and divide them over ranks by parameter.
 
     Attributes:
-        reproducible: Whether the sum's bits may not depend on the buckets.
+        reproducible: Whether the sum's bits are independent of DDP's buckets.
     """
 
     name: ClassVar[str] = "dense"
     reproducible: bool = False
 
     def residual_layout(self, layout: Layout) -> Layout:
-        """See ``Compressor.residual_layout``: nothing is left out, so nothing is kept."""
+        """Return an empty layout, because nothing is left out; see ``Compressor.residual_layout``."""
         return replace(layout, parameters=())
 
     def bind(
@@ -54,7 +54,7 @@ class Dense(Settings):
         return DenseReducer(self, layout, group, rank=rank, world_size=world_size)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Copies from what the rank that owns the block's parameter logged.
+        """Return a decoder that copies a block from the payload of the rank that logged its parameter.
 
         Raises:
             ReplayMismatch: If a section is not a parameter's whole gradient.
@@ -70,7 +70,7 @@ class Dense(Settings):
 
 
 def _read(payloads: Sequence[Payload], layout: Layout) -> Iterator[tuple[int, Bits]]:
-    """Layout index and bit patterns of every gradient that was logged."""
+    """Yield layout index and bit patterns of every logged gradient."""
     indices = {str(i): i for i in range(len(layout.parameters))}
     for section in (section for payload in payloads for section in payload.sections):
         spec = None if section.name not in indices else layout.parameters[indices[section.name]]
@@ -85,11 +85,11 @@ def _read(payloads: Sequence[Payload], layout: Layout) -> Iterator[tuple[int, Bi
 def mean(
     buffer: torch.Tensor, group: dist.ProcessGroup | None, *, reproducible: bool
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over the ranks, in place, with the arithmetic of DDP itself.
+    """Average a bucket over the ranks, in place, with DDP's own arithmetic.
 
     Args:
         buffer: Overwritten with the average; shape ``[n]``.
-        group: The ranks; None for one process.
+        group: Process group of the ranks; None for one process.
         reproducible: Whether to add in rank order.
     """
     world_size = 1 if group is None else group.size()
@@ -108,7 +108,7 @@ def mean(
 
 
 class DenseReducer:
-    """Dense bound to one run: passes this rank's share of the gradient on."""
+    """Dense bound to one run; passes on this rank's share of the gradients."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class DenseReducer:
         self._consumed.clear()
 
     def close(self) -> None:
-        """See ``Reducer.close``: there is nothing to give back."""
+        """Do nothing: this reducer holds no thread and no group. See ``Reducer.close``."""
 
     def reduce(
         self, parameters: Sequence[int], gradients: Sequence[torch.Tensor], buffer: torch.Tensor
@@ -140,9 +140,9 @@ class DenseReducer:
     def consume(
         self, gradients: Sequence[torch.Tensor | None], *, factors: tuple[float, ...] = ()
     ) -> None:
-        """See ``Reducer.consume``: this rank's share, unscaled and clipped by now.
+        """Take this rank's share, already unscaled and clipped; see ``Reducer.consume``.
 
-        Nothing is copied: ``payload`` must be used before the optimizer's caller may change the
+        Nothing is copied: use ``payload`` before the caller of the optimizer may change the
         gradients.
         """
         for i in self._mine:
@@ -151,9 +151,10 @@ class DenseReducer:
                 self._consumed[i] = gradient.detach()
 
     def payload(self) -> Payload:
-        """See ``Reducer.payload``: a section for each gradient, named by its parameter's index.
+        """Return one section per gradient, named by its parameter's index; see ``Reducer.payload``.
 
-        On the CPU it shares the memory of the gradients. What was handed out is not handed out again.
+        On the CPU, sections share the memory of the gradients. A second call returns no section
+        twice.
         """
         consumed, self._consumed = self._consumed, {}
         return Payload(

@@ -1,8 +1,8 @@
 """One all-gather of sparse entries per bucket, summed in rank order.
 
-The sum runs over ranks, element by element, in rank order: its bits do not depend on which
-parameters share a bucket. DDP rebuilds its buckets after the first iteration and starts from the
-initial ones after a restart, so anything else would make a resumed run differ.
+The sum runs over ranks, element by element, in rank order, so its bits do not depend on which
+parameters share a bucket. DDP rebuilds its buckets after the first iteration and starts with the
+initial ones after a restart; a sum that depends on the buckets would make a resumed run differ.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ import torch.distributed as dist
 from lowdiff.compressors.collectives import chained, completed
 from lowdiff.errors import RankLost, UsageError
 
-#: Rank, stamp, elements of the bucket, entries sent of it.
+#: Words of a header: rank, stamp, elements of the bucket, entries sent of the bucket.
 HEADER_WORDS = 4
 _HEADER_BYTES = 8 * HEADER_WORDS
 _STEP_BITS = 40
 
 
 def stamp_of(incarnation: int, step: int) -> int:
-    """Return one number that tells a step of an incarnation from every other."""
+    """Return one number that identifies a step of an incarnation."""
     return incarnation << _STEP_BITS | step
 
 
 def step_of(stamp: int) -> int:
-    """The step that a stamp names."""
+    """Return the step that a stamp names."""
     return stamp & (1 << _STEP_BITS) - 1
 
 
 def incarnation_of(stamp: int) -> int:
-    """The incarnation that a stamp names."""
+    """Return the incarnation that a stamp names."""
     return stamp >> _STEP_BITS
 
 
 class Headers:
     """Checks that every rank was at the same bucket of the same step.
 
-    Headers on an accelerator are read by `confirm`, so that no exchange waits for the host.
+    `confirm` reads headers on an accelerator later, so that no exchange waits for the host.
     """
 
     def __init__(self) -> None:
         self._unread: list[tuple[torch.Tensor, list[int]]] = []
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Forget the last step's headers."""
         self._unread.clear()
 
     def check(self, head: torch.Tensor, expected: list[int]) -> None:
         """Compare a rank's header with what this rank expects.
 
         Args:
-            head: Header that came with an exchange, int64 ``[HEADER_WORDS]``.
-            expected: This rank's own header, with the other's rank.
+            head: Header of another rank, int64 ``[HEADER_WORDS]``.
+            expected: This rank's own header, with the other rank's number.
 
         Raises:
             UsageError: If that rank is at another step, or has another bucket.
@@ -63,7 +63,7 @@ class Headers:
             self._unread.append((head.clone(), expected))
 
     def confirm(self) -> None:
-        """Compare the headers that an accelerator held.
+        """Check the headers that were left on an accelerator.
 
         Raises:
             UsageError: If a rank was at another step, or had another bucket.
@@ -93,8 +93,8 @@ def exchange(
         values: ``[k]``, dtype of ``buffer``; already divided by the world size.
         stamp: Must be equal on all ranks; names incarnation and step.
         group: Process group, or None for a single process.
-        headers: Where the ranks' headers are checked.
-        seen: Gets every rank's positions, int32, ascending each, once they are there.
+        headers: Checker of the ranks' headers.
+        seen: List that receives every rank's positions (int32, ascending) once they have arrived.
 
     Returns:
         Future of ``buffer``. Its ``wait()`` raises UsageError if a rank is at another step, and
@@ -115,7 +115,7 @@ def exchange(
 
     def add_in_rank_order(gathering: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         try:
-            gathering.value()  # raises what made it fail
+            gathering.value()  # raises the exception that made the all-gather fail
         except RuntimeError as error:
             raise RankLost(error) from error
         buffer.zero_()
@@ -137,10 +137,10 @@ def _pack(
     values: torch.Tensor,
     origin: list[int],
 ) -> torch.Tensor:
-    """``[header int64 x 4 | positions int32 padded to 8 | values]`` as bytes."""
+    """Return ``[header int64 x 4 | positions int32 padded to 8 | values]`` as bytes."""
     index_bytes = _index_bytes(positions.numel())
     total = _HEADER_BYTES + index_bytes + values.numel() * values.element_size()
-    total += -total % 8  # every rank's share stays aligned inside the gathered tensor
+    total += -total % 8  # keeps every rank's part aligned inside the gathered tensor
     wire = torch.zeros(total, dtype=torch.uint8, device=buffer.device)
     header = torch.tensor([*origin, buffer.numel(), positions.numel()], device="cpu")
     wire[:_HEADER_BYTES].view(torch.int64).copy_(header, non_blocking=True)

@@ -1,9 +1,9 @@
-"""Error feedback: what a rank did not send is added to its next gradient.
+"""Error feedback: the part of a gradient that a rank did not send is added to its next gradient.
 
-The residual rotates through slots: a step reads the current slot and writes the next one, and
-what an optimizer consumed becomes current when the step commits. So a step that is skipped, or
-never finished, leaves no trace. It is in the loss's own unit, whatever scale the gradients of a step
-carry, so that it means the same under another scale and without a scaler.
+The residual rotates through slots: a step reads the current slot and writes the next one. When the
+step commits, the entries that an optimizer consumed become current. A step that is skipped or never
+finished thus leaves no trace. The residual is stored in the loss's own unit, without the loss
+scale, so it means the same under another scale and without a scaler.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ NUM_SLOTS = 3
 
 
 def residuals_of(layout: Layout) -> Layout:
-    """One residual per parameter, of its dtype; of float16 parameters in float32.
+    """Return one residual per parameter in its own dtype; float32 for float16 parameters.
 
-    A loss scale exists because float16 does not hold gradients without one, and residuals have none.
+    A loss scale exists because float16 does not hold gradients without one. Residuals have no
+    scale.
     """
     return Layout(
         tuple(
@@ -35,7 +36,7 @@ def residuals_of(layout: Layout) -> Layout:
 
 
 class RotatingResidual:
-    """A ``ResidualStore`` over given slots of flat tensors, one per parameter and slot."""
+    """A ``ResidualStore`` over slots of flat tensors, one tensor per parameter and slot."""
 
     def __init__(
         self,
@@ -47,13 +48,14 @@ class RotatingResidual:
         self.layout = layout
         self.loss_scale = loss_scale
         self.slot = 0
-        #: What this step wrote -> the parameter whose optimizer decides whether it counts.
+        #: Layout index written in this step -> parameter whose optimizer decides whether it counts.
         self._written: dict[int, int] = {}
         self._settled: set[int] = set()
-        #: Where exchanges after the optimizer's step write, which leave no trace.
+        #: Layout index -> scratch memory for exchanges after the optimizer's step, which are
+        #: discarded.
         self._scratch: dict[int, torch.Tensor] = {}
         self._used: set[int] = set()
-        #: Whether the next slot has been written to since its content was of use.
+        #: Whether the next slot has been written to since its previous content was needed.
         self._is_open = False
 
     @classmethod
@@ -63,7 +65,7 @@ class RotatingResidual:
         device: torch.device,
         loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> RotatingResidual:
-        """Slots in ordinary memory of a device, lost with the process."""
+        """Return a store in ordinary memory of a device, which is lost with the process."""
         return cls(zero_slots(layout, device), layout, loss_scale)
 
     def pair(self, parameter: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,17 +89,17 @@ class RotatingResidual:
             self._used.add(parameter)
 
     def settle(self, parameters: Collection[int] | None = None) -> None:
-        """What was exchanged of these parameters has been consumed; None means all of it.
+        """Declare that the optimizer consumed what was exchanged of these parameters; None means all.
 
-        A further backward pass through them in the same step is of no consequence for an optimizer,
-        so it is of none for the residual.
+        The optimizer ignores a further backward pass through these parameters in the same step, so
+        the residual ignores it as well.
         """
         self._settled |= {
             i for i, of in self._written.items() if parameters is None or of in parameters
         }
 
     def advance(self) -> None:
-        """Commit the step: what is settled becomes current, all else goes back to what it was before."""
+        """Commit the step: make settled entries current and undo all others."""
         if self._settled:
             before, current = self.slot, self._next
             for i in self._used - self._settled:
@@ -110,45 +112,45 @@ class RotatingResidual:
         self._scratch.clear()
 
     def current(self) -> dict[int, torch.Tensor]:
-        """Flat residual of every parameter that has one, by layout index."""
+        """Return the flat residual of every parameter that has one, by layout index."""
         return {i: self._slots[self.slot][i] for i in sorted(self._used)}
 
     def named(self) -> dict[str, torch.Tensor]:
-        """The same by name, each with its shape."""
+        """Return the residuals by parameter name, each with its shape."""
         specs = self.layout.parameters
         return {specs[i].name: shaped(values, specs[i]) for i, values in self.current().items()}
 
     def load(self, residuals: Sequence[torch.Tensor | None]) -> None:
-        """Replace the current residual; None leaves a parameter's as it is."""
+        """Replace the current residual; None keeps a parameter's residual."""
         for parameter, residual in enumerate(residuals):
             if residual is not None:
                 self._slots[self.slot][parameter].copy_(residual)
                 self._used.add(parameter)
 
     def copy(self, step: int, *, is_first: bool = False) -> None:
-        """Copy the current residual to where `mark` names it, unless that is where it lies.
+        """Copy the current residual to the place that `mark` names, unless it lies there already.
 
         Args:
-            step: The step whose residual it is.
-            is_first: Whether nothing was copied in this life.
+            step: The step that the residual belongs to.
+            is_first: Whether this incarnation has not copied a residual yet.
         """
 
     def move(self, path: Path) -> None:
-        """Keep in another file what is kept where it survives the process.
+        """Move the residual that survives the process to another file.
 
         Raises:
-            StorageError: If there is no memory for it.
+            StorageError: If there is no memory for the file.
         """
 
     def mark(self) -> ResidualMark | None:
-        """Where the current residual survives the process; None if it does not."""
+        """Return where the current residual survives the process; None if it does not survive."""
         return None
 
     def _reuse(self, slot: int) -> None:
-        """Called before what a slot holds is written over."""
+        """Prepare a slot whose content is about to be overwritten; for subclasses."""
 
     def _complete(self, slot: int) -> None:
-        """Called once a slot holds the current residual."""
+        """Finish a slot that now holds the current residual; for subclasses."""
 
     @property
     def _next(self) -> int:
@@ -156,7 +158,7 @@ class RotatingResidual:
 
 
 def zero_slots(layout: Layout, device: torch.device) -> list[list[torch.Tensor]]:
-    """Memory for a `RotatingResidual`."""
+    """Allocate zeroed slots for a `RotatingResidual`."""
     return [
         [
             torch.zeros(spec.numel, dtype=torch_dtype(spec.dtype), device=device)
@@ -167,15 +169,15 @@ def zero_slots(layout: Layout, device: torch.device) -> list[list[torch.Tensor]]
 
 
 class ErrorFeedback:
-    """What every biased compressor does around its compression, parameter by parameter.
+    """Error feedback around a biased compressor, parameter by parameter.
 
-    It compresses gradient plus residual, and owes the difference to what went out of it:
+    A compressor compresses gradient plus residual, and the residual keeps what was not sent:
 
         total = feedback.total(parameter, gradient)
         ...                                # send some of it
         feedback.sent(parameter, what)     # or, for single entries, sent_at(parameter, positions)
 
-    Under a loss scale the total carries it, as the gradient does.
+    Under a loss scale, the total is scaled like the gradient.
 
     Reference: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
     Schemes", ICML 2019, Algorithm 2 (EF-SGD); the learning rate stays with the optimizer, so the
@@ -186,11 +188,11 @@ class ErrorFeedback:
         self._store = store
 
     def total(self, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Gradient plus residual, in the memory of the next residual and of its dtype.
+        """Return gradient plus residual, in the next residual's memory and dtype.
 
         Args:
             parameter: Layout index.
-            gradient: Flat; left as it is.
+            gradient: Flat; not changed.
         """
         source, target = self._store.pair(parameter)
         scale = self._store.loss_scale()
@@ -199,7 +201,7 @@ class ErrorFeedback:
         return torch.mul(source, scale, out=target).add_(gradient)
 
     def sent(self, parameter: int, what: torch.Tensor) -> None:
-        """Owe the total less what was sent of it (flat, the total's shape and dtype)."""
+        """Keep the total minus what was sent of it (flat, the total's shape and dtype)."""
         _, target = self._store.pair(parameter)
         self._finish(parameter, target.sub_(what))
 
@@ -211,12 +213,12 @@ class ErrorFeedback:
         *,
         is_finite: bool = False,
     ) -> None:
-        """Owe the total but for the entries at ``positions``; None if nothing was sent.
+        """Keep the total except for the entries at ``positions``; None if nothing was sent.
 
         Args:
             parameter: Layout index.
             positions: int64, flat.
-            values: What was sent there, if it was rounded to another dtype than the total's.
+            values: The values sent, if they were rounded to a dtype other than the total's.
             is_finite: Whether the total is known to have no NaN and no infinity.
         """
         _, target = self._store.pair(parameter)
@@ -227,7 +229,7 @@ class ErrorFeedback:
         self._finish(parameter, target, is_finite=is_finite)
 
     def left(self, parameter: int) -> None:
-        """Owe the total as it is now: what was sent has been taken off it in place."""
+        """Keep the total as it is now: the caller has subtracted what was sent in place."""
         _, target = self._store.pair(parameter)
         self._finish(parameter, target)
 
@@ -235,18 +237,18 @@ class ErrorFeedback:
         scale = self._store.loss_scale()
         if scale != 1.0:
             residual.div_(scale)
-        is_finite = is_finite and scale >= 1.0  # by less than 1 it may have overflowed just now
+        is_finite = is_finite and scale >= 1.0  # dividing by less than 1 may overflow
         if not residual.is_cpu or not (is_finite or bool(residual.sum().isfinite())):
-            # One overflow that no scaler skips would otherwise come back in every later step.
+            # Without this, an overflow that no scaler skips would come back in every later step.
             residual.nan_to_num_(0.0, 0.0, 0.0)
         self._store.written(parameter)
 
 
 def is_used(gradient: torch.Tensor) -> bool:
-    """Whether any entry is not zero; on an accelerator assumed, because looking would stop the host.
+    """Return whether any entry is not zero; True on an accelerator, where looking would stop the host.
 
-    DDP drops the average of a parameter that no rank used: what would be sent then would be lost,
-    so its residual waits for the next real gradient.
+    DDP drops the average of a parameter that no rank used. Sending the residual in such a step
+    would lose it, so the residual waits for the next real gradient.
     """
     if not gradient.is_cpu:
         return True

@@ -1,9 +1,9 @@
-"""Where compressors with several collectives per bucket run them: one after the other, in order.
+"""A queue that runs the collectives of one rank's buckets one after the other, in DDP's order.
 
-Collectives are matched by the order in which ranks start them. Those that follow another one in a
-future's callback would start in whatever order the first ones happen to end, which may differ
-between ranks; so a rank's buckets pass through one lane, in the order of DDP's hook, over a process
-group that nothing else uses.
+Ranks match collectives by the order in which they start them. A second collective that starts in
+the callback of a first one would start whenever the first happens to end, and this order may differ
+between ranks. A rank's buckets therefore pass through one lane, in the order in which DDP calls the
+hook, over a process group that nothing else uses.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lowdiff.types import Block
 
 
 class Lane:
-    """Runs one rank's exchanges in order, on a thread of its own that ends when it has none left.
+    """Runs one rank's exchanges in order, on its own thread; the thread ends when no job is left.
 
-    A single process has nobody to wait for, and on CUDA collectives only order streams: there a
-    job runs at once, on the caller's thread.
+    A single process does not wait for others, and on CUDA a collective only orders streams. In both
+    cases a job runs at once, on the caller's thread.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -42,9 +42,10 @@ class Lane:
     def submit(
         self, work: Callable[[], torch.Tensor], device: torch.device
     ) -> torch.futures.Future[torch.Tensor]:
-        """Run ``work`` after everything that was submitted before; the future has its result."""
+        """Run ``work`` after every job submitted before; the returned future gets its result."""
         if device.type != "cpu":
-            # On the stream of the backward pass: one that a callback gets has waited for nothing.
+            # Run on the stream of the backward pass: a callback's own stream has waited for
+            # nothing.
             self._group = self._training_group
             return completed(self._work(work))
         if self.world_size == 1:
@@ -55,7 +56,7 @@ class Lane:
         return done
 
     def _work(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # The others have given up as well: nobody would answer.
+        # The other ranks have given up as well, so nobody would answer this exchange.
         if self._is_closed:
             raise UsageError("gradients are exchanged after close(); attach again")
         if self._has_failed:
@@ -81,7 +82,7 @@ class Lane:
                 threading.Thread(target=self._run, name="lowdiff-exchange", daemon=True).start()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # a new thread's team may be of another size
+        torch.set_num_threads(self._threads)  # a new thread may start with another number
         with torch.no_grad():
             while True:
                 with self._lock:
@@ -89,13 +90,13 @@ class Lane:
                         self._is_running = False
                         return
                     start = self._waiting.popleft()
-                start.set_result(None)  # runs the job here; what it raises waits in its future
+                start.set_result(None)  # runs the job here; its future keeps an exception
 
     def close(self) -> None:
-        """Take no further jobs, and leave the group made for them.
+        """Take no further jobs, and leave the lane's process group.
 
-        A job under way, of a backward pass that was broken off, may wait for ranks that never come:
-        then the group is left to it.
+        If a job is still running, of a backward pass that was broken off, it may wait for ranks
+        that never come; the process group then stays open for that job.
         """
         with self._lock:
             self._is_closed = True
@@ -112,13 +113,13 @@ class Lane:
         """Check that all ranks are at the same bucket of the same step.
 
         Args:
-            stamp: Names incarnation and step.
-            sizes: Elements of the bucket, and entries or bytes that this rank sends of it.
-            headers: Where the ranks' headers are checked.
-            device: Where the bucket is.
+            stamp: Number that names incarnation and step.
+            sizes: Elements of the bucket, and entries or bytes that this rank sends of the bucket.
+            headers: Checker of the ranks' headers.
+            device: Device of the bucket.
 
         Raises:
-            UsageError: If a rank is elsewhere.
+            UsageError: If a rank is at another bucket or step.
         """
         if self.world_size == 1:
             return
@@ -129,7 +130,7 @@ class Lane:
             headers.check(head, [rank, stamp, *sizes])
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """Everyone's tensor, in rank order; equal size and dtype on all ranks."""
+        """Return every rank's tensor, in rank order; size and dtype must be equal on all ranks."""
         if self.world_size == 1:
             return [own]
         gathered = own.new_empty(self.world_size * own.numel())
@@ -138,17 +139,17 @@ class Lane:
         return shares
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite ``tensor`` by that of rank ``source``."""
+        """Overwrite ``tensor`` with the tensor of rank ``source``."""
         if self.world_size > 1:
             assert self._group is not None
             dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
 
     def mean(self, buffer: torch.Tensor) -> None:
-        """Overwrite ``buffer`` by its mean over ranks; see `reproducible_mean`."""
+        """Overwrite ``buffer`` with its mean over ranks; see `reproducible_mean`."""
         reproducible_mean(buffer, self._group).wait()
 
     def mean_of(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Overwrite several tensors of one dtype by their means over ranks."""
+        """Overwrite several tensors of one dtype with their means over ranks."""
         joined = torch.cat([tensor.flatten() for tensor in tensors.values()])
         self.mean(joined)
         sizes = [tensor.numel() for tensor in tensors.values()]
@@ -157,12 +158,12 @@ class Lane:
 
 
 def share(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The range of ``numel`` elements that a rank answers for: first, and last exclusive."""
+    """Return a rank's share of ``numel`` elements: first, and last exclusive."""
     return numel * rank // world_size, numel * (rank + 1) // world_size
 
 
 def shares_in(block: Block, numel: int, world_size: int) -> Iterator[tuple[int, slice, slice]]:
-    """The ranges of a parameter that a block touches: rank, where in its range, where in the block."""
+    """Yield the shares that a block touches: rank, range in the share, range in the block."""
     for rank in range(world_size):
         first, last = share(numel, rank, world_size)
         start, stop = max(first, block.start), min(last, block.stop)

@@ -30,26 +30,26 @@ Factorized = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PowerSGD(Settings):
-    """Replaces each gradient matrix by one of low rank, found by a step of power iteration.
+    """Replaces each gradient matrix by a matrix of low rank, found by one step of power iteration.
 
-    A parameter is a matrix of its outermost dimension in memory against all others, ``[n, m]``.
-    With Q of the last step: P = mean over ranks of M Q, made orthogonal; Q = mean over ranks of
-    M^T P; the gradient is P Q^T, added up term by term in a fixed order, so that any block of it
-    has the same bits. Sums are in rank order. Matrices of half-width parameters are multiplied and
-    sent in float32. Per rank and step: ``(n + m) * matrix_rank`` values, each averaged by a
-    reproducible sum, ``1 / world_size`` of them stored; one residual and Q kept. What would not
-    shrink to half, and every vector, is averaged and stored as it is.
+    A parameter is viewed as a matrix ``[n, m]`` of its outermost dimension in memory against all
+    others. With Q of the last step: P = mean over ranks of M Q, made orthogonal; Q = mean over
+    ranks of M^T P. The gradient is P Q^T, summed term by term in a fixed order, so every block of
+    it has the same bits. Sums are in rank order. Matrices of half-width parameters are multiplied
+    and sent in float32. Per rank and step: ``(n + m) * matrix_rank`` values, each averaged by a
+    reproducible sum, ``1 / world_size`` of them stored; one residual and Q kept. Vectors, and
+    matrices that would not shrink to half, are averaged and stored as they are.
 
-    Q is kept with the residual, so it survives what the residual survives.
+    Q is kept with the residual and survives the same failures.
 
     Reference: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
     Distributed Optimization", NeurIPS 2019, Algorithms 1 and 2. We orthogonalise with twice
-    repeated Gram-Schmidt, each matrix on its own, and start columns anew that have vanished.
+    repeated Gram-Schmidt, each matrix on its own, and restart columns that have vanished.
 
     Attributes:
         matrix_rank: Rank of the approximation, at least 1.
         dense_below: Parameters with fewer elements are averaged as they are.
-        seed: Of the first Q.
+        seed: Seed of the first Q.
 
     Raises:
         ConfigError: If a setting is out of range.
@@ -70,7 +70,7 @@ class PowerSGD(Settings):
             )
 
     def residual_layout(self, layout: Layout) -> Layout:
-        """One residual per parameter, and after them Q of those that are factorised."""
+        """Return one residual per parameter, followed by Q of every factorised parameter."""
         specs = list(residuals_of(layout).parameters)
         for i in self.factorized(layout):
             spec = layout.parameters[i]
@@ -80,7 +80,7 @@ class PowerSGD(Settings):
         return Layout(tuple(specs))
 
     def factorized(self, layout: Layout) -> list[int]:
-        """Layout indices of the parameters that are worth it."""
+        """Return the layout indices of the parameters that factors shrink to half or less."""
         found = []
         for i, spec in enumerate(layout.parameters):
             n, m = matrix_of(spec)
@@ -96,7 +96,7 @@ class PowerSGD(Settings):
         return PowerSGDReducer(self, layout, residual, group)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Puts the ranks' shares of P and Q together and adds up the terms."""
+        """Return a decoder that joins the ranks' shares of P and Q and adds up the terms."""
         factors = self._read(payloads, layout)
 
         def rebuild(block: Block, out: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ class PowerSGD(Settings):
 
 
 class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
-    """PowerSGD bound to one run; holds P and Q, one after the other."""
+    """PowerSGD bound to one run; holds P and Q as one flat tensor per parameter."""
 
     compressor: PowerSGD
 
@@ -175,17 +175,17 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
             self._keep_start(i, qs[i])
 
     def _start(self, parameter: int) -> torch.Tensor:
-        """Q of the last step, ``[matrix_rank, columns]``, orthogonal; random where it is zero."""
+        """Return the last Q, ``[matrix_rank, columns]``, orthogonal; random where it is zero."""
         last, _ = self.residual.pair(self._q_of[parameter])
         q = last.view(self.compressor.matrix_rank, -1).clone()
         generator = torch.Generator().manual_seed(self.compressor.seed + 1_000_003 * parameter)
         drawn = torch.randn(q.shape, generator=generator, dtype=q.dtype, device="cpu")
-        # An overflow that no scaler skipped must not stay for ever either.
+        # An overflow that no scaler skipped must not stay in Q for ever.
         usable = q.isfinite().all(1, keepdim=True) & q.any(1, keepdim=True)
         return orthogonalize(torch.where(usable, q, drawn.to(q.device)))
 
     def _keep_start(self, parameter: int, q: torch.Tensor) -> None:
-        """Start from Q the next time; rows that are zero, as for unused parameters, stay."""
+        """Keep Q for the next step's start; rows that are zero, as for unused parameters, stay."""
         last, target = (t.view_as(q) for t in self.residual.pair(self._q_of[parameter]))
         target.copy_(torch.where(q.any(1, keepdim=True), q, last))
         self.residual.written(self._q_of[parameter], of=parameter)
@@ -200,21 +200,22 @@ class PowerSGDReducer(RepresentedReducer[torch.Tensor]):
         return out
 
     def sections(self, kept: Mapping[int, torch.Tensor]) -> list[Section]:
-        """See ``RepresentedReducer``: this rank's share of P and Q."""
+        """Return this rank's share of P and Q; see ``RepresentedReducer``."""
         rank, world_size = self.lane.rank, self.lane.world_size
         mine = {i: own[slice(*share(own.numel(), rank, world_size))] for i, own in kept.items()}
         return pieces("low_rank", self.layout, mine)
 
 
 def matrix_of(spec: ParameterSpec) -> tuple[int, int]:
-    """Rows and columns of a parameter as a matrix in memory order, whose rows are contiguous."""
+    """Return rows and columns of a parameter as a matrix in memory order, with contiguous rows."""
     if not spec.shape or not spec.numel:
         return 1, spec.numel
     rows = spec.shape[max(range(len(spec.shape)), key=lambda d: (spec.strides[d], -d))]
     return rows, spec.numel // rows
 
 
-#: Computed at once: with its terms it stays in a core's cache. On a device one launch does all.
+#: Elements computed at a time on the CPU, so that they and their terms stay in a core's cache. On a
+#: device, one launch computes all.
 _PIECE_ELEMENTS = 1 << 17
 
 
@@ -226,7 +227,7 @@ def orthogonalize(rows: torch.Tensor) -> torch.Tensor:
         for _ in range(2 if k else 0):  # once is not enough where rows are nearly dependent
             row.sub_((rows[:k] @ row) @ rows[:k])
         norm = torch.linalg.vector_norm(row)
-        # What is left of a dependent row is rounding, and no direction.
+        # The remainder of a dependent row is rounding error and has no direction.
         lost = norm <= before * (16 * torch.finfo(rows.dtype).eps)
         row.copy_(torch.where(lost, torch.zeros_like(row), row / norm))
     return rows
@@ -263,12 +264,12 @@ def low_rank(factors: Factorized, start: int, stop: int, out: torch.Tensor) -> N
 
 
 def split_factors(values: torch.Tensor, spec: ParameterSpec, matrix_rank: int) -> Factorized:
-    """P and Q as they lie one after the other."""
+    """Return P and Q from the flat tensor that holds one after the other."""
     n, m = matrix_of(spec)
     p, q = values.split([matrix_rank * n, matrix_rank * m])
     return p.view(matrix_rank, n), q.view(matrix_rank, m)
 
 
 def _wide(dtype: str) -> str:
-    """The dtype in which a parameter's factors are computed, sent and stored."""
+    """Return the dtype in which a parameter's factors are computed, sent and stored."""
     return "float64" if dtype == "float64" else "float32"

@@ -23,10 +23,10 @@ from lowdiff.types import Block, Layout, Payload, Section
 
 _BITS = (4, 8)
 _ROUNDINGS = ("stochastic", "nearest")
-#: Elements that share a scale; blocks start with the parameter.
+#: Elements per scale. The first block begins with the parameter.
 _SCALED = 256
-#: Elements that are worked on at a time: float32 values of so many stay in a core's cache, and a
-#: large parameter needs no second copy of itself. A multiple of the above.
+#: Elements processed at a time, a multiple of ``_SCALED``: their float32 values fit in a core's
+#: cache, and a large parameter needs no second copy.
 _PIECE = 1 << 17
 
 #: Codes, int8 ``[blocks, 256]``, and scales, float32 ``[blocks]``, of one rank and parameter.
@@ -37,21 +37,22 @@ Codes = tuple[torch.Tensor, torch.Tensor]
 class Quantize(Settings):
     """Rounds gradients to a few levels between minus and plus the largest magnitude of a block.
 
-    Blocks are of 256 elements. Every rank quantises its gradient plus residual, codes are exchanged
-    with one all-gather per bucket, and the means of all ranks' values are added in rank order. Per
-    rank and step: ``bits / 8 + 1 / 64`` bytes an element sent, ``world_size`` times as much
-    received and kept until the sum, as much as sent stored (before coding), one residual kept.
+    A block has 256 elements. Every rank quantises its gradient plus residual. One all-gather per
+    bucket exchanges the codes, and the ranks' values are averaged in rank order. Per rank and step:
+    ``bits / 8 + 1 / 64`` bytes an element sent, ``world_size`` times as much received and held
+    until the sum is done, as much stored as sent (before coding), one residual kept.
 
     Reference: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
-    Encoding", NeurIPS 2017, section 3.1, with the maximum norm of a block in place of the 2-norm
-    (its section 4), and error feedback, without which few bits with nearest rounding need not
-    converge.
+    Encoding", NeurIPS 2017, section 3.1, with a block's maximum norm in place of the 2-norm (its
+    section 4). We add error feedback, because few bits with nearest rounding need not converge
+    without it.
 
     Attributes:
         bits: 8 or 4.
-        rounding: ``"stochastic"``: up or down at random, right on average; drawn from the seed, the
-            step, the rank and the parameter. ``"nearest"``: to the nearest level.
-        seed: Of stochastic rounding.
+        rounding: ``"stochastic"`` rounds up or down at random, correct on average; the random
+            numbers depend on seed, step, rank and parameter. ``"nearest"`` rounds to the nearest
+            level.
+        seed: Seed of stochastic rounding.
 
     Raises:
         ConfigError: If a setting is out of range.
@@ -71,7 +72,7 @@ class Quantize(Settings):
 
     @property
     def levels(self) -> int:
-        """Largest code: 127 or 7."""
+        """Return the largest code: 127 or 7."""
         return int((1 << (self.bits - 1)) - 1)
 
     def bind(
@@ -81,7 +82,7 @@ class Quantize(Settings):
         return QuantizeReducer(self, layout, residual, group)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Adds the ranks' values, in rank order, as the hook did."""
+        """Return a decoder that averages the ranks' values in rank order, as the hook did."""
         codes = [_read(payload, layout, self.bits) for payload in payloads]
 
         def rebuild(block: Block, out: torch.Tensor) -> None:
@@ -135,7 +136,7 @@ class QuantizeReducer(RepresentedReducer[tuple[torch.Tensor, torch.Tensor, torch
             start = stop
 
     def _quantized(self, parameter: int, total: torch.Tensor, *, is_sent: bool) -> Codes:
-        """Codes of gradient plus residual; all zero if none of it is to be sent."""
+        """Return the codes of gradient plus residual; all zero if nothing is to be sent."""
         blocks = -(-total.numel() // _SCALED)
         codes = torch.zeros(blocks, _SCALED, dtype=torch.int8, device=total.device)
         scales = torch.zeros(blocks, dtype=torch.float32, device=total.device)
@@ -153,7 +154,7 @@ class QuantizeReducer(RepresentedReducer[tuple[torch.Tensor, torch.Tensor, torch
         codes: torch.Tensor,
         scales: torch.Tensor,
     ) -> None:
-        """Write the codes and scales of some values; whole blocks, but for a parameter's last."""
+        """Write the codes and scales of some values: whole blocks, except at a parameter's end."""
         levels = self.compressor.levels
         padded = torch.zeros(codes.shape, dtype=torch.float32, device=values.device)
         padded.view(-1)[: values.numel()] = values
@@ -163,12 +164,12 @@ class QuantizeReducer(RepresentedReducer[tuple[torch.Tensor, torch.Tensor, torch
             steps.round_()
         else:
             steps.add_(torch.rand(steps.shape, generator=noise, device=values.device)).floor_()
-        # A block of zeros has no scale, and one with NaN or Inf is not finite as a whole.
+        # A block of zeros gets no scale. A block with NaN or Inf becomes NaN as a whole.
         codes.copy_(steps.nan_to_num_(0.0, 0.0, 0.0).clamp_(-levels, levels))
         scales.copy_(torch.where(largest.isfinite(), largest, torch.nan))
 
     def _noise(self, parameter: int, device: torch.device) -> torch.Generator | None:
-        """What a parameter is rounded with in this step; None rounds to the nearest."""
+        """Return the random numbers that round a parameter in this step; None rounds to the nearest."""
         if self.compressor.rounding == "nearest":
             return None
         words = (self.compressor.seed, self.step, self.lane.rank, parameter)
@@ -195,13 +196,13 @@ class QuantizeReducer(RepresentedReducer[tuple[torch.Tensor, torch.Tensor, torch
 
 
 def _pieces(numel: int) -> Iterator[slice]:
-    """Ranges of whole blocks, but for the last."""
+    """Yield ranges of whole blocks; the last range may end earlier."""
     for start in range(0, numel, _PIECE):
         yield slice(start, start + _PIECE)
 
 
 def _cut(codes: Codes, piece: slice) -> Codes:
-    """The blocks of a piece."""
+    """Return the codes and scales of a range's blocks."""
     blocks = slice(piece.start // _SCALED, piece.stop // _SCALED)
     return codes[0][blocks], codes[1][blocks]
 
@@ -211,15 +212,17 @@ def _length(values: torch.Tensor, piece: slice) -> int:
 
 
 def _values(codes: Codes, levels: int) -> torch.Tensor:
-    """One rank's dequantised values, float32, flat, padded to whole blocks."""
+    """Return one rank's dequantised values: float32, flat, padded to whole blocks."""
     steps, scales = codes
     return steps.float().mul_((scales * (1.0 / levels))[:, None]).flatten()
 
 
 def _mean(codes: Sequence[Codes], levels: int, world_size: int) -> torch.Tensor:
-    """Mean over ranks, float32, added in rank order; element by element, so any block is alike.
+    """Return the mean over ranks in float32, added in rank order.
 
-    Nothing is divided by a number: CUDA would multiply by its reciprocal, the CPU would not.
+    The arithmetic is element-wise, so the result does not depend on the block. The code multiplies
+    by reciprocals and never divides: CUDA would replace a division by a number with that product,
+    the CPU would not.
     """
     total, *others = (_values(own, levels).mul_(1.0 / world_size) for own in codes)
     for other in others:
@@ -228,16 +231,16 @@ def _mean(codes: Sequence[Codes], levels: int, world_size: int) -> torch.Tensor:
 
 
 def _packed(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Codes as bytes: one each, or two in one."""
+    """Return codes as bytes: one code per byte for 8 bits, two for 4 bits."""
     flat = codes.flatten().view(torch.uint8)
     return flat if width == 8 else (flat[::2] & 15) | (flat[1::2] << 4)
 
 
 def _unpacked(wire: torch.Tensor, numel: int, width: int) -> Codes:
-    """Undo ``_packed`` of one parameter's codes, followed by its scales."""
+    """Undo ``_packed`` for one parameter: codes, followed by their scales."""
     blocks = -(-numel // _SCALED)
     split = blocks * _SCALED * width // 8
-    # Copied: a bucket of several parameters does not keep the scales aligned.
+    # The scales are copied, because they may be unaligned in a bucket of several parameters.
     scales = wire[split:].clone().view(torch.float32)
     return _codes(wire[:split], width).view(blocks, _SCALED), scales
 
@@ -250,7 +253,7 @@ def _codes(packed: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _read(payload: Payload, layout: Layout, width: int) -> dict[int, Codes]:
-    """Layout index -> what a rank stored of it."""
+    """Return the codes and scales that a rank stored, by layout index."""
     codes, scales = payload.section("quantized/codes"), payload.section("quantized/scales")
     if codes is None or scales is None:
         return {}

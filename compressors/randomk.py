@@ -1,4 +1,4 @@
-"""Random entries, the same on every rank, whose positions are neither sent nor stored."""
+"""Random entries, the same on every rank; their positions are neither sent nor stored."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lowdiff.types import Block, Layout, Payload, Section
 class RandomK(SparseSettings):
     """Keeps random entries of each parameter and remembers the rest.
 
-    A parameter is cut into ``k`` ranges of (nearly) equal length, of each of which one entry is
-    drawn from ``(seed, step, parameter)`` alone: every entry has the same chance, and positions
-    come out in order. Ranks draw the same, so only values travel: per rank and step ``k`` values
-    averaged by a reproducible sum (twice ``k * itemsize`` bytes sent), ``k / world_size`` values
-    stored, one residual kept.
+    A parameter is cut into ``k`` ranges of (nearly) equal length. From each range, one entry is
+    drawn from ``(seed, step, parameter)`` alone: every entry has the same chance, and the positions
+    are in ascending order. All ranks draw the same positions, so only values travel: per rank and
+    step ``k`` values averaged by a reproducible sum (twice ``k * itemsize`` bytes sent), ``k /
+    world_size`` values stored, one residual kept.
 
     Reference: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, Definition 2.1 (rand-k) and
     Algorithm 1; shared randomness as in Vogels et al., "PowerSGD", NeurIPS 2019, appendix G
@@ -37,7 +37,7 @@ class RandomK(SparseSettings):
     Attributes:
         density: Share of entries kept, in (0, 1].
         dense_below: Parameters with fewer elements are exchanged whole.
-        seed: Of the positions.
+        seed: Seed of the positions.
 
     Raises:
         ConfigError: If a setting is out of range.
@@ -57,7 +57,7 @@ class RandomK(SparseSettings):
         return RandomKReducer(self, layout, residual, group)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Draws the positions again and assigns the values that the ranks stored there."""
+        """Return a decoder that draws the positions again and assigns the ranks' stored values."""
         indexed = IndexedDecoder(payloads, layout)
         drawn = shared_parts(
             "drawn", payloads, layout, lambda i: self.kept(layout.parameters[i].numel)
@@ -70,7 +70,7 @@ class RandomK(SparseSettings):
                 return
             numel = layout.parameters[block.parameter].numel
             k = self.kept(numel)
-            # Every range that the block touches.
+            # Indices of every range that the block touches.
             ranges = np.arange(
                 max(0, block.start * k // numel - 1), min(k, block.stop * k // numel + 2)
             )
@@ -93,7 +93,7 @@ class RandomKReducer(SharedReducer):
     compressor: RandomK
 
     def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """See ``SharedReducer.choose``: drawn from seed, step and parameter."""
+        """Draw the positions from seed, step and parameter; see ``SharedReducer.choose``."""
         chosen = {}
         for i, total in totals.items():
             n, k = total.numel(), self.kept(total.numel())
@@ -102,7 +102,7 @@ class RandomKReducer(SharedReducer):
         return chosen
 
     def payload(self) -> Payload:
-        """See ``Reducer.payload``: values without positions where these were drawn."""
+        """Return values, without the positions that were drawn; see ``Reducer.payload``."""
         self.headers.confirm()
         drawn = {
             i: values
@@ -120,9 +120,9 @@ class RandomKReducer(SharedReducer):
 def positions(
     seed: int, step: int, parameter: int, numel: int, k: int, ranges: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """The entry drawn of each of the given ranges out of ``k``; ascending, as ``ranges`` is.
+    """Return the entry drawn from each of ``ranges`` out of ``k`` ranges, in the order of ``ranges``.
 
-    Part of the log's meaning: a change makes old runs unreadable.
+    The drawing is part of the log's format: a change makes old runs unreadable.
     """
     starts = ranges * numel // k
     widths = (ranges + 1) * numel // k - starts
@@ -135,7 +135,7 @@ def positions(
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's step (Steele, Lea and Flood, OOPSLA 2014), element-wise; wraps around."""
+    """Return one SplitMix64 step (Steele, Lea and Flood, OOPSLA 2014), element-wise; wraps around."""
     z = words + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

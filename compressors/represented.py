@@ -1,4 +1,4 @@
-"""What compressors share whose payload is a representation of the gradient, not its values."""
+"""Common part of compressors whose payload represents the gradient instead of holding its values."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lowdiff.compressors.settings import Settings
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Layout, Payload, Section
 
-#: What a rank holds of one parameter in order to store it.
+#: The representation of one parameter's gradient that a rank holds until it is stored.
 Held = TypeVar("Held")
 
 
 class RepresentedReducer(ABC, Generic[Held]):
-    """A ``Reducer`` of one run; remembers one step."""
+    """Reducer of one run that holds one step's representations; see ``Reducer``."""
 
     def __init__(
         self,
@@ -38,9 +38,11 @@ class RepresentedReducer(ABC, Generic[Held]):
         self.residual = residual
         self.feedback = ErrorFeedback(residual)
         self.lane = Lane(group)
-        #: By layout index, of what was exchanged last; others were exchanged as they are, or not.
+        #: Layout index -> representation of the last exchange. A parameter that was exchanged as it
+        #: is, or not at all, has none.
         self.held: dict[int, Held] = {}
-        #: The same of what an optimizer consumed: a further backward pass does not replace this.
+        #: Layout index -> representation that an optimizer consumed. A further backward pass does
+        #: not replace it.
         self._kept: dict[int, Held] = {}
         self._consumed = Consumed(layout, self.lane.rank, self.lane.world_size)
         self._headers = Headers()
@@ -48,23 +50,23 @@ class RepresentedReducer(ABC, Generic[Held]):
 
     @abstractmethod
     def sent_bytes(self, gradients: Mapping[int, torch.Tensor]) -> int:
-        """Bytes this rank sends of a bucket; must be equal on all ranks."""
+        """Return how many bytes this rank sends of a bucket; must be equal on all ranks."""
 
     @abstractmethod
     def average(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Overwrite flat gradients, by layout index, with what the optimizer shall see."""
+        """Overwrite flat gradients, by layout index, with the average that the optimizer shall see."""
 
     @abstractmethod
     def rebuilt(self, parameter: int, share: slice) -> torch.Tensor:
-        """A range of what ``average`` left, rebuilt from what is held of it."""
+        """Return a range of the average that ``average`` wrote, rebuilt from the representation."""
 
     @abstractmethod
     def sections(self, kept: Mapping[int, Held]) -> list[Section]:
-        """This rank's part of the payload for these parameters, in ascending order."""
+        """Return this rank's part of the payload for these parameters, in ascending order."""
 
     @property
     def step(self) -> int:
-        """The step that the stamp names."""
+        """Return the step that the stamp names."""
         return step_of(self._stamp)
 
     def begin(self, stamp: int) -> None:
@@ -84,7 +86,8 @@ class RepresentedReducer(ABC, Generic[Held]):
         def work() -> torch.Tensor:
             sizes = [buffer.numel(), self.sent_bytes(bucket)]
             self.lane.greet(self._stamp, sizes, self._headers, buffer.device)
-            # What is held of them is about to be replaced, and that may be broken off.
+            # The exchange replaces the representations and may fail midway, so discard the seals
+            # first.
             self._consumed.unseal(bucket)
             for i in bucket:
                 self.held.pop(i, None)

@@ -1,4 +1,4 @@
-"""Arrays of several parameters in one section of a payload, and back."""
+"""Pack arrays of several parameters into one section of a payload, and unpack them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lowdiff.types import Bits, Layout, Payload, Section
 
 
 def numbers(values: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Ascending layout indices as an array."""
+    """Return ascending layout indices as an array."""
     return np.array(values, dtype=np.int64)
 
 
 def floats(patterns: npt.NDArray[np.integer[Any]], dtype: torch.dtype) -> torch.Tensor:
-    """Bit patterns as a tensor; copied if they lie in memory that cannot be written.
+    """Return bit patterns as a tensor; copy them if their memory is read-only.
 
     Raises:
-        ReplayMismatch: If they are of another width.
+        ReplayMismatch: If the width of the patterns is not that of ``dtype``.
     """
     if patterns.itemsize != dtype.itemsize:
         raise ReplayMismatch(
@@ -36,10 +36,10 @@ def floats(patterns: npt.NDArray[np.integer[Any]], dtype: torch.dtype) -> torch.
 
 
 def pieces(name: str, layout: Layout, tensors: Mapping[int, torch.Tensor]) -> list[Section]:
-    """Flat tensors of some parameters, one section per dtype of the *tensors*, in layout order.
+    """Return flat tensors of some parameters as one section per dtype of the *tensors*.
 
-    Sections: ``NAME/parameters``, ascending layout indices, and ``NAME/DTYPE`` for each dtype of the
-    parameters among them.
+    Sections: ``NAME/parameters``, ascending layout indices, and ``NAME/DTYPE`` for each dtype among
+    the tensors; tensors are in layout order.
     """
     chosen = sorted(tensors)
     if not chosen:
@@ -53,7 +53,7 @@ def pieces(name: str, layout: Layout, tensors: Mapping[int, torch.Tensor]) -> li
 
 
 def listed(name: str, payload: Payload, layout: Layout) -> list[int]:
-    """Layout indices of the parameters that sections ``NAME/...`` hold.
+    """Return the layout indices of the parameters that sections ``NAME/...`` hold.
 
     Raises:
         ReplayMismatch: If the layout has no such parameter.
@@ -74,11 +74,11 @@ def shared_parts(
     """Undo `pieces` of every rank: layout index -> bit patterns of its share.
 
     Args:
-        name: Of the sections.
-        payloads: Of all ranks, in rank order.
-        layout: The layout they were made for.
-        size_of: How many values a parameter has, of which each rank stores its share; None for as
-            many as it has elements.
+        name: Name of the sections.
+        payloads: Payloads of all ranks, in rank order.
+        layout: The layout that the payloads were made for.
+        size_of: Number of values of a parameter, of which each rank stores its share; None for the
+            parameter's number of elements.
 
     Raises:
         ReplayMismatch: If the sections do not fit together.
@@ -103,10 +103,10 @@ def shared_parts(
 
 
 def factor_sections(factors: Mapping[int, Factors]) -> list[Section]:
-    """By which factors parameters were multiplied after their exchange; nothing for none.
+    """Return the factors that parameters were multiplied by after their exchange; [] for none.
 
-    Sections: ``changed/parameters`` and ``changed/factors``: as many float64 for each parameter as
-    the longest list has, filled up with 1.0.
+    Sections: ``changed/parameters``, and ``changed/factors`` with equally many float64 per
+    parameter: shorter lists are filled up with 1.0.
     """
     changed = {i: factors[i] for i in sorted(factors) if factors[i]}
     if not changed:

@@ -11,7 +11,7 @@ import torch
 
 from lowdiff.core.layout import INT_OF_BYTES
 
-#: Below this, one exact partition is cheaper than sampling first.
+#: Number of elements below which one exact partition is cheaper than sampling first.
 _SAMPLE_FROM = 1 << 15
 _SAMPLES = 1 << 15
 
@@ -22,20 +22,20 @@ _Keys: TypeAlias = "npt.NDArray[np.signedinteger[Any]]"
 class MagnitudeSelector:
     """Finds the ``k`` largest magnitudes of a vector; keeps its scratch memory between calls.
 
-    A float's bit pattern without the sign orders like its magnitude, NaN above infinity. So
-    selection works on integers: exact for every dtype, NaN first as in ``torch.topk``, and ties
-    go to the lowest index, which makes the result a function of the values alone.
+    A float's bit pattern without the sign orders like its magnitude, with NaN above infinity. The
+    selection works on these integers: exact for every dtype, NaN first as in ``torch.topk``, and
+    ties go to the lowest index, so the result depends on the values alone.
     """
 
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
     def select(self, values: torch.Tensor, k: int) -> torch.Tensor:
-        """Indices of the ``k`` largest magnitudes, ascending.
+        """Return the indices of the ``k`` largest magnitudes, ascending.
 
         Args:
             values: Flat tensor, ``n`` elements, float16, bfloat16, float32 or float64.
-            k: How many, ``1 <= k <= n``.
+            k: Number of indices, ``1 <= k <= n``.
 
         Returns:
             int64 tensor of shape ``[k]`` on the device of ``values``. On an accelerator the host
@@ -55,13 +55,13 @@ class MagnitudeSelector:
 
 
 def _largest(keys: _Keys, k: int) -> npt.NDArray[np.int64]:
-    """Indices of the ``k`` largest non-negative keys, ascending, ties to the lowest index."""
+    """Return indices of the ``k`` largest non-negative keys, ascending, ties to the lowest index."""
     n = keys.size
     if k == n:
         return np.arange(n)
     candidates = None
     if n >= _SAMPLE_FROM:
-        # An odd stride, so that no power-of-two pattern in the data hides from the sample.
+        # The stride is odd, so that a power-of-two pattern in the data cannot hide from the sample.
         sample = keys[:: (n // _SAMPLES) | 1]
         expected = sample.size * k / n
         rank = int(expected + 4 * math.sqrt(expected) + 8)

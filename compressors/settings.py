@@ -1,4 +1,4 @@
-"""What compressors' settings share: checks that say what would work, and how a run records them."""
+"""Common settings of compressors: checked values, and the form in which a run records them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The part of a `Compressor` that is the same for most."""
+    """Methods of a `Compressor` that are the same for most compressors."""
 
     def settings(self) -> Mapping[str, Any]:
-        """The constructor's arguments, dtypes by name."""
+        """Return the constructor's arguments, dtypes by name."""
         return {
             name: dtype_name(value) if isinstance(value, torch.dtype) else value
             for name, value in asdict(self).items()
         }
 
     def residual_layout(self, layout: Layout) -> Layout:
-        """One residual per parameter."""
+        """Return a layout with one residual per parameter."""
         return residuals_of(layout)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseSettings(Settings):
-    """Of compressors that keep some entries.
+    """Settings of compressors that keep some entries.
 
     Attributes:
         density: Share of entries kept, in (0, 1].
@@ -58,33 +58,33 @@ class SparseSettings(Settings):
         checked_size("dense_below", "elements", self.dense_below)
 
     def density_at(self, step: int | None) -> float:
-        """The density of a step, counted from 1; None for any after a warm-up."""
+        """Return the density of a step, counted from 1; None stands for any step after a warm-up."""
         return self.density
 
     def kept(self, numel: int, step: int | None = None) -> int:
-        """How many entries of a parameter are exchanged: at least the density, small ones whole."""
+        """Return how many entries of a parameter are exchanged: all of a small parameter."""
         if numel < self.dense_below:
             return numel
         return min(numel, max(1, math.ceil(self.density_at(step) * numel)))
 
 
 def checked_size(name: str, unit: str, value: int) -> None:
-    """Raises ConfigError if a count is negative, or not an int."""
+    """Raise ConfigError if a count is negative or not an int."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"{name} counts {unit}, got {value!r}")
 
 
 def checked_seed(seed: int, bits: int) -> None:
-    """Raises ConfigError unless ``0 <= seed < 2 ** bits``."""
+    """Raise ConfigError unless ``0 <= seed < 2 ** bits``."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << bits:
         raise ConfigError(f"seed must be an int in 0 .. 2**{bits} - 1, got {seed!r}")
 
 
 def half_width(name: str, dtype: torch.dtype | str) -> torch.dtype:
-    """A setting as torch.bfloat16 or torch.float16.
+    """Return a setting as torch.bfloat16 or torch.float16.
 
     Raises:
-        ConfigError: If it is neither.
+        ConfigError: If the setting is another dtype.
     """
     key = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if key not in _HALVES:
@@ -93,7 +93,7 @@ def half_width(name: str, dtype: torch.dtype | str) -> torch.dtype:
 
 
 def refuse_other_half(layout: Layout, dtype: torch.dtype, what: str) -> None:
-    """Raises UnsupportedModel if a parameter has the half-width dtype that is not ``dtype``."""
+    """Raise UnsupportedModel if a parameter has the half-width dtype other than ``dtype``."""
     other = next(name for name, half in _HALVES.items() if half != dtype)
     strange = [spec.name for spec in layout.parameters if spec.dtype == other]
     if strange:

@@ -1,7 +1,8 @@
-"""What compressors that keep some entries share: from a selection to its payload, and back.
+"""Common part of compressors that keep some entries: turn a selection into a payload and back.
 
-Each rank stores the consumed values at its own positions, so scaling and clipping need no further
-thought, and recovery assigns. With values of a narrower dtype it stores those and the factors.
+Each rank stores the consumed values at its own positions. Scaling and clipping are thus part of the
+values, and recovery assigns them. With a narrower value dtype, a rank stores the narrow values and
+the factors that were applied to them.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from lowdiff.core.layout import INT_OF_BYTES, bits
 from lowdiff.protocols import ResidualStore
 from lowdiff.types import Bits, Block, Layout, Payload, Section
 
-#: Positions inside a parameter that this rank stores, and the values there.
+#: Positions inside a parameter that this rank stores, and the values at these positions.
 Entries = tuple[torch.Tensor, torch.Tensor]
 
 
 class SparseReducer:
-    """The part of a reducer that does not depend on how entries are selected and exchanged."""
+    """Reducer without the parts that select and exchange entries; subclasses add those."""
 
     def __init__(
         self,
@@ -53,26 +54,28 @@ class SparseReducer:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else group.size()
         self.value_dtype = value_dtype
-        #: Layout index -> positions that this rank stores; whole parameters are shared out.
+        #: Layout index -> positions that this rank stores. A whole parameter is divided into
+        #: shares.
         self.selected: dict[int, torch.Tensor] = {}
-        #: The same of earlier passes of this step.
+        #: `selected` as it was in earlier backward passes of this step.
         self._earlier: dict[int, torch.Tensor] = {}
-        #: Layout index -> of each pass: positions that the ranks exchanged, ascending each, and
-        #: where the parameter begins among them.
+        #: Layout index -> one entry per backward pass: the positions that the ranks exchanged
+        #: (ascending per rank), and the position of the parameter's first element among them.
         self._exchanged: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
         self.consumed: dict[int, Entries] = {}
-        #: This rank's range of gradients with entries that nobody exchanged.
+        #: Layout index -> this rank's range of a gradient that has entries no rank exchanged.
         self._foreign: dict[int, torch.Tensor] = {}
         self._warning = ChangeWarning(layout)
         self.headers = Headers()
         self.stamp = self.step = 0
         self._narrow: dict[int, torch.Tensor] = {}
-        #: What was consumed with narrow values, and by which factors these differ from it.
+        #: Layout index -> entries consumed as narrow values, and the factors that give the final
+        #: ones.
         self._consumed_narrow: dict[int, Entries] = {}
         self._factors: dict[int, Factors] = {}
 
     def begin(self, stamp: int) -> None:
-        """See ``Reducer.begin``: forget the last step's selection."""
+        """Forget the last step's selection; see ``Reducer.begin``."""
         self.selected.clear()
         self._earlier.clear()
         self._exchanged.clear()
@@ -85,11 +88,11 @@ class SparseReducer:
         self.stamp, self.step = stamp, step_of(stamp)
 
     def kept(self, numel: int) -> int:
-        """Number of entries exchanged of a parameter in this step."""
+        """Return how many entries of a parameter are exchanged in this step."""
         return self.compressor.kept(numel, self.step)
 
     def close(self) -> None:
-        """See ``Reducer.close``: there is nothing to give back."""
+        """Do nothing: this reducer holds no thread and no group. See ``Reducer.close``."""
 
     def averaged(self, parameters: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Finish a bucket whose gradients now hold the average over ranks."""
@@ -99,10 +102,10 @@ class SparseReducer:
                 gradient.copy_(rounded)
                 self._narrow[i] = rounded[self._positions(i, gradient.numel())].clone()
 
-    def note_selected(self, parameter: int, positions: torch.Tensor) -> None:
-        """Store these positions of a parameter, and those of earlier passes that are still in use.
+    def remember_selected(self, parameter: int, positions: torch.Tensor) -> None:
+        """Store these positions of a parameter, plus earlier passes' positions that are still in use.
 
-        DDP leaves a gradient that no rank used in the last pass as the pass before had it.
+        DDP keeps the previous pass's gradient if no rank used the parameter in the last pass.
         """
         earlier = self.selected.get(parameter)
         if earlier is not None:
@@ -110,20 +113,21 @@ class SparseReducer:
             self._earlier[parameter] = earlier if known is None else torch.cat([known, earlier])
         self.selected[parameter] = positions
 
-    def note_exchanged(self, parameter: int, seen: list[torch.Tensor], offset: int = 0) -> None:
+    def remember_exchanged(self, parameter: int, seen: list[torch.Tensor], offset: int = 0) -> None:
         """Remember that entries of a parameter were exchanged.
 
         Args:
             parameter: Layout index.
-            seen: Ascending positions by rank; it may be filled later.
+            seen: Positions by rank, each ascending; the exchange may fill this list later.
             offset: The position of the parameter's first element.
         """
         self._exchanged.setdefault(parameter, []).append((seen, offset))
 
     def exchanged(self, parameter: int, share: slice) -> list[torch.Tensor] | None:
-        """Positions in a range of a parameter that any rank exchanged, counted from its start.
+        """Return the positions that any rank exchanged in a range of a parameter.
 
-        None if the parameter was exchanged whole, or not at all.
+        Positions are counted from the range's start. Return None if the parameter was exchanged
+        whole or was not exchanged.
         """
         if parameter not in self._exchanged:
             return None
@@ -136,11 +140,14 @@ class SparseReducer:
         return found
 
     def consume(self, gradients: Sequence[torch.Tensor | None], *, factors: Factors = ()) -> None:
-        """See ``Reducer.consume``. Tensors exchanged whole are split over the ranks."""
+        """Take what the optimizer consumes; see ``Reducer.consume``.
+
+        A tensor that was exchanged whole is divided over the ranks.
+        """
         fresh = {i: self._own(i, g) for i, g in enumerate(gradients) if g is not None}
         strange: set[int] = set()
         if fresh and not _all_finite(fresh.values()):
-            # Clipping by a NaN norm turns every entry NaN, also those that nobody selected.
+            # Clipping by a NaN norm turns every entry NaN, including entries that no rank selected.
             for i, (_, values) in fresh.items():
                 whole = gradients[i]
                 if whole is not None and not bool(values.isfinite().all()):
@@ -151,16 +158,16 @@ class SparseReducer:
             if narrow is not None and narrow.numel() == values.numel():
                 self._keep_narrow(i, (own, narrow), values, factors)
         self.consumed |= fresh
-        # Without DDP nothing can come between the exchange and this call.
+        # Without DDP, nothing can change a gradient between the exchange and this call.
         if self.group is not None:
             self._keep_foreign(
                 {i: g for i in fresh if i not in strange and (g := gradients[i]) is not None}
             )
 
     def _keep_foreign(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Store this rank's range of every gradient that has entries which nobody exchanged.
+        """Store this rank's range of every gradient that has entries no rank exchanged.
 
-        Of an accelerator's gradients nothing is known without stopping the host.
+        Gradients on an accelerator are not examined: reading them would stop the host.
         """
         for i, gradient in gradients.items():
             self._foreign.pop(i, None)  # a step may be tried again behind one that was broken off
@@ -185,7 +192,7 @@ class SparseReducer:
             self._consumed_narrow[parameter] = narrow
 
     def payload(self) -> Payload:
-        """See ``Reducer.payload``: indices into the layout, ascending, and their values."""
+        """Return ascending layout indices and their values; see ``Reducer.payload``."""
         self.headers.confirm()
         full = {i: own for i, own in self.consumed.items() if i not in self._consumed_narrow}
         sections = self.indexed("", full)
@@ -195,11 +202,11 @@ class SparseReducer:
         return Payload((*sections, *self.foreign_sections()))
 
     def foreign_sections(self) -> list[Section]:
-        """This rank's ranges of gradients with entries that nobody exchanged."""
+        """Return this rank's ranges of gradients that have entries no rank exchanged."""
         return pieces("whole", self.layout, self._foreign)
 
     def indexed(self, prefix: str, entries: Mapping[int, Entries]) -> list[Section]:
-        """Entries as ``PREFIXindices/DTYPE`` and ``PREFIXvalues/DTYPE``."""
+        """Return entries as sections ``PREFIXindices/DTYPE`` and ``PREFIXvalues/DTYPE``."""
         sections: list[Section] = []
         for dtype in self.layout.dtypes:
             chosen = [
@@ -220,7 +227,7 @@ class SparseReducer:
         return sections
 
     def _own(self, parameter: int, gradient: torch.Tensor) -> Entries:
-        """Positions inside the parameter that this rank stores, and the final values there."""
+        """Return the positions that this rank stores of a parameter, and the final values there."""
         positions = self._positions(parameter, gradient.numel())
         if isinstance(positions, slice):
             values = gradient[positions].clone()
@@ -249,15 +256,15 @@ class SparseReducer:
         *,
         are_largest: bool = False,
     ) -> torch.Tensor:
-        """The total's values at the chosen positions, which are no longer owed.
+        """Return the total's values at the chosen positions and remove them from the residual.
 
         Args:
             parameter: Layout index.
             gradient: Flat; gives the values their dtype.
-            total: Gradient plus residual; what is left of it becomes the residual.
+            total: Gradient plus residual; the part that is not sent becomes the residual.
             chosen: int64, ascending.
-            are_largest: Whether no other entry has a greater magnitude, where NaN is above all. If
-                these are finite, so are all, which spares a pass over the total.
+            are_largest: Whether no other entry has a greater magnitude, with NaN above all. If the
+                chosen entries are finite, all entries are; this spares a pass over the total.
         """
         kept = total.index_select(0, chosen).to(gradient.dtype)
         is_finite = are_largest and kept.is_cpu and bool(kept.isfinite().all())
@@ -270,7 +277,7 @@ class SparseReducer:
 
 
 class SharedReducer(SparseReducer, ABC):
-    """Averages the same entries of every rank, ``k`` values; each rank stores its share of them."""
+    """Averages the same ``k`` entries of every rank; each rank stores its share of the entries."""
 
     def __init__(
         self,
@@ -284,7 +291,7 @@ class SharedReducer(SparseReducer, ABC):
 
     @abstractmethod
     def choose(self, totals: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Ascending positions, int64 ``[kept]``, for each parameter, the same on all ranks.
+        """Return ascending positions, int64 ``[kept]``, for each parameter; the same on all ranks.
 
         Args:
             totals: Layout index -> gradient plus residual of this rank.
@@ -313,7 +320,7 @@ class SharedReducer(SparseReducer, ABC):
             i: self.feedback.total(i, g) for i, g in gradients.items() if counts[i] < g.numel()
         }
         chosen = self.choose(totals)
-        # An overflow must not hide where nobody looks: what is sent of such a tensor is NaN, so that
+        # An overflow among unsent entries must not go unnoticed: such a tensor sends NaN, so that
         # a scaler skips the step.
         hidden = {i: total.sum(dtype=_wide(total)) * 0 for i, total in totals.items()}
         values = [
@@ -330,15 +337,15 @@ class SharedReducer(SparseReducer, ABC):
                 continue
             gradient.zero_().index_copy_(0, chosen[i], own)
             mine = slice(*share(counts[i], self.rank, self.world_size))
-            self.note_selected(i, chosen[i][mine])
-            self.note_exchanged(i, [chosen[i]])
+            self.remember_selected(i, chosen[i][mine])
+            self.remember_exchanged(i, [chosen[i]])
 
 
 class IndexedDecoder:
-    """Assigns each rank's entries; where ranks overlap they agree bit for bit.
+    """Assigns each rank's entries; entries that several ranks stored agree bit for bit.
 
-    Other than most decoders it also writes into tensors on an accelerator, and then only the entries
-    are copied there.
+    This decoder also writes into tensors on an accelerator, and then copies only the entries
+    to the device.
     """
 
     def __init__(
@@ -397,7 +404,7 @@ def _entries(prefix: str, payloads: Sequence[Payload], dtype: str) -> list[tuple
 
 
 def _all_finite(parts: Iterable[Entries]) -> bool:
-    """Whether no value is NaN or infinite; on an accelerator assumed: looking would stop the host."""
+    """Return whether no value is NaN or infinite; True on an accelerator, where the host would stop."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for _, values in parts:
         by_dtype.setdefault(values.dtype, []).append(values)

@@ -22,7 +22,7 @@ from lowdiff.compressors.sparse import IndexedDecoder, SparseReducer
 from lowdiff.protocols import Decoder, ResidualStore
 from lowdiff.types import Layout, Payload
 
-#: Where a warm-up of the density starts.
+#: Density at the start of a warm-up.
 _WARMUP_DENSITY = 0.25
 
 
@@ -30,22 +30,21 @@ _WARMUP_DENSITY = 0.25
 class TopK(SparseSettings):
     """Keeps each parameter's largest gradient entries and remembers the rest.
 
-    Every rank selects from its own gradient plus residual; entries are exchanged with one
-    all-gather per bucket and summed in rank order. Per rank and step: ``k`` entries of
-    4 + itemsize bytes sent, ``world_size * k`` received, ``k`` entries stored, one residual of the
-    model's size kept.
+    Every rank selects from its own gradient plus residual. One all-gather per bucket exchanges the
+    entries, which are summed in rank order. Per rank and step: ``k`` entries of 4 + itemsize bytes
+    sent, ``world_size * k`` received, ``k`` entries stored, one residual of the model's size kept.
 
     Reference: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP
     2017; error feedback as in Stich et al., "Sparsified SGD with Memory", NeurIPS 2018,
-    Algorithm 1. We select per parameter and exactly, never per DDP bucket. The warm-up is that of
-    Lin et al., "Deep Gradient Compression", ICLR 2018, section 3.3, by steps instead of epochs.
+    Algorithm 1. We select per parameter and exactly, never per DDP bucket. The warm-up follows Lin
+    et al., "Deep Gradient Compression", ICLR 2018, section 3.3, by steps instead of epochs.
 
     Attributes:
         density: Share of entries kept, in (0, 1].
         dense_below: Parameters with fewer elements are exchanged whole.
         value_dtype: ``torch.bfloat16`` or ``torch.float16`` (or its name) rounds the average to
-            that dtype before the optimizer sees it, which takes 2 bytes less per stored entry. None
-            leaves it as it is.
+            this dtype before the optimizer sees it, which saves 2 bytes per stored float32 entry.
+            None does not round.
         warmup: Steps during which the density falls exponentially from 0.25 to ``density``.
 
     Raises:
@@ -70,7 +69,7 @@ class TopK(SparseSettings):
         return float(start * (self.density / start) ** (step / self.warmup))
 
     def residual_layout(self, layout: Layout) -> Layout:
-        """One residual per parameter.
+        """Return a layout with one residual per parameter.
 
         Raises:
             UnsupportedModel: If values cannot be rounded to ``value_dtype``.
@@ -86,7 +85,7 @@ class TopK(SparseSettings):
         return TopKReducer(self, layout, residual, group, self._narrow)
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
-        """Assigns each rank's entries; where ranks overlap they agree bit for bit."""
+        """Return a decoder that assigns each rank's entries; ranks agree bit for bit where they overlap."""
         return IndexedDecoder(payloads, layout, self._narrow)
 
     @property
@@ -104,20 +103,20 @@ class TopKReducer(SparseReducer):
         """See ``Reducer.reduce``."""
         whole = all(self.kept(g.numel()) == g.numel() for g in gradients)
         if whole and self.world_size == 1 and self.value_dtype is None:
-            # Nothing to choose and nobody to tell: for models of many small parameters, whose
-            # every call would otherwise cost more than the parameter's own update.
+            # All entries are kept and no other rank exists. In models of many small parameters, the
+            # calls below would cost more than the parameters' own updates.
             return completed(buffer)
         positions: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         seen: list[torch.Tensor] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             chosen, kept = self._compress(parameter, gradient)
-            self.note_selected(parameter, chosen)
+            self.remember_selected(parameter, chosen)
             offset = int(gradient.storage_offset()) - int(buffer.storage_offset())
             positions.append(chosen + offset)
             values.append(kept)
             if chosen.numel() < gradient.numel():
-                self.note_exchanged(parameter, seen, offset)
+                self.remember_exchanged(parameter, seen, offset)
         entries = torch.cat(values)
         if self.world_size > 1:
             entries.div_(self.world_size)  # before the sum, as DDP itself averages
@@ -133,8 +132,9 @@ class TopKReducer(SparseReducer):
         if self.value_dtype is None:
             return done
 
-        # The backend's thread frees the callback some time after the exchange. It must not be the
-        # last to hold the process group then: a thread cannot wait for its own end.
+        # The backend's thread frees the callback some time after the exchange. The callback must
+        # not hold the last reference to the process group then: a thread cannot wait for its own
+        # end.
         owner = [self]
 
         def finish(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Whole training scripts to copy. Each runs as a file; ``lowdiff demo`` launches ``ddp_gpt``."""
+"""Complete training scripts to copy. Each runs as a file; ``lowdiff demo`` launches ``ddp_gpt``."""

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate: ``prepare`` as ever, then attach what it returns, wrappers and all.
+"""Hugging Face accelerate: call ``prepare`` as usual, then attach the wrapped objects.
 
 accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py runs/accelerate
 """
@@ -18,7 +18,7 @@ from lowdiff.compressors import TopK
 
 
 def main(argv: Sequence[str] | None = None) -> dict[int, float]:
-    """Train, or go on training; returns the loss of every step that this process made."""
+    """Train or resume; return the loss of every step that this process made."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", help="folder of the run")
     parser.add_argument("--steps", type=int, default=2000)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
     checkpointer = lowdiff.Checkpointer(
         args.run, compressor=TopK(density=0.05), staging=args.staging
     )
-    # In place of a prepared DataLoader: it shares samples out to the ranks, and knows its position.
+    # Instead of a prepared DataLoader: it divides samples over the ranks, and knows its position.
     loader = checkpointer.dataloader(dataset, batch_size=32)
     losses = {}
     with checkpointer:

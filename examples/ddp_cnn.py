@@ -20,7 +20,7 @@ from lowdiff.compressors import Quantize
 
 
 def stripes(count: int) -> TensorDataset:
-    """Noisy images of horizontal, vertical and diagonal stripes, ``[count, 1, 16, 16]``."""
+    """Return noisy images of horizontal, vertical and diagonal stripes, ``[count, 1, 16, 16]``."""
     generator = torch.Generator().manual_seed(0)
     row, column = torch.meshgrid(torch.arange(16), torch.arange(16), indexing="ij")
     patterns = torch.stack([row, column, row + column]).mul(1.2).sin()
@@ -30,7 +30,7 @@ def stripes(count: int) -> TensorDataset:
 
 
 def cnn() -> nn.Module:
-    """Two convolutions, each with batch norm, and a linear layer."""
+    """Return two convolutions, each with batch norm, and a linear layer."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(4)),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(4)),
@@ -39,7 +39,7 @@ def cnn() -> nn.Module:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, or go on training."""
+    """Train or resume."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", help="folder of the run")
     parser.add_argument("--steps", type=int, default=1000)

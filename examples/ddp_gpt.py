@@ -1,4 +1,4 @@
-"""A small GPT on several processes that survives kill -9: README.md in this folder tells how.
+"""A small GPT on several processes that survives kill -9; see README.md in this folder.
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1      # for --max-restarts: docs/getting_started.md
 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/ddp_gpt.py runs/gpt
@@ -41,18 +41,18 @@ class GPT(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of shape ``[batch, time, 256]``."""
+        """Return logits of shape ``[batch, time, 256]``."""
         x = self.tokens(tokens) + self.positions
         logits: torch.Tensor = self.head(self.blocks(x, mask=self.mask, is_causal=True))
         return logits
 
 
 def start_process_group() -> torch.device:
-    """NCCL and reproducible kernels where each process has a GPU of its own, else Gloo."""
+    """Use NCCL and reproducible kernels if each process has its own GPU, otherwise Gloo."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the next line asks for
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the next line requires this
     torch.use_deterministic_algorithms(True)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -61,12 +61,12 @@ def start_process_group() -> torch.device:
 
 
 def main() -> None:
-    """Train, or go on training."""
+    """Train or resume."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", help="folder of the run")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--detach-after", type=int, help="step after which lowdiff lets go")
-    parser.add_argument("--width", type=int, default=32, help="of the model")
+    parser.add_argument("--detach-after", type=int, help="step after which lowdiff is detached")
+    parser.add_argument("--width", type=int, default=32, help="width of the model")
     parser.add_argument("--batch-size", type=int, default=8, help="windows per step and process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--staging", help="folder in memory (tmpfs); by default in /dev/shm")
@@ -75,7 +75,7 @@ def main() -> None:
     rank = dist.get_rank()
 
     for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(args.seed + rank)  # other dropout on each rank; DDP takes rank 0's weights
+        seed(args.seed + rank)  # different dropout per rank; DDP copies rank 0's weights
     text = torch.tensor(list(Path(__file__).read_bytes()))
     windows = TensorDataset(text.unfold(0, CONTEXT + 1, 1))
     ddp = DistributedDataParallel(GPT(args.width).to(device))
@@ -93,7 +93,7 @@ def main() -> None:
         batches = (batch for _ in itertools.count() for batch in loader)  # epoch after epoch
         for step in checkpointer.steps(until=args.steps):
             if step == args.detach_after:
-                checkpointer.detach()  # to compare: the rest is trained without lowdiff
+                checkpointer.detach()  # the rest is trained without lowdiff, for comparison
             window = next(batches)[0].to(device)
             logits = ddp(window[:, :-1])
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())

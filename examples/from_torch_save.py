@@ -3,7 +3,7 @@
 python examples/from_torch_save.py runs/moved --old checkpoint.pt    # goes on where the file stops
 lowdiff recover runs/moved --out checkpoint.pt --force               # the same keys; "step" is the run's own
 
-``old_training`` is what such a script looked like. In ``main`` the lines that are new are marked.
+``old_training`` is a script with ``torch.save``. In ``main``, comments mark the new lines.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import lowdiff
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data of the step after ``step``."""
+    """Return the data of the step after ``step``."""
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
     return x, x.sin().sum(1, keepdim=True)
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Model and optimizer, fresh."""
+    """Return a fresh model and optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 1))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
 def old_training(file: Path, steps: int = 20) -> None:
-    """A checkpoint now and then: what came after the last one is lost with the process."""
+    """Save a checkpoint now and then; steps after the last one are lost with the process."""
     model, optimizer = build()
     for step in range(steps):
         x, y = batch(step)
@@ -44,7 +44,7 @@ def old_training(file: Path, steps: int = 20) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[int, float]:
-    """Train, or go on training; returns the loss of every step that this process made."""
+    """Train or resume; return the loss of every step that this process made."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", help="folder of the run")
     parser.add_argument("--old", type=Path, required=True, help="a file of torch.save")
@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
     optimizer.load_state_dict(old["optimizer"])
 
     losses = {}
-    # Without a compressor the numerics of the training stay as they were (docs/lowdiff_plus.md).
+    # Without a compressor, the numerics of the training are unchanged (docs/lowdiff_plus.md).
     with lowdiff.Checkpointer(args.run, staging=args.staging) as checkpointer:  # new
-        # A new run begins with the state that was loaded; one with history replaces it.
+        # A new run begins with the loaded state; a run with history replaces the loaded state.
         print(f"starting at step {checkpointer.attach(model, optimizer)}", flush=True)  # new
         for done in checkpointer.steps(until=args.steps):  # was: for step in range(...)
             step = old["step"] + done  # the run counts its own steps from 0

@@ -17,13 +17,13 @@ from lowdiff.compressors import TopK
 
 
 def points_on_a_ring(count: int) -> torch.Tensor:
-    """Real data, ``[count, 2]``, drawn from the global generator, which is restored, too."""
+    """Return real data, ``[count, 2]``, drawn from the global generator, which attach restores."""
     angle = 2 * math.pi * torch.rand(count)
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[int, float]:
-    """Train, or go on training; returns the discriminator's loss of each step of this process."""
+    """Train or resume; return the discriminator's loss of each step of this process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", help="folder of the run")
     parser.add_argument("--steps", type=int, default=2000)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
     ) as checkpointer:
         print(f"starting at step {checkpointer.attach(both, adams)}", flush=True)
         for step in checkpointer.steps(until=args.steps):
-            # One body is one step: a turn of each network.
+            # One body is one step: both networks are updated in turn.
             fake = generator(torch.randn(64, 8))
             real_score, fake_score = (
                 discriminator(points_on_a_ring(64)),
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
             loss.backward()
             adams[1].step()
 
-            discriminator.requires_grad_(False)  # it only passes gradients on in this turn
+            discriminator.requires_grad_(False)  # in this turn it only passes gradients on
             both.zero_grad()
             judge(discriminator(fake), torch.ones(64, 1)).backward()
             adams[0].step()

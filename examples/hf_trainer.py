@@ -27,13 +27,13 @@ from lowdiff.compressors import TopK
 
 
 def inputs_of(rows: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch as the model takes it: the tokens are their own labels."""
+    """Make a batch for the model: the tokens are their own labels."""
     tokens = torch.stack([row[0] for row in rows])
     return {"input_ids": tokens, "labels": tokens}
 
 
 class CommitEachStep(TrainerCallback):
-    """Makes every step of a Trainer a differential, and resumes it."""
+    """Commits every step of a Trainer, and resumes the Trainer."""
 
     def __init__(self, trainer: Trainer, checkpointer: lowdiff.Checkpointer) -> None:
         self.trainer = trainer
@@ -42,7 +42,7 @@ class CommitEachStep(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Model and optimizer are wrapped by now."""
+        """Attach; model and optimizer are wrapped by now."""
         trainer = self.trainer
         state.global_step = self.checkpointer.attach(
             trainer.model_wrapped, trainer.optimizer, scheduler=trainer.lr_scheduler
@@ -54,34 +54,34 @@ class CommitEachStep(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Optimizer and scheduler have stepped."""
+        """Commit; optimizer and scheduler have stepped."""
         self.checkpointer.commit()
         control.should_training_stop |= self.checkpointer.preempted
 
 
 class ResumingTrainer(Trainer):
-    """A Trainer that reads a loader which knows its own position."""
+    """A Trainer that reads from a loader with its own position."""
 
     def __init__(self, *, loader: Any, **options: Any) -> None:
         super().__init__(**options)
         self.loader = loader
 
     def get_train_dataloader(self) -> Any:
-        """This object itself: the Trainer wants a length and batches."""
+        """Return this object itself: the Trainer needs a length and batches."""
         return self
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """As many batches as it wants: of a resumed epoch the loader may have fewer left."""
+        """Yield batches until the Trainer stops: of a resumed epoch, the loader may have fewer left."""
         while not self.control.should_training_stop:
             yield from self.loader
 
 
 def main(argv: Sequence[str] | None = None) -> dict[int, float]:
-    """Train, or go on training; returns the loss of every step that this process made."""
+    """Train or resume; return the loss of every step that this process made."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", help="folder of the run")
     parser.add_argument("--steps", type=int, default=200)

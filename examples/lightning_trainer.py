@@ -19,7 +19,7 @@ from lowdiff.compressors import TopK
 
 
 class CommitEachBatch(lightning.Callback):
-    """Makes every batch of a Trainer a differential, resumes it, and stops it after some steps."""
+    """Commits every batch of a Trainer, resumes the Trainer, and stops it after some steps."""
 
     def __init__(self, checkpointer: lowdiff.Checkpointer, until: int) -> None:
         self.checkpointer = checkpointer
@@ -28,7 +28,7 @@ class CommitEachBatch(lightning.Callback):
         self.losses: dict[int, float] = {}
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        """The model is wrapped by now, and optimizers and schedulers are there."""
+        """Attach; the model is wrapped by now, and optimizers and schedulers exist."""
         schedulers = {
             f"scheduler{i}": config.scheduler
             for i, config in enumerate(trainer.lr_scheduler_configs)
@@ -37,7 +37,7 @@ class CommitEachBatch(lightning.Callback):
         print(f"starting at step {self.completed}", flush=True)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> int | None:
-        """A run that is done goes no further."""
+        """Stop a run that has all its steps."""
         if self.completed < self.until:
             return None
         trainer.should_stop = True
@@ -46,7 +46,7 @@ class CommitEachBatch(lightning.Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, *_: Any
     ) -> None:
-        """Optimizer and schedulers have stepped."""
+        """Commit; optimizer and schedulers have stepped."""
         self.checkpointer.commit()
         self.completed += 1
         self.losses[self.completed] = float(outputs["loss"])
@@ -62,12 +62,12 @@ class Regression(lightning.LightningModule):
         self.net = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 1))
 
     def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
-        """The loss of one batch."""
+        """Return the loss of one batch."""
         features, targets = batch
         return nn.functional.mse_loss(self.net(features), targets)
 
     def configure_optimizers(self) -> Any:
-        """AdamW, its learning rate halved every 500 steps."""
+        """Return AdamW, with a learning rate that halves every 500 steps."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=500, gamma=0.5)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -75,15 +75,15 @@ class Regression(lightning.LightningModule):
     def optimizer_step(
         self, epoch: int, batch_index: int, optimizer: Any, closure: Callable[[], Any] | None = None
     ) -> None:
-        """Lightning hides forward and backward in ``step(closure)``; here they come before it."""
+        """Run the closure first: Lightning hides forward and backward in ``step(closure)``."""
         assert closure is not None
         closure()
-        nn.utils.clip_grad_norm_(self.parameters(), 1.0)  # in place of gradient_clip_val
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)  # instead of gradient_clip_val
         optimizer.optimizer.step()
 
 
 def main(argv: Sequence[str] | None = None) -> dict[int, float]:
-    """Train, or go on training; returns the loss of every step that this process made."""
+    """Train or resume; return the loss of every step that this process made."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", help="folder of the run")
     parser.add_argument("--steps", type=int, default=2000)

@@ -1,4 +1,4 @@
-"""A run goes wrong at one step; the timeline shows which, and a new run goes on from before it.
+"""A run goes wrong at one step; the timeline shows the step, and a new run starts before it.
 
 python examples/loss_spike.py runs/spike                        # a bad batch at step 8,000
 lowdiff timeline runs/spike --out spike.png                     # which step was it?
@@ -20,11 +20,11 @@ from lowdiff.compressors import TopK
 
 
 def batch_of(step: int, spike_step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch that leads to ``step``: a function of the step, and broken at one of them."""
+    """Return the batch that leads to ``step``, a function of the step; one of them is broken."""
     generator = torch.Generator().manual_seed(abs(step) + (1 << 32) * (step < 0))
     x = torch.randn(32, 16, generator=generator)
     y = torch.sin(3 * x[:, :1]) + x[:, 1:2] * x[:, 2:3]
-    return (x, 1e4 * y) if step == spike_step else (x, y)  # a unit was wrong in the data
+    return (x, 1e4 * y) if step == spike_step else (x, y)  # data in a wrong unit
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         compressor=TopK(density=0.1, dense_below=256),
         snapshot_every=1000,
         staging=args.staging,
-        retention=None,  # keep every step: any of them may be the one to return to
+        retention=None,  # keep every step, to be able to return to any of them
     ) as checkpointer:
         checkpointer.attach(model, optimizer)
         for done in checkpointer.steps(until=args.until):

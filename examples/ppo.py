@@ -1,6 +1,6 @@
 """PPO: several optimizer steps in one loop body, as many as the KL divergence allows.
 
-python examples/ppo.py runs/ppo        # kill it, start it again: it goes on, to the bit
+python examples/ppo.py runs/ppo        # kill it and start it again: it resumes bit for bit
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ENVIRONMENTS, HORIZON, EPOCHS, MINIBATCH = 8, 64, 4, 128
 
 
 class CartPole:
-    """Balances poles on carts, all at once; what it holds belongs to every step of the run."""
+    """Balances poles on carts, all at once; its state is part of every step of the run."""
 
     def __init__(self) -> None:
         self.poles = torch.rand(ENVIRONMENTS, 4) * 0.1 - 0.05
 
     def step(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Push each cart; returns rewards and which poles fell (these begin anew), both ``[n]``."""
+        """Push each cart; return rewards, and which poles fell (these begin anew), both ``[n]``."""
         _, speed, angle, spin = self.poles.unbind(1)
         push = (actions * 20.0 - 10.0 + 0.05 * spin.square() * angle.sin()) / 1.1
         turn = (9.8 * angle.sin() - angle.cos() * push) / (
@@ -41,16 +41,16 @@ class CartPole:
         return torch.ones(ENVIRONMENTS) - fell.float(), fell
 
     def state_dict(self) -> dict[str, Any]:
-        """For lowdiff."""
+        """Return the state that lowdiff saves."""
         return {"poles": self.poles}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From lowdiff."""
+        """Set the state that lowdiff restores."""
         self.poles = state_dict["poles"]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[int, float]:
-    """Train, or go on training; returns the last loss of every iteration of this process."""
+    """Train or resume; return the last loss of every iteration of this process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", help="folder of the run")
     parser.add_argument("--steps", type=int, default=300, help="iterations")
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
                     seen.append(world.poles)
                     chosen.append(Categorical(logits=actor(world.poles)).sample())
                     gained.append(world.step(chosen[-1]))
-                # Generalised advantages, from the last step back.
+                # Generalised advantages, computed from the last step backwards.
                 values = critic(torch.stack([*seen, world.poles])).squeeze(-1)
                 advantage = torch.zeros(ENVIRONMENTS)
                 advantages: list[torch.Tensor] = []
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
                     optimizer.zero_grad()
                     loss.backward()
                     checkpointer.clip_grad_norm_(agent.parameters(), 0.5)
-                    optimizer.step()  # staged; committed with all others when the body ends
+                    optimizer.step()  # staged; committed with the others when the body ends
                     num_steps += 1
                 divergence = (ratio - 1 - ratio.log()).mean().item()
                 if divergence > 0.003:

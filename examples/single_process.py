@@ -1,6 +1,6 @@
 """One process, no DDP: a plain loop whose every step survives kill -9.
 
-python examples/single_process.py runs/single        # kill it, start it again: it goes on
+python examples/single_process.py runs/single        # kill it and start it again: it resumes
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowdiff.compressors import TopK
 
 
 def main(argv: Sequence[str] | None = None) -> dict[int, float]:
-    """Train, or go on training; returns the loss of every step that this process made."""
+    """Train or resume; return the loss of every step that this process made."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", help="folder of the run")
     parser.add_argument("--steps", type=int, default=2000)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
                 loss.backward()
                 optimizer.step()
                 scheduler.step()
-                checkpointer.commit()  # from here on no crash loses this step
+                checkpointer.commit()  # from here on, no crash loses this step
                 completed += 1
                 losses[completed] = loss.item()
                 print(f"step {completed}: loss {loss.item():.9g}", flush=True)

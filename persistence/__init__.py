@@ -1,4 +1,4 @@
-"""Bytes: record format, codecs, staging log, writer process, snapshots, stores and retention.
+"""Persistence: record format, codecs, staging log, writer process, snapshots, stores, retention.
 
-Knows no gradients. What the writer process imports from here never imports torch.
+This package knows no gradients. Modules that the writer process imports never import torch.
 """

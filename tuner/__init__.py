@@ -1,4 +1,4 @@
-"""How often to snapshot: plain measurements in, plain decisions out."""
+"""Tuner: decides how often to snapshot, from plain measurements."""
 
 from lowdiff.tuner.choice import Limits
 from lowdiff.tuner.policy import Tuning

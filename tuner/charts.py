@@ -1,4 +1,4 @@
-"""Charts as inline SVG: colours come from the page's variables, so they follow light and dark."""
+"""Charts as inline SVG. Colours come from the page's variables and follow light and dark."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
 
 
 def marker(shape: str, x: float, y: float, size: float = 6.0) -> str:
-    """The mark of a setting: ``"chosen"`` a disc, ``"current"`` a square, ``"published"`` a triangle."""
+    """Draw a setting: ``"chosen"`` as a disc, ``"current"`` a square, ``"published"`` a triangle."""
     if shape == "chosen":
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}" class="mark chosen"/>'
     if shape == "current":
@@ -46,14 +46,14 @@ def marker(shape: str, x: float, y: float, size: float = 6.0) -> str:
 
 
 def short(value: float) -> str:
-    """A figure in few characters."""
+    """Format a figure in few characters."""
     if value >= 10_000:
         return f"{value / 1000:,.0f}k"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def heat_map(report: Report) -> str:
-    """Wasted time over both settings; dark is bad, a cross is not allowed."""
+    """Draw wasted time over both settings; dark is bad, a cross is not allowed."""
     found = report.heat_map
     left, top, cell = 44.0, 8.0, 26.0
     width = (_WIDTH - left - 8) / len(found.intervals)
@@ -101,7 +101,7 @@ def heat_map(report: Report) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """The lowest, and ten times it or the highest: beyond, all is equally bad."""
+    """Return the lowest value, and the highest or ten times the lowest; values beyond look alike."""
     low = min(values)
     return low, max(low * 1.05, min(max(values), 10 * low))
 
@@ -111,7 +111,7 @@ def _share(value: float, low: float, high: float) -> float:
 
 
 def _place(found: HeatMap, setting: Setting) -> tuple[float, float]:
-    """Column and row, in cells from the left and from below, of a setting."""
+    """Return a setting's column and row, in cells from the left and from below."""
     first, last = math.log(found.intervals[0]), math.log(found.intervals[-1])
     along = (math.log(setting.snapshot_every) - first) / (last - first)
     column = 0.5 + along * (len(found.intervals) - 1)
@@ -120,12 +120,12 @@ def _place(found: HeatMap, setting: Setting) -> tuple[float, float]:
         key=lambda i: abs(math.log(found.intervals[i] / setting.snapshot_every)),
     )
     row = min(math.log2(setting.batch_size), len(found.batches) - 1) + 0.5
-    # Small intervals are not evenly spaced: whole steps are.
+    # Small intervals are not evenly spaced, because intervals are whole steps.
     return (nearest + 0.5 if found.intervals[0] < 8 else column), row
 
 
 def sensitivity(found: Sensitivity) -> str:
-    """Waste if an assumption is off, with the setting kept and with it tuned again."""
+    """Draw the waste for a wrong assumption, with the setting kept and with the setting tuned again."""
     left, top, right, bottom = 44.0, 10.0, _WIDTH - 14.0, 130.0
     finite = [x for x in (*found.kept, *found.retuned) if math.isfinite(x)]
     high, low = max(finite), 0.0
@@ -154,7 +154,7 @@ def sensitivity(found: Sensitivity) -> str:
 
 
 def strategies(found: Sequence[Simulated]) -> str:
-    """What each strategy wastes of the time, and on what; a bar that is cut off ends in an arrow."""
+    """Draw each strategy's wasted share of time by cause; a bar that is cut off ends in an arrow."""
     left, right = 4.0, _WIDTH - 4.0
     wasted = (1 - one.effective_share for one in found if one.effective_share > 0.5)
     most = max(wasted, default=0.0) or 1.0
@@ -178,14 +178,14 @@ def strategies(found: Sequence[Simulated]) -> str:
                 f'<polygon points="{tip:.1f},{middle:.1f} {tip - 9:.1f},{middle - 9:.1f} '
                 f'{tip - 9:.1f},{middle + 9:.1f}" class="mark current"/>'
             )
-        if one.strategy.note:
-            parts.append(_text(left, y + 41, one.strategy.note, "tick", "start"))
-        y += 52 if one.strategy.note else 38
+        if one.strategy.detail:
+            parts.append(_text(left, y + 41, one.strategy.detail, "tick", "start"))
+        y += 52 if one.strategy.detail else 38
     return _svg(y, "wasted share of time by strategy", parts)
 
 
 def waste_bar(report: Report) -> str:
-    """What the waste of the recommended setting consists of."""
+    """Draw the waste of the recommended setting by cause."""
     waste = report.choice.waste
     names = (
         "differentials",

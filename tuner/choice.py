@@ -1,4 +1,4 @@
-"""The settings that waste least within what the user allows, and why."""
+"""Choose the settings that waste least within the user's limits, and explain the choice."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ MAX_INTERVAL = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the user allows; None for no limit.
+    """Limits that the user sets; None for no limit.
 
     Attributes:
-        writer_share: Most that the writer's disk may be busy; its core may be busy all the time.
-        staging_bytes: Staging memory of one rank for the image of a snapshot and two batches. The
-            copies of the error-feedback residual come on top.
+        writer_share: Largest busy share of the writer's disk. The writer's core may be busy all the
+            time.
+        staging_bytes: Staging memory of one rank for a snapshot's image and two batches. Copies of
+            the error-feedback residual are not included.
         loss_steps: Steps that the loss of a node may take: at most ``2 b`` are at risk.
-        bytes_per_hour: Written by all ranks in an hour of training.
-        total_bytes: Held by all ranks in the run folder.
-        kept_snapshots: How many snapshots stay, with the differentials after them.
+        bytes_per_hour: Bytes that all ranks may write in an hour of training.
+        total_bytes: Bytes that the run folder may hold, of all ranks.
+        kept_snapshots: Number of snapshots that retention keeps, with the differentials after them.
 
     Raises:
-        ConfigError: If a value cannot be.
+        ConfigError: If a value is out of range.
     """
 
     writer_share: float = 0.8
@@ -70,19 +71,19 @@ class Limits:
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be positive, got {value}")
 
-    def keeping(self, snapshots: int | None) -> Limits:
-        """With as many kept snapshots as a retention says; the same if it says no number."""
+    def with_snapshots(self, snapshots: int | None) -> Limits:
+        """Return limits with retention's number of snapshots; unchanged if there is none."""
         return self if snapshots is None else replace(self, kept_snapshots=snapshots)
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number, which True is only by accident."""
+    """Return whether a value is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One choice.
+    """One pair of settings.
 
     Attributes:
         snapshot_every: Steps between full snapshots (``f``).
@@ -98,10 +99,10 @@ class Choice:
     """A recommendation.
 
     Attributes:
-        setting: What to use.
-        waste: What it is expected to waste.
-        reasons: Why, in sentences.
-        broken: Limits that no setting keeps, in sentences; then the setting ignores them.
+        setting: The settings to use.
+        waste: Expected waste with these settings.
+        reasons: Reasons for the choice, in sentences.
+        broken: Limits that no setting keeps, in sentences; the choice then ignores them.
     """
 
     setting: Setting
@@ -112,13 +113,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals that are allowed for some batch size: none, if the shortest is above the longest.
+    """Intervals that are allowed for one batch size; none if the shortest is above the longest.
 
     Attributes:
-        low: The shortest; infinite if no interval is long enough.
-        high: The longest; 0 if none is short enough.
-        low_because: Which limit says so; empty if none does.
-        high_because: Likewise.
+        low: The shortest interval; infinite if no interval is long enough.
+        high: The longest interval; 0 if no interval is short enough.
+        low_because: The limit that sets ``low``; empty if there is none.
+        high_because: The limit that sets ``high``; empty if there is none.
     """
 
     low: float
@@ -128,9 +129,10 @@ class Intervals:
 
 
 def recommend(costs: Costs, rates: FailureRates, limits: Limits) -> Choice:
-    """Choose ``f`` in closed form for every batch size that the limits allow, and the best of them.
+    """Choose the best ``f`` in closed form for every allowed batch size, and the best pair of these.
 
-    For a fixed ``b`` waste is convex in ``f``, so a limited ``f*`` is the nearest allowed one.
+    For a fixed ``b``, waste is convex in ``f``: the best allowed ``f`` is the one nearest to
+    ``f*``.
 
     Raises:
         ConfigError: If failures come faster than a restart takes.
@@ -149,20 +151,20 @@ def recommend(costs: Costs, rates: FailureRates, limits: Limits) -> Choice:
             f = _whole(costs, rates, min(max(ideal, allowed.low), allowed.high), b, allowed)
             candidates.append((waste(costs, rates, f, b).total, Setting(f, b), allowed))
             if allowed.low <= ideal:
-                break  # from here on a larger batch allows nothing better and loses more
+                break  # a larger batch allows no better interval and loses more steps
     if not candidates:
         broken += _conflict(costs, limits, most)
-        candidates = _whatever(costs, rates, ideal, most)
+        candidates = _by_waste_alone(costs, rates, ideal, most)
     _, setting, allowed = min(candidates, key=lambda found: found[0])
     reasons = _reasons(costs, rates, limits, setting, ideal, allowed, most, most_because)
     chosen = waste(costs, rates, setting.snapshot_every, setting.batch_size)
     return Choice(setting, chosen, tuple(reasons), tuple(broken))
 
 
-def _whatever(
+def _by_waste_alone(
     costs: Costs, rates: FailureRates, ideal: float, most: int
 ) -> list[tuple[float, Setting, Intervals]]:
-    """Settings by waste alone, where no limit can be kept: training waits, the less the better."""
+    """Return settings by waste alone, for limits that no setting keeps; the least wait is best."""
     first = max(1, min(MAX_INTERVAL, math.ceil(ideal)))
     intervals = [first << k for k in range(16) if first << k <= MAX_INTERVAL]
     batches = [1 << k for k in range(13) if 1 << k <= most]
@@ -174,10 +176,10 @@ def _whatever(
 
 
 def check_progress(costs: Costs, rates: FailureRates) -> None:
-    """Refuse failures that come faster than a restart.
+    """Raise an error if failures come faster than a restart takes.
 
     Raises:
-        ConfigError: With both times.
+        ConfigError: If so; the message has both times.
     """
     least = recovery_seconds(costs, 1, 1)
     mtbf = rates.total.mtbf_seconds
@@ -191,7 +193,7 @@ def check_progress(costs: Costs, rates: FailureRates) -> None:
 
 
 def is_allowed(costs: Costs, limits: Limits, setting: Setting) -> bool:
-    """Whether a setting keeps all limits."""
+    """Return whether a setting keeps all limits."""
     allowed = allowed_intervals(costs, limits, setting.batch_size)
     return (
         setting.batch_size <= largest_batch(costs, limits)[0]
@@ -200,20 +202,20 @@ def is_allowed(costs: Costs, limits: Limits, setting: Setting) -> bool:
 
 
 def stored_bytes(costs: Costs, limits: Limits, f: float) -> float:
-    """Most that the run folder holds, of all ranks: one snapshot more than are kept, while it is new."""
+    """Return the most bytes that the run folder holds: the kept snapshots and a new one, all ranks."""
     snapshots = (limits.kept_snapshots + 1) * costs.snapshot_bytes
     differentials = limits.kept_snapshots * f * costs.differential_bytes
     return costs.world_size * (snapshots + differentials)
 
 
 def written_bytes_per_hour(costs: Costs, f: float, b: float) -> float:
-    """Written by all ranks in an hour of training."""
+    """Return the bytes that all ranks write in an hour of training."""
     per_step = written_bytes_per_step(costs, f)
     return 3600 / loop_seconds(costs, f, b) * per_step * costs.world_size
 
 
 def largest_batch(costs: Costs, limits: Limits) -> tuple[int, str]:
-    """The largest batch that loss and memory allow, and which of them says so; below 1 if none."""
+    """Return the largest batch within the limits, and the limit that sets it; below 1 if none."""
     found = [(float(MAX_BATCH), "")]
     if limits.loss_steps is not None:
         found.append((limits.loss_steps // 2, f"at most {limits.loss_steps} steps may be lost"))
@@ -230,12 +232,12 @@ def largest_batch(costs: Costs, limits: Limits) -> tuple[int, str]:
 
 
 def allowed_intervals(costs: Costs, limits: Limits, b: int) -> Intervals:
-    """Intervals at which the writer keeps up and storage suffices."""
+    """Return the intervals at which the writer keeps up and storage suffices."""
     lows, highs = [(1.0, "")], [(float(MAX_INTERVAL), "")]
     own = costs.step_seconds + costs.differential_seconds
     spare = limits.writer_share * own - disk_seconds_per_step(costs, math.inf, b)
     writing = costs.snapshot_bytes / costs.write_bytes_per_second
-    # A longer step, by C/f, leaves the disk more time: it shares what the snapshot needs.
+    # A step takes C/f longer with snapshots; the disk uses this time for part of a snapshot.
     need = writing - limits.writer_share * costs.snapshot_seconds
     if spare <= 0 or costs.encode_seconds > own:
         lows.append((math.inf, "the writer cannot keep up"))
@@ -261,19 +263,20 @@ def allowed_intervals(costs: Costs, limits: Limits, b: int) -> Intervals:
 
 
 def _least_interval(costs: Costs, bytes_per_second: float) -> float:
-    """The shortest interval with which a rank writes no more than so much; infinite if none does."""
+    """Return the shortest interval at which a rank writes no more than a rate; infinite if none."""
     spare = bytes_per_second * (costs.step_seconds + costs.differential_seconds)
     spare -= costs.differential_bytes
-    # A longer step, by C/f, has more time.
+    # A step takes C/f longer with snapshots, which is more time for the same bytes.
     extra = costs.snapshot_bytes - bytes_per_second * costs.snapshot_seconds
     return extra / spare if spare > 0 else math.inf
 
 
 def _interval_of_store(costs: Costs, limits: Limits) -> float:
-    """The shortest interval at which a store keeps up.
+    """Return the shortest interval at which a store keeps up.
 
-    Training never waits for a store, so where differentials alone take half of it, rarer snapshots
-    would cost more than they help: then it bounds nothing, and the report says that it falls behind.
+    Training never waits for a store. If differentials alone take half of the store's bandwidth,
+    rarer snapshots would cost more than they help: then the store sets no limit, and the report
+    warns that the store falls behind.
     """
     allowed = limits.writer_share * costs.store_bytes_per_second
     own = costs.step_seconds + costs.differential_seconds
@@ -283,14 +286,14 @@ def _interval_of_store(costs: Costs, limits: Limits) -> float:
 
 
 def _whole(costs: Costs, rates: FailureRates, f: float, b: int, allowed: Intervals) -> int:
-    """The better of the two whole numbers beside an interval."""
+    """Return the better of the two whole numbers next to an interval."""
     near = {math.floor(f), math.ceil(f)}
     fitting = [n for n in near if allowed.low <= n <= allowed.high]
     return min(fitting, key=lambda n: waste(costs, rates, n, b).total)
 
 
 def _no_room(costs: Costs, limits: Limits) -> str:
-    """That memory is too little for any batch; only it can be, for loss_steps allows b = 1."""
+    """Say that memory is too small for any batch; only memory can be, as loss_steps allows b = 1."""
     assert limits.staging_bytes is not None
     least = readable_bytes(costs.snapshot_bytes + 2 * costs.staged_bytes)
     return (
@@ -301,7 +304,7 @@ def _no_room(costs: Costs, limits: Limits) -> str:
 
 
 def _conflict(costs: Costs, limits: Limits, most: int) -> list[str]:
-    """What cannot be kept even with the largest batch, whose interval is not limited otherwise."""
+    """Name the limits that even the largest batch breaks; no other limit bounds its interval."""
     found = [*_writer_too_slow(costs, limits, most), *_storage_too_small(costs, limits)]
     if found:
         return found
@@ -315,7 +318,7 @@ def _conflict(costs: Costs, limits: Limits, most: int) -> list[str]:
 
 
 def _writer_too_slow(costs: Costs, limits: Limits, most: int) -> Iterator[str]:
-    """That the writer cannot keep up with differentials, even without any snapshot."""
+    """Say that the writer cannot keep up with differentials even without any snapshot."""
     own = costs.step_seconds + costs.differential_seconds
     if costs.encode_seconds > own:
         yield (
@@ -334,7 +337,7 @@ def _writer_too_slow(costs: Costs, limits: Limits, most: int) -> Iterator[str]:
 
 
 def _storage_too_small(costs: Costs, limits: Limits) -> Iterator[str]:
-    """That a limit of bytes forbids what is needed whatever the interval."""
+    """Say that a limit of bytes forbids what every interval needs."""
     own = costs.step_seconds + costs.differential_seconds
     hourly = 3600 / own * costs.differential_bytes * costs.world_size
     if limits.bytes_per_hour is not None and hourly >= limits.bytes_per_hour:

@@ -1,7 +1,7 @@
-"""What checkpointing and failures cost, term by term (docs/tuning.md has each with its unit).
+"""Costs of checkpointing and failures, term by term (docs/tuning.md lists each with its unit).
 
-The choice is of two numbers: ``f`` steps between full snapshots and ``b`` differentials per
-durable write. All waste is in seconds per second of useful training, where useful is what the same
+Two numbers are chosen: ``f`` steps between full snapshots and ``b`` differentials per durable
+write. Waste is in seconds per second of useful training. Useful training is the time that the same
 steps would take without checkpoints and failures.
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass, fields, replace
 from lowdiff.errors import ConfigError
 from lowdiff.tuner.failures import FailureRates
 
-#: When the writer ends a segment, which goes to the store as a whole.
+#: Age and size at which the writer ends a segment; a store receives a segment as a whole.
 _SEGMENT_SECONDS, _SEGMENT_BYTES = 10.0, 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """One rank's costs; every rank has its own disk share and the slowest counts.
+    """Costs of one rank. Every rank has its own share of the disk, and the slowest rank counts.
 
     Attributes:
         step_seconds: One training step without checkpointing (``T``).
@@ -27,21 +27,21 @@ class Costs:
         snapshot_seconds: Training time that one full snapshot takes (``C``).
         staged_bytes: One differential in staging memory.
         differential_bytes: One differential as written, encoded (``s``).
-        snapshot_bytes: One rank's shard of a full snapshot (``S``).
+        snapshot_bytes: One rank's share of a full snapshot (``S``).
         encode_seconds: Processor time of the writer for one differential (``e``).
-        write_latency_seconds: What a durable write takes whatever its size (``L``).
+        write_latency_seconds: Time of a durable write beyond what its size explains (``L``).
         write_bytes_per_second: Durable bandwidth of one rank (``W``).
         load_seconds: Loading a snapshot at a restart (``R``).
         replay_seconds: Replaying one differential (``r``).
-        restart_seconds: From a failure until training goes on, without loading and replay: noticing,
-            scheduling, imports, locks, the new writer.
-        store_latency_seconds: What an upload takes whatever its size; 0 without a store.
-        store_bytes_per_second: What one rank uploads (``W_s``); 0 without a store.
-        residual_bytes: Error feedback in ``snapshot_bytes``, which only lowdiff saves.
-        world_size: Ranks.
+        restart_seconds: From a failure until training goes on, without loading and replay:
+            noticing, scheduling, imports, locks, the new writer.
+        store_latency_seconds: Time of an upload beyond what its size explains; 0 without a store.
+        store_bytes_per_second: Upload bandwidth of one rank (``W_s``); 0 without a store.
+        residual_bytes: Error feedback in ``snapshot_bytes``; only lowdiff saves this.
+        world_size: Number of ranks.
 
     Raises:
-        ConfigError: If a value cannot be.
+        ConfigError: If a value is out of range.
     """
 
     step_seconds: float
@@ -71,7 +71,7 @@ class Costs:
 
 
 def without_residual(costs: Costs) -> Costs:
-    """Costs of snapshots that hold no error feedback: copied, written and loaded as much faster."""
+    """Return costs of snapshots without error feedback, which are copied, written and loaded faster."""
     share = 1 - costs.residual_bytes / costs.snapshot_bytes if costs.residual_bytes else 1.0
     return replace(
         costs,
@@ -93,7 +93,7 @@ class Waste:
         restarts: Noticing failures, scheduling, starting up.
         loads: Loading snapshots.
         replay: Replaying differentials.
-        lost_steps: Training again what a failure took.
+        lost_steps: Training again the steps that a failure took.
     """
 
     differentials: float
@@ -106,43 +106,43 @@ class Waste:
 
     @property
     def total(self) -> float:
-        """All causes."""
+        """Return the sum of all causes."""
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
     @property
     def seconds_per_hour(self) -> float:
-        """Wasted seconds per hour of useful training."""
+        """Return wasted seconds per hour of useful training."""
         return 3600 * self.total
 
 
 def written_bytes_per_step(costs: Costs, f: float) -> float:
-    """What one rank writes, and uploads if there is a store: ``s + S/f``."""
+    """Return the bytes per step that one rank writes, and uploads with a store: ``s + S/f``."""
     return costs.differential_bytes + costs.snapshot_bytes / f
 
 
 def disk_seconds_per_step(costs: Costs, f: float, b: float) -> float:
-    """Time of the disk for one step: ``L/b + s/W + S/(f W)``."""
+    """Return the disk's time per step: ``L/b + s/W + S/(f W)``."""
     transfer = written_bytes_per_step(costs, f) / costs.write_bytes_per_second
     return costs.write_latency_seconds / b + transfer
 
 
 def loop_seconds(costs: Costs, f: float, b: float) -> float:
-    """One step with checkpointing: ``T + d + C/f``, or what the writer takes if that is longer."""
+    """Return the time of one step: ``T + d + C/f``, or the writer's time if that is longer."""
     own = costs.step_seconds + costs.differential_seconds + costs.snapshot_seconds / f
     return max(own, disk_seconds_per_step(costs, f, b), costs.encode_seconds)
 
 
 def writer_share(costs: Costs, f: float, b: float) -> float:
-    """Busy share of the writer's slowest part, disk or core; above 1 training waits for it."""
+    """Return the busy share of the writer's slower part, disk or core; above 1 training waits."""
     own = costs.step_seconds + costs.differential_seconds + costs.snapshot_seconds / f
     return max(disk_seconds_per_step(costs, f, b), costs.encode_seconds) / own
 
 
 def store_share(costs: Costs, f: float, b: float) -> float:
-    """What a rank uploads over what its store takes: ``(s + S/f) / (W_s T')``; 0 without a store.
+    """Return the share of the store's bandwidth in use: ``(s + S/f) / (W_s T')``; 0 without a store.
 
-    Above 1 the store falls ever further behind; training never waits for it. Latency does not count:
-    a segment is uploaded as one.
+    Above 1 the store falls ever further behind; training never waits for the store. Latency does
+    not count, because a segment is uploaded as one object.
     """
     if not costs.store_bytes_per_second:
         return 0.0
@@ -151,7 +151,10 @@ def store_share(costs: Costs, f: float, b: float) -> float:
 
 
 def store_lag_steps(costs: Costs, f: float, b: float) -> float:
-    """Mean steps that a store which keeps up is behind: a batch and a segment filled, written, sent."""
+    """Return how many steps a store that keeps up is behind on average.
+
+    A batch and a segment must first be filled, written and sent.
+    """
     step_seconds = loop_seconds(costs, f, b)
     held = _SEGMENT_SECONDS / step_seconds
     if costs.differential_bytes:
@@ -163,33 +166,33 @@ def store_lag_steps(costs: Costs, f: float, b: float) -> float:
 
 
 def batch_seconds(costs: Costs, b: float) -> float:
-    """From a full batch to its fsync: ``L + b (s/W + e)``."""
+    """Return the time from a full batch to its fsync: ``L + b (s/W + e)``."""
     per_step = costs.differential_bytes / costs.write_bytes_per_second + costs.encode_seconds
     return costs.write_latency_seconds + b * per_step
 
 
 def lost_steps(costs: Costs, f: float, b: float) -> tuple[float, float]:
-    """Mean steps that a process crash and the loss of a node take.
+    """Return the mean steps lost by a process crash and by the loss of a node.
 
-    A process crash: half of the step in flight. The loss of a node besides: a half-filled batch,
-    ``(b - 1)/2``, and the steps that come while one is written; never more than ``2 b``.
+    A process crash takes half of the step in flight. The loss of a node also takes a half-filled
+    batch, ``(b - 1)/2``, and the steps made while a batch is written; never more than ``2 b``.
     """
     behind = (b - 1) / 2 + batch_seconds(costs, b) / loop_seconds(costs, f, b)
     return 0.5, 0.5 + min(behind, 2 * b)
 
 
 def replayed_steps(costs: Costs, f: float, b: float) -> float:
-    """Mean steps from the newest durable snapshot: ``(f - 1)/2``, and those while it is written."""
+    """Return mean steps since the newest durable snapshot: ``(f - 1)/2`` plus its write time."""
     writing = costs.snapshot_bytes / costs.write_bytes_per_second
     return (f - 1) / 2 + writing / loop_seconds(costs, f, b)
 
 
 def waste(costs: Costs, rates: FailureRates, f: float, b: float) -> Waste:
-    """Expected waste to first order in the failure rate: one restart per failure."""
+    """Return the expected waste to first order in the failure rate: one restart per failure."""
     step = costs.step_seconds
     loop = loop_seconds(costs, f, b)
     own = step + costs.differential_seconds + costs.snapshot_seconds / f
-    # The rate is per second of running, and running takes longer than the useful part of it.
+    # The rate counts per second of running, and running includes more than useful training.
     per_second = loop / step
     process, node = (per_second / rate.mtbf_seconds for rate in (rates.process, rates.node))
     lost_process, lost_node = (steps * loop for steps in lost_steps(costs, f, b))
@@ -205,17 +208,17 @@ def waste(costs: Costs, rates: FailureRates, f: float, b: float) -> Waste:
 
 
 def recovery_seconds(costs: Costs, f: float, b: float) -> float:
-    """Mean time from a failure until training goes on."""
+    """Return the mean time from a failure until training goes on."""
     replay = costs.replay_seconds * replayed_steps(costs, f, b)
     return costs.restart_seconds + costs.load_seconds + replay
 
 
 def effective_share(costs: Costs, rates: FailureRates, f: float, b: float) -> float:
-    """Effective training time ratio: useful seconds per second, failures while recovering included.
+    """Return useful seconds per second, including failures during recoveries.
 
-    Exponential failures of rate ``q`` make a recovery of ``H`` seconds, begun anew whenever
-    another failure comes, take ``(exp(q H) - 1)/q`` on average (Daly 2006, eq. 9); ``1/q``
-    seconds of running follow, of which what is lost counts for nothing.
+    With exponential failures of rate ``q``, a recovery of ``H`` seconds that begins anew at every
+    failure takes ``(exp(q H) - 1)/q`` on average (Daly 2006, eq. 9). It is followed by ``1/q``
+    seconds of running, of which the lost steps do not count.
     """
     process, node = (1 / rate.mtbf_seconds for rate in (rates.process, rates.node))
     q = process + node
@@ -224,10 +227,10 @@ def effective_share(costs: Costs, rates: FailureRates, f: float, b: float) -> fl
         return costs.step_seconds / loop
     writing = costs.snapshot_bytes / costs.write_bytes_per_second / loop
     fixed = costs.restart_seconds + costs.load_seconds + costs.replay_seconds * writing
-    # Replay is evenly spread over f steps: the mean of exp(q r n) over n from 0 to f - 1.
+    # Replayed steps are evenly spread over f: take the mean of exp(q r n) for n from 0 to f - 1.
     spread = q * costs.replay_seconds
     if q * fixed + spread * f > 600:
-        return 0.0  # it never gets through a recovery
+        return 0.0  # no recovery ever ends
     grown = math.expm1(spread * f) / (f * math.expm1(spread))
     lost = sum(
         rate / q * steps * loop
@@ -238,12 +241,12 @@ def effective_share(costs: Costs, rates: FailureRates, f: float, b: float) -> fl
 
 
 def best_interval(costs: Costs, rates: FailureRates) -> float:
-    """Steps between snapshots that waste least: ``sqrt(2 C (M + K) / (r (T + d)))``.
+    """Return the snapshot interval in steps that wastes least: ``sqrt(2 C (M + K) / (r (T + d)))``.
 
-    Where Young (1974, https://doi.org/10.1145/361147.361115) weighs lost work against snapshots,
-    here replay takes the place of lost work, and is cheaper by ``r / T``. ``C`` also delays the
-    failures: a rate is per second of running; the exact minimiser of ``waste`` follows from its
-    two terms in ``1/f`` and ``f``, with ``K``, what a recovery takes besides, counted.
+    Young (1974, https://doi.org/10.1145/361147.361115) weighs lost work against snapshots. Here,
+    replay takes the place of lost work and is cheaper by ``r / T``. ``C`` also delays failures,
+    because a rate counts per second of running. This is the exact minimum of ``waste``, from its
+    two terms in ``1/f`` and ``f``, with ``K``, the fixed part of a recovery, included.
     """
     if math.isinf(rates.total.mtbf_seconds):
         return math.inf
@@ -253,5 +256,5 @@ def best_interval(costs: Costs, rates: FailureRates) -> float:
 
 
 def fixed_recovery_seconds(costs: Costs) -> float:
-    """Starting and loading, less the half step by which ``(f - 1)/2`` is below ``f/2`` (``K``)."""
+    """Return ``K``: start and load time, less the half step between ``f/2`` and ``(f - 1)/2``."""
     return costs.restart_seconds + costs.load_seconds - costs.replay_seconds / 2

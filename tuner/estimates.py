@@ -1,4 +1,4 @@
-"""Robust estimates: a median and its spread, which one hiccup does not move."""
+"""Robust estimates: a median and its spread, which a single outlier does not move."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A quantity as measured, assumed or given, in the unit of whoever asks.
+    """Estimate of a quantity, in the caller's unit.
 
     Attributes:
         median: The middle observation.
         low: First decile.
         high: Ninth decile.
-        count: Observations; 0 for a value that nobody measured.
+        count: Number of observations; 0 for a value that was not measured.
         source: ``"measured"``, ``"given"`` or ``"assumed"``.
     """
 
@@ -28,25 +28,25 @@ class Estimate:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Estimate | None:
-        """The estimate of some observations; None without any."""
+        """Return the estimate of some observations; None without any."""
         if not samples:
             return None
         low, median, high = np.quantile(np.asarray(samples, dtype=np.float64), [0.1, 0.5, 0.9])
         return cls(float(median), float(low), float(high), len(samples))
 
     @classmethod
-    def given(cls, value: float) -> Estimate:
-        """What the user said, or what follows from that alone."""
+    def stated(cls, value: float) -> Estimate:
+        """Return a value that the user stated, or that follows from stated values alone."""
         return cls(value, value, value, 0, "given")
 
     @classmethod
     def assumed(cls, value: float) -> Estimate:
-        """What nobody measured or said yet."""
+        """Return a value that was neither measured nor stated."""
         return cls(value, value, value, 0, "assumed")
 
 
 def slope_and_intercept(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
-    """A line through points, at most 29 % of them wild; None if all share one x.
+    """Fit a line through points, of which up to 29 % may be outliers; None if all share one x.
 
     Reference: Theil (1950), Sen (1968): the median of the slopes between all pairs.
     """

@@ -1,4 +1,4 @@
-"""The figures of a report as text, for the terminal and for HTML."""
+"""Figures of a report as text, for the terminal and for HTML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowdiff.tuner.units import readable_bytes, readable_seconds
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
-    """The figures that a reader wants first, as text."""
+    """Return the figures that a reader wants first, as text."""
     question, setting = report.question, report.choice.setting
     costs, rates = question.costs, question.rates
     f, b = setting.snapshot_every, setting.batch_size
@@ -82,7 +82,7 @@ def _store_facts(costs: Costs, f: float, b: float) -> list[tuple[str, str]]:
 
 
 def basis(report: Report) -> list[tuple[str, str, str, str]]:
-    """What the answer is based on, as text: cost, median, middle 80 % if it has one, and source."""
+    """Return the basis of the answer as text: cost, median, middle 80 % if known, and source."""
     return [
         (
             name.replace("_", " "),
@@ -95,7 +95,7 @@ def basis(report: Report) -> list[tuple[str, str, str, str]]:
 
 
 def _cost(name: str, value: float) -> str:
-    # Its name carries the unit.
+    # The cost's name ends with its unit.
     if name.endswith("bytes_per_second"):
         return f"{readable_bytes(value)}/s"
     return readable_bytes(value) if name.endswith("bytes") else readable_seconds(value)

@@ -1,4 +1,4 @@
-"""How often a job fails: its own history blended with the user's prior, as a Bayesian estimate."""
+"""Failure rates as a Bayesian estimate: the job's own failures combined with the user's prior."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 from lowdiff.errors import ConfigError
 
-#: Staging survived; staging was lost; nobody can tell, and the worse is assumed.
+#: Staging survived; staging was lost; not known, for which the worse is assumed.
 KINDS = ("process", "node", "unknown")
 
-#: Without any prior, half a failure before the first second (Jeffreys).
+#: Weight without a prior: half a failure before the first second (Jeffreys).
 _JEFFREYS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class FailurePrior:
-    """What the user knows before the run has failed often enough to say itself.
+    """Expected failures before the run has failed often enough to estimate them.
 
     Attributes:
         mtbf_seconds: Mean time between failures of the whole job, of all kinds.
-        weight_failures: How many observed failures that is worth.
+        weight_failures: Number of observed failures that have the same weight as this prior.
         node_share: Share of failures that lose staging memory, in [0, 1].
 
     Raises:
-        ConfigError: If a value cannot be.
+        ConfigError: If a value is out of range.
     """
 
     mtbf_seconds: float
@@ -49,10 +49,10 @@ class FailureHistory:
     """Failures of one job.
 
     Attributes:
-        exposure_seconds: Time in which they could happen: of all lives, from attach to end.
+        exposure_seconds: Time in which failures could happen: of all incarnations, attach to end.
         process: Failures that staging memory survived.
-        node: Failures that lost it.
-        unknown: Failures of which nobody can tell.
+        node: Failures that lost staging memory.
+        unknown: Failures of unknown kind.
     """
 
     exposure_seconds: float
@@ -62,11 +62,11 @@ class FailureHistory:
 
     @property
     def failures(self) -> int:
-        """Of all kinds."""
+        """Return the number of failures of all kinds."""
         return self.process + self.node + self.unknown
 
     def scaled(self, factor: float) -> FailureHistory:
-        """The same failures, had the job been ``factor`` times as large."""
+        """Return the expected failures of a job ``factor`` times as large."""
         return FailureHistory(self.exposure_seconds / factor, self.process, self.node, self.unknown)
 
 
@@ -77,8 +77,8 @@ class Rate:
     Attributes:
         mtbf_seconds: One over the posterior mean of the rate; inf if it never happens.
         low_seconds: Lower end of the 90 % credible interval.
-        high_seconds: Upper end of it.
-        failures: How many were observed.
+        high_seconds: Upper end of this interval.
+        failures: Number of observed failures.
     """
 
     mtbf_seconds: float
@@ -89,11 +89,11 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class FailureRates:
-    """What the model needs to know about failures.
+    """Failure rates that the cost model uses.
 
     Attributes:
         process: Failures that staging memory survives.
-        node: Failures that lose it, and those of which nobody can tell.
+        node: Failures that lose staging memory, and failures of unknown kind.
         total: All failures.
     """
 
@@ -103,10 +103,11 @@ class FailureRates:
 
     @classmethod
     def known(cls, mtbf_seconds: float, *, node_share: float = 0.5) -> FailureRates:
-        """Rates without doubt, for plans and tests.
+        """Return exactly known rates, for plans and tests.
 
         Raises:
-            ConfigError: If a value cannot be; infinite is a job that never fails.
+            ConfigError: If a value is out of range; an infinite MTBF means that the job never
+                fails.
         """
         if not mtbf_seconds > 0:
             raise ConfigError(f"the MTBF must be positive, got {mtbf_seconds} s")
@@ -119,7 +120,7 @@ class FailureRates:
 
 
 def estimate_rates(history: FailureHistory, prior: FailurePrior | None) -> FailureRates:
-    """Posterior rates: a gamma prior on each rate, Poisson failures, hence a gamma posterior.
+    """Return posterior rates: a gamma prior per rate and Poisson failures give a gamma posterior.
 
     A prior of mean time ``M_0`` and weight ``w`` is a gamma of shape ``w`` and rate ``w M_0``;
     ``n`` failures in ``t`` seconds make it shape ``w + n``, rate ``w M_0 + t``. Failures of unknown
@@ -130,8 +131,8 @@ def estimate_rates(history: FailureHistory, prior: FailurePrior | None) -> Failu
     """
     if prior is None and history.exposure_seconds <= 0:
         raise ConfigError(
-            "there is no history to learn the time between failures from; say what you expect, "
-            "for example --mtbf 4h"
+            "no failure was observed, so the time between failures cannot be estimated; state the "
+            "expected one, for example --mtbf 4h"
         )
     if prior is None:
         shapes, rate = (_JEFFREYS / 2, _JEFFREYS / 2), 0.0
@@ -151,13 +152,13 @@ def _posterior(shape: float, rate: float, failures: int) -> Rate:
     total = shape + failures
     if total == 0:
         return Rate(math.inf, math.inf, math.inf, 0)
-    # A high rate is a short time, so the ends change places.
+    # A high rate is a short time, so low and high change places.
     low, high = (rate / max(gamma_quantile(total, q), 1e-300) for q in (0.95, 0.05))
     return Rate(rate / total, low, high, failures)
 
 
 def gamma_quantile(shape: float, q: float) -> float:
-    """Quantile of the gamma distribution of rate 1, by bisection to 1e-9 of its value."""
+    """Return a quantile of the gamma distribution of rate 1, by bisection to 1e-9 of its value."""
     low, high = 0.0, max(1.0, 2 * shape)
     while _gamma_share(shape, high) < q:
         high *= 2
@@ -171,7 +172,7 @@ def gamma_quantile(shape: float, q: float) -> float:
 
 
 def _gamma_share(shape: float, x: float) -> float:
-    """Regularised lower incomplete gamma function, by its series (DLMF 8.7.1)."""
+    """Return the regularised lower incomplete gamma function, by its series (DLMF 8.7.1)."""
     if x <= 0:
         return 0.0
     term = total = 1.0 / shape

@@ -1,4 +1,4 @@
-"""The report as one HTML file: no script, no request to anywhere, light and dark, phone and print."""
+"""Render a report as one HTML file: no script, no request, light and dark, phone and print."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ text { fill: var(--ink); font-size: 12px; } .tick { fill: var(--muted); font-siz
 
 
 def html_page(report: Report) -> str:
-    """The whole file."""
+    """Return the whole file."""
     setting = report.choice.setting
     title = escape(f"Tuning of {report.question.title}")
     parts = [

@@ -1,11 +1,11 @@
 """LowDiff's published model, for comparison.
 
-Reference: Yao et al., "LowDiff", arXiv 2509.04084, section on configuration tuning. Full
-checkpoints come at a frequency, batches last a time, a merge costs ``R_D`` per batch, and any
-failure loses half a batch. We differ in replaying step by step from concatenated batches, in
-counting what a snapshot takes from training instead of its write time, and in crashes that lose
-nothing because staging memory outlives the process. The paper's ``f`` and ``b`` are ``F`` and ``B``
-here, its ``S`` is ``S_F``: elsewhere those letters mean steps, and a shard with its residual.
+Reference: Yao et al., "LowDiff", arXiv 2509.04084, section on configuration tuning. In this model,
+full checkpoints have a frequency, batches a duration, a merge costs ``R_D`` per batch, and any
+failure loses half a batch. We differ in three points. We replay step by step from concatenated
+batches. We count the training time of a snapshot instead of its write time. A crash loses nothing,
+because staging memory outlives the process. The paper's ``f`` and ``b`` are called ``F`` and ``B``
+here and its ``S`` is ``S_F``; elsewhere these letters mean steps, and a share with its residual.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lowdiff.tuner.costs import Costs, without_residual
 from lowdiff.tuner.failures import FailureRates
 
-#: Where somebody's figures put the optimum beyond, it is out of every run's reach anyway.
+#: Largest number of steps; an optimum beyond it is out of every run's reach.
 _MAX_STEPS = 10**9
 
 
@@ -39,7 +39,7 @@ class PublishedModel:
 
     @classmethod
     def of(cls, costs: Costs, rates: FailureRates) -> PublishedModel:
-        """From this framework's costs; a merge steps the whole optimizer once, as a replay does."""
+        """Return the parameters for our costs; a merge steps the whole optimizer once."""
         costs = without_residual(costs)
         return cls(
             full_bytes=costs.snapshot_bytes,
@@ -50,13 +50,13 @@ class PublishedModel:
         )
 
     def waste(self, full_per_second: float, batch_seconds: float) -> float:
-        """``(B/2 + R_F + (R_D/2)(1/(F B) - 1))/M + F S_F/W``: seconds per second."""
+        """Return ``(B/2 + R_F + (R_D/2)(1/(F B) - 1))/M + F S_F/W`` in seconds per second."""
         merges = self.merge_seconds / 2 * (1 / (full_per_second * batch_seconds) - 1)
         failing = (batch_seconds / 2 + self.load_seconds + merges) / self.mtbf_seconds
         return failing + full_per_second * self.full_bytes / self.write_bytes_per_second
 
     def optimum(self) -> tuple[float, float]:
-        """Full checkpoints per second (``F``) and seconds per batch (``B``) that waste least.
+        """Return full checkpoints per second (``F``) and seconds per batch (``B``) that waste least.
 
         ``F* = cube root of R_D W^2 / (4 S_F^2 M^2)``, ``B* = cube root of 2 S_F R_D M / W``.
         """
@@ -67,7 +67,7 @@ class PublishedModel:
 
 
 def published_choice(costs: Costs, rates: FailureRates) -> tuple[int, int]:
-    """The published optimum in this framework's units: steps between snapshots, steps per batch."""
+    """Return the published optimum in our units: steps between snapshots, steps per batch."""
     frequency, batch = PublishedModel.of(costs, rates).optimum()
     b = min(_MAX_STEPS, max(1, round(batch / costs.step_seconds)))
     return min(_MAX_STEPS, max(b, round(1 / (frequency * costs.step_seconds)))), b

@@ -14,18 +14,18 @@ from lowdiff.tuner.measured import ASSUMED_REPLAY_SECONDS_PER_ELEMENT, Measured
 OPTIMIZERS: Mapping[str, int] = {
     "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "lion": 1, "adam": 2, "adamw": 2,
 }  # fmt: skip
-#: Where nobody says; much depends on it.
+#: Step time that is assumed if the user states none. Much depends on it.
 ASSUMED_STEP_SECONDS = 5.0
-#: A kept element as written: sorted index and float32 value (docs/format.md).
+#: Bytes of a kept element on disk: sorted index and float32 value (docs/format.md).
 _BYTES_PER_ENTRY = 4.3
 _STAGED_BYTES_PER_ENTRY = 8.0
-#: Of one core: docs/benchmarks.md has 55 to 83 million.
+#: Entries that one core encodes; docs/benchmarks.md measures 55 to 83 million.
 _ENCODE_ENTRIES_PER_SECOND = 50e6
 
-#: One request to an object store in the same region.
+#: Time of one request to an object store in the same region.
 _STORE_LATENCY_SECONDS = 0.1
-#: Cost -> options of ``lowdiff plan`` with a default from which it follows, besides those that must
-#: be given. What is not here follows from a figure of docs/benchmarks.md, or from experience.
+#: Cost -> options of ``lowdiff plan`` that determine it, besides the mandatory options. Costs not
+#: listed here follow from a figure of docs/benchmarks.md, or from experience.
 _FOLLOWS_FROM: Mapping[str, tuple[str, ...]] = {
     "step_seconds": ("step_time",),
     "differential_seconds": ("density", "copy"),
@@ -43,24 +43,24 @@ _FOLLOWS_FROM: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is planned; every rank selects from all of the model and persists its selection.
+    """A planned job. Every rank selects from the whole model and persists its selection.
 
     Attributes:
         params: Parameters of the model.
         optimizer: A name of `OPTIMIZERS`.
         density: Share of each gradient that `TopK` keeps.
-        gpus: Ranks.
-        step_seconds: One training step.
+        gpus: Number of ranks.
+        step_seconds: Time of one training step.
         disk_bytes_per_second: Durable bandwidth of one node.
-        gpus_per_node: Ranks that share it.
-        copy_bytes_per_second: From a rank's device to memory.
-        restart_seconds: From a failure until loading begins.
+        gpus_per_node: Ranks that share a node's disk.
+        copy_bytes_per_second: Bandwidth from a rank's device to memory.
+        restart_seconds: Time from a failure until loading begins.
         replay_workers: Cores that replay on a rank.
-        write_latency_seconds: What a durable write takes whatever its size.
-        store_bytes_per_second: What one node uploads to an object store; 0 without one.
+        write_latency_seconds: Time of a durable write beyond what its size explains.
+        store_bytes_per_second: Upload bandwidth of one node; 0 without an object store.
 
     Raises:
-        ConfigError: If a value cannot be.
+        ConfigError: If a value is out of range.
     """
 
     params: float
@@ -90,43 +90,43 @@ class Job:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks that share what a node has."""
+        """Return the number of ranks that share a node."""
         return min(self.gpus, self.gpus_per_node)
 
     @property
     def num_nodes(self) -> int:
-        """Machines, the last of them perhaps not full."""
+        """Return the number of machines; the last one may have free places."""
         return -(-self.gpus // self.gpus_per_node)
 
 
-def planned(job: Job, given: Collection[str] = ()) -> Measured:
-    """Costs of a job, each given or assumed.
+def planned(job: Job, stated: Collection[str] = ()) -> Measured:
+    """Return the costs of a job, each marked as stated or assumed.
 
-    A snapshot is 4 bytes for each parameter and optimizer state element, sharded over the ranks, and
-    4 for each parameter once more on every rank: its error-feedback residual, which no other has.
-    A differential is ``density * params`` entries of every rank. Replay steps the whole optimizer
+    A snapshot has 4 bytes for each parameter and each element of optimizer state, divided over the
+    ranks, and 4 bytes per parameter on every rank for its own error-feedback residual. A
+    differential has ``density * params`` entries of every rank. Replay steps the whole optimizer
     once per step on every node.
 
     Args:
         job: The job.
-        given: Options of ``lowdiff plan`` that were given: a cost that follows from another is
-            assumed.
+        stated: Options of ``lowdiff plan`` that the user stated; a cost that follows from another
+            option is marked as assumed.
     """
     entries = job.density * job.params
     state = 4.0 * job.params * (1 + OPTIMIZERS[job.optimizer])
     residual = 4.0 * job.params
-    shard = state / job.gpus + residual
-    # Every rank reads and checks all shards, with the residuals in them, once through its node's disk.
-    load = shard * job.gpus / job.disk_bytes_per_second
+    share = state / job.gpus + residual
+    # Every rank reads and checks all shares, residuals included, through its node's disk.
+    load = share * job.gpus / job.disk_bytes_per_second
     decode = entries * min(job.gpus, 1 / job.density) * 2e-9
     replay = (job.params * ASSUMED_REPLAY_SECONDS_PER_ELEMENT + decode) / job.replay_workers
     costs = Costs(
         step_seconds=job.step_seconds,
         differential_seconds=entries * _STAGED_BYTES_PER_ENTRY / job.copy_bytes_per_second,
-        snapshot_seconds=shard / job.copy_bytes_per_second,
+        snapshot_seconds=share / job.copy_bytes_per_second,
         staged_bytes=entries * _STAGED_BYTES_PER_ENTRY,
         differential_bytes=entries * _BYTES_PER_ENTRY,
-        snapshot_bytes=shard,
+        snapshot_bytes=share,
         encode_seconds=entries / _ENCODE_ENTRIES_PER_SECOND,
         write_latency_seconds=job.write_latency_seconds,
         write_bytes_per_second=job.disk_bytes_per_second / job.ranks_per_node,
@@ -138,10 +138,10 @@ def planned(job: Job, given: Collection[str] = ()) -> Measured:
         residual_bytes=residual,
         world_size=job.gpus,
     )
-    said = {*given, "gpus_per_node"} if job.gpus == 1 else set(given)
-    known = {name for name, options in _FOLLOWS_FROM.items() if said.issuperset(options)}
+    stated_options = {*stated, "gpus_per_node"} if job.gpus == 1 else set(stated)
+    known = {name for name, options in _FOLLOWS_FROM.items() if stated_options.issuperset(options)}
     estimates = {
-        name: (Estimate.given if name in known else Estimate.assumed)(getattr(costs, name))
+        name: (Estimate.stated if name in known else Estimate.assumed)(getattr(costs, name))
         for name in Costs.__dataclass_fields__
         if name != "world_size" and (job.store_bytes_per_second or not name.startswith("store_"))
     }

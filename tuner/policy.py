@@ -1,7 +1,7 @@
-"""The online policy: small, rare and explained steps towards the setting that wastes least.
+"""Online policy: moves the settings in small, rare and explained steps to those that waste least.
 
-Settings move on a grid, intervals by factors of the square root of 2, batches by factors of 2, so
-that a choice is a small number, which ranks can tell each other with a gradient's exchange.
+Settings move on a grid: intervals by factors of the square root of 2, batches by factors of 2. A
+choice is thus a small number, which ranks can send along with a gradient's exchange.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from lowdiff.tuner.failures import FailurePrior, FailureRates
 from lowdiff.tuner.units import readable_bytes, readable_seconds
 
 INTERVAL_LEVELS, BATCH_LEVELS = 31, 13
-#: At most a factor of 2 for the interval and for the batch at a time.
+#: Levels per move: at most a factor of 2 for the interval and for the batch.
 _INTERVAL_STRIDE, _BATCH_STRIDE = 2, 1
-#: A change must save so much of the waste that settings can change, and so many seconds an hour.
+#: Least gain of a change: share of the waste that settings influence, and seconds per hour.
 _LEAST_GAIN, _LEAST_SECONDS_PER_HOUR = 0.1, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What ``snapshot_every="auto"`` and ``batch_size="auto"`` go by.
+    """Settings of ``snapshot_every="auto"`` and ``batch_size="auto"``.
 
     Attributes:
-        mtbf_hours: Expected time between failures of the whole job, until it has a history.
-        node_share: Share of failures that lose staging memory, likewise.
-        limits: What must be kept.
-        every_steps: Steps between two looks at the measurements.
+        mtbf_hours: Expected time between failures of the whole job, until failures are observed.
+        node_share: Expected share of failures that lose staging memory, until failures are
+            observed.
+        limits: Limits to be kept.
+        every_steps: Steps between two evaluations of the measurements.
 
     Raises:
-        ConfigError: If a value cannot be.
+        ConfigError: If a value is out of range.
     """
 
     mtbf_hours: float = 24.0
@@ -59,17 +60,17 @@ class Tuning:
             )
         if not self.mtbf_hours > 0:
             raise ConfigError(f"mtbf_hours must be positive, got {self.mtbf_hours}")
-        _ = self.prior  # refuses what cannot be
+        _ = self.prior  # raises ConfigError for values out of range
 
     @property
     def prior(self) -> FailurePrior:
-        """As a distribution."""
+        """Return the expected failures as a distribution."""
         return FailurePrior(3600 * self.mtbf_hours, node_share=self.node_share)
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """A setting on the grid.
+    """Settings as levels of the grid.
 
     Attributes:
         interval: 0 to ``INTERVAL_LEVELS - 1``: ``2 ** (interval / 2)`` steps, rounded.
@@ -81,12 +82,12 @@ class Levels:
 
     @property
     def setting(self) -> Setting:
-        """In steps and differentials."""
+        """Return the settings in steps and differentials."""
         return Setting(round(2 ** (self.interval / 2)), 1 << self.batch)
 
     @classmethod
     def near(cls, setting: Setting) -> Levels:
-        """The grid's point nearest to a setting."""
+        """Return the point of the grid nearest to a setting."""
         return cls(
             min(INTERVAL_LEVELS - 1, round(2 * math.log2(setting.snapshot_every))),
             min(BATCH_LEVELS - 1, round(math.log2(setting.batch_size))),
@@ -98,11 +99,11 @@ _INTERVALS = [Levels(interval, 0).setting.snapshot_every for interval in range(I
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A change that pays.
+    """A worthwhile change of the settings.
 
     Attributes:
-        levels: Where to.
-        reasons: Why, in sentences.
+        levels: The new levels.
+        reasons: Reasons for the change, in sentences.
     """
 
     levels: Levels
@@ -112,20 +113,21 @@ class Move:
 def move(
     now: Levels, costs: Costs, rates: FailureRates, limits: Limits, *, tunes: tuple[bool, bool]
 ) -> Move | None:
-    """The change to make now, or None while none pays.
+    """Return the change to make now, or None while no change is worthwhile.
 
-    Where limits are not kept the way to where they are is the shortest, and then the one of least
-    waste. If no setting keeps them, waste decides alone, as in `choice.recommend`.
+    If a limit is broken, the change takes the shortest way to levels that keep all limits, and
+    among equal ways the one of least waste. If no setting keeps the limits, waste decides alone, as
+    in `choice.recommend`.
 
-    Hysteresis: waste must fall by a tenth of what depends on the setting, and by half a second per
-    hour; unless a limit is broken now and can be kept.
+    Hysteresis: a change must reduce the part of the waste that settings influence by a tenth, and
+    by half a second per hour, unless a limit is broken now and can be kept.
 
     Args:
-        now: Where the run is.
-        costs: As measured lately.
-        rates: As estimated.
-        limits: What must be kept.
-        tunes: Whether the interval, and whether the batch, may change.
+        now: Levels that the run uses.
+        costs: Costs as measured lately.
+        rates: Estimated failure rates.
+        limits: Limits to be kept.
+        tunes: Whether the interval may change, and whether the batch may change.
     """
     wide = _INTERVAL_STRIDE if tunes[0] else 0
     high = _BATCH_STRIDE if tunes[1] else 0
@@ -143,7 +145,7 @@ def move(
     breaks = goal.moves_from(now) > 0
     fixed = old.differentials + old.restarts + old.loads
     gain = old.total - new.total
-    # While training waits for the writer, which then no setting ends, what eases it is no flutter.
+    # While training waits for a writer that no setting relieves, any gain counts.
     is_much = gain > _LEAST_GAIN * (old.total - fixed) or old.backpressure > 0
     pays = is_much and 3600 * gain > _LEAST_SECONDS_PER_HOUR
     if not (pays or breaks):
@@ -167,12 +169,12 @@ def move(
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """Where limits are kept on the grid.
+    """Levels of the grid that keep the limits.
 
     Attributes:
-        intervals: By level of the batch: the first and the last level of the interval.
-        is_out_of_reach: Whether no setting keeps all limits: those of the interval then count for
-            nothing, and the batch is as small as it must be, or fixed.
+        intervals: Level of the batch -> first and last level of the interval.
+        is_out_of_reach: Whether no setting keeps all limits. Limits of the interval then count for
+            nothing, and the batch is as small as possible, or fixed.
     """
 
     intervals: Mapping[int, tuple[int, int]]
@@ -180,7 +182,7 @@ class _Goal:
 
     @classmethod
     def of(cls, now: Levels, costs: Costs, limits: Limits, tunes: tuple[bool, bool]) -> _Goal:
-        """The goal among what may change."""
+        """Return the goal among the levels that may change."""
         tunes_interval, tunes_batch = tunes
         lowest, highest = (0, INTERVAL_LEVELS - 1) if tunes_interval else (now.interval,) * 2
         most, _ = largest_batch(costs, limits)
@@ -194,13 +196,13 @@ class _Goal:
                 inside[batch] = max(first, lowest), min(last, highest)
             elif lowest <= last == first - 1 < highest:
                 beside[batch] = last, first
-        # Two limits may meet between two points of the grid: both are as near as it comes.
+        # If two limits meet between two points of the grid, both points are equally near.
         found = inside or beside
         is_out_of_reach = not found or not set(batches) <= set(fitting)
         return cls(found or dict.fromkeys(batches, (lowest, highest)), is_out_of_reach)
 
     def moves_from(self, levels: Levels) -> int:
-        """How many moves away it is; 0 if it is reached."""
+        """Return the number of moves to the goal; 0 at the goal."""
         return min(
             max(
                 -(-abs(levels.batch - batch) // _BATCH_STRIDE),
@@ -211,7 +213,7 @@ class _Goal:
 
 
 def _on_grid(allowed: Intervals) -> tuple[int, int]:
-    """First and last level within a range; the grid's last point stands for all beyond it."""
+    """Return the first and last level within a range; the last grid point stands for all beyond."""
     if allowed.low > MAX_INTERVAL:
         return INTERVAL_LEVELS, -1
     first = bisect_left(_INTERVALS, min(allowed.low, _INTERVALS[-1]))
@@ -219,7 +221,7 @@ def _on_grid(allowed: Intervals) -> tuple[int, int]:
 
 
 def _load(levels: Levels, costs: Costs, limits: Limits) -> str:
-    """How much of what is limited a setting takes."""
+    """Return in words how much of the limited resources a setting uses."""
     busy, sent = (share(costs, *_numbers(levels)) for share in (writer_share, store_share))
     found = f"the writer is {busy:.0%} busy"
     if costs.store_bytes_per_second:

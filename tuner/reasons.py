@@ -1,4 +1,4 @@
-"""Why a setting was chosen, in sentences that hold the figures it was chosen by."""
+"""Explain in sentences why a setting was chosen, with the figures behind the choice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lowdiff.tuner.units import readable_seconds
 
 
 def weighed(costs: Costs, rates: FailureRates, ideal: float) -> str:
-    """The formula of `best_interval`, and every number in it."""
+    """Return the formula of `best_interval` with every number in it."""
     fixed = fixed_recovery_seconds(costs)
     sign = "-" if fixed < 0 else ""
     return (
@@ -22,7 +22,7 @@ def weighed(costs: Costs, rates: FailureRates, ideal: float) -> str:
 
 
 def why_batch(costs: Costs, f: int, b: int, *, most: int, allowed_share: float) -> str:
-    """What a batch is chosen for; ``most`` is the largest that limits allow."""
+    """Explain the choice of a batch size; ``most`` is the largest that the limits allow."""
     busy = writer_share(costs, f, b)
     if busy > allowed_share + 1e-9:
         others = "" if most == 1 else ", and no larger batch would waste less"

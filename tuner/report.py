@@ -1,4 +1,4 @@
-"""One report for a run and for a plan: a plain value, which terminal, JSON and HTML show alike."""
+"""Make one report for a run or a plan: a plain value, which terminal, JSON and HTML show alike."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ from lowdiff.tuner.simulate import FailureModel, Simulated, simulate, trace_for
 from lowdiff.tuner.strategies import alternatives, lowdiff
 from lowdiff.tuner.units import readable_bytes, readable_seconds
 
-#: Of the heat map; a power of 2 apart, up to the largest that is ever chosen.
+#: Batch sizes of the heat map: powers of 2 up to the largest that is ever chosen.
 _BATCHES = tuple(1 << level for level in range(MAX_BATCH.bit_length()))
 _INTERVAL_CELLS = 25
-#: Failures in the simulated time: enough for three digits in a fraction of a second.
-_FAILURES, _REPLICAS = 400, 64
+#: Number of failures in the simulated time: enough for three digits in a fraction of a second.
+_FAILURES, _TRIALS = 400, 64
 _FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is reported on.
+    """Input of a report.
 
     Attributes:
-        title: The run, or what is planned.
-        costs: As measured or planned.
-        estimates: By cost: spread and source.
-        rates: Of failures.
-        limits: To be kept.
-        num_nodes: Machines that the ranks are on.
-        network_bytes_per_second: One rank's share of its node's, for Gemini's copies.
-        current: What the run uses; None for a plan.
+        title: The run, or the planned job.
+        costs: Costs, measured or planned.
+        estimates: Cost -> spread and source.
+        rates: Failure rates.
+        limits: Limits to be kept.
+        num_nodes: Machines of the ranks.
+        network_bytes_per_second: One rank's share of its node's bandwidth, for Gemini's copies.
+        current: Current setting of the run; None for a plan.
         failure_shape: Weibull shape of the simulated failures.
-        notes: Warnings that are known before anything is computed.
-        assumed_because: Why costs are assumed, where they are.
-        decisions: Of the online policy, oldest first.
+        known_warnings: Warnings that are known before anything is computed.
+        assumed_because: Reason why costs are assumed, if any are.
+        decisions: Decisions of the online policy, oldest first.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Question:
     network_bytes_per_second: float
     current: Setting | None = None
     failure_shape: float = 1.0
-    notes: tuple[str, ...] = ()
+    known_warnings: tuple[str, ...] = ()
     assumed_because: str = "never measured"
     decisions: Sequence[Mapping[str, Any]] = ()
 
@@ -94,13 +94,14 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What happens if one assumption is off.
+    """Effect of one wrong assumption.
 
     Attributes:
         what: The assumption.
-        factors: By which it is multiplied.
+        factors: Factors that the assumption is multiplied by.
         kept: Wasted seconds per hour with the setting recommended now.
-        retuned: With the one that would be recommended then; the difference is what tuning is worth.
+        retuned: Wasted seconds per hour with the setting recommended then. The difference is the
+            gain of tuning.
     """
 
     what: str
@@ -111,17 +112,17 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The answer.
+    """Answer to a question.
 
     Attributes:
         effective: Effective training time ratio of the recommended setting, in closed form.
-        current_waste: Of the current setting; None without one.
+        current_waste: Waste of the current setting; None without a current setting.
         published: The published model's choice in this framework's units.
-        published_waste: Of lowdiff with that setting; LowDiff as published is among `simulated`.
-        simulated: The recommended setting first, then what else users know, best first.
-        bytes_per_day: Written by all ranks.
-        stored_bytes: Most that the run holds.
-        warnings: In plain words.
+        published_waste: Waste of lowdiff with that setting; LowDiff as published is in `simulated`.
+        simulated: The recommended setting first, then the alternatives, best first.
+        bytes_per_day: Bytes that all ranks write in a day.
+        stored_bytes: Most bytes that the run folder holds.
+        warnings: Warnings in plain words.
     """
 
     question: Question
@@ -138,7 +139,7 @@ class Report:
     warnings: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """As JSON content; durations in seconds, sizes in bytes, shares from 0 to 1."""
+        """Return JSON content; durations in seconds, sizes in bytes, shares from 0 to 1."""
         question, setting = self.question, self.choice.setting
         return {
             "title": question.title,
@@ -161,7 +162,7 @@ class Report:
             "strategies": [
                 {
                     "name": found.strategy.name,
-                    "note": found.strategy.note,
+                    "note": found.strategy.detail,
                     "effective_share": found.effective_share,
                     "standard_error": found.standard_error,
                     "lost_steps": found.lost_steps,
@@ -177,7 +178,7 @@ class Report:
 
 
 def _rate(rate: Rate) -> dict[str, float | None]:
-    """JSON has no infinity: a kind that never happens has no mean."""
+    """Return a rate as JSON; a kind that never happens has no mean, as JSON has no infinity."""
     return {name: value if value < 1e300 else None for name, value in asdict(rate).items()}
 
 
@@ -210,15 +211,14 @@ def make_report(question: Question, *, seed: int = 0) -> Report:
 
 
 def _numbers(setting: Setting) -> tuple[int, int]:
-    """``f`` and ``b``."""
+    """Return ``f`` and ``b``."""
     return setting.snapshot_every, setting.batch_size
 
 
 def _heat_map(question: Question, shown: Sequence[Setting]) -> HeatMap:
-    """Wide enough for every setting that is marked.
+    """Compute a heat map that is wide enough for every marked setting.
 
-    A batch beyond ``MAX_BATCH``, which the published model or a user may choose, is marked in the
-    last row.
+    The published model or a user may choose a batch beyond ``MAX_BATCH``; the last row marks it.
     """
     points = [setting.snapshot_every for setting in shown]
     low, high = max(1, min(points) // 6), max(points) * 6
@@ -249,8 +249,8 @@ def _heat_map(question: Question, shown: Sequence[Setting]) -> HeatMap:
 def _sensitivities(question: Question, setting: Setting) -> tuple[Sensitivity, ...]:
     costs, rates = question.costs, question.rates
     load = question.estimates.get("load_seconds")
-    # A load time that nobody measured was derived from the write bandwidth, so it changes with it.
-    # One that was measured is of reading, which need not be as much faster.
+    # A load time that was not measured is derived from the write bandwidth and changes with it. A
+    # measured load time is that of reading, which need not become faster by the same factor.
     load_is_derived = load is not None and load.source != "measured"
 
     def scaled(rate: Rate, x: float) -> Rate:
@@ -298,14 +298,14 @@ def _sensitivity(
 
 
 def _compare(question: Question, setting: Setting, seed: int) -> tuple[Simulated, ...]:
-    """All strategies under one trace of failures."""
+    """Simulate all strategies under one trace of failures."""
     costs, rates = question.costs, question.rates
     if rates.total.mtbf_seconds > 1e12:
         return ()
     model = replace(FailureModel.of(rates), shape=question.failure_shape)
     horizon = _FAILURES * rates.total.mtbf_seconds
     rng = np.random.default_rng(seed)
-    trace = trace_for(model, horizon_seconds=horizon, replicas=_REPLICAS, rng=rng)
+    trace = trace_for(model, horizon_seconds=horizon, trials=_TRIALS, rng=rng)
     found = [
         simulate(strategy, trace, useful_step_seconds=costs.step_seconds, horizon_seconds=horizon)
         for strategy in (
@@ -323,15 +323,15 @@ def _compare(question: Question, setting: Setting, seed: int) -> tuple[Simulated
 
 
 def _better(simulated: Sequence[Simulated]) -> list[str]:
-    """Name the best other strategy, if it wastes less by more than the simulation's error."""
+    """Name the best alternative, if it wastes less by more than the simulation's error."""
     if not simulated:
         return []
-    own, best = simulated[:2]  # the others are in order
+    own, best = simulated[:2]  # alternatives follow, best first
     gain = best.effective_share - own.effective_share
     if gain <= 2 * (own.standard_error + best.standard_error):
         return []
-    note = f" ({best.strategy.note})" if best.strategy.note else ""
-    name = f"{best.strategy.name}{note}"
+    detail = f" ({best.strategy.detail})" if best.strategy.detail else ""
+    name = f"{best.strategy.name}{detail}"
     shares = f"{best.effective_share:.2%} of the time would be training, {own.effective_share:.2%}"
     return [f"{name} would waste less here: {shares} with lowdiff at its best setting"]
 
@@ -339,7 +339,7 @@ def _better(simulated: Sequence[Simulated]) -> list[str]:
 def _warnings(question: Question, choice: Choice) -> list[str]:
     costs, rates = question.costs, question.rates
     f, b = choice.setting.snapshot_every, choice.setting.batch_size
-    found = [*question.notes, *choice.broken]
+    found = [*question.known_warnings, *choice.broken]
     loop = costs.step_seconds + costs.differential_seconds
     if costs.encode_seconds > 0.7 * loop:
         found.append(
@@ -367,7 +367,7 @@ def _warnings(question: Question, choice: Choice) -> list[str]:
     if rates.total.failures == 0 and now is not None:
         found.append(
             f"no failure was seen yet: {readable_seconds(rates.total.mtbf_seconds)} between "
-            "failures is what was given or assumed"
+            "failures is stated or assumed"
         )
     elif rates.total.high_seconds > 4 * rates.total.low_seconds:
         found.append(

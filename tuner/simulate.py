@@ -1,9 +1,9 @@
-"""Monte-Carlo of training under failures, one event per failure, all replicas at once.
+"""Monte-Carlo simulation of training under failures: one event per failure, all trials at once.
 
-Time between failures is drawn beforehand as a trace, so strategies and settings are compared under
-the same failures. A step in flight is lost by any failure; a failure during a recovery begins it
-anew. Many steps lie between failures, so nothing is done per step: a loop of ``interval`` steps and
-a stall is periodic, and where in it a failure falls is arithmetic.
+Times between failures are drawn beforehand as a trace, so that strategies and settings meet the
+same failures. A failure loses the step in flight; a failure during a recovery restarts the
+recovery. Many steps lie between failures, so the simulation does nothing per step: a loop of
+``interval`` steps and one stall is periodic, and arithmetic finds a failure's place in the loop.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class FailureModel:
-    """How failures come.
+    """Distribution of failures.
 
     Attributes:
-        mtbf_seconds: Mean time between them.
-        node_share: Share that lose a node.
+        mtbf_seconds: Mean time between failures.
+        node_share: Share of failures that lose a node.
         group_share: Share of those that take several nodes at once.
-        shape: Of the Weibull distribution of the times: 1 is exponential; below it failures
+        shape: Shape of the Weibull distribution of times: 1 is exponential; below 1 failures
             cluster, as after a repair that did not help (about 0.7 on large clusters).
     """
 
@@ -48,18 +48,18 @@ class FailureModel:
 
     @classmethod
     def of(cls, rates: FailureRates, *, group_share: float = 0.05) -> FailureModel:
-        """Exponential failures at estimated rates."""
+        """Return exponential failures at estimated rates."""
         total = rates.total.mtbf_seconds
         return cls(total, min(1.0, total / rates.node.mtbf_seconds), group_share)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Failures of several replicas of a run.
+    """Failures of several trials of a run.
 
     Attributes:
-        gaps: Seconds between failures, [replicas, failures].
-        kinds: 0 process, 1 node, 2 several nodes; [replicas, failures].
+        gaps: Seconds between failures, [trials, failures].
+        kinds: 0 process, 1 node, 2 several nodes; [trials, failures].
     """
 
     gaps: Array
@@ -67,10 +67,10 @@ class Trace:
 
 
 def draw_trace(
-    model: FailureModel, *, failures: int, replicas: int, rng: np.random.Generator
+    model: FailureModel, *, failures: int, trials: int, rng: np.random.Generator
 ) -> Trace:
-    """Draw so many failures for each replica."""
-    size = (replicas, failures)
+    """Draw a number of failures for each trial."""
+    size = (trials, failures)
     gaps = rng.weibull(model.shape, size) * (model.mtbf_seconds / math.gamma(1 + 1 / model.shape))
     node = rng.random(size) < model.node_share
     group = rng.random(size) < model.group_share
@@ -78,27 +78,27 @@ def draw_trace(
 
 
 def trace_for(
-    model: FailureModel, *, horizon_seconds: float, replicas: int, rng: np.random.Generator
+    model: FailureModel, *, horizon_seconds: float, trials: int, rng: np.random.Generator
 ) -> Trace:
-    """A trace that reaches the horizon in every replica: mean plus ten standard deviations."""
+    """Draw a trace that reaches the horizon in every trial: mean plus ten standard deviations."""
     mean = horizon_seconds / model.mtbf_seconds
     second = math.gamma(1 + 2 / model.shape) / math.gamma(1 + 1 / model.shape) ** 2
     failures = math.ceil(mean + 10 * math.sqrt(mean * max(1.0, second - 1)) + 20)
-    return draw_trace(model, failures=failures, replicas=replicas, rng=rng)
+    return draw_trace(model, failures=failures, trials=trials, rng=rng)
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A strategy's outcome; shares are of wall time, means over replicas.
+    """Outcome of one strategy; shares are of wall time, means over trials.
 
     Attributes:
         effective_share: Useful training time over wall time.
-        standard_error: Of its mean; 0 with one replica.
+        standard_error: Standard error of ``effective_share``; 0 with one trial.
         stalls: Share spent on saving.
         recovering: Share spent on restarts, loading and replay.
         lost: Share spent on steps that a failure took.
-        failures: Failures per replica.
-        lost_steps: Steps taken by a failure, mean.
+        failures: Failures per trial.
+        lost_steps: Mean number of steps that a failure takes.
     """
 
     strategy: Strategy
@@ -112,7 +112,7 @@ class Simulated:
 
     @property
     def waste(self) -> float:
-        """Wasted seconds per second of useful training; inf without progress."""
+        """Return wasted seconds per second of useful training; inf without progress."""
         return 1 / self.effective_share - 1 if self.effective_share else math.inf
 
 
@@ -123,10 +123,10 @@ def simulate(
     useful_step_seconds: float,
     horizon_seconds: float | None = None,
 ) -> Simulated:
-    """Run a strategy through a trace until the horizon; None: until the trace's last failure."""
-    replicas, failures = trace.gaps.shape
-    ends = np.full(replicas, math.inf if horizon_seconds is None else horizon_seconds)
-    clock, steps, wait, recovering, lost, seen = (np.zeros(replicas) for _ in range(6))
+    """Simulate a strategy under a trace until the horizon; None: until the trace's last failure."""
+    trials, failures = trace.gaps.shape
+    ends = np.full(trials, math.inf if horizon_seconds is None else horizon_seconds)
+    clock, steps, wait, recovering, lost, seen = (np.zeros(trials) for _ in range(6))
     for event in range(failures):
         gap = np.minimum(trace.gaps[:, event], ends - clock)
         if not gap.any():
@@ -140,7 +140,7 @@ def simulate(
         )
         lost += np.where(is_failure, reached - restored, 0.0)
         seen += is_failure
-        # Nothing was gained before a failure that came during a recovery: it begins anew.
+        # A recovery that a failure interrupts gains nothing and begins anew.
         wait = np.where(is_failure, next_wait, np.maximum(wait - gap, 0.0))
         steps = np.where(is_failure, restored, reached)
         clock += gap
@@ -153,7 +153,7 @@ def simulate(
     return Simulated(
         strategy=strategy,
         effective_share=float(useful.mean()),
-        standard_error=float(useful.std(ddof=1) / math.sqrt(replicas)) if replicas > 1 else 0.0,
+        standard_error=float(useful.std(ddof=1) / math.sqrt(trials)) if trials > 1 else 0.0,
         stalls=max(0.0, float((1 - useful - lost_share - recovery_share).mean())),
         recovering=float(recovery_share.mean()),
         lost=float(lost_share.mean()),
@@ -163,12 +163,12 @@ def simulate(
 
 
 def _advance(strategy: Strategy, steps: Array, running: Array) -> Array:
-    """Steps done after running on for some seconds, the one in flight by its finished part."""
+    """Return the steps done after some more seconds; the step in flight counts by its finished part."""
     interval, one = strategy.interval_steps, strategy.step_seconds
     if math.isinf(interval):
         return np.asarray(steps + running / one)
     cycle = interval * one + strategy.stall_seconds
-    # A stall ends a cycle, so a state on the boundary begins the next one.
+    # A stall ends a cycle, so a state on the boundary begins the next cycle.
     phase = np.mod(steps, interval)
     position = phase * one + running
     cycles = np.floor(position / cycle)
@@ -183,7 +183,7 @@ def _after_failure(
     start: Array,
     reached: Array,
 ) -> tuple[Array, Array]:
-    """Step that each replica goes back to, and the time until it goes on from there."""
+    """Return the step to which each trial goes back, and the time until training goes on."""
     restored, wait = np.empty_like(start), np.empty_like(start)
     for kind, recovery in enumerate((strategy.process, strategy.node, strategy.group)):
         chosen = kinds == kind
@@ -195,7 +195,7 @@ def _after_failure(
 
 
 def _saved(strategy: Strategy, recovery: Recovery, start: Array, reached: Array) -> Array:
-    """Newest step that survives."""
+    """Return the newest step that survives."""
     if math.isinf(recovery.grain_steps):
         return np.zeros_like(reached)
     lag, grain = recovery.lag_seconds / strategy.loop_seconds, recovery.grain_steps

@@ -1,4 +1,4 @@
-"""Ways to save a training run, as the simulator sees them: what a step costs, what a failure takes.
+"""Ways to save a training run, as the simulator models them: cost of a step, loss by a failure.
 
 References: Young, CACM 17 (1974) and Daly, FGCS 22 (2006) for the interval of periodic snapshots;
 CheckFreq (Mohan et al., FAST 2021); Gemini (Wang et al., SOSP 2023); just-in-time checkpointing
@@ -20,24 +20,25 @@ from lowdiff.tuner.costs import (
 from lowdiff.tuner.failures import FailureRates
 from lowdiff.tuner.paper import published_choice
 
-#: What CheckFreq's tuner lets checkpoints cost, as in its paper.
+#: Overhead that CheckFreq's tuner allows for checkpoints, as in its paper.
 _CHECKFREQ_BUDGET = 0.035
-#: How often Gemini and just-in-time also save to storage, for failures that take all copies.
+#: Interval at which Gemini and just-in-time also save to storage, for failures that take all
+#: copies.
 _FALLBACK_SECONDS = 3 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What remains after a failure of one kind.
+    """Recovery after a failure of one kind.
 
     Attributes:
-        grain_steps: A save happens every so many steps; inf: nothing is ever saved.
-        lag_seconds: So much later it can be used.
-        fixed_seconds: From the failure to the beginning of replay.
-        base_steps: Replay starts from a snapshot, which comes every so many steps.
-        base_lag_seconds: So much later that can be used.
-        replay_seconds: Per step from the snapshot to the newest save.
-        start_is_safe: Whether what a restart began with survives this kind, too.
+        grain_steps: Steps between two saves; inf: nothing is ever saved.
+        lag_seconds: Time from a save until it can be used.
+        fixed_seconds: Time from the failure to the beginning of replay.
+        base_steps: Steps between two snapshots; replay starts from a snapshot.
+        base_lag_seconds: Time from a snapshot until it can be used.
+        replay_seconds: Replay time per step from the snapshot to the newest save.
+        start_is_safe: Whether the state that a restart began with also survives this kind.
     """
 
     grain_steps: float
@@ -54,18 +55,18 @@ class Strategy:
     """One way to save a run.
 
     Attributes:
-        name: For people.
-        note: What was chosen for it, for people.
-        step_seconds: One step, with what saving adds to each.
-        stall_seconds: What training waits for every ``interval_steps``.
-        interval_steps: Steps between such stalls; inf for none.
-        process: After a crash of processes only.
-        node: After the loss of a node.
-        group: After the loss of several nodes at once, and all copies of something on them.
+        name: Name for people.
+        detail: Chosen settings, for people.
+        step_seconds: One step, including what saving adds to each step.
+        stall_seconds: Time that training waits for every ``interval_steps``.
+        interval_steps: Steps between two stalls; inf for none.
+        process: Recovery after a crash of processes only.
+        node: Recovery after the loss of a node.
+        group: Recovery after the loss of several nodes, with all copies of some data.
     """
 
     name: str
-    note: str
+    detail: str
     step_seconds: float
     stall_seconds: float
     interval_steps: float
@@ -75,12 +76,12 @@ class Strategy:
 
     @property
     def loop_seconds(self) -> float:
-        """One step with its share of the stalls."""
+        """Return the time of one step with its share of the stalls."""
         return self.step_seconds + self.stall_seconds / self.interval_steps
 
 
 def lowdiff(costs: Costs, setting: Setting, name: str = "lowdiff") -> Strategy:
-    """This framework: staging survives a crash, batches are durable, replay from the snapshot."""
+    """Model lowdiff: staging survives a crash, batches are durable, replay starts at a snapshot."""
     f, b = setting.snapshot_every, setting.batch_size
     loop = loop_seconds(costs, f, b)
     process = Recovery(
@@ -94,7 +95,7 @@ def lowdiff(costs: Costs, setting: Setting, name: str = "lowdiff") -> Strategy:
     node = replace(process, grain_steps=b, lag_seconds=batch_seconds(costs, b))
     return Strategy(
         name=name,
-        note=f"f = {f:,}, b = {b}",
+        detail=f"f = {f:,}, b = {b}",
         step_seconds=max(costs.step_seconds, loop - costs.snapshot_seconds / f),
         stall_seconds=costs.snapshot_seconds,
         interval_steps=f,
@@ -105,64 +106,64 @@ def lowdiff(costs: Costs, setting: Setting, name: str = "lowdiff") -> Strategy:
 
 
 def no_checkpoints(costs: Costs) -> Strategy:
-    """Every failure starts from the beginning."""
+    """Model training without checkpoints: every failure restarts from the beginning."""
     nothing = Recovery(math.inf, 0.0, costs.restart_seconds)
     return Strategy("no checkpoints", "", costs.step_seconds, 0.0, math.inf, *(nothing,) * 3)
 
 
 def periodic_full(costs: Costs, rates: FailureRates) -> Strategy:
-    """Training stops while all of the state is written; every Young/Daly interval."""
+    """Model full snapshots at the Young/Daly interval; training stops while the state is written."""
     write = _write_seconds(costs) + costs.snapshot_seconds
     interval = _young_daly(write, rates.total.mtbf_seconds, costs.step_seconds)
     saved = Recovery(interval, 0.0, costs.restart_seconds + costs.load_seconds)
-    note = _every(interval)
-    return Strategy("periodic full", note, costs.step_seconds, write, interval, *(saved,) * 3)
+    detail = _every(interval)
+    return Strategy("periodic full", detail, costs.step_seconds, write, interval, *(saved,) * 3)
 
 
 def checkfreq(costs: Costs) -> Strategy:
-    """Copied while training waits, persisted while it goes on, as often as 3.5 % overhead allow."""
+    """Model CheckFreq: training waits for a copy only, as often as 3.5 % overhead allow."""
     budget = costs.snapshot_seconds / (_CHECKFREQ_BUDGET * costs.step_seconds)
     interval = max(1, math.ceil(max(budget, _write_seconds(costs) / costs.step_seconds)))
     saved = Recovery(interval, _write_seconds(costs), costs.restart_seconds + costs.load_seconds)
-    note = _every(interval)
+    detail = _every(interval)
     return Strategy(
-        "CheckFreq", note, costs.step_seconds, costs.snapshot_seconds, interval, *(saved,) * 3
+        "CheckFreq", detail, costs.step_seconds, costs.snapshot_seconds, interval, *(saved,) * 3
     )
 
 
 def gemini(costs: Costs, network_bytes_per_second: float) -> Strategy:
-    """A full copy in the memory of peers, as often as the network takes it; storage as a fallback.
+    """Model Gemini: a full copy in peers' memory as often as the network allows, plus storage.
 
-    Its traffic hides in idle network time, so it costs training only the copy's share that is
-    local: none here, to its favour.
+    Its traffic hides in idle network time. Its training cost is only the local part of the copy,
+    which is taken as zero, to Gemini's advantage.
     """
     send = costs.snapshot_bytes / network_bytes_per_second
     every = max(1, math.ceil(send / costs.step_seconds))
     load = costs.restart_seconds + send
     peers = Recovery(every, send, load)
-    note = f"{_every(every)} to a peer, every 3 h to storage"
+    detail = f"{_every(every)} to a peer, every 3 h to storage"
     return Strategy(
-        "Gemini", note, costs.step_seconds, 0.0, math.inf, peers, peers, _fallback(costs)
+        "Gemini", detail, costs.step_seconds, 0.0, math.inf, peers, peers, _fallback(costs)
     )
 
 
 def just_in_time(costs: Costs, *, num_nodes: int) -> Strategy:
-    """Nothing while all is well; surviving replicas save after a failure; storage as a fallback."""
+    """Model just-in-time: surviving replica ranks save after a failure; storage is the fallback."""
     save = costs.restart_seconds + _write_seconds(costs) + costs.load_seconds
     survivors, storage = Recovery(1, 0.0, save), _fallback(costs)
-    # Of ranks that are all on one node none outlives it.
+    # If all ranks are on one node, no rank outlives the node.
     node = survivors if num_nodes > 1 else storage
-    note = "on failure, every 3 h to storage"
+    detail = "on failure, every 3 h to storage"
     return Strategy(
-        "just-in-time", note, costs.step_seconds, 0.0, math.inf, survivors, node, storage
+        "just-in-time", detail, costs.step_seconds, 0.0, math.inf, survivors, node, storage
     )
 
 
 def published_lowdiff(costs: Costs, rates: FailureRates) -> Strategy:
-    """LowDiff as published: batches are in the trainer's memory, so a crash takes them, too.
+    """Model LowDiff as published: batches are in the trainer's memory, so a crash loses them, too.
 
-    A batch is merged into one update, so replay is ``b`` times as fast, but not exact for any
-    optimizer with state.
+    A batch is merged into one update. Replay is therefore ``b`` times as fast, but it is not exact
+    for an optimizer with state.
     """
     f, b = published_choice(costs, rates)
     saved = Recovery(
@@ -183,13 +184,13 @@ def published_lowdiff(costs: Costs, rates: FailureRates) -> Strategy:
 def alternatives(
     costs: Costs, rates: FailureRates, *, num_nodes: int, network_bytes_per_second: float
 ) -> tuple[Strategy, ...]:
-    """What users would otherwise choose. None of it saves error feedback, so none is charged for it.
+    """Return the usual alternatives, without costs for error feedback, which none of them saves.
 
     Args:
-        costs: Of the job.
-        rates: Of its failures.
-        num_nodes: Machines that its ranks are on.
-        network_bytes_per_second: One rank's share of its node's.
+        costs: Costs of the job.
+        rates: Failure rates of the job.
+        num_nodes: Machines of the job's ranks.
+        network_bytes_per_second: One rank's share of its node's bandwidth.
     """
     costs = without_residual(costs)
     found = [
@@ -198,10 +199,10 @@ def alternatives(
         periodic_full(costs, rates),
         no_checkpoints(costs),
     ]
-    # A rank that is alone has no replica, so nobody survives its crash.
+    # A single rank has no other rank with equal parameters that could survive its crash.
     if costs.world_size > 1:
         found.append(just_in_time(costs, num_nodes=num_nodes))
-    # Gemini's copies are for the loss of a node: on the same node a peer's memory is lost with it.
+    # Gemini's copies protect against the loss of a node; a peer on the same node is lost with it.
     if num_nodes > 1:
         found.append(gemini(costs, network_bytes_per_second))
     return tuple(found)
@@ -214,12 +215,12 @@ def _fallback(costs: Costs) -> Recovery:
 
 
 def _write_seconds(costs: Costs) -> float:
-    """A whole snapshot, one rank's share, durably."""
+    """Return the time to write one rank's share of a whole snapshot durably."""
     return costs.write_latency_seconds + costs.snapshot_bytes / costs.write_bytes_per_second
 
 
 def _young_daly(write_seconds: float, mtbf_seconds: float, step_seconds: float) -> int:
-    """``sqrt(2 C M)`` (Young) less ``C`` (Daly), in steps, at least one."""
+    """Return ``sqrt(2 C M)`` (Young) less ``C`` (Daly), in steps, at least one."""
     if math.isinf(mtbf_seconds):
         return 1_000_000
     interval = math.sqrt(2 * write_seconds * mtbf_seconds) - write_seconds

@@ -1,4 +1,4 @@
-"""Durations, sizes and rates as people write them: ``4h``, ``90 min``, ``80GB``, ``2GB/s``, ``7e9``."""
+"""Parse durations, sizes and rates: ``4h``, ``90 min``, ``80GB``, ``2GB/s``, ``7e9``."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _BYTES: Mapping[str, float] = {
     **{f"{prefix}b": 1000.0**power for power, prefix in enumerate("kmgtp", 1)},
     **{f"{prefix}ib": 1024.0**power for power, prefix in enumerate("kmgtp", 1)},
 }
-#: Of a size, a number without a unit counts bytes, as it does in JSON and in Python.
+#: Unit of a size -> bytes. A number without a unit counts bytes, as in JSON and Python.
 _SIZES: Mapping[str, float] = {"": 1.0, **_BYTES}
 _COUNTS: Mapping[str, float] = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-#: What anybody can mean. Beyond, figures of a report would leave the range of numbers.
+#: Plausible values. Beyond them, figures of a report would leave the range of numbers.
 _DURATIONS = (1e-9, 1000 * 365.25 * 86400.0)
 _AMOUNTS = (1.0, 1e21)
-#: Unit, its seconds, and from how many of it on it is used.
+#: Unit, its seconds, and the number of this unit from which on it is used.
 _READABLE = (
     ("d", 86400.0, 2),
     ("h", 3600.0, 1),
@@ -42,30 +42,30 @@ _QUANTITY = re.compile(r"\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*([a-z]*)\s*", re.I
 
 
 def seconds(text: str) -> float:
-    """Seconds of a duration such as ``4h``, ``90min`` or ``1.5 d``.
+    """Return the seconds of a duration such as ``4h``, ``90min`` or ``1.5 d``.
 
     Raises:
-        ConfigError: If it is no positive duration, has no unit, or is beyond all reason.
+        ConfigError: If the text is no positive duration, has no unit, or is out of range.
     """
     value = _positive(text, _SECONDS, "a duration", "30s, 90min, 4h or 2d")
     return _plausible(text, value, _DURATIONS, "duration", "1 ns to 1000 years")
 
 
 def num_bytes(text: str) -> float:
-    """Bytes of a size such as ``80GB`` (1000s), ``64GiB`` (1024s) or ``80000000000``.
+    """Return the bytes of a size such as ``80GB`` (1000s), ``64GiB`` (1024s) or ``80000000000``.
 
     Raises:
-        ConfigError: If it is no positive size, or is beyond all reason.
+        ConfigError: If the text is no positive size, or is out of range.
     """
     value = _positive(text, _SIZES, "a size", "500MB, 80GB or 64GiB")
     return _plausible(text, value, _AMOUNTS, "size", "1 B to 1e21 B")
 
 
 def bytes_per_second(text: str) -> float:
-    """Bytes per second of a rate such as ``2GB/s``.
+    """Return the bytes per second of a rate such as ``2GB/s``.
 
     Raises:
-        ConfigError: If it is no positive rate, has no unit, or is beyond all reason.
+        ConfigError: If the text is no positive rate, has no unit, or is out of range.
     """
     size, slash, per = text.partition("/")
     if slash and per.strip().lower() in _SECONDS:
@@ -76,10 +76,10 @@ def bytes_per_second(text: str) -> float:
 
 
 def count(text: str) -> float:
-    """A number such as ``7e9``, ``7B`` or ``350M``.
+    """Return a number such as ``7e9``, ``7B`` or ``350M``.
 
     Raises:
-        ConfigError: If it is no positive number, or is beyond all reason.
+        ConfigError: If the text is no positive number, or is out of range.
     """
     value = _positive(text, _COUNTS, "a number", "7e9, 7B or 350M")
     return _plausible(text, value, _AMOUNTS, "number", "1 to 1e21")
@@ -108,7 +108,7 @@ def _plausible(
 
 
 def readable_seconds(value: float) -> str:
-    """A duration in its natural unit, three digits."""
+    """Format a duration in its natural unit with three digits."""
     if math.isinf(value):
         return "never"
     for unit, size, least in _READABLE:
@@ -118,7 +118,7 @@ def readable_seconds(value: float) -> str:
 
 
 def readable_bytes(value: float) -> str:
-    """A size in its natural unit of 1000s, three digits."""
+    """Format a size in its natural unit of 1000s with three digits."""
     for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{_short(value / size)} {unit}"

@@ -46,7 +46,7 @@ from lowdiff.persistence.retention.collect import retention_locked
 from lowdiff.persistence.run.catalog import Catalog, scan
 from lowdiff.persistence.run.fences import new_life, refuse_strange_entries, write_fence
 from lowdiff.persistence.run.frozen_parameters import write_constants
-from lowdiff.persistence.run.journal import note_policy
+from lowdiff.persistence.run.journal import write_policy
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import has_replica
@@ -277,7 +277,7 @@ def _fenced(
     )
     with ranks.together():  # nobody stages before every rank's fence is durable
         write_fence(settings.folder, fence)
-        note_policy(settings.folder, catalog.run_id, settings.retention)
+        write_policy(settings.folder, catalog.run_id, settings.retention)
     return fence
 
 

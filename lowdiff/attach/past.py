@@ -19,12 +19,12 @@ from lowdiff.persistence.run.fences import read_fence
 from lowdiff.persistence.staging.measurements import (
     Measurements,
     gather_measurements,
-    read_lives,
+    read_all_measurements,
     write_measurements,
 )
 from lowdiff.settings import Settings
 from lowdiff.tuner.choice import Setting
-from lowdiff.tuner.measured import Life, Past, number
+from lowdiff.tuner.measured import MeasuredIncarnation, Past, number
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def past_of(settings: Settings, ranks: Ranks, run_id: str, stages: Sequence[Stag
     """Read the history and agree on why the last life ended; on all ranks together."""
     with ranks.together():
         _keep_what_died(settings.folder, run_id, ranks.rank, stages)
-        lives = read_lives(settings.folder, run_id, ranks.rank)
+        lives = read_all_measurements(settings.folder, run_id, ranks.rank)
         newest = max((number for number, *_ in settings.folder.fences()), default=None)
         mine = _ending(lives, newest, ranks.rank, stages)
     worst = min(ranks.gather(mine), key=_ENDINGS.index)
@@ -60,14 +60,16 @@ def past_of(settings: Settings, ranks: Ranks, run_id: str, stages: Sequence[Stag
     used = [number(last, "snapshot_every"), number(last, "batch_size")]
     every, batch = ranks.gather(used)[0]
     setting = Setting(round(every), round(batch)) if every >= 1 and batch >= 1 else None
-    return Past(tuple(Life(m.incarnation, m.samples, m.facts) for m in lives), facts, setting)
+    return Past(
+        tuple(MeasuredIncarnation(m.incarnation, m.samples, m.facts) for m in lives), facts, setting
+    )
 
 
 def _keep_what_died(
     folder: RunFolder, run_id: str, rank: int, stages: Sequence[StagingFolder]
 ) -> None:
     """Keep the pages of a life whose writer died as well, as it would have done at its end."""
-    kept = {life.incarnation: life.ended for life in read_lives(folder, run_id, rank)}
+    kept = {life.incarnation: life.ended for life in read_all_measurements(folder, run_id, rank)}
     for stage in stages:
         fence = folder.fence(stage.incarnation, rank)
         if stage.rank == rank and not kept.get(stage.incarnation) and fence.is_file():

@@ -1,4 +1,4 @@
-"""The ``lowdiff`` command. Torch is imported only by the commands that need it."""
+"""The ``lowdiff`` command. Only the commands that need torch import it."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def _lowdiff(
         Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Differential checkpoints for PyTorch: every step saved, any step back.
+    """Differential checkpoints for PyTorch: save every step, go back to any step.
 
-    A training script writes checkpoints with lowdiff.Checkpointer; these commands look at the
-    run folders it leaves, prove that they are whole, and get states out of them.
+    A training script writes checkpoints with lowdiff.Checkpointer. These commands inspect the run
+    folders, prove that they are whole, and get states out of them.
     """
 
 
@@ -80,14 +80,14 @@ def demo(
     steps: Annotated[int, Option(metavar="N", help="Steps of each run.")] = 60,
     workers: Annotated[int, Option(metavar="N", help="Training processes.")] = 2,
     seed: Annotated[
-        int | None, Option(metavar="N", help="Of training and kill; default: random.")
+        int | None, Option(metavar="N", help="Seed of training and kill; default: random.")
     ] = None,
 ) -> None:
     """Train a small GPT, kill it, resume it, and compare every bit.
 
-    One run goes through undisturbed. Another is killed with SIGKILL at a random step and started
-    again. Then losses, parameters, optimizer state and generators of the two are compared, and the
-    time of a step with that after lowdiff was detached. Staging lies in the output
+    One run is trained without interruption. Another is killed with SIGKILL at a random step and
+    started again. The demo compares losses, parameters, optimizer state and random generators of
+    both runs, and the time of a step with and without lowdiff. Staging lies in the output
     folder, because /dev/shm is small in many containers. Takes about two minutes on two cores;
     exit code 1 if a step was lost or a bit differs.
     """

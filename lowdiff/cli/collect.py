@@ -1,4 +1,4 @@
-"""What ``lowdiff gc`` does and says. Loads no torch."""
+"""Work and output of ``lowdiff gc``. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lowdiff.persistence.retention.collect import (
 from lowdiff.persistence.retention.plan import CollectionPlan, is_valid, plan_collection
 from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.run.journal import Pin, check_pinned, read_notes, read_pins, remove_pin
+from lowdiff.persistence.run.journal import Pin, check_pinned, read_journal, read_pins, remove_pin
 from lowdiff.types import Retention
 
 _LOCK_SECONDS = 30.0
@@ -32,22 +32,22 @@ _LOCK_SECONDS = 30.0
 def collect_run(
     run: Path, changes: dict[str, Any], unpin: list[str], dry_run: bool, as_json: bool
 ) -> None:
-    """Remove what a run's policy, with some parts replaced, no longer keeps.
+    """Remove the files that a run's policy, with some changes, does not keep.
 
     Args:
         run: The run folder.
         changes: Fields of `Retention` -> values that replace the trainer's.
         unpin: Labels of pins to remove first.
-        dry_run: Only say what would go.
-        as_json: Whether to say it as JSON.
+        dry_run: Whether to print only what would be removed.
+        as_json: Whether to print JSON.
 
     Raises:
-        ConfigError: If nothing says what to keep, or a label pins nothing.
-        RunInUse: If somebody else holds the run's retention lock.
+        ConfigError: If neither options nor trainer name a policy, or if a label has no pin.
+        RunInUse: If another process holds the run's retention lock.
     """
     folder = RunFolder(run)
     run_id = read_run_id(folder)
-    _policy(folder, run_id, changes, unpin)  # refused before minutes are spent on checksums
+    _policy(folder, run_id, changes, unpin)  # raises before minutes are spent on checksums
     checked = check_snapshots(folder, run_id)
     with _locked(folder, dry_run):
         inventory = take_inventory(folder, run_id, checked=checked)
@@ -84,16 +84,16 @@ def collect_run(
 def _policy(
     folder: RunFolder, run_id: str, changes: dict[str, Any], unpin: list[str]
 ) -> Retention | None:
-    """The trainer's policy with the changes; None to remove nothing, only pins.
+    """Return the trainer's policy with the changes; None to remove only pins.
 
     Raises:
-        ConfigError: If nothing says what to keep, or a label pins nothing.
+        ConfigError: If neither options nor trainer name a policy, or if a label has no pin.
     """
     for label in unpin:
         check_pinned(folder, label)
-    recorded = read_notes(folder, run_id).policy
+    recorded = read_journal(folder, run_id).policy
     if changes:
-        # A limit of bytes alone says to keep as many snapshots as fit.
+        # A limit of bytes alone means: keep as many snapshots as fit.
         default = Retention(snapshots=None) if set(changes) == {"total_bytes"} else Retention()
         return replace(recorded or default, **changes)
     if recorded is None and not unpin:
@@ -105,14 +105,14 @@ def _policy(
 
 @contextmanager
 def _locked(folder: RunFolder, dry_run: bool) -> Iterator[None]:
-    """Hold the retention lock, alone unless nothing is to be removed."""
+    """Hold the retention lock; alone if files are to be removed."""
     with ExitStack() as held:
         try:
             held.enter_context(
                 retention_locked(folder, timeout_seconds=_LOCK_SECONDS, shared=dry_run)
             )
         except OSError as error:
-            # Only said, it needs no right to write, which a lock does.
+            # A dry run needs no right to write, but a lock does.
             if not dry_run or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
         yield
@@ -148,18 +148,18 @@ def _print(
 def clear_memory(
     root: Path | None, run: Path | None, *, force: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Remove what dead runs left in staging, or list it.
+    """List or remove the staging folders of dead runs.
 
     Args:
-        root: The staging folder of all runs; None where it is by default.
-        run: The one run to look at; None for all.
-        force: Whether steps that are nowhere else go, too.
-        dry_run: Only list what would go.
-        as_json: Whether to say it as JSON.
+        root: Staging folder of all runs; None for the default one.
+        run: The only run to look at; None for all.
+        force: Whether to remove also steps that are nowhere else.
+        dry_run: Whether to list only.
+        as_json: Whether to print JSON.
 
     Raises:
-        UntrustedStaging: If others could have written there.
-        NotARun: If ``run`` is no run and left nothing.
+        UntrustedStaging: If other users could have written there.
+        NotARun: If ``run`` is no run and left nothing in staging.
     """
     root = shared_staging_root() if root is None else root
     check_folder(root)

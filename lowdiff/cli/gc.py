@@ -1,4 +1,4 @@
-"""Options of ``lowdiff gc``. The work is loaded only when it is to be done."""
+"""Options of ``lowdiff gc``. The work is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def gc(
         Argument(metavar="RUN", help="Run folder; with --staging also one that was deleted."),
     ] = None,
     keep_snapshots: Annotated[
-        int | None, Option(min=1, metavar="N", help="Keep the newest N, and all after them.")
+        int | None, Option(min=1, metavar="N", help="Keep the newest N, and all later steps.")
     ] = None,
     every_steps: Annotated[
-        int | None, Option(min=1, metavar="K", help="Keep each K-th step for ever.")
+        int | None, Option(min=1, metavar="K", help="Keep every K-th step for ever.")
     ] = None,
     age_hours: Annotated[
-        float | None, Option(metavar="H", help="Keep also snapshots younger than this.")
+        float | None, Option(metavar="H", help="Also keep snapshots younger than H hours.")
     ] = None,
     total_bytes: Annotated[
         str | None,
@@ -42,7 +42,7 @@ def gc(
         Path | None,
         Option(
             metavar="DIR",
-            help="With --staging: folder given to Checkpointer(staging=...), if one was.",
+            help="With --staging: folder passed to Checkpointer(staging=...), if any.",
         ),
     ] = None,
     all_runs: Annotated[
@@ -57,15 +57,14 @@ def gc(
     dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old steps of a run, or what dead runs left in memory.
+    """Remove old steps of a run, or the staging memory of dead runs.
 
-    Keeps what the run's trainer was told to keep, or what the options say; each option replaces
-    that part of the trainer's policy. The newest snapshot and what follows it, and pinned steps,
-    always stay, and only snapshots whose checksums hold count. Safe while the run is training, and
-    when it is interrupted.
+    Applies the retention policy of the run's trainer; each option replaces one part of the policy.
+    The newest snapshot, all steps after it, and pinned steps always stay. Only snapshots whose
+    checksums hold count. Safe while the run is training, and when interrupted.
 
-    With --staging it lists what would go of what dead runs left in memory, of RUN or of all runs;
-    it removes that only with --yes, together with RUN or --all-runs.
+    With --staging, lists which staging folders of dead runs can be removed, for RUN or for all
+    runs. Removes them only with --yes, together with RUN or --all-runs.
     """
     from lowdiff.cli.collect import clear_memory, collect_run
     from lowdiff.persistence.store.client import is_url
@@ -75,13 +74,13 @@ def gc(
         raise ConfigError(
             f"{run} is an object store; collecting works on a run folder, give that folder"
         )
-    given = {
+    options = {
         "snapshots": keep_snapshots,
         "every_steps": every_steps,
         "age_hours": age_hours,
         "total_bytes": None if total_bytes is None else int(units.num_bytes(total_bytes)),
     }
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = {name: value for name, value in options.items() if value is not None}
     if staging:
         if changes or unpin:
             raise ConfigError("--staging goes with its own options, --dry-run and --json only")

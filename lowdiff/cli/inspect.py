@@ -1,4 +1,4 @@
-"""``lowdiff inspect``: what a run holds, once or again and again."""
+"""``lowdiff inspect``: print the content of a run, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def inspect(
     as_json: AsJson = False,
     staging: Staging = None,
     watch: Annotated[
-        bool, Option("--watch", help="Show how far each rank is, until Ctrl-C.")
+        bool, Option("--watch", help="Show the progress of each rank until Ctrl-C.")
     ] = False,
     every: Annotated[
-        float, Option(min=0.1, metavar="SECONDS", help="Between refreshes of --watch.")
+        float, Option(min=0.1, metavar="SECONDS", help="Time between refreshes of --watch.")
     ] = 1.0,
 ) -> None:
-    """Say what a run holds and which steps can be recovered.
+    """List the content of a run and the steps that can be recovered.
 
-    Reads headers and checksums only, and of sealed segments their footers; `verify` reads
+    Reads only headers and checksums, and the footers of sealed segments; `verify` reads
     every byte. Safe while the run is training. JSON keys: run_id,
     world_size, parameters, elements, snapshots, differentials (first, last, count, bytes, staged),
     recoverable (first, last), bytes_per_step, compressor, optimizer, and some more. Ranges include
@@ -114,7 +114,7 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _watch(run: Path, staging: Path | None, every_seconds: float) -> None:
-    """Show how far a run is until Ctrl-C, which is the way to end it and no error."""
+    """Show the progress of a run until Ctrl-C, which ends it without an error."""
     from rich.live import Live
 
     from lowdiff.persistence.files.paths import RunFolder, staging_to_read
@@ -129,14 +129,16 @@ def _watch(run: Path, staging: Path | None, every_seconds: float) -> None:
 
 
 def progress_table(run: Path, found: RunProgress) -> Table:
-    """How far each rank of a run is."""
+    """Return a table with the progress of each rank of a run."""
     from rich import box
     from rich.table import Table
 
-    life = "no incarnation yet" if found.incarnation is None else f"incarnation {found.incarnation}"
+    incarnation = (
+        "no incarnation yet" if found.incarnation is None else f"incarnation {found.incarnation}"
+    )
     steps = {"committed": found.committed_step, "durable": found.durable_step}
     told = ", ".join(f"{name} {_step(step)}" for name, step in steps.items())
-    table = Table(title=f"{run}: {life}", caption=f"{told}; Ctrl-C ends", box=box.SIMPLE)
+    table = Table(title=f"{run}: {incarnation}", caption=f"{told}; Ctrl-C ends", box=box.SIMPLE)
     for name in ("rank", "trainer", "staged", "durable", "snapshot", "on disk", "writer"):
         table.add_column(name, overflow="fold")
     for rank in found.ranks:

@@ -1,4 +1,4 @@
-"""How commands print: whatever they print passes here, where what a terminal would obey goes out."""
+"""Output of commands: every text passes here, where characters that control terminals are removed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def say(line: str, *, err: bool = False, color: str | None = None) -> None:
 
 
 def plain_console() -> Console:
-    """A rich console for text of others: no markup, no emoji, and nothing that a terminal obeys."""
+    """Return a rich console for others' text: no markup, no emoji, no control characters."""
     from rich.console import Console
     from rich.text import Text
 
@@ -53,18 +53,20 @@ def print_warnings() -> None:
 
 
 def _staging_there(folder: Path | None) -> Path | None:
-    # No error: a restarted machine has none any more, and what is on disk can still be read.
+    # No error, because a restarted machine has no staging, and the disk can still be read.
     if folder is not None and not folder.is_dir():
         say(f"lowdiff: --staging {folder} is no folder, so only disk is looked at", err=True)
     return folder
 
 
 def _imported(names: list[str]) -> list[str]:
-    """Import modules that call ``lowdiff.register_optimizer``; looked for in the current folder first."""
+    """Import modules that call ``lowdiff.register_optimizer``, from the current folder first."""
     if names:
         from lowdiff.recovery.replay.optimizers import import_modules
 
-        sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, and an installed command has not
+        sys.path.insert(
+            0, os.getcwd()
+        )  # ``python -m`` adds this folder, an installed command does not
         import_modules(names)
     return names
 
@@ -74,7 +76,7 @@ RunArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="Folder given to lowdiff.Checkpointer(...), or the URL given to it as store=...",
+        help="Folder passed to lowdiff.Checkpointer(...), or the URL passed as store=...",
     ),
 ]
 Staging = Annotated[
@@ -82,8 +84,8 @@ Staging = Annotated[
     Option(
         callback=_staging_there,
         metavar="DIR",
-        help="Folder given to Checkpointer(staging=...), if one was. Steps that a crashed "
-        "trainer had not yet on disk are there.",
+        help="Folder passed to Checkpointer(staging=...), if any. It holds the steps that a "
+        "crashed trainer had not written to disk yet.",
     ),
 ]
 Workers = Annotated[
@@ -95,15 +97,15 @@ Imports = Annotated[
         "--import",
         callback=_imported,
         metavar="MODULE",
-        help="Import MODULE first, which runs its code: one that calls lowdiff.register_optimizer for "
-        "an optimizer of the run that is not torch's own. May be given several times.",
+        help="Import MODULE first, which runs its code: a module that calls "
+        "lowdiff.register_optimizer for an optimizer that is not torch's own. May be repeated.",
     ),
 ]
 Device = Annotated[
     str,
     Option(
         metavar="DEVICE",
-        help="Where to replay, e.g. cuda: a run comes back bit for bit where it was trained.",
+        help="Device of the replay, e.g. cuda; bits are equal on the kind of device that trained.",
     ),
 ]
 
@@ -116,7 +118,7 @@ _Found = TypeVar("_Found", bound=_Documented)
 
 
 def show(found: _Found, as_text: Callable[[_Found], None], *, as_json: bool) -> None:
-    """Print what a command found, as JSON or as text."""
+    """Print a command's result, as JSON or as text."""
     if as_json:
         print_json(found.document())
     else:
@@ -124,25 +126,25 @@ def show(found: _Found, as_text: Callable[[_Found], None], *, as_json: bool) -> 
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """One document on stdout, in ASCII: all text is as it is, and what is not printable escaped."""
+    """Print one JSON document to stdout in ASCII; other characters are escaped."""
     typer.echo(json.dumps(document, indent=2, ensure_ascii=True))
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things, in the right number."""
+    """Return a number with its noun in singular or plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def span(first: int, last: int | str) -> str:
-    """Steps from one to another, both included."""
+    """Return a range of steps as text, both ends included."""
     return f"{first}" if first == last else f"{first} to {last}"
 
 
 def device_named(name: str) -> torch.device:
-    """The device of that name.
+    """Return the device of a name.
 
     Raises:
-        ConfigError: If there is none here.
+        ConfigError: If this machine has no such device.
     """
     import torch
 
@@ -154,10 +156,10 @@ def device_named(name: str) -> torch.device:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse an output whose folder takes no files, before the work is done; leaves no trace.
+    """Check that an output's folder can be written to, before the work begins; leaves no trace.
 
     Raises:
-        StorageError: As writing there would.
+        StorageError: If it cannot be written to.
     """
     from lowdiff.persistence.files.durable import unwritable
 
@@ -170,7 +172,7 @@ def check_writable(path: Path) -> None:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes as people read them."""
+    """Return a number of bytes in a readable unit."""
     from rich.filesize import decimal
 
     return decimal(num_bytes)
@@ -178,7 +180,7 @@ def size(num_bytes: int) -> str:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with the time left, on stderr, while there is somebody to see it."""
+    """Show a progress bar with the time left on stderr, if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,4 +1,4 @@
-"""``lowdiff recover``: any step, as a file, as a folder, or as the beginning of a new run."""
+"""``lowdiff recover``: write any step as a file, as a folder, or as the start of a new run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recover(
         ),
     ] = None,
     step: Annotated[
-        int | None, Option(min=0, metavar="N", help="Which step; default: the newest.")
+        int | None, Option(min=0, metavar="N", help="Step to recover; default: the newest.")
     ] = None,
     as_run: Annotated[
         Path | None,
@@ -53,7 +53,7 @@ def recover(
         ),
     ] = None,
     plan: Annotated[
-        bool, Option("--plan", help="Only say what would be read and replayed; write nothing.")
+        bool, Option("--plan", help="Print what would be read and replayed; write nothing.")
     ] = False,
     as_json: AsJson = False,
     force: Annotated[bool, Option("--force", help="Overwrite FILE.")] = False,
@@ -64,8 +64,8 @@ def recover(
 ) -> None:
     """Rebuild the state after any committed step, without the training code.
 
-    Loads the nearest snapshot before the step and replays the differentials on it. If the step is
-    not there, says which are. `lowdiff timeline` helps to choose one.
+    Loads the nearest snapshot before the step and replays the differentials on it. If the step
+    cannot be recovered, the error lists the steps that can. `lowdiff timeline` helps to choose one.
     """
     if plan:
         from lowdiff.recovery.inspect.inspection import forecast

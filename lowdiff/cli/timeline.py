@@ -1,4 +1,4 @@
-"""``lowdiff timeline``: what every step did, as a table, JSON and a picture."""
+"""``lowdiff timeline``: measure every step, as a table, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def timeline(
     workers: Workers = None,
     imports: Imports = [],  # noqa: B006  (typer copies it)
 ) -> None:
-    """Measure every step by replaying it, so that the one where a run went wrong is seen.
+    """Measure every step by replaying it, to find the step at which a run went wrong.
 
     Per step: L2 norms of update and gradient, density of the gradient, learning rates, stored
-    bytes. Return to the step before with `lowdiff recover RUN --step N --as-run NEW`.
+    bytes. To go back before a step N, use `lowdiff recover RUN --step N-1 --as-run NEW`.
     """
     from lowdiff.recovery.inspect.timeline import timeline as measure
     from lowdiff.recovery.replay.replayer import ReplayOptions
@@ -62,7 +62,7 @@ def timeline(
             run, first=first, last=last, staging=staging, options=options, progress=told
         )
     show(found, _print, as_json=as_json)
-    if out is not None:  # last, so that a disk that is full by now costs no numbers
+    if out is not None:  # last, so that a full disk does not lose the numbers
         _draw(found, out)
         if not as_json:
             say(f"drawn in {out}")

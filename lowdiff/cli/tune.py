@@ -1,4 +1,4 @@
-"""Options of ``lowdiff tune`` and ``lowdiff plan``. The work is loaded only when it is to be done."""
+"""Options of ``lowdiff tune`` and ``lowdiff plan``. The work is imported only when a command runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typer import Option
 
 from lowdiff.cli.output import AsJson
 
-#: Beyond any machine, and still a number that a model can calculate with.
+#: Largest number of ranks: more than any machine has, and within the range of the cost model.
 _MOST_RANKS = 10_000_000
 
-# What both commands take.
+# Options of both commands.
 Html = Annotated[
     Path | None, Option(metavar="FILE", help="Write the report with charts as one HTML file.")
 ]
@@ -68,7 +68,7 @@ def tune(
     ] = None,
     staging: Annotated[
         Path | None,
-        Option(metavar="DIR", help="Folder given to Checkpointer(staging=...), if one was."),
+        Option(metavar="DIR", help="Folder passed to Checkpointer(staging=...), if any."),
     ] = None,
     node_share: NodeShare = 0.5,
     max_loss: MaxLoss = None,
@@ -79,10 +79,10 @@ def tune(
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how often a run should snapshot and how much it should write at once, and why.
+    """Recommend how often a run should snapshot and how much to write at once, with reasons.
 
-    From what the run measured of itself: steps, stalls, writes, restarts and failures. Reads only;
-    works while the run is training, and after a crash.
+    Uses the run's own measurements of steps, stalls, writes, restarts and failures. Only reads
+    files; works while the run is training and after a crash.
     """
     from lowdiff.cli.tuning_report import limits_of, print_report, question_of_run
     from lowdiff.tuner import units
@@ -146,9 +146,9 @@ def plan(
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how often a job that does not exist yet should snapshot, and how much to write at once.
+    """Recommend how often a planned job should snapshot and how much to write at once.
 
-    From the sizes of model and machines. What is not given is assumed, and the report says so.
+    Computes the costs from the sizes of model and machines. The report marks assumed values.
     """
     from lowdiff.cli.tuning_report import limits_of, print_report, question_of_plan
     from lowdiff.tuner import units
@@ -166,7 +166,7 @@ def plan(
         restart_seconds=units.seconds(restart),
         store_bytes_per_second=0.0 if store is None else units.bytes_per_second(store),
     )
-    # Options that somebody typed, which their values do not tell: a default may be typed as well.
+    # Options that the user typed. Values do not tell, because a user may type a default.
     sources = {name: context.get_parameter_source(name) for name in context.params}
     question = question_of_plan(
         job,
@@ -175,7 +175,7 @@ def plan(
         limits=limits_of(max_loss, memory, per_hour, total),
         failure_shape=failure_shape,
         network_bytes_per_second=units.bytes_per_second(network),
-        # By its name, because which package the enumeration is in depends on the release of typer.
-        given={name for name, source in sources.items() if source and source.name == "COMMANDLINE"},
+        # Compare by name, because the enumeration's package depends on the release of typer.
+        typed={name for name, source in sources.items() if source and source.name == "COMMANDLINE"},
     )
     print_report(question, html, as_json=as_json)

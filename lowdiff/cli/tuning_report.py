@@ -1,4 +1,4 @@
-"""``lowdiff tune`` and ``lowdiff plan``: from a run, or from options, to the report."""
+"""``lowdiff tune`` and ``lowdiff plan``: make a report from a run, or from options."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.persistence.files.durable import make_directory, unwritable, write_file
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
 from lowdiff.persistence.run.fences import read_fence, read_run_id
-from lowdiff.persistence.run.journal import read_notes
+from lowdiff.persistence.run.journal import read_journal
 from lowdiff.persistence.run.owner import staging_of_run
 from lowdiff.persistence.staging.measurements import (
     Measurements,
     gather_measurements,
-    read_lives,
+    read_all_measurements,
     read_measurements,
 )
 from lowdiff.persistence.store.client import is_url
@@ -29,8 +29,8 @@ from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
 from lowdiff.tuner.measured import (
     ASSUMED_NETWORK_BYTES_PER_SECOND,
-    Life,
     Measured,
+    MeasuredIncarnation,
     failures_of,
     measure,
     number,
@@ -39,14 +39,14 @@ from lowdiff.tuner.plan import Job, planned
 from lowdiff.tuner.report import Question, Report, make_report
 from lowdiff.types import Fence, Retention
 
-#: Compressors that leave nothing out, so that they keep no residual.
+#: Compressors that leave nothing out and keep no residual.
 _WITHOUT_RESIDUAL = ("cast", "dense")
 
 
 def limits_of(
     loss_steps: int | None, memory: str | None, per_hour: str | None, total: str | None
 ) -> Limits:
-    """Limits from options."""
+    """Return the limits that the options set."""
 
     def size(text: str | None) -> float | None:
         return None if text is None else units.num_bytes(text)
@@ -69,12 +69,12 @@ def question_of_run(
     limits: Limits,
     failure_shape: float,
 ) -> Question:
-    """What a run's own measurements ask; reads only, also while the run is being written.
+    """Make the report's input from a run's own measurements; only reads, also from a live run.
 
     Raises:
         NotARun: If the folder holds no run.
-        ConfigError: If nothing was measured, no failures are known or given, or there is nothing to
-            tune.
+        ConfigError: If nothing was measured, if failures are neither observed nor stated, or if
+            there is nothing to tune.
     """
     if is_url(run):
         raise ConfigError(
@@ -83,30 +83,30 @@ def question_of_run(
     folder = RunFolder(Path(run))
     run_id = read_run_id(folder)
     fences = {number: path for number, _, path in folder.fences()}
-    fence = read_fence(fences[max(fences)]) if fences else None  # any rank's of the newest life
+    fence = read_fence(fences[max(fences)]) if fences else None  # of any rank
     if fence is not None and fence.compressor["name"] == "dense":
         raise ConfigError(
             f"{run} was trained without a compressor (LowDiff+): its replica makes the snapshots and "
             "batch_size has no effect, so there is nothing to tune; snapshot_every bounds what the "
             "loss of the machine costs, at most 2 * snapshot_every steps"
         )
-    policy = read_notes(folder, run_id).policy
+    policy = read_journal(folder, run_id).policy
     documents = _documents(folder, run_id, staging)
-    lives = [Life(d.incarnation, d.samples, d.facts) for d in documents]
+    incarnations = [MeasuredIncarnation(d.incarnation, d.samples, d.facts) for d in documents]
     ranks = documents[-1].world_size if documents else 1
     hosts = _num_hosts(folder, documents, world_size)
-    measured = measure(lives, world_size=world_size or ranks, num_hosts=hosts or 1)
+    measured = measure(incarnations, world_size=world_size or ranks, num_hosts=hosts or 1)
     measured = _with_residual(measured, fence)
-    history = failures_of(lives).scaled((world_size or ranks) / ranks)
+    history = failures_of(incarnations).scaled((world_size or ranks) / ranks)
     if mtbf_seconds is None and history.failures == 0:
         raise ConfigError(
-            f"{run} has not failed yet, so nobody can tell how often it will; say what you expect, "
+            f"{run} has not failed yet, so its rate of failures is unknown; state what you expect, "
             "for example --mtbf 4h"
         )
     prior = None if mtbf_seconds is None else FailurePrior(mtbf_seconds, node_share=node_share)
     newest = documents[-1]
     used = number(newest.facts, "snapshot_every"), number(newest.facts, "batch_size")
-    # On machines that nobody knows each rank is taken to be on its own, in favour of its peers.
+    # If machines are unknown, each rank counts as a machine of its own, in favour of alternatives.
     job_size = measured.costs.world_size
     num_nodes = hosts or job_size
     return Question(
@@ -114,41 +114,41 @@ def question_of_run(
         costs=measured.costs,
         estimates=measured.estimates,
         rates=estimate_rates(history, prior),
-        limits=limits.keeping(None if policy is None else policy.snapshots),
+        limits=limits.with_snapshots(None if policy is None else policy.snapshots),
         num_nodes=num_nodes,
         network_bytes_per_second=ASSUMED_NETWORK_BYTES_PER_SECOND / -(-job_size // num_nodes),
         current=Setting(round(used[0]), round(used[1])) if min(used) >= 1 else None,
         failure_shape=failure_shape,
-        notes=(
-            *_notes(documents, measured, world_size, hosts),
-            *_notes_of_network(
+        known_warnings=(
+            *_warnings(documents, measured, world_size, hosts),
+            *_network_warnings(
                 num_nodes, ASSUMED_NETWORK_BYTES_PER_SECOND, "node" if hosts else "rank"
             ),
-            *_notes_of_retention(policy),
+            *_retention_warnings(policy),
         ),
         decisions=[decision for document in documents for decision in document.decisions],
     )
 
 
 def _with_residual(measured: Measured, fence: Fence | None) -> Measured:
-    """With what of a snapshot is error feedback, which other ways to save a run do not have."""
+    """Add the residual's part of a snapshot, which other ways to save a run do not have."""
     if fence is None or fence.compressor["name"] in _WITHOUT_RESIDUAL:
         return measured
     size = float(
         sum(
-            4 * p.numel if p.dtype == "float16" else p.nbytes  # as compressors/feedback.py keeps it
+            4 * p.numel if p.dtype == "float16" else p.nbytes  # as in compressors/feedback.py
             for p in fence.layout.parameters
         )
     )
     if not size < measured.costs.snapshot_bytes:
-        return measured  # a snapshot was not measured yet
+        return measured  # no snapshot was measured yet
     estimates = {**measured.estimates, "residual_bytes": Estimate(size, size, size, 1)}
     return Measured(replace(measured.costs, residual_bytes=size), estimates)
 
 
 def _documents(folder: RunFolder, run_id: str, staging: Path | None) -> list[Measurements]:
-    """Rank 0's measurements of all lives; of one that goes on, what its pages in memory say."""
-    found = {life.incarnation: life for life in read_lives(folder, run_id, rank=0)}
+    """Return rank 0's measurements of all incarnations; a running one's come from its pages."""
+    found = {one.incarnation: one for one in read_all_measurements(folder, run_id, rank=0)}
     root = staging_to_read(staging)
     for stage in staging_of_run(root, folder, run_id):
         fence = folder.fence(stage.incarnation, 0)
@@ -162,7 +162,7 @@ def _documents(folder: RunFolder, run_id: str, staging: Path | None) -> list[Mea
 def _num_hosts(
     folder: RunFolder, documents: list[Measurements], world_size: int | None
 ) -> int | None:
-    """Machines that the ranks in question are on; None if not all ranks' measurements say theirs."""
+    """Return the number of machines; None if not all ranks' measurements name their host."""
     if not documents or world_size not in (None, documents[-1].world_size):
         return None
     newest = documents[-1]
@@ -178,51 +178,53 @@ def _num_hosts(
     return None if None in hosts else len(hosts)
 
 
-def _notes(
+def _warnings(
     documents: list[Measurements], measured: Measured, world_size: int | None, hosts: int | None
 ) -> list[str]:
-    """What a reader of the figures must know."""
-    newest, notes = documents[-1], []
+    """Return warnings that readers of the figures need."""
+    newest, warnings = documents[-1], []
     machines = {(d.facts.get("processor"), d.facts.get("cores")) for d in documents}
     if len(machines) > 1:
-        notes.append(
-            f"lives of this run were measured on {len(machines)} kinds of machines; costs of steps "
-            "and writes are the newest life's, those of restarts are of all"
+        warnings.append(
+            f"the incarnations were measured on {len(machines)} kinds of machines; costs of steps "
+            "and writes are those of the newest, costs of restarts are those of all"
         )
-    # os.cpu_count would count cores that this process may not use.
+    # os.cpu_count would also count cores that this process may not use.
     here = float(len(os.sched_getaffinity(0)))
     if newest.facts.get("host") not in (None, os.uname().nodename):
-        notes.append(
+        warnings.append(
             f"measured on {newest.facts.get('host')} ({number(newest.facts, 'cores'):.0f} cores), "
-            f"not on this machine ({here:.0f} cores): it holds for a run there"
+            f"not on this machine ({here:.0f} cores): figures hold for a run there"
         )
     if not newest.ended:
-        notes.append("the run is still going on, or its machine was lost; figures are its latest")
+        warnings.append(
+            "the run is still training, or its machine was lost; figures are its latest"
+        )
     if world_size is not None and world_size != newest.world_size:
-        notes.append(
-            f"measured with {newest.world_size} ranks and applied to {world_size}: costs of a rank "
-            "are taken as they are, failures as so many times as frequent"
+        warnings.append(
+            f"measured with {newest.world_size} ranks and applied to {world_size}: costs per rank "
+            "are unchanged, failures are scaled with the number of ranks"
         )
     if hosts is None and measured.estimates["load_seconds"].source == "assumed":
-        notes.append(
+        warnings.append(
             "loading was never measured; on several machines it takes as many times longer as there "
             "are machines"
         )
-    return notes
+    return warnings
 
 
-def _notes_of_network(num_nodes: int, bytes_per_second: float, whose: str) -> list[str]:
-    """Where it is assumed, and something is compared that goes over it."""
+def _network_warnings(num_nodes: int, bytes_per_second: float, whose: str) -> list[str]:
+    """Warn that the network's bandwidth is assumed, if a compared strategy uses the network."""
     if num_nodes == 1:
         return []
     rate = units.readable_bytes(bytes_per_second)
     return [f"the network is assumed to take {rate}/s of each {whose}, for Gemini's copies"]
 
 
-def _notes_of_retention(policy: Retention | None) -> list[str]:
-    """Where the run holds more than its newest snapshots and what follows them."""
+def _retention_warnings(policy: Retention | None) -> list[str]:
+    """Warn if the run holds more than its newest snapshots and the steps after them."""
     if policy is None:
-        return ["this run's retention keeps every step: it comes to hold more than is said here"]
+        return ["this run's retention keeps every step: it will hold more than this report says"]
     more = []
     if policy.snapshots is None:
         more.append("snapshots without limit of their number")
@@ -243,19 +245,19 @@ def question_of_plan(
     limits: Limits,
     failure_shape: float,
     network_bytes_per_second: float,
-    given: Collection[str],
+    typed: Collection[str],
 ) -> Question:
-    """What a job that does not exist yet asks; ``given`` are the options that somebody typed."""
-    measured = planned(job, given)
-    notes = []
-    if "step_time" not in given:
-        notes.append(
+    """Make the report's input for a planned job; ``typed`` are the options that the user typed."""
+    measured = planned(job, typed)
+    warnings = []
+    if "step_time" not in typed:
+        warnings.append(
             f"a step is assumed to take {job.step_seconds:.0f} s; give --step-time, much depends "
             "on it"
         )
-    if "network" not in given:
-        found = _notes_of_network(job.num_nodes, network_bytes_per_second, "node")
-        notes += [f"{text}; give --network" for text in found]
+    if "network" not in typed:
+        found = _network_warnings(job.num_nodes, network_bytes_per_second, "node")
+        warnings += [f"{text}; give --network" for text in found]
     known = FailureRates.known(mtbf_seconds, node_share=node_share)
     return Question(
         title=(
@@ -269,17 +271,17 @@ def question_of_plan(
         num_nodes=job.num_nodes,
         network_bytes_per_second=network_bytes_per_second / job.ranks_per_node,
         failure_shape=failure_shape,
-        notes=tuple(notes),
+        known_warnings=tuple(warnings),
         assumed_because="not given",
     )
 
 
 def print_report(question: Question, html: Path | None, *, as_json: bool) -> None:
-    """Answer on the terminal or as JSON, and then into a file if one is named.
+    """Print the report as text or JSON, and write it as HTML if a file is named.
 
     Raises:
-        ConfigError: If that is a folder.
-        StorageError: If it cannot be written.
+        ConfigError: If the file's path is a folder.
+        StorageError: If the file cannot be written.
     """
     if html is not None and html.is_dir():
         raise ConfigError(f"--html {html} is a folder; give the name of a file")
@@ -323,7 +325,7 @@ def _print(report: Report) -> None:
         for one in report.simulated:
             shares = (one.effective_share, one.stalls, one.recovering, one.lost)
             others.add_row(
-                one.strategy.name, *(f"{share:.2%}" for share in shares), one.strategy.note
+                one.strategy.name, *(f"{share:.2%}" for share in shares), one.strategy.detail
             )
         console.print(others)
     for warning in report.warnings:

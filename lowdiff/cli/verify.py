@@ -1,4 +1,4 @@
-"""``lowdiff verify``: whether a run is whole."""
+"""``lowdiff verify``: check whether a run is whole."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def verify(
 ) -> None:
     """Check every checksum, replay from snapshot to snapshot, compare bit for bit.
 
-    Changes nothing, and believes no footer. Exit code 1 if anything is damaged, lost or
-    different; the first difference is named. A record that was torn when its writer died is a note,
-    not a failure, as long as no step depends on it.
+    Changes nothing, and reads all records instead of footers. Exit code 1 if anything is damaged,
+    lost or different; the first difference is named. A record that was torn when its writer died is
+    reported, but is no failure as long as no step depends on it.
     """
     from lowdiff.recovery.inspect.verify import verify as check
     from lowdiff.recovery.replay.replayer import ReplayOptions
@@ -66,8 +66,8 @@ def _print_report(report: VerifyReport) -> None:
         say(f"Replayed {replay.first} to {replay.last}: {against}")
     if report.in_memory is not None:
         say(f"Rebuilt {span(*report.in_memory)} from the replicas' memory, which a reboot ends")
-    for note in report.notes:
-        say(f"Note: {note.message}")
+    for remark in report.notes:
+        say(f"Note: {remark.message}")
     for failure in report.failures:
         say(f"FAILED: {failure.message}", color="red")
     ranges = ", ".join(span(first, last) for first, last in report.recoverable)

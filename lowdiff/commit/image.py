@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lowdiff.core.layout import shard_owners
+from lowdiff.core.layout import share_owners
 from lowdiff.model.binding import Attached
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
@@ -25,7 +25,7 @@ def share_of(live: Live, sealed: Sealed) -> list[ImageTensor]:
     residual, averages = live.residual.named(), live.averages.named_tensors()
     tensors: list[tuple[str, torch.Tensor]] = []
     state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
-    owners = shard_owners(attached.layout, live.world_size)
+    owners = share_owners(attached.layout, live.world_size)
     for i, spec in enumerate(attached.layout.parameters):
         if owners[i] != live.rank:
             continue

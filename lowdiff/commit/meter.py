@@ -95,7 +95,7 @@ class Meter:
 
     def note(self, facts: Mapping[str, float | str]) -> None:
         """Add facts about this life and publish them."""
-        self.recorder.note(**facts)
+        self.recorder.set_facts(**facts)
         self.recorder.publish()
 
     def step_done(self, lag_steps: int) -> None:

@@ -25,7 +25,7 @@ from lowdiff.settings import Settings
 from lowdiff.step.states import Sealed
 from lowdiff.tuner.choice import Limits, Setting
 from lowdiff.tuner.failures import estimate_rates
-from lowdiff.tuner.measured import Life, Past, failures_of, measure
+from lowdiff.tuner.measured import MeasuredIncarnation, Past, failures_of, measure
 from lowdiff.tuner.policy import Levels, Move, move
 
 _logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class Cadence:
         self._recorder = recorder
         self._world_size = world_size
         self._decisions: list[dict[str, Any]] = []
-        self._lives: tuple[Life, ...] = ()
+        self._lives: tuple[MeasuredIncarnation, ...] = ()
         self._base_step = 0
         self._levels = Levels.near(Setting(self.snapshot_every, storage.batch_size))
         self._wish = Move(self._levels, ())
@@ -183,7 +183,7 @@ class Cadence:
     def _limits(self) -> Limits:
         retention = self._settings.retention
         kept = None if retention is None else retention.snapshots
-        return self._settings.tuning.limits.keeping(kept)
+        return self._settings.tuning.limits.with_snapshots(kept)
 
     def begin(self, step: int, past: Past) -> None:
         """Start at a step, with the setting that the life before used last if one is to be found.
@@ -192,7 +192,7 @@ class Cadence:
         first look at them is steps away.
         """
         self._base_step = self._considered = step
-        self._lives = past.lives
+        self._lives = past.incarnations
         used = self._levels if past.setting is None else Levels.near(past.setting)
         if self._settings.tunes_interval:
             self._levels = replace(self._levels, interval=used.interval)
@@ -280,7 +280,7 @@ class Cadence:
             self.snapshot_every = setting.snapshot_every
         if self._settings.tunes_batch and self._storage.batch_size != setting.batch_size:
             self._storage.set_batch_size(setting.batch_size)
-        self._recorder.note(
+        self._recorder.set_facts(
             snapshot_every=float(self.snapshot_every),
             batch_size=float(self._storage.batch_size),
             world_size=float(self._world_size),  # shards of another number of ranks differ
@@ -290,7 +290,7 @@ class Cadence:
     def _consider(self) -> None:
         """Form a wish for the next steps; the same one while nothing better pays."""
         samples, facts = read_recorded(self._storage.folder.measured_by_writer)
-        here = Life(
+        here = MeasuredIncarnation(
             self._storage.folder.incarnation,
             {**self._recorder.samples(), **samples},
             {**self._recorder.facts(), **facts},

@@ -1,1 +1,1 @@
-"""The ground of every room: layout, checksums, number modes, log lines."""
+"""Common ground of all rooms: layout, checksums, numeric modes, log lines."""

@@ -1,6 +1,6 @@
-"""Arithmetic of CRC-32C: polynomials over GF(2), bits reversed. Loads no torch.
+"""Arithmetic of CRC-32C: polynomials over GF(2), bits reversed. Does not import torch.
 
-Bit 31 of a number is the coefficient of 1, bit 0 that of x ** 31.
+Bit 31 of a number is the coefficient of 1, bit 0 the coefficient of x ** 31.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ BITS = 32
 
 
 def times_x(polynomial: int) -> int:
-    """Product with x."""
+    """Multiply by x."""
     return polynomial >> 1 ^ (_POLYNOMIAL if polynomial & 1 else 0)
 
 
 def product(left: int, right: int) -> int:
-    """Product modulo Castagnoli's polynomial."""
+    """Multiply modulo Castagnoli's polynomial."""
     total = 0
     while left:
         if left & 1 << (BITS - 1):
@@ -24,12 +24,12 @@ def product(left: int, right: int) -> int:
         left = left << 1 & 0xFFFFFFFF
         right = right >> 1 ^ (
             _POLYNOMIAL if right & 1 else 0
-        )  # `times_x`, without a call for each bit
+        )  # `times_x` inlined, because a call per bit is slow
     return total
 
 
 def power_of_x(exponent: int) -> int:
-    """X to a power, modulo Castagnoli's polynomial."""
+    """Return x to a power, modulo Castagnoli's polynomial."""
     power, square = 1 << (BITS - 1), 1 << (BITS - 2)  # 1 and x
     while exponent:
         if exponent & 1:
@@ -40,7 +40,7 @@ def power_of_x(exponent: int) -> int:
 
 
 def joined(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32C of two byte strings, one after the other, from theirs and the second's length.
+    """Return the CRC-32C of two concatenated byte strings, from both CRCs and the second's length.
 
     Reference: Adler, zlib's ``crc32_combine``: appending ``n`` zero bytes multiplies a checksum by
     ``x ** (8 * n)``.

@@ -1,8 +1,8 @@
-"""Checksums of tensors: CRC-32C of a tensor's memory, whole or put together from blocks.
+"""Checksums of tensors: CRC-32C of a tensor's memory, whole or combined from blocks.
 
-The live run takes one of every parameter, and replay, which holds a parameter only block by block,
-puts the same number together: a CRC is linear, so each block adds its own checksum, shifted by the
-bytes that follow it in the parameter.
+The live run computes the checksum of every parameter. Replay holds a parameter only block by block
+and combines the same number: a CRC is linear, so each block adds its own checksum, shifted by the
+number of bytes that follow the block in the parameter.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lowdiff.core.layout import byte_view
 
 
 class Looker:
-    """Takes checksums of the same tensors again and again.
+    """Takes checksums of the same tensors repeatedly.
 
-    The memory of each is looked up once, and anew only when the tensor has moved: for small tensors
-    that costs more than the checksum. A tensor whose elements lie in another order since (``p.data =
-    p.data.T``, which need not move it) is read in its old order.
+    The memory of each tensor is looked up once, and again only if the tensor has moved, because for
+    small tensors the lookup costs more than the checksum. If the order of a tensor's elements
+    changes in place (``p.data = p.data.T`` need not move it), it is still read in its old order.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -33,7 +33,7 @@ class Looker:
         self._views = [memoryview(b"")] * len(self._tensors)
 
     def look(self, indices: Iterable[int]) -> list[int]:
-        """Checksum of each of these tensors as it is now."""
+        """Return the current checksum of each of these tensors."""
         return [crc32c(self._view(i)) for i in indices]
 
     def _view(self, index: int) -> memoryview:
@@ -52,20 +52,20 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def in_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """A copy of a tensor in memory of another order."""
+    """Return a copy of a tensor in memory of another order."""
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor.detach())
 
 
 def join(checksums: Iterable[int]) -> int:
-    """One checksum for several, in this order."""
+    """Return one checksum of several, in this order."""
     return int(crc32c(np.fromiter(checksums, dtype="<u4").tobytes()))
 
 
 class Shift:
-    """Moves checksums past the bytes that follow: what a block adds to its parameter's checksum.
+    """Moves a block's checksums past the bytes that follow the block in its parameter.
 
-    Of many checksums at once; of one see `crc.joined`.
+    This works on many checksums at once; for a single one, see `crc.joined`.
     """
 
     def __init__(self, num_bytes: int) -> None:

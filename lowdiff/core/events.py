@@ -17,7 +17,7 @@ import unicodedata
 from enum import Enum
 from typing import Any
 
-#: Control and format characters (C0, C1, bidi overrides), separators of lines, halves of surrogates.
+#: Control and format characters (C0, C1, bidi overrides), line separators, lone surrogates.
 _UNPRINTABLE = ("Cc", "Cf", "Zl", "Zp", "Cs")
 
 
@@ -127,10 +127,11 @@ class Code(Enum):
 
 
 def printable(text: str) -> str:
-    """Text of a run, perhaps a stranger's, as one line that changes nothing but what it writes to.
+    """Return text of a run as one line without characters that control a terminal.
 
-    Names of parameters, classes and objects, and errors of others, may hold anything. Terminals obey
-    some characters, and a new line looks like lowdiff's own: all these become Python's escapes.
+    Names of parameters, classes and objects, and other libraries' errors, may hold anything.
+    Terminals obey some characters, and a new line may imitate a line of lowdiff, so both become
+    Python escapes.
     """
     return "".join(
         c.encode("unicode_escape").decode() if unicodedata.category(c) in _UNPRINTABLE else c
@@ -142,17 +143,17 @@ def log_event(logger: logging.Logger, level: int, event: str, text: str, **field
     """Log one notable event as one line; `warn` logs what needs somebody.
 
     Args:
-        logger: The module's.
-        level: ``logging.INFO`` for the expected.
+        logger: Logger of the calling module.
+        level: ``logging.INFO`` for expected events.
         event: Name of the kind of event, in snake case; never changes.
         text: Finished sentence.
-        fields: Facts: numbers, booleans or text. Their names are attributes of the record, so
-            none may be one of ``logging.LogRecord``'s own.
+        fields: Facts: numbers, booleans or text. Their names become attributes of the record, so
+            none may be an attribute of ``logging.LogRecord`` itself.
     """
     if logger.isEnabledFor(level):
         facts = {"event": event, **fields}
         pairs = " ".join(f"{name}={_quoted(value)}" for name, value in facts.items())
-        # The level up is the caller's: it is their line that %(lineno)d shall name.
+        # One level up is the caller, whose line %(lineno)d shall name.
         logger.log(
             level,
             "%s [%s]",
@@ -205,7 +206,7 @@ def warn(
 
 
 def _quoted(value: Any) -> str:
-    """As a value of ``key=value``: in quotes where it would not be one word."""
+    """Format the value of ``key=value``: in quotes if it would not be one word."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     plain = text.isprintable() and not set(text) & set(' "[]=')
     return text if plain and text else json.dumps(text)

@@ -1,7 +1,7 @@
-"""Torch's side of the layout: names, flat memory-order views, bit patterns.
+"""Layout of torch tensors: names, flat views in memory order, bit patterns.
 
-Offsets count in *memory* order, because that is the order in which torch's kernels walk a tensor;
-so a channels-last weight is one contiguous range here as well.
+Offsets count in *memory* order, the order in which torch's kernels walk a tensor. A channels-last
+weight is therefore one contiguous range here as well.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
     from lowdiff.types import Bits
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
-#: Signed integers, because torch has full kernels for these only.
+#: Integer dtype by item size; signed, because torch has full kernels for signed integers only.
 INT_OF_BYTES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def own_name(name: str) -> str:
-    """A tensor's name in the user's own module, some parts of which may be compiled."""
-    if "_orig_mod" not in name:  # asked for every buffer in every step
+    """Return a tensor's name in the user's own module, parts of which may be compiled."""
+    if "_orig_mod" not in name:  # a fast path, because this runs for every buffer in every step
         return name
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a layout's dtype name."""
+    """Return the torch dtype of a layout's dtype name."""
     return _DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` -> ``"float32"``."""
+    """Convert ``torch.float32`` to ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor covers its memory range without holes or overlap."""
+    """Return whether the tensor covers its memory range without holes or overlap."""
     if tensor.numel() == 0:
         return True
     expected = 1
@@ -56,20 +56,20 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """One-dimensional view of a dense tensor in memory order; shares its memory."""
+    """Return a one-dimensional view of a dense tensor in memory order; shares its memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def shaped(values: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    """View of flat ``values`` (memory order) with the parameter's shape and strides."""
+    """Return a view of flat ``values`` (memory order) with the parameter's shape and strides."""
     return values.as_strided(spec.shape, spec.strides, values.storage_offset())
 
 
 def flat_like(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    """``tensor`` as a flat view in the memory order of ``spec``, copied only where it differs.
+    """Return ``tensor`` flat in the memory order of ``spec``; copied only if its order differs.
 
     Raises:
-        UnsupportedModel: If it is sparse.
+        UnsupportedModel: If the tensor is sparse.
     """
     if tensor.layout != torch.strided:
         raise UnsupportedModel(
@@ -84,19 +84,19 @@ def flat_like(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
 
 
 def bits(values: torch.Tensor) -> Bits:
-    """Bit patterns of a flat CPU tensor as unsigned integers; shares its memory."""
+    """Return bit patterns of a flat CPU tensor as unsigned integers; shares its memory."""
     width = values.element_size()
     array: Bits = values.view(INT_OF_BYTES[width]).numpy().view(np.dtype(f"u{width}"))
     return array
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense CPU tensor, in memory order, without a copy."""
+    """Return the bytes of a dense CPU tensor, in memory order, without a copy."""
     return flat(tensor).view(torch.uint8).numpy().data
 
 
 def layout_of(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Layout:
-    """Lay the given trainable parameters out one after the other.
+    """Lay out trainable parameters one after the other.
 
     Raises:
         UnsupportedModel: For sharded, sparse, complex or overlapping parameters.
@@ -150,7 +150,7 @@ def _refuse_unsupported(name: str, parameter: torch.nn.Parameter) -> None:
 
 
 def refuse_shared_memory(named: Mapping[str, torch.Tensor]) -> None:
-    """Two parameters in one place are both updated by both, which replay does not repeat.
+    """Refuse parameters that share memory: both updates change both, which replay does not repeat.
 
     Raises:
         UnsupportedModel: Naming the first two.
@@ -170,8 +170,8 @@ def refuse_shared_memory(named: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def shard_owners(layout: Layout, world_size: int) -> list[int]:
-    """Which rank stores each parameter and its optimizer state: balanced by bytes."""
+def share_owners(layout: Layout, world_size: int) -> list[int]:
+    """Return which rank stores each parameter and its optimizer state, balanced by bytes."""
     load = [0] * world_size
     owners = [0] * len(layout.parameters)
     sizes = [spec.nbytes for spec in layout.parameters]
@@ -182,8 +182,8 @@ def shard_owners(layout: Layout, world_size: int) -> list[int]:
 
 
 def shares_of(layout: Layout, world_size: int) -> list[list[int]]:
-    """Layout indices of the parameters that each rank stores, ascending; see `shard_owners`."""
+    """Return the layout indices of the parameters that each rank stores, ascending."""
     shares: list[list[int]] = [[] for _ in range(world_size)]
-    for parameter, owner in enumerate(shard_owners(layout, world_size)):
+    for parameter, owner in enumerate(share_owners(layout, world_size)):
         shares[owner].append(parameter)
     return shares

@@ -1,4 +1,4 @@
-"""Facts on which the last bits of the arithmetic can depend."""
+"""Settings of process and machine that the last bits of the arithmetic can depend on."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from lowdiff.types import Environment
 
 
 def process_modes() -> tuple[str, str]:
-    """Default dtype, and precision of float32 products, "" where torch cannot tell it."""
+    """Return the default dtype, and the precision of float32 products; "" if torch cannot tell."""
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set for one backend or the other, by `fp32_precision`
+    except RuntimeError:  # `fp32_precision` set the precision for one backend only
         precision = ""
     return str(torch.get_default_dtype()).removeprefix("torch."), precision
 
 
 def flushes_denormals() -> bool:
-    """Whether this thread takes numbers below the smallest normal one for zero."""
+    """Return whether this thread flushes denormal numbers to zero."""
     return sys.float_info.min * 0.5 == 0.0
 
 
 @contextmanager
 def arithmetic_of(environment: Environment) -> Iterator[None]:
-    """Reckon as a run did, in this thread; a precision that torch could not tell stays as it is.
+    """Compute with a run's numeric modes in this thread; an unknown precision stays as it is.
 
-    Denormals are a thread's own matter. The other modes are the whole process's: threads that want
-    the same share them, and one that wants others waits until those are done.
+    Flushing of denormals is a setting of the thread. The other modes belong to the whole process:
+    threads that want the same modes share them, and a thread that wants others waits.
     """
     before = flushes_denormals()
     with _shared_modes.lent((environment.default_dtype, environment.matmul_precision)):
@@ -46,7 +46,7 @@ def arithmetic_of(environment: Environment) -> Iterator[None]:
 
 
 class _SharedModes:
-    """The process's modes, changed while somebody uses others."""
+    """The process's numeric modes, changed for some threads at a time."""
 
     def __init__(self) -> None:
         self._given_back = threading.Condition()
@@ -55,7 +55,7 @@ class _SharedModes:
 
     @contextmanager
     def lent(self, wanted: tuple[str, str]) -> Iterator[None]:
-        """Have these modes, or wait for them."""
+        """Set these modes, or wait until the threads with other modes are done."""
         with self._given_back:
             self._given_back.wait_for(lambda: not self._users or self._lent == wanted)
             if not self._users:
@@ -73,7 +73,7 @@ class _SharedModes:
 
 
 def _set_process_modes(wanted: tuple[str, str]) -> None:
-    """Set the modes that differ; not a precision that torch could not tell and so not put back."""
+    """Set the modes that differ, except a precision that torch could not tell and not restore."""
     dtype, precision = wanted
     dtype_now, precision_now = process_modes()
     if dtype != dtype_now:

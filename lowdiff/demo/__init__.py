@@ -1,1 +1,1 @@
-"""The main job, end to end: launch ``lowdiff.examples.ddp_gpt``, kill it, resume, compare bits."""
+"""Demo: launch ``lowdiff.examples.ddp_gpt``, kill it, resume it, compare all bits."""

@@ -1,4 +1,4 @@
-"""Starts a training script under torchrun, reads what it prints, and kills it the hard way."""
+"""Start a training script under torchrun, read its output, and kill it with SIGKILL."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ _LINES_SHOWN = 25
 
 
 class WorkersFailed(LowDiffError):
-    """The training processes ended with an error; the message has their words."""
+    """Training processes that ended with an error; the message has their last output."""
 
 
 def child_processes(pid: int) -> list[int]:
-    """Direct children of a process that have not ended yet, read from ``/proc``."""
+    """Return direct children of a process that have not ended yet, read from ``/proc``."""
     children = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(OSError):  # ended between listing and reading
                 stat = (folder / "stat").read_text(errors="replace")
-                # The second field is the command in brackets and may itself hold blanks and brackets.
+                # The second field is the command in brackets, which may itself contain blanks and
+                # brackets.
                 state, parent = stat.rpartition(")")[2].split()[:2]
                 if state not in "ZX" and int(parent) == pid:
                     children.append(int(folder.name))
@@ -38,10 +39,10 @@ def child_processes(pid: int) -> list[int]:
 
 
 class Launch:
-    """One torchrun with its workers. Leaving the context kills whatever still runs.
+    """One torchrun with its workers. Leaving the context kills the processes that still run.
 
     Args:
-        command: What to start; torchrun's agent, whose direct children are the workers.
+        command: Command to start: torchrun's agent, whose direct children are the workers.
         log: File that gets a copy of all output.
     """
 
@@ -57,14 +58,14 @@ class Launch:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C reaches only this process, which then kills them all
+            start_new_session=True,  # Ctrl-C reaches only this process, which then kills the others
         )
 
     def lines(self) -> Iterator[str]:
         """Yield each line of output as it is printed, until agent and workers have ended.
 
         Raises:
-            WorkersFailed: They ended with an error, and not by ``kill``.
+            WorkersFailed: If the processes ended with an error, and not by ``kill``.
         """
         assert self._agent.stdout is not None
         last: list[str] = []
@@ -80,10 +81,10 @@ class Launch:
             )
 
     def kill(self) -> list[int]:
-        """SIGKILL every worker and the agent, at once; return the workers' process ids.
+        """Send SIGKILL to every worker and the agent at once; return the workers' process ids.
 
         torchrun gives each worker a session of its own, so a signal to the agent's group does not
-        reach the workers. Processes that the workers detached, as lowdiff's writer, are spared.
+        reach the workers. Processes that workers detached, such as lowdiff's writer, stay alive.
         """
         self._was_killed = True
         workers = child_processes(self._agent.pid)
@@ -98,10 +99,10 @@ class Launch:
     def __exit__(self, *_: object) -> None:
         if self._agent.poll() is None:
             self.kill()
-        self._agent.communicate()  # the pipe ends once they are all gone
+        self._agent.communicate()  # the pipe ends once all processes are gone
 
 
 def torchrun_command(module: str, arguments: Sequence[str], *, world_size: int) -> list[str]:
-    """Command that runs a module in ``world_size`` processes on this machine, on a free port."""
+    """Return a command that runs a module in ``world_size`` processes here, on a free port."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     return [*torchrun, "--standalone", f"--nproc-per-node={world_size}", "-m", module, *arguments]

@@ -1,4 +1,4 @@
-"""The demo's table and picture."""
+"""Table and picture of the demo."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def draw(result: DemoResult, path: Path) -> None:
 
 
 def _draw_losses(axes: Axes, result: DemoResult) -> None:
-    for life, colour, width, label in (
+    for launch, colour, width, label in (
         (result.reference, _PALE, 7.0, "never interrupted"),
         (result.killed, _BEFORE, 1.8, "until it was killed"),
         (result.resumed, _AFTER, 1.8, "after it was resumed"),
     ):
-        losses = [float(loss) for loss in life.losses.values()]
-        axes.plot([*life.losses], losses, color=colour, linewidth=width, label=label)
+        losses = [float(loss) for loss in launch.losses.values()]
+        axes.plot([*launch.losses], losses, color=colour, linewidth=width, label=label)
     kill_step = max(result.killed.losses)
     axes.axvline(kill_step, color=_KILL, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.annotate(

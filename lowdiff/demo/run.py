@@ -1,4 +1,4 @@
-"""Runs the demo: one run without interruption, one killed and resumed, and the comparison."""
+"""Run the demo: one run without interruption, one killed and resumed, and the comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _END = re.compile(r"rank (\d+): weights ([\da-f]+), lowdiff ([\d.]+) ms a step")
 
 
 def plan_kill(seed: int, steps: int) -> tuple[int, float]:
-    """Draw when to kill: after which step, and what share of a step's time later.
+    """Draw the instant of the kill: a step, and a share of a step's time after it.
 
     The step lies between 30 % and 70 % of the run, and the share in ``[0, 1)``, so that the kill
     hits any instant of a step. The same seed gives the same instant.
@@ -37,16 +37,16 @@ def plan_kill(seed: int, steps: int) -> tuple[int, float]:
 
 
 @dataclass(slots=True)
-class Life:
-    """What the processes of one launch printed, and how many seconds after the launch.
+class LaunchOutput:
+    """Output of the processes of one launch, with times in seconds since the launch.
 
     Attributes:
-        resumed_from: Step that ``attach`` returned; -1 until it did.
-        attached_after: When it did.
+        resumed_from: Step that ``attach`` returned; -1 before.
+        attached_after: Time at which ``attach`` returned.
         losses: Step -> loss of rank 0 as printed, with nine digits: all bits of a float32.
-        times: Step -> when its loss was printed.
+        times: Step -> time at which its loss was printed.
         weights: Rank -> digest of its weights after the last step.
-        lowdiff_seconds: Rank -> what lowdiff took from its training thread per step; mean.
+        lowdiff_seconds: Rank -> mean time per step that lowdiff took from its training thread.
     """
 
     resumed_from: int = -1
@@ -57,7 +57,7 @@ class Life:
     lowdiff_seconds: dict[int, float] = field(default_factory=dict)
 
     def hear(self, line: str, after: float) -> None:
-        """Take in a line that was printed ``after`` seconds; two ranks may print into one."""
+        """Parse a line that was printed at time ``after``; two ranks may print into one line."""
         if start := _START.search(line):
             self.resumed_from, self.attached_after = int(start[1]), after
         if done := _STEP.search(line):
@@ -67,35 +67,35 @@ class Life:
             self.lowdiff_seconds[int(rank)] = float(milliseconds) / 1000
 
     def step_seconds(self, first: int, last: int) -> float:
-        """Median time from one step to the next, of those from ``first`` to ``last``, inclusive."""
+        """Return the median time from one step to the next, for steps ``first`` to ``last``."""
         times = [after for step, after in self.times.items() if first <= step <= last]
         return statistics.median(after - before for before, after in pairwise(times))
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Everything the report shows.
+    """Everything that the report shows.
 
     Attributes:
         seed: Seed of the training and of the kill.
         world_size: Worker processes.
         reference: The run that was never interrupted.
         killed: The other run until SIGKILL.
-        resumed: The other run from there.
-        timed: A shorter training, which lowdiff leaves after half of its steps.
+        resumed: The other run after SIGKILL.
+        timed: A shorter training from which lowdiff is detached after half of the steps.
         num_parameters: Elements of the model.
         num_values: Tensors, generators and positions compared, as recovered from both runs.
-        differences: In which of them the runs differ.
-        stored_bytes: Step -> bytes of its differential over all ranks, as far as they are kept.
-        full_checkpoint_bytes: What ``torch.save`` writes of model and optimizer.
+        differences: Names of those that differ.
+        stored_bytes: Step -> bytes of its differential over all ranks, for steps that are kept.
+        full_checkpoint_bytes: Bytes of a ``torch.save`` of model and optimizer.
     """
 
     seed: int
     world_size: int
-    reference: Life
-    killed: Life
-    resumed: Life
-    timed: Life
+    reference: LaunchOutput
+    killed: LaunchOutput
+    resumed: LaunchOutput
+    timed: LaunchOutput
     num_parameters: int
     num_values: int
     differences: tuple[str, ...]
@@ -104,29 +104,29 @@ class DemoResult:
 
     @property
     def committed(self) -> int:
-        """Last step that the killed life proves to be committed on every rank.
+        """Return the last step that the killed run's output proves to be committed on every rank.
 
-        Rank 0 prints a step before committing it. The step's exchange of gradients included every
-        rank, and a rank gets there only after it committed the step before.
+        Rank 0 prints a step before committing it. The step's exchange of gradients includes every
+        rank, and a rank takes part only after it committed the step before.
         """
         return max(self.killed.losses, default=1) - 1
 
     @property
     def steps_lost(self) -> int:
-        """Committed steps that had to be trained again."""
+        """Return the number of committed steps that had to be trained again."""
         return max(0, self.committed - self.resumed.resumed_from)
 
     @property
     def mean_stored_bytes(self) -> float:
-        """Bytes of a step's differential over all ranks."""
+        """Return the mean bytes of a step's differential over all ranks."""
         return statistics.mean(self.stored_bytes.values())
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What went wrong, in words; empty when the demo shows what it promises."""
+        """Return failures in words; empty if the demo succeeded."""
         found = [f"{self.steps_lost} committed steps were lost"] if self.steps_lost else []
         for step, expected in self.reference.losses.items():
-            losses = {life.losses.get(step, expected) for life in (self.killed, self.resumed)}
+            losses = {launch.losses.get(step, expected) for launch in (self.killed, self.resumed)}
             found += [f"step {step}: loss {x} instead of {expected}" for x in losses - {expected}]
         made = self.killed.losses.keys() | self.resumed.losses.keys()
         found += [f"step {step}: no loss" for step in sorted(self.reference.losses.keys() ^ made)]
@@ -150,11 +150,11 @@ def run_demo(
         output: Folder for runs, staging and logs; emptied first if an earlier demo made it.
         steps: Steps of each run.
         world_size: Worker processes.
-        seed: Of the training and of the kill; random by default.
+        seed: Seed of the training and of the kill; random by default.
 
     Raises:
-        ConfigError: A setting cannot work, or ``output`` holds something else.
-        WorkersFailed: The training processes failed.
+        ConfigError: If a setting is out of range, or ``output`` holds something else.
+        WorkersFailed: If the training processes failed.
     """
     if steps < _FEWEST_STEPS or world_size < 1:
         raise ConfigError(
@@ -167,7 +167,7 @@ def run_demo(
     _prepare(output)
     with Progress(
         *(TextColumn("{task.description:<17}"), BarColumn(bar_width=32), MofNCompleteColumn()),
-        *(TimeElapsedColumn(), TextColumn("{task.fields[note]}")),
+        *(TimeElapsedColumn(), TextColumn("{task.fields[status]}")),
     ) as progress:
         launches = _Launches(output, world_size, seed, progress)
         kill = plan_kill(seed, steps)
@@ -178,7 +178,7 @@ def run_demo(
         reference = launches.live("uninterrupted", "whole", steps)
         killed = launches.live("killed", "killed", steps, kill=kill)
         resumed = launches.live("resumed", "killed", steps)
-        # In one process, so that what else the machine does slows both halves alike.
+        # Both halves run in one process, so that other load on the machine slows both alike.
         half = max(_FEWEST_STEPS, steps // 3)
         timed = launches.live("half with lowdiff", "timed", 2 * half, f"--detach-after={half}")
     from lowdiff.recovery import compare, recover
@@ -208,7 +208,7 @@ def run_demo(
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """Launches of the training script that share all settings."""
+    """Launches of the training script with common settings."""
 
     output: Path
     world_size: int
@@ -217,31 +217,31 @@ class _Launches:
 
     def live(
         self, name: str, run: str, steps: int, *more: str, kill: tuple[int, float] | None = None
-    ) -> Life:
-        """Train the run up to ``steps``, or until the instant of the kill."""
-        # Staging on disk survives SIGKILL as well, and /dev/shm is small in many containers.
+    ) -> LaunchOutput:
+        """Train the run up to ``steps``, or until the kill."""
+        # Staging on disk also survives SIGKILL, and /dev/shm is small in many containers.
         folders = (str(self.output / "runs" / run), f"--staging={self.output / 'staging'}")
         arguments = [*folders, f"--steps={steps}", f"--seed={self.seed}", *_SIZE, *more]
         command = torchrun_command(_SCRIPT, arguments, world_size=self.world_size)
-        bar = self.progress.add_task(name, total=steps, note="starting the processes")
-        life, began = Life(), time.monotonic()
+        bar = self.progress.add_task(name, total=steps, status="starting the processes")
+        printed, began = LaunchOutput(), time.monotonic()
         with Launch(command, self.output / "logs" / f"{name}.txt") as launch:
             for line in launch.lines():
-                life.hear(line, time.monotonic() - began)
-                if not life.losses:
+                printed.hear(line, time.monotonic() - began)
+                if not printed.losses:
                     continue
-                step, loss = max(life.losses.items())
-                self.progress.update(bar, completed=step, note=f"loss {float(loss):.3f}")
+                step, loss = max(printed.losses.items())
+                self.progress.update(bar, completed=step, status=f"loss {float(loss):.3f}")
                 if kill is not None and step == kill[0]:
-                    time.sleep(kill[1] * life.step_seconds(1, step))
+                    time.sleep(kill[1] * printed.step_seconds(1, step))
                     workers, kill = launch.kill(), None
                     self.progress.console.print(f"Killed {len(workers)} workers after step {step}")
         self.progress.stop_task(bar)
-        return life
+        return printed
 
 
 def _prepare(output: Path) -> None:
-    """Make ``output``, without what an earlier demo left there, and touch nothing else."""
+    """Create ``output`` without the files of an earlier demo; touch nothing else."""
     if output.exists() and not (output / _MARKER).exists() and any(output.iterdir()):
         raise ConfigError(
             f"{output} holds something that no demo put there; give a new or empty folder"

@@ -1,1 +1,1 @@
-"""What surrounds a step: the loop, the data, signals from the scheduler, pins."""
+"""Everything around a step: the loop, the data, signals from the scheduler, pins."""

@@ -1,4 +1,4 @@
-"""A DataLoader that knows which batches were consumed, and draws each sample the same way again."""
+"""Data loaders that know which batches were consumed, and draw each sample the same way again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _NUM_SEEDS = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Where a loop over ``steps()`` is.
+    """Position of a loop over ``steps()``.
 
     Attributes:
         step: Number of completed steps.
-        is_over: Whether its body has made its step, which is committed when it ends.
+        is_over: Whether the body has made its optimizer step, which is committed when the body
+            ends.
     """
 
     step: int = 0
@@ -33,7 +34,7 @@ class Body:
 
 
 class _Epochs:
-    """What loaders have in common: batches are handed out in the step that they count to.
+    """Common part of loaders: a batch belongs to the step in which it is handed out.
 
     Attributes:
         epoch: Epochs completed.
@@ -42,26 +43,26 @@ class _Epochs:
     def __init__(
         self, before_batch: Callable[[], None] | None, body: Callable[[], Body] | None
     ) -> None:
-        """Ask where the loop is.
+        """Remember how to ask for the loop's position.
 
         Args:
             before_batch: Called before the first batch is fetched, which is where a step begins.
-            body: Where the loop is: once a step is made and not committed yet it is too early to
-                fetch the next one's batch, which would count to it.
+            body: Returns the loop's position. Between a step and its commit it is too early to
+                fetch the next step's batch, which would belong to the previous step.
         """
         self.epoch = 0
         self._before_batch = before_batch or (lambda: None)
         self._body = body or Body
 
     def _in_time(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Hand batches out.
+        """Hand out batches.
 
         Raises:
             UsageError: If a body of ``steps()`` fetches the next step's batch.
         """
         self._before_batch()
-        # Who begins with a loader after the step evaluates, say: such batches are of that step. So are
-        # those after it where others of the same body came before it.
+        # A loader that starts after the step (an evaluation, say) belongs to this step. So do
+        # batches after the step if earlier batches of the loader came in the same body.
         is_behind, fetched_in = self._body().is_over, -1
         for batch in batches:
             now = self._body()
@@ -80,8 +81,8 @@ class _Epochs:
 class ResumableLoader(_Epochs):
     """One epoch per iteration; an interrupted epoch goes on after its last consumed batch.
 
-    What counts is the batches handed out, not what prefetching workers have drawn. The order of an
-    epoch is a permutation made from ``(seed, epoch)``, and random augmentation of a sample from
+    The position counts batches handed out, not batches drawn by prefetching workers. The order of
+    an epoch is a permutation made from ``(seed, epoch)``, and random augmentation of a sample from
     ``(seed, epoch, index)``, so neither depends on where an epoch was resumed.
 
     Attributes:
@@ -101,25 +102,25 @@ class ResumableLoader(_Epochs):
         body: Callable[[], Body] | None = None,
         **options: Any,
     ) -> None:
-        """Describe the data.
+        """Set up the loader.
 
         Args:
             dataset: Map-style dataset, the same on every rank.
             batch_size: Samples per batch and rank.
             shuffle: Whether each epoch has an order of its own.
             drop_last: Whether an incomplete last batch is left out.
-            seed: Seeds orders and augmentation. In the middle of an epoch a run resumes only
+            seed: Seed of orders and augmentation. In the middle of an epoch, a run resumes only
                 with the seed and the ``shuffle`` that the epoch was begun with.
-            before_batch: As of `_Epochs`.
-            body: Likewise.
+            before_batch: See `_Epochs`.
+            body: See `_Epochs`.
             options: Further arguments of ``torch.utils.data.DataLoader``.
 
         Raises:
-            ConfigError: If the dataset has no length or an option is lowdiff's own business.
+            ConfigError: If the dataset has no length, or lowdiff sets an option itself.
         """
         if isinstance(dataset, IterableDataset):
             raise ConfigError(
-                "an IterableDataset keeps its position to itself; give "
+                "an IterableDataset does not reveal its position; pass "
                 "checkpointer.dataloader(...) a StatefulDataLoader of torchdata instead"
             )
         if not isinstance(dataset, Sized):
@@ -131,7 +132,7 @@ class ResumableLoader(_Epochs):
             raise ConfigError(f"batch_size counts samples, at least 1, got {batch_size}")
         own = {"sampler", "batch_sampler", "generator", "worker_init_fn"} & set(options)
         if own:
-            raise ConfigError(f"{min(own)} is what makes this loader resumable; leave it out")
+            raise ConfigError(f"lowdiff sets {min(own)} to make the loader resumable; leave it out")
         _refuse_out_of_order(options.get("in_order", True))
         super().__init__(before_batch, body)
         self.consumed = 0
@@ -141,16 +142,16 @@ class ResumableLoader(_Epochs):
         self._drop_last = drop_last
         self._seed, self._shuffle = int(seed) % _NUM_SEEDS, bool(shuffle)
         self._options = options
-        # What is known by now; a launcher may form the group later, and `attach` knows it.
+        # The group may be formed later; `attach` then sets the ranks.
         joined = dist.is_available() and dist.is_initialized()
         self.share(dist.get_rank() if joined else 0, dist.get_world_size() if joined else 1)
 
     def share(self, rank: int, world_size: int) -> None:
-        """Hand out the batches of one of so many ranks; ``attach`` says which."""
+        """Hand out this rank's batches; ``attach`` calls this with the ranks."""
         self._rank, self._world_size = rank, world_size
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank; before ``attach``, of those that have met by then."""
+        """Return the batches of a whole epoch on this rank; before ``attach``, of the known ranks."""
         count = len(self._samples)
         return count // self._stride if self._drop_last else -(-count // self._stride)
 
@@ -166,13 +167,13 @@ class ResumableLoader(_Epochs):
             generator=torch.Generator().manual_seed(_mixed(self._seed, self.epoch)),
             **self._options,
         )
-        # It draws a seed with its generator, where that is not on the default device; and forked
-        # workers keep what they begin in.
+        # Building the iterator draws a seed from the CPU generator, which fails under another default
+        # device. Forked workers keep the default device under which they start.
         is_usual = torch.get_default_device().type == "cpu"
         with nullcontext() if is_usual else torch.device("cpu"):
             batches = iter(loader)
-        # Without workers, collating a batch may draw from the generators of the step; and so may
-        # what follows an epoch of which nothing is left.
+        # Without workers, collating a batch may draw from the step's generators. The same holds for
+        # code after an epoch without remaining batches.
         for batch in self._in_time(batches):
             self.consumed += 1
             yield batch
@@ -180,7 +181,7 @@ class ResumableLoader(_Epochs):
         self.consumed = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Position in the data, and what the epoch is made from."""
+        """Return the position in the data, and the settings that define the epoch's order."""
         return {
             "epoch": self.epoch,
             "samples": self.consumed * self._stride,
@@ -191,15 +192,15 @@ class ResumableLoader(_Epochs):
         }
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Take a position; with another world size rounded down to whole batches.
+        """Set the position; with another world size, it is rounded down to whole batches.
 
         Raises:
-            ConfigError: If it is in the middle of an epoch that was begun with another order.
+            ConfigError: If the position is inside an epoch that was begun with another order.
         """
         self.epoch = state_dict["epoch"]
         self.consumed = state_dict["samples"] // self._stride
         if state_dict["is_over"]:
-            self.consumed = len(self)  # whatever is different now
+            self.consumed = len(self)  # the epoch is over, so changed settings do not matter
         elif state_dict["samples"]:
             now = self.state_dict()
             changed = [
@@ -210,13 +211,13 @@ class ResumableLoader(_Epochs):
             if changed:
                 raise ConfigError(
                     f"the run is in the middle of epoch {self.epoch}, and its data has "
-                    f"{', '.join(changed)} now, so which samples it has not seen cannot be told; give "
-                    "it what it had until that epoch is over: then another is welcome"
+                    f"{', '.join(changed)} now, so its unseen samples are unknown; keep the earlier "
+                    "settings until that epoch is over"
                 )
 
     @property
     def _stride(self) -> int:
-        """Samples of a round: one batch per rank."""
+        """Return the number of samples in a round: one batch per rank."""
         return self._batch_size * self._world_size
 
     def _batches(self) -> list[list[int]]:
@@ -225,14 +226,15 @@ class ResumableLoader(_Epochs):
         if self._shuffle:
             generator = torch.Generator().manual_seed(_mixed(self._seed, self.epoch))
             order = torch.randperm(count, generator=generator, device="cpu")
-        # In rounds, so that whatever the world size, a prefix of the epoch is a prefix of the same
+        # In rounds, so that for every world size, a prefix of the epoch is a prefix of the same
         # permutation.
         batches = []
         for start in range(0, count, stride):
             share = order[start : start + stride][self._rank :: self._world_size].tolist()
             if len(order[start : start + stride]) < stride and self._drop_last:
                 break
-            # Every rank must join every step: a rank left without a sample repeats the first.
+            # Every rank must take part in every step: a rank without a sample repeats the first
+            # one.
             batches.append(share or order[:1].tolist())
         return batches
 
@@ -240,9 +242,9 @@ class ResumableLoader(_Epochs):
 class StatefulEpochs(_Epochs):
     """The epochs of a loader that keeps its own position: torchdata's ``StatefulDataLoader``.
 
-    Adds what a resumed run needs and the loader does not know: how many epochs are completed, and
-    when the random generators must be restored. Building an iterator draws from them, fetching the
-    first batch may do so as well, so it is done in between.
+    Adds what a resumed run needs besides the loader's position: the number of completed epochs, and
+    the moment to restore the random generators. Building an iterator draws from the generators, and
+    fetching the first batch may draw as well, so they are restored in between.
 
     Attributes:
         epoch: Epochs completed.
@@ -259,10 +261,10 @@ class StatefulEpochs(_Epochs):
         Args:
             loader: Any ``DataLoader`` with ``state_dict`` and ``load_state_dict``.
             before_batch: Called before the first batch is fetched, which is where a step begins.
-            body: Where the loop is.
+            body: Returns the loop's position.
 
         Raises:
-            ConfigError: If the loader does not know its position, or hands out batches out of order.
+            ConfigError: If the loader has no position, or hands out batches out of order.
         """
         if not isinstance(loader, Stateful):
             raise ConfigError(
@@ -272,12 +274,12 @@ class StatefulEpochs(_Epochs):
         _refuse_out_of_order(getattr(loader, "in_order", True))
         super().__init__(before_batch, body)
         self._loader = loader
-        # Until it is iterated over: asked for its state, the loader would start its workers.
+        # State for the next iterator. Asking the loader for its state would start its workers.
         self._waiting: dict[str, Any] = {"position": None, "generator": None}
         self._started = False
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank."""
+        """Return the number of batches of a whole epoch on this rank."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -291,17 +293,17 @@ class StatefulEpochs(_Epochs):
         position = None if self._started else self._waiting["position"]
         is_finished = isinstance(position, Mapping) and position.get("_iterator_finished")
         if position is not None and not is_finished:
-            # The epoch was begun before; and steps() may have restored the generators already.
+            # The epoch was begun before, and steps() may have restored the generators already.
             torch.set_rng_state(before)
         if self._waiting["generator"] is not None and not self._started:
-            # Drawing the seed of its workers is something that the loader does not repeat.
+            # The loader does not repeat the draw of its workers' seed, so restore its generator.
             self._loader.generator.set_state(self._waiting["generator"])
         self._started = True
         yield from self._in_time(iterator)
         self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, position in it, and the loader's own generator if it has one."""
+        """Return epoch, position in the epoch, and the loader's own generator if it has one."""
         if not self._started:
             return {"epoch": self.epoch, **self._waiting}
         generator = self._loader.generator
@@ -312,7 +314,7 @@ class StatefulEpochs(_Epochs):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a position; the next iteration goes on there."""
+        """Set the position at which the next iteration continues."""
         self._waiting = {name: state_dict[name] for name in ("position", "generator")}
         self.epoch, self._started = state_dict["epoch"], False
         if self._waiting["position"] is not None:
@@ -328,7 +330,7 @@ def _refuse_out_of_order(in_order: bool) -> None:
 
 
 class _SeededSamples(Dataset[Any]):
-    """A dataset whose random augmentation depends on the sample alone."""
+    """A dataset whose random augmentation depends only on epoch and sample."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
         self._dataset = dataset
@@ -337,7 +339,7 @@ class _SeededSamples(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if get_worker_info() is not None:
-            # The generators are this process's own, and what collates the batch draws on from there.
+            # These are this worker's own generators; collating the batch continues from here.
             _seed_all(_mixed(self._seed, self._epoch, index))
             return self._dataset[index]
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -357,7 +359,7 @@ def _seed_all(seed: int) -> None:
 
 
 def _mixed(*parts: int) -> int:
-    """One seed from several numbers, as NumPy mixes them."""
+    """Return one seed from several numbers, mixed as in NumPy."""
     words = np.random.SeedSequence([part % _NUM_SEEDS for part in parts]).generate_state(
         1, np.uint64
     )

@@ -1,4 +1,4 @@
-"""Pinning a step of a run that is being trained."""
+"""Pin a step of a run that is being trained."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
         The step.
 
     Raises:
-        ConfigError: If the label is no name for a file.
-        StepNotFound: If the step is not there any more, or not yet.
+        ConfigError: If the label cannot be a file name.
+        StepNotFound: If the step does not exist any more, or not yet.
         RunInUse: If old files are being removed for longer than ``settings.lock_seconds``.
     """
     folder, session = settings.folder, opened.session
@@ -38,11 +38,11 @@ def keep_step(settings: Settings, opened: Opened, step: int | None, label: str |
     with retention_locked(folder, timeout_seconds=settings.lock_seconds, shared=True):
         inventory = take_inventory(folder, run_id)
         whole = [s.step for s in inventory.snapshots if s.complete and is_on(inventory.spans, s)]
-        # Nothing after the newest snapshot is ever removed, and it may be in staging only, also
-        # that of another machine; everything before it is durable.
+        # Steps after the newest snapshot are never removed and may be only in staging, also of
+        # another machine. Everything before that snapshot is durable.
         if step < max(whole, default=0):
             plan_recovery(scan(folder), step)
-        # With a run folder on each node, the others' fences of this life are not here yet.
+        # With a run folder per node, other ranks' fences of this incarnation are not here yet.
         own = read_fence(folder.fence(opened.staging.folder.incarnation, opened.ranks.rank))
         fences = {**begun_fences(folder, run_id), own.incarnation: own}
         owner = owner_of(lineage(fences), step)

@@ -1,8 +1,8 @@
-"""Seeing SIGTERM and SIGUSR1 at once, also while a collective blocks the main thread.
+"""Notice SIGTERM and SIGUSR1 at once, also while a collective blocks the main thread.
 
-Python runs signal handlers in the main thread, and only between two of its instructions: during a
-collective that may be seconds later. The C part of the interpreter, however, writes each signal's
-number to the *wakeup file descriptor* at once, and here a thread reads it.
+Python runs signal handlers in the main thread, between two of its instructions; during a
+collective this may be seconds later. But the C part of the interpreter writes each signal's number
+to the *wakeup file descriptor* at once, and a thread reads it here.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from lowdiff.errors import UsageError
 
 _logger = logging.getLogger(__name__)
 
-#: What schedulers send before they kill: Kubernetes and torchrun the first, Slurm either.
+#: Signals before a kill: Kubernetes and torchrun send SIGTERM, Slurm either of them.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-#: No signal has this number.
+#: A byte that is no signal's number.
 _STOP = 0
 
 
 class SignalWatch:
-    """Calls back once, from a thread of its own, when the process is told to end soon.
+    """Calls back once, from its own thread, when a signal announces the process's end.
 
-    The process is not ended: who catches a signal decides what follows. Handlers written in Python
-    that were there before are called as ever. Forked children get back what was there before.
+    The process is not ended: the caller decides what follows. Earlier handlers written in Python
+    are still called. Forked children get the earlier handlers back.
     """
 
     def __init__(self, notice: Callable[[], None]) -> None:
-        """Watch from now on; without effect, and said, outside the main thread.
+        """Begin to watch; outside the main thread, warn and do nothing.
 
         Args:
-            notice: Called from another thread than the main one.
+            notice: Function to call, from a thread other than the main thread.
 
         Raises:
+            UsageError: See `refuse_foreign_descriptor`.
             UsageError: See `refuse_foreign_descriptor`.
         """
         self.notice: Callable[[], None] | None = notice
@@ -59,10 +60,10 @@ class SignalWatch:
         _installed[0].watches.append(self)
 
     def close(self) -> None:
-        """Notice nothing more; any thread; idempotent.
+        """Stop watching; any thread; idempotent.
 
-        The last watch of the process puts back what was there before its first one. Outside the main
-        thread Python allows that to nobody: the handlers stay, and do what was done before.
+        The process's last watch restores the handlers from before its first watch. Python allows
+        this only in the main thread; elsewhere, the handlers stay and only call the earlier ones.
         """
         for handlers in tuple(_installed):
             with handlers.noticing:
@@ -74,7 +75,7 @@ class SignalWatch:
 
 
 class _Handlers:
-    """The handlers, the wakeup descriptor and the thread that serve all watches of the process."""
+    """Handlers, wakeup descriptor and thread that serve all watches of the process."""
 
     def __init__(self) -> None:
         self.watches: list[SignalWatch] = []
@@ -86,19 +87,20 @@ class _Handlers:
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._previous: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
         for number, previous in self._previous.items():
-            # None is a handler that Python did not install: it could be neither called nor put back.
+            # None means a handler not installed by Python, which could be neither called nor
+            # restored.
             if previous is not None:
                 signal.signal(number, self._handle)
 
     def end(self) -> None:
-        """Put back what was there before, and end the thread; in the main thread."""
+        """Restore the earlier handlers, and end the thread; in the main thread only."""
         os.set_blocking(self._writer, True)
         os.write(self._writer, bytes([_STOP]))
         self._thread.join()
         self.put_back()
 
     def put_back(self) -> None:
-        """Put back what was there before, but for what others have put in front of it since."""
+        """Restore the earlier handlers, except where another handler was installed since."""
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, previous)
@@ -109,10 +111,10 @@ class _Handlers:
         os.close(self._writer)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler, in the main thread. A later handler of others may call it for ever."""
+        """Handle a signal in the main thread. A later handler of other code may keep calling this."""
         previous = self._previous[number]
         if self.watches:
-            # The interpreter did so at once, unless somebody has set another descriptor since.
+            # The interpreter has written the number, unless another descriptor was set since.
             with contextlib.suppress(BlockingIOError):
                 os.write(self._writer, bytes([number]))
         elif previous == signal.SIG_DFL:
@@ -122,7 +124,7 @@ class _Handlers:
             previous(number, frame)
 
     def _read(self) -> None:
-        """What the thread does."""
+        """Read signal numbers; runs on the thread."""
         while True:
             for number in os.read(self._reader, 64):
                 if number == _STOP:
@@ -131,7 +133,7 @@ class _Handlers:
                     self._notice(signal.Signals(number).name)
 
     def _notice(self, name: str) -> None:
-        with self.noticing:  # a watch is called by nobody once it is closed
+        with self.noticing:  # a closed watch must not be called any more
             for watch in self.watches:
                 notice, watch.notice = watch.notice, None
                 if notice is not None:
@@ -142,23 +144,23 @@ class _Handlers:
                     warn(_logger, Code.PREEMPTED, text, signal=name)
 
 
-# Signals and forks are the process's, not an object's. There is at most one.
+# Signals and forks belong to the process, not to an object. There is at most one entry.
 _installed: list[_Handlers] = []
 _masks = threading.local()
 
 
 def refuse_foreign_descriptor() -> None:
-    """Make sure that nobody else is told of signals by the interpreter; in any thread.
+    """Check that no other code uses the interpreter's wakeup descriptor; in any thread.
 
     Raises:
-        UsageError: If somebody is.
+        UsageError: If other code uses it.
     """
     if _installed or not _is_main_thread():
         return
     found = signal.set_wakeup_fd(-1)
     if found == -1:
         return
-    with contextlib.suppress(OSError, ValueError):  # it was closed, so nobody misses it
+    with contextlib.suppress(OSError, ValueError):  # a closed descriptor has no user
         signal.set_wakeup_fd(found)
         raise UsageError(
             f"signals of this process are written to file descriptor {found} already "
@@ -173,7 +175,7 @@ def _is_main_thread() -> bool:
 
 
 def _before_fork() -> None:
-    """Hold the signals back, or one that comes before the child let go would look like ours."""
+    """Block the signals, because one that a child receives too early would look like ours."""
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _installed else ())
 
 
@@ -182,7 +184,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """A child does not train, must die of SIGTERM, and shares the pipe with its parent."""
+    """Reset a child: it does not train, must die of SIGTERM, and shares the pipe with its parent."""
     for handlers in _installed:
         handlers.watches.clear()
         handlers.put_back()

@@ -1,4 +1,4 @@
-"""The user's loop, as far as it shows: where its first body begins, and what ends a step."""
+"""The user's loop: find where its first body begins, and end its steps."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class LoopState(dict[str, Any]):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """What it holds."""
+        """Return the content."""
         return dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hold this instead."""
+        """Replace the content."""
         self.clear()
         self.update(state_dict)
 
 
-#: An iterator of a DataLoader draws one number for its workers, and one for a shuffled order. What
-#: that moves comes to the same in a resumed run: the generators are restored behind it.
+#: Most numbers that a DataLoader's iterator draws: one for its workers, one for a shuffled order.
+#: These draws are harmless in a resumed run, because the generators are restored after them.
 _MOST_SEEDS = 2
 
 
 class Draws:
-    """Watches the global generators from its making on."""
+    """Watches the global generators from its construction on."""
 
     def __init__(self, device: torch.device) -> None:
         self._readers = {
@@ -54,7 +54,7 @@ class Draws:
         self._before: Mapping[str, Any] = {name: read() for name, read in self._readers.items()}
 
     def names(self) -> list[str]:
-        """Generators that were drawn from, but for the seeds of data loaders' iterators."""
+        """Return the generators that were drawn from, ignoring seeds of data loaders' iterators."""
         return [
             name
             for name, read in self._readers.items()
@@ -75,20 +75,20 @@ def _same(before: Any, now: Any, *, may_seed: bool) -> bool:
     return torch.equal(before, now)
 
 
-#: Where the generators were restored, each a surer sign of the first body than the one before it: a
+#: Where the generators were restored; each is a surer sign of the first body than the one before. A
 #: model may be tried out, also in training mode, between attach and the loop.
 _NOWHERE, _IN_EVALUATION, _IN_TRAINING, _IN_BODY = range(4)
 
 _CLOSED = (
-    "the Checkpointer was closed inside its own loop; leave the loop with break, and close it "
-    "afterwards"
+    "the Checkpointer was closed inside its own loop; leave the loop with break and close the "
+    "Checkpointer afterwards"
 )
 
 
 class TrainingLoop:
-    """Restores the random generators when the first body begins, and ends steps as the loop does.
+    """Restores the random generators when the first body begins, and ends steps.
 
-    A loop ends them by ``steps()`` or by ``commit()``.
+    A loop ends its steps by ``steps()`` or by ``commit()``.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class TrainingLoop:
         """Watch a model and its optimizers.
 
         Args:
-            attached: What trains.
-            session: What commits.
+            attached: Model and optimizers.
+            session: Session that commits steps.
             random_states: Generators to restore when the first body begins: building a
-                DataLoader's iterator draws from them before. A run that is at step 0 has drawn
-                nothing, so its generators stay as the script seeded them, also after attach.
+                DataLoader's iterator draws from them before. A run at step 0 has drawn nothing, so
+                its generators stay as the script seeded them, also after attach.
         """
         self._model, self._device = attached.model, attached.device
         self._session = session
@@ -111,8 +111,8 @@ class TrainingLoop:
         self._why_over = ""
         self._detached: DetachedLoop | None = None
         self._is_in_body = False
-        self._ends_bodies = False  # by steps()
-        # Only a resumed run has something to restore, and only until its first body is over.
+        self._ends_bodies = False  # whether steps() ends the bodies
+        # Only a resumed run has generators to restore, and only until its first body is over.
         self._hooks: list[RemovableHandle] = []
         if session.step:
             hook = _Hook(self._before_forward)
@@ -125,7 +125,7 @@ class TrainingLoop:
     def steps(self, until: int) -> Iterator[int]:
         """See ``Checkpointer.steps``."""
         session = self._session
-        if session.has_finished_step:  # in a body that was left
+        if session.has_finished_step:  # in a body that the loop left
             session.commit()
         self._ends_bodies = True
         while session.step < until:
@@ -151,9 +151,9 @@ class TrainingLoop:
             session.commit()
 
     def body_begins(self) -> None:
-        """Restore the generators, if this is the first body; commit one that was left.
+        """Restore the generators in the first body; commit a body that the loop left.
 
-        A loop leaves it by ``break``, or by ``zip`` where the loader in front of ``steps()`` ends.
+        A loop leaves a body by ``break``, or by ``zip`` if the loader before ``steps()`` ends.
         """
         is_left = self._ends_bodies and not self._is_in_body
         if is_left and self._session.has_finished_step:
@@ -162,18 +162,18 @@ class TrainingLoop:
 
     @property
     def body(self) -> Body:
-        """Which one of ``steps()`` it is, and whether it is over."""
+        """Return the body's step, and whether the body is over."""
         is_over = self._is_in_body and self._session.has_finished_step
         return Body(self._session.step, is_over)
 
     def commit(self) -> None:
-        """End a step by the user's call."""
+        """End a step, called by the user."""
         self._ends_bodies = False
         self._leave_generators()
         self._session.commit()
 
     def detach(self) -> DetachedLoop:
-        """Take the hooks out; what goes on counting steps, from here on without the session."""
+        """Remove the hooks; return a loop that goes on counting steps without the session."""
         is_left = self._ends_bodies and not self._is_in_body
         is_made = is_left and self._session.has_finished_step
         self.remove()
@@ -181,12 +181,12 @@ class TrainingLoop:
         return self._detached
 
     def remove(self, why: str = _CLOSED) -> None:
-        """Take the hooks out; a loop that goes on all the same is told why it must not."""
+        """Remove the hooks; a loop that continues gets an error with this reason."""
         self._why_over = why
         self._unhook()
 
     def _before_forward(self) -> None:
-        # A pass that activation checkpointing repeats in the backward pass begins nothing.
+        # A forward pass that activation checkpointing repeats in the backward pass begins no body.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         is_training = any(part.training for part in self._model.modules())
@@ -205,7 +205,7 @@ class TrainingLoop:
             self._hooks.pop().remove()
 
     def _warn_about_draws(self) -> None:
-        """What a loop fetches ahead is drawn before the generators are restored."""
+        """Warn about random numbers that were drawn before the generators are restored."""
         if self._draws is None:
             return
         names = self._draws.names()
@@ -217,13 +217,13 @@ class TrainingLoop:
                 "%s drawn from between attach and the first step, and restored now: an uninterrupted "
                 "run drew other numbers there. If the loop trains with them, as with a batch that is "
                 "fetched ahead, keep them in checkpointer.state, which attach restores, and draw only "
-                "where that lacks them",
+                "what that state lacks",
                 f"the random generator{'s' * (len(names) > 1)} of {' and '.join(names)} "
                 + ("were" if len(names) > 1 else "was"),
             )
 
     def _leave_generators(self) -> None:
-        """The first body is over: to restore them now would repeat its numbers in the second."""
+        """Keep the generators: the first body is over, and restoring them would repeat its numbers."""
         if self._restored == _NOWHERE:
             warn(
                 _logger,
@@ -255,14 +255,14 @@ class DetachedLoop:
             self.step = step + 1
 
     def commit(self) -> None:
-        """Count a step that the user's call ends."""
+        """Count a step, ended by the user's call."""
         self.step += 1
 
 
 class _Hook:
-    """Called before a forward pass; in a copy of the model, deep or pickled, it does nothing."""
+    """Hook before a forward pass; in a deep or pickled copy of the model, it does nothing."""
 
-    __name__ = "lowdiff"  # torch.jit.script asks every hook for one
+    __name__ = "lowdiff"  # torch.jit.script requires a name of every hook
 
     def __init__(self, call: Callable[[], None] | None = None) -> None:
         self._call = call
@@ -276,7 +276,7 @@ class _Hook:
 
 
 def _hooked(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """A module and those in it whose calls pass through Python, each once."""
+    """Return a module and its submodules whose calls pass through Python, each once."""
     found: dict[torch.nn.Module, None] = {}
     waiting = [model]
     while waiting:
@@ -286,6 +286,6 @@ def _hooked(model: torch.nn.Module) -> list[torch.nn.Module]:
         if getattr(part, "_compiled_call_impl", None) is not None:
             continue  # by compile(), which compiles its hooks as well
         found[part] = None
-        if getattr(part, "_orig_mod", None) is None:  # else the rest is compiled
+        if getattr(part, "_orig_mod", None) is None:  # otherwise the inner module is compiled
             waiting += part.children()
     return list(found)

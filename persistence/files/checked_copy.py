@@ -1,4 +1,4 @@
-"""Copying into memory that outlives the process, or out of a file, and a checksum, in one pass."""
+"""Copy into memory that outlives the process, or out of a file, with a checksum in the same pass."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from lowdiff.core.crc import joined
 
 Bytes: TypeAlias = "bytes | memoryview | npt.NDArray[Any]"
 
-#: As much as stays, with its source, in a core's second-level cache from the copy to its checksum.
-#: A checksum over all of a large copy reads it from memory again, half as long as the copy itself.
+#: Bytes copied before their checksum is taken. They and their source stay in a core's second-level
+#: cache; a checksum after a large copy would read memory again and take half as long as the copy.
 _PIECE_BYTES = 1 << 18
-#: Less than this is not worth a thread's start.
+#: Smallest part that is worth the start of a thread.
 _SHARE_BYTES = 8 << 20
-#: Of a file that are read at once; more make a disk or a network file system no faster.
+#: Most parts of a file that are read at once; more do not make disks or network file systems
+#: faster.
 _MOST_STREAMS = 8
 
 
 class CheckedCopy:
-    """Puts one thing after the other into a target.
+    """Copies pieces one after the other into a target.
 
     Attributes:
-        size: Bytes so far.
-        checksum: CRC-32C of them.
+        size: Bytes copied so far.
+        checksum: CRC-32C of these bytes.
     """
 
     def __init__(self, target: memoryview) -> None:
@@ -38,7 +39,7 @@ class CheckedCopy:
         self.checksum = 0
 
     def add(self, data: Bytes) -> None:
-        """Copy bytes, or those of a contiguous array."""
+        """Copy bytes, or the bytes of a contiguous array."""
         source = np.frombuffer(data, np.uint8)
         for start in range(0, source.size, _PIECE_BYTES):
             piece = source[start : start + _PIECE_BYTES]
@@ -54,7 +55,7 @@ def copy_in_parallel(
     """Copy parts one after the other into a target, by several threads at once.
 
     Returns:
-        Their bytes, and the CRC-32C of all of them.
+        Number of bytes, and their CRC-32C.
     """
 
     def copy(start: int, stop: int) -> int:
@@ -72,21 +73,21 @@ def read_in_parallel(
 ) -> int:
     """Fill parts one after the other from a file, by several threads at once.
 
-    What a mapping would do as well, but that pages are neither mapped nor faulted in, and that a
-    disk that fails is an error instead of a SIGBUS.
+    Unlike a mapping, this neither maps nor faults in pages, and a failing disk is an error instead
+    of a SIGBUS.
 
     Args:
-        descriptor: Of the file.
-        offset: Of the first part's bytes in it.
-        parts: Writable.
-        num_threads: At most.
+        descriptor: Descriptor of the file.
+        offset: Offset of the first part in the file.
+        parts: Writable buffers.
+        num_threads: Most threads to use.
 
     Returns:
-        The CRC-32C of all of them.
+        CRC-32C of all parts.
 
     Raises:
-        OSError: If it cannot be read.
-        EOFError: If it is too short.
+        OSError: If the file cannot be read.
+        EOFError: If the file is too short.
     """
 
     def read(start: int, stop: int) -> int:
@@ -104,11 +105,11 @@ def read_in_parallel(
 
 
 def checksum_of(descriptor: int, offset: int, size: int) -> int:
-    """CRC-32C of a part of a file, which is not kept.
+    """Return the CRC-32C of a part of a file, without keeping the bytes.
 
     Raises:
-        OSError: If it cannot be read.
-        EOFError: If it is shorter.
+        OSError: If the file cannot be read.
+        EOFError: If the file is too short.
     """
     buffer = memoryview(bytearray(min(size, _PIECE_BYTES)))
     checksum = 0
@@ -120,21 +121,21 @@ def checksum_of(descriptor: int, offset: int, size: int) -> int:
 
 
 def read_whole(descriptor: int, offset: int, target: memoryview) -> None:
-    """Fill ``target`` with what a file has from ``offset`` on.
+    """Fill ``target`` with the bytes of a file from ``offset`` on.
 
     Raises:
-        OSError: If it cannot be read.
-        EOFError: If it is too short.
+        OSError: If the file cannot be read.
+        EOFError: If the file is too short.
     """
     while target:
         count = os.preadv(descriptor, [target], offset)
         if not count:
-            raise EOFError(f"the file ends at byte {offset}, in the midst of what it should hold")
+            raise EOFError(f"the file ends at byte {offset}, before the end of its content")
         target, offset = target[count:], offset + count
 
 
 def _within(parts: Sequence[memoryview], start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes ``start`` to ``stop`` of all parts together."""
+    """Yield bytes ``start`` to ``stop`` of all parts together."""
     offset = 0
     for part in parts:
         first, last = max(start - offset, 0), min(stop - offset, part.nbytes)
@@ -144,15 +145,15 @@ def _within(parts: Sequence[memoryview], start: int, stop: int) -> Iterator[memo
 
 
 def _in_shares(move: Callable[[int, int], int], total: int, num_threads: int) -> int:
-    """Move ``total`` bytes in shares, one for each thread.
+    """Move ``total`` bytes in equal ranges, one per thread.
 
     Args:
-        move: Moves those from a first to a last one, and returns their CRC-32C.
-        total: Bytes.
-        num_threads: At most.
+        move: Moves one range, first to last exclusive, and returns its CRC-32C.
+        total: Number of bytes.
+        num_threads: Most threads to use.
 
     Returns:
-        The CRC-32C of all of them.
+        CRC-32C of all bytes.
     """
     num_threads = max(1, min(num_threads, total // _SHARE_BYTES))
     if num_threads == 1:

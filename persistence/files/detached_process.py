@@ -1,4 +1,4 @@
-"""Processes that outlive their trainer: how each is told, started, replaced and ended."""
+"""Processes that outlive their trainer: how they are started, told, replaced and ended."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from lowdiff.core.events import Code, printable, warn
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 
 _CHECK_SECONDS = 0.5
-#: So many deaths, with nothing done in between, are no accident.
-_DEATHS_IN_TROUBLE = 3
-#: How long after such a death another process is started, at first and at most.
+#: Number of deaths without progress in between after which an error is reported.
+_DEATHS_UNTIL_ERROR = 3
+#: Delay before a replacement after such a death: the first one, and the longest.
 _BACKOFF_SECONDS, _LONGEST_BACKOFF_SECONDS = 1.0, 30.0
-#: How much of the end of a log an error quotes.
+#: Most lines and characters that an error quotes from the end of a log.
 _QUOTED_LINES, _QUOTED_CHARACTERS = 3, 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
-    """Whom a process serves, as it travels on its command line.
+    """Settings of a process, passed on its command line.
 
     Attributes:
-        trainer_pid: The process whose end it watches for.
+        trainer_pid: Process id of the trainer; the process ends after this trainer.
     """
 
     run: str
@@ -47,25 +47,25 @@ class ProcessSettings:
 
     @property
     def folder(self) -> RunFolder:
-        """The run folder."""
+        """Return the run folder."""
         return RunFolder(Path(self.run))
 
     @property
     def staging(self) -> StagingFolder:
-        """This incarnation's staging folder."""
+        """Return this incarnation's staging folder."""
         return StagingFolder.of(Path(self.staging_root), self.run_id, self.incarnation, self.rank)
 
     def to_json(self) -> str:
-        """For the command line."""
+        """Return the settings as text for the command line."""
         return json.dumps(asdict(self))
 
 
 class DetachedProcess(subprocess.Popen[bytes]):
-    """A process that is meant to outlive us: to drop its handle while it runs is no mistake."""
+    """A process that may outlive us: dropping its handle while it runs is allowed."""
 
     def __del__(self) -> None:
-        # Popen would warn of it, which is an error under `python -W error`. No process id: it
-        # could not be started.
+        # Popen would issue a warning, which is an error under `python -W error`. Without a process
+        # id, the process could not be started.
         if self.returncode is None and self.pid and self.poll() is None:
             self.returncode = 0
         super().__del__()
@@ -76,34 +76,34 @@ def start_detached(
 ) -> DetachedProcess:
     """Start a module with its settings, a pipe to its stdin, and its output appended to ``log``.
 
-    Its environment is ours and ``environment``.
+    Its environment is that of this process, plus ``environment``.
     """
-    # In its own session, so that a launcher's kill of our process group does not reach it.
+    # A session of its own, so that a launcher's kill of our process group does not reach it.
     with log.open("ab") as output:
         return DetachedProcess(
             [sys.executable, "-m", module, settings.to_json()],
             stdin=subprocess.PIPE,
-            bufsize=0,  # what it is told goes out at once
+            bufsize=0,  # messages are sent at once
             stdout=output,
             stderr=output,
             start_new_session=True,
-            cwd="/",  # `-m` looks there first: no module of the user's may shadow ours
+            cwd="/",  # `-m` searches there first, and no user module may shadow ours
             env={**os.environ, "PYTHONPATH": _import_path(), **environment},
         )
 
 
 def _import_path() -> str:
-    """Where this very lowdiff is found, ahead of whatever the environment says."""
+    """Return a path that finds this very lowdiff before any other of the environment."""
     here = Path(str(sys.modules["lowdiff"].__file__)).parents[1]
     others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     return os.pathsep.join([str(here), *map(os.path.abspath, others)])
 
 
 class Deaths:
-    """How a process that is started again and again has died since it last got anything done.
+    """Deaths of a process, and of its replacements, since it last made progress.
 
     Attributes:
-        error: What is wrong, and what its log says of it; empty while it may be an accident.
+        error: The problem, with the end of the process's log; empty while it may be an accident.
     """
 
     def __init__(self, name: str, log: Path, rank: int, logger: logging.Logger) -> None:
@@ -116,25 +116,25 @@ class Deaths:
 
     @property
     def are_counted(self) -> bool:
-        """Whether it died since it got something done."""
+        """Whether the process died since it last made progress."""
         return self._num > 0
 
-    def note_done(self, done: Sequence[int]) -> None:
-        """Take in how far the process is: numbers that grow with what it gets done."""
+    def take_progress(self, done: Sequence[int]) -> None:
+        """Take in the process's progress: numbers that grow with its work."""
         if self._num and any(new > old for new, old in zip(done, self._done, strict=True)):
             self._num, self.error = 0, ""
 
-    def note(self, how: str, done: Sequence[int]) -> float:
-        """It died, having got this far; or it could not be started, which is no better.
+    def count(self, how: str, done: Sequence[int]) -> float:
+        """Count a death, or a failed start, at this progress.
 
         Returns:
-            Seconds until another one is to be started: ever more once it is no accident.
+            Seconds until a replacement is to be started; they grow once deaths repeat.
         """
-        self.note_done(done)
-        # A successor that has not found out yet how far it is gets nothing done by that.
+        self.take_progress(done)
+        # A replacement may report less progress at first, because it has not caught up yet.
         self._done = [max(pair) for pair in zip(done, self._done or done, strict=True)]
         self._num += 1
-        delay, vain = 0.0, self._num - _DEATHS_IN_TROUBLE
+        delay, vain = 0.0, self._num - _DEATHS_UNTIL_ERROR
         if vain >= 0:
             delay = min(_BACKOFF_SECONDS * 2.0 ** min(vain, 10), _LONGEST_BACKOFF_SECONDS)
             end = _end_of(self._log)
@@ -150,14 +150,14 @@ class Deaths:
         *,
         at_once: bool = False,
     ) -> DetachedProcess | None:
-        """Start another process in the place of one that ended, which is noted and said once.
+        """Replace a process that ended; count its death and log it once.
 
         Returns:
-            The new process; None if it is not time to start one, or none can be started now.
+            The new process; None if it is too early to start one, or if starting fails.
         """
         if not self._is_dead:
             self._is_dead = True
-            delay = self.note(how_it_ended(exit_code), done)
+            delay = self.count(how_it_ended(exit_code), done)
             when = f" in {delay:.0f} s" if delay else ""
             kind = self._name.removeprefix("the ")
             text = f"{self._name} of rank {self._rank} ended; starting another{when}"
@@ -168,8 +168,8 @@ class Deaths:
             return None
         try:
             process = start()
-        except OSError as error:  # no memory or no process is to be had: perhaps later
-            self.note(f"it cannot be started: {error}", done)
+        except OSError as error:  # no memory or process is available now; try again later
+            self.count(f"it cannot be started: {error}", done)
             text = "%s of rank %d cannot be started again now: %s"
             warn(self._logger, Code.RESTART_FAILED, text, self._name, self._rank, error)
             return None
@@ -178,7 +178,7 @@ class Deaths:
 
 
 def how_it_ended(exit_code: int) -> str:
-    """Why a process is no longer there, in words."""
+    """Return in words why a process ended."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     name = signal.strsignal(-exit_code) or "unknown"
@@ -187,7 +187,7 @@ def how_it_ended(exit_code: int) -> str:
 
 
 def _end_of(log: Path) -> str:
-    """The last lines of a log, as one."""
+    """Return the last lines of a log as one line."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -200,49 +200,49 @@ def _end_of(log: Path) -> str:
 
 
 class ProcessHandle(ABC):
-    """A trainer's handle on a process that serves it: started, replaced when it dies, and ended.
+    """A trainer's handle on a process that serves it; starts, replaces and ends the process.
 
     Attributes:
-        restarts: How often it was replaced.
-        is_stopped: Whether it is to end, and so is not replaced any more.
+        restarts: Number of replacements.
+        is_stopped: Whether the process is to end and is not replaced any more.
     """
 
     def __init__(self, name: str, log: Path, rank: int, logger: logging.Logger) -> None:
         self._name, self._log, self._rank, self._logger = name, log, rank, logger
-        self._pipe = threading.Lock()  # of whoever starts, tells or ends the process
+        self._pipe = threading.Lock()  # held to start, tell or end the process
         self.restarts = 0
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Return the process id."""
         return self._process.pid
 
     def orphan(self) -> None:
-        """Let the process see what it sees when its trainer dies: the end of its pipe."""
+        """Close the pipe, as the trainer's death would."""
         self.is_stopped = True
         with self._pipe, suppress(BrokenPipeError):
             self._close_pipe()
 
     def stop(self) -> None:
-        """End the process at once, as its trainer's death would not."""
+        """End the process at once, which the trainer's death would not do."""
         self.is_stopped = True
         self._process.kill()
-        with self._process:  # closes its pipe and waits
+        with self._process:  # closes the pipe and waits
             pass
 
     @abstractmethod
     def _start(self) -> DetachedProcess:
-        """Start one."""
+        """Start a process."""
 
     @abstractmethod
     def _done(self) -> Sequence[int]:
-        """Numbers that grow with whatever the process is there for."""
+        """Return numbers that grow with the process's work."""
 
     def _greet(self) -> None:  # noqa: B027
-        """Tell one that was just started what it has to know; `_pipe` is held."""
+        """Send a new process its first messages; `_pipe` is held."""
 
     def _begin(self) -> None:
-        """Start one that nobody has seen die."""
+        """Start the first process."""
         with self._pipe:
             self._deaths = Deaths(self._name, self._log, self._rank, self._logger)
             self._process = self._start()
@@ -251,14 +251,14 @@ class ProcessHandle(ABC):
             self._greet()
 
     def _look_after(self) -> None:
-        """Take in how far it is, and now and then whether it is still there. For one thread."""
+        """Read the progress, and from time to time check that the process runs. For one thread."""
         if self._deaths.are_counted:
-            self._deaths.note_done(self._done())
+            self._deaths.take_progress(self._done())
         if time.monotonic() - self._checked > _CHECK_SECONDS:
             self._replace_if_dead()
 
     def _replace_if_dead(self, *, at_once: bool = False) -> None:
-        """Start another one for one that died; after several such deaths not always ``at_once``."""
+        """Replace a dead process; after several deaths, delays apply even with ``at_once``."""
         self._checked = time.monotonic()
         if self.is_stopped or self._process.poll() is None:
             return

@@ -1,4 +1,4 @@
-"""Writing so that a final name means complete bytes, also after a power failure."""
+"""Durable writing: a file with its final name is complete, also after a power failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create ``path`` and its parents, each durably named in its parent."""
+    """Create ``path`` and its parents, and fsync each new name."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -35,37 +35,37 @@ def make_directory(path: Path) -> None:
 
 
 def write_at(descriptor: int, offset: int, data: bytes) -> None:
-    """Put all of data into a file, from an offset on."""
+    """Write all of ``data`` into a file, beginning at an offset."""
     written = 0
     while written < len(data):
         written += os.pwrite(descriptor, data[written:], offset + written)
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder and all that is in it, whoever has it open.
+    """Delete a folder with its content, even while other processes have files in it open.
 
-    Network file systems and FUSE keep a file that somebody has open, under another name in its folder,
-    until it is closed. There an almost empty folder stays, and nothing is wrong.
+    Network file systems and FUSE keep an open file under another name in its folder until it is
+    closed. There, an almost empty folder stays, which is not an error.
 
     Raises:
-        OSError: If something stays for any other reason.
+        OSError: If anything stays for another reason.
     """
     shutil.rmtree(path, ignore_errors=True)
     with suppress(FileNotFoundError):
         left = [entry.name.startswith((".nfs", ".fuse_hidden")) for entry in path.iterdir()]
         if not left or not all(left):
-            shutil.rmtree(path)  # says why
+            shutil.rmtree(path)  # raises the reason
 
 
 @contextmanager
 def replaced(path: Path, *, exclusive: bool = False) -> Iterator[IO[bytes]]:
-    """A file to write to, which then takes the place of ``path``, atomically and durably.
+    """Open a temporary file that then replaces ``path`` atomically and durably.
 
     Raises:
-        FileExistsError: If it must be ``exclusive``, the first of its name, and is not.
-        StorageError: If it must be, and its file system has no hard links.
+        FileExistsError: If ``exclusive`` is set and ``path`` exists.
+        StorageError: If ``exclusive`` is set and the file system has no hard links.
     """
-    # Random, because ranks in containers on a shared folder may have the same process id.
+    # A random name, because ranks in containers on a shared folder may have equal process ids.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("wb") as file:
@@ -84,20 +84,20 @@ def replaced(path: Path, *, exclusive: bool = False) -> Iterator[IO[bytes]]:
 
 
 def _link(partial: Path, path: Path) -> None:
-    """Give a complete file its name, unless there is one: nothing else does both at once."""
+    """Give a complete file its name unless the name exists; only a hard link does both at once."""
     try:
         os.link(partial, path)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         raise StorageError(
-            f"{path} could not be written: {error.strerror}; its file system has no hard links, "
-            "which keep two trainers from beginning at once. Choose a run folder on another one"
+            f"{path} could not be written: {error.strerror}; its file system has no hard links, which "
+            "are needed to keep two trainers from beginning at once. Choose a run folder on another one"
         ) from error
 
 
 def unwritable(path: Path, why: object) -> StorageError:
-    """The error for something a user asked for by name."""
+    """Return the error for a path that a user named and that cannot be written."""
     return StorageError(
         f"{path} could not be written: {why}; free space there, correct its permissions, or give "
         "another path"

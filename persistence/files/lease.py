@@ -1,11 +1,12 @@
-"""A lease on a run folder: who trains this run, also where flock does not reach.
+"""A lease on a run folder: says who trains a run, also where flock does not reach.
 
-On many network file systems ``flock`` holds on one machine only. So whoever trains a run also renews
-a line in a file. A holder on this machine is judged by its flock, which ends with its process; one
-elsewhere by whether its line changes while we look, because clocks of two machines may disagree.
+On many network file systems ``flock`` works on one machine only. The trainer of a run therefore
+also renews a line in a file. A holder on this machine is judged by its flock, which ends with its
+process. A holder elsewhere is judged by whether its line changes while we watch, because clocks of
+two machines may disagree.
 
-The file system may be slow, full, or gone for a while, and training goes on: that a line cannot be
-read or renewed says nothing. Only somebody else's line says that the lease is lost.
+The file system may be slow, full or unreachable for a while, and training goes on. A line that
+cannot be read or renewed proves nothing; only another holder's line proves that the lease is lost.
 """
 
 from __future__ import annotations
@@ -25,30 +26,31 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOBODY = "-"
 _POLL_SECONDS = 0.1
 _LINE_BYTES = 256
-#: How long the training thread waits for a look at a file system that may not answer.
+#: How long the training thread waits for a file system that may not answer.
 _LOOK_SECONDS = 1.0
-#: Goes on while the machine sleeps, where there is such a clock.
+#: Clock that advances while the machine sleeps, where there is such a clock.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def this_machine() -> str:
-    """Names the running kernel: what flock reaches, whatever containers share it."""
+    """Return a name of the running kernel, which is the reach of flock, also across containers."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
-        return secrets.token_hex(8)  # any other machine, which is watched for some seconds longer
+        return secrets.token_hex(8)  # as if on another machine, so holders are watched for longer
 
 
 class Lease:
     """A line that a thread of its holder renews every fifth of ``seconds``.
 
-    Who takes over puts another file in the place of the holder's, so that a holder that was only
-    asleep cannot write over it, but finds out.
+    A new holder replaces the file, so a previous holder that was only asleep cannot overwrite the
+    new line, but notices it.
 
     Args:
-        path: Where the line is kept.
-        seconds: After so long without renewal somebody elsewhere may take over.
-        machine: Only a holder elsewhere is watched: one here has lost its flock to the caller.
+        path: File of the line.
+        seconds: Time without renewal after which a trainer elsewhere may take over.
+        machine: Name of this machine. Only holders elsewhere are watched: the caller holds the
+            flock, so a holder here has lost it.
     """
 
     def __init__(self, path: Path, *, seconds: float = 15.0, machine: str = "") -> None:
@@ -61,17 +63,17 @@ class Lease:
         self._trouble = ""
         self._lost = False
         self._looked = 0.0
-        self._asked = self._answered = 0  # looks that the thread was asked for
+        self._asked = self._answered = 0  # looks requested from, and done by, the thread
         self._has_ended = False
-        self._news = threading.Condition()  # of the three above
+        self._news = threading.Condition()  # guards the three fields above
         self._thread: threading.Thread | None = None
 
     def acquire(self, description: str, *, timeout_seconds: float) -> bool:
-        """Take the lease, waiting at most so long; False if somebody elsewhere goes on renewing it.
+        """Take the lease; return False if a holder elsewhere keeps renewing it.
 
         Args:
-            description: Who takes it, for others to read.
-            timeout_seconds: Less than `seconds` never takes over from a holder elsewhere.
+            description: Description of the holder, for others to read.
+            timeout_seconds: How long to wait; less than `seconds` never takes over from elsewhere.
         """
         self._description = description
         began = since = _now()
@@ -100,30 +102,30 @@ class Lease:
         return True
 
     def holder(self) -> str:
-        """Who wrote the line."""
+        """Return the description in the line."""
         try:
             return printable(_field(self._line(), 3)) or "an unknown process"
         except OSError:
             return "an unknown process"
 
     def is_lost(self, *, look: bool = False) -> bool:
-        """Whether somebody took over, as far as is known.
+        """Return whether another trainer took over, as far as is known.
 
         Args:
-            look: Look again, but no longer than a second; so it does by itself if the last look is
-                old, because then this process was asleep.
+            look: Whether to look again, for at most a second. The method also looks again if the
+                last look is old, because then this process was asleep.
         """
         if not self._lost and (look or _now() - self._looked > self.seconds):
             with self._news:
                 self._asked = mine = self._asked + 1
                 self._news.notify_all()
-                # Not by a look that had begun before.
+                # A look that began before the request does not count.
                 self._news.wait_for(lambda: self._answered >= mine, _LOOK_SECONDS)
-            self._looked = _now()  # a file system that does not answer is not asked at each step
+            self._looked = _now()  # do not ask a file system that does not answer at every step
         return self._lost
 
     def release(self) -> None:
-        """Give the lease back; does nothing when not held."""
+        """Give up the lease; does nothing when not held."""
         with self._news:
             self._has_ended = True
             self._news.notify_all()
@@ -132,17 +134,17 @@ class Lease:
             self._thread = None
 
     def _take(self, seen: bytes | None) -> bool:
-        """Put our line where that of ``seen`` is; False if somebody else was faster."""
+        """Put our line in the place of ``seen``; False if another trainer was faster."""
         if self._line() != seen:
             return False
         self._put()
-        # Two may have seen the same: the one whose file stays has it. Where one of them stops
-        # here for longer than this, the run's fences decide, of which there is one per life.
+        # Two trainers may have seen the same line; the one whose file stays holds the lease. If one
+        # of them stops here for longer, the run's fences decide, as each incarnation has only one.
         time.sleep(2 * _POLL_SECONDS)
         return self._is_ours(self._line())
 
     def _put(self) -> None:
-        """Put a file of ours in the place of whatever is there."""
+        """Replace the file with ours."""
         partial = self.path.with_name(f"{self.path.name}.{self._token}.partial")
         try:
             with partial.open("wb", buffering=0) as file:
@@ -153,7 +155,7 @@ class Lease:
             raise
 
     def _renew(self) -> None:
-        """What the thread does."""
+        """Renew the line until the lease is released; runs on the lease's thread."""
         while not self._has_ended and not self._lost:
             with self._news:
                 self._news.wait_for(
@@ -182,7 +184,7 @@ class Lease:
         try:
             line = self._renew_line(self._machine)
             if not line:
-                self._put()  # the folder was away, and is back, or is being copied back
+                self._put()  # the folder was missing and is back, or is being copied back
             self._lost = bool(line) and not self._is_ours(line)
             self._trouble = ""
         except OSError as error:
@@ -197,9 +199,10 @@ class Lease:
             self._trouble = str(error)
 
     def _renew_line(self, machine: str) -> bytes | None:
-        """Write our line again if it is there; return what was there, None without a file."""
+        """Write our line again if the file has it; return the previous line, None without a file."""
         try:
-            # Who takes over meanwhile puts another file there, which this one does not write to.
+            # A trainer that takes over meanwhile replaces the file, so this write does not reach
+            # it.
             with self.path.open("r+b", buffering=0) as file:
                 line = file.read(2 * _LINE_BYTES)
                 if self._is_ours(line):
@@ -212,7 +215,7 @@ class Lease:
         self._beats += 1
         line = f"{self._token}\t{machine or self._machine}\t{self._beats}\t{self._description}"
         os.pwrite(descriptor, line.encode()[:_LINE_BYTES].ljust(_LINE_BYTES) + b"\n", 0)
-        os.fsync(descriptor)  # other machines see what is on the server
+        os.fsync(descriptor)  # other machines see only what is on the server
 
     def _is_ours(self, line: bytes | None) -> bool:
         return _field(line, 0) == self._token

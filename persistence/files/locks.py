@@ -1,4 +1,4 @@
-"""Locks that end with the process that holds them."""
+"""File locks that end with the process that holds them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 class FileLock:
     """An exclusive ``flock`` with the holder's description inside the file.
 
-    The descriptor is closed in forked children, because a DataLoader worker that outlives its
-    killed trainer would go on holding the lock.
+    The descriptor is closed in forked children. Otherwise, a DataLoader worker that outlives its
+    killed trainer would keep the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,15 +30,15 @@ class FileLock:
     def acquire(
         self, description: str, *, timeout_seconds: float = 0.0, shared: bool = False
     ) -> bool:
-        """Take the lock, waiting at most so long; False if somebody else holds it.
+        """Take the lock; return False if another process holds it for the whole waiting time.
 
         Args:
-            description: Who takes it, for others to read; not written by those who share it.
+            description: Description of the holder, for others to read; shared holders write none.
             timeout_seconds: How long to wait.
-            shared: Let others share it, and keep out only those who want it alone.
+            shared: Whether to share the lock with others, and keep out only exclusive holders.
 
         Raises:
-            StorageError: If its file system has no locks.
+            StorageError: If the file system has no locks.
         """
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + timeout_seconds
@@ -57,7 +57,7 @@ class FileLock:
                 "flock), or choose a folder on another file system"
             ) from error
         self._descriptor = descriptor
-        with contextlib.suppress(OSError):  # a full disk keeps nobody from locking
+        with contextlib.suppress(OSError):  # a full disk does not prevent locking
             if not shared:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, description.encode(), 0)
@@ -65,14 +65,14 @@ class FileLock:
         return True
 
     def holder(self) -> str:
-        """Who wrote its description last."""
+        """Return the description that a holder wrote last."""
         try:
             return printable(self.path.read_text(errors="replace")[:200]) or "an unknown process"
         except OSError:
             return "an unknown process"
 
     def release(self) -> None:
-        """Give the lock back; does nothing when not held."""
+        """Release the lock; does nothing when not held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -87,7 +87,7 @@ def _try_lock(descriptor: int, how: int) -> bool:
     return True
 
 
-# What a process registers for its forks cannot be taken back, so it is one function for all locks.
+# A fork handler cannot be removed again, so one function serves all locks.
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 

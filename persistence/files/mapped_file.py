@@ -1,4 +1,4 @@
-"""Memory-mapped files on tmpfs: they outlive every process that maps them."""
+"""Memory-mapped files on tmpfs, which outlive every process that maps them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lowdiff.errors import DamagedFile, StorageError
 class MappedFile:
     """A file of fixed size, mapped for reading and writing.
 
-    Its pages are allocated when it is created: a store into a hole of a full tmpfs would be a
-    SIGBUS, which kills training.
+    All pages are allocated when the file is created: a store into a hole of a full tmpfs would be
+    a SIGBUS, which kills training.
     """
 
     def __init__(self, path: Path, size: int) -> None:
         """Open or create ``path`` with exactly ``size`` bytes.
 
         Raises:
-            StorageError: If the memory is not there.
+            StorageError: If there is not enough memory.
         """
         self.path = path
         self.size = size
@@ -32,10 +32,10 @@ class MappedFile:
         self.view = memoryview(self._map)
 
     def renamed(self, path: Path) -> None:
-        """Give the file another name; the mapping stays.
+        """Rename the file; the mapping stays.
 
         Raises:
-            StorageError: If it is not there any more.
+            StorageError: If the file does not exist any more.
         """
         try:
             self.path.rename(path)
@@ -47,17 +47,17 @@ class MappedFile:
 def _mapped(path: Path, size: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        # Pages before length: another process that maps the file never meets a hole either.
+        # Allocate pages before the length is visible, so that other processes find no hole either.
         os.posix_fallocate(descriptor, 0, size)
         os.ftruncate(descriptor, size)
-        # Populated now, so that the training thread takes no page fault at its first store.
+        # Populate now, so that the training thread takes no page fault at its first store.
         return mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(descriptor)
 
 
 def _refusal(path: Path, size: int, error: OSError) -> str:
-    """Whatever the reason, training is to hear of it as of memory that it does not get."""
+    """Return the error text for memory that staging does not get."""
     way_out = "pass Checkpointer(..., staging=OTHER_FOLDER)"
     if error.errno in (errno.ENOSPC, errno.ENOMEM):
         why = f"that file system is full; free it, enlarge it, or {way_out}"
@@ -69,11 +69,11 @@ def _refusal(path: Path, size: int, error: OSError) -> str:
 
 
 def read_view(path: Path) -> memoryview:
-    """A read-only view of a whole file, mapped; empty for an empty file.
+    """Map a whole file read-only; return an empty view for an empty file.
 
     Raises:
-        FileNotFoundError: If it is not there.
-        DamagedFile: If it cannot be read.
+        FileNotFoundError: If the file does not exist.
+        DamagedFile: If the file cannot be read.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Names of everything on disk and in staging, in one place.
+"""Names of all files on disk and in staging.
 
 ::
 
@@ -10,22 +10,22 @@
     RUN/locks/rank-0000.lock, lease, retention.lock
     RUN/pins/LABEL.json                                  steps that retention spares
     RUN/retention.json                                   policy, and what it has removed
-    RUN/measurements/i000002-rank-0000.json              what one rank measured in one life
+    RUN/measurements/i000002-rank-0000.json              what one rank measured in an incarnation
 
     STAGING/RUN_ID/i000002-r0000/log-00000000.chunk      staging log
     STAGING/RUN_ID/i000002-r0000/residual                error-feedback slots
     STAGING/RUN_ID/i000002-r0000/snapshot                image of the snapshot being persisted
     STAGING/RUN_ID/i000002-r0000/status                  the writer's status page
-    STAGING/RUN_ID/i000002-r0000/trainer                 the trainer's
+    STAGING/RUN_ID/i000002-r0000/trainer                 the trainer's status page
     STAGING/RUN_ID/i000002-r0000/measured-by-trainer     pages of recent measurements
     STAGING/RUN_ID/i000002-r0000/measured-by-writer
-    STAGING/RUN_ID/i000002-r0000/decisions               of the tuner
+    STAGING/RUN_ID/i000002-r0000/decisions               decisions of the tuner
     STAGING/RUN_ID/i000002-r0000/replica-00000001        state of the replica (LowDiff+)
-    STAGING/RUN_ID/i000002-r0000/replica                 its status page
+    STAGING/RUN_ID/i000002-r0000/replica                 the replica's status page
     STAGING/RUN_ID/i000002-r0000/replica.lock, replica.log
-    STAGING/RUN_ID/i000002-r0000/replica.boot            kernel under which it was written
-    STAGING/RUN_ID/i000002-r0000/replica.image           its image, being persisted
-    STAGING/RUN_ID/i000002-r0000/owner.json              which run folder it is for
+    STAGING/RUN_ID/i000002-r0000/replica.boot            kernel under which the state was written
+    STAGING/RUN_ID/i000002-r0000/replica.image           the replica's image being persisted
+    STAGING/RUN_ID/i000002-r0000/owner.json              run folder that this folder belongs to
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
 
@@ -44,17 +44,17 @@ from lowdiff.persistence.files.trust import readable_root, shared_staging_root, 
 
 RUN_FILE = "run.json"
 _CONSTANTS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
-#: What a user may call a pin.
+#: Labels that a user may give to a pin.
 LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _PIN_NAME = re.compile(rf"{LABEL.pattern}\.json")
-NOTES_NAME = re.compile(rf"retention\.json|pins/{_PIN_NAME.pattern}")
+JOURNAL_NAME = re.compile(rf"retention\.json|pins/{_PIN_NAME.pattern}")
 CONSTANTS_NAME = re.compile(rf"constants/{_CONSTANTS_NAME.pattern}")
 
 _IN_SNAPSHOT = r"snapshots/i(?P<incarnation>\d{6})-s(?P<step>\d{10})/rank-(?P<rank>\d{4})"
 _FILE_NAMES = {
     "fence": re.compile(r"incarnations/i(?P<incarnation>\d{6})/rank-(?P<rank>\d{4})\.json"),
     "manifest": re.compile(rf"{_IN_SNAPSHOT}\.json"),
-    "shard": re.compile(rf"{_IN_SNAPSHOT}\.safetensors"),
+    "image": re.compile(rf"{_IN_SNAPSHOT}\.safetensors"),
     "segment": re.compile(
         r"segments/rank-(?P<rank>\d{4})/i(?P<incarnation>\d{6})-s(?P<step>\d{10})\.seg"
     ),
@@ -77,11 +77,11 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}")
 def staging_to_read(staging: str | Path | None) -> Path:
     """Return the folder in which a command that changes nothing looks for staged steps.
 
-    A folder that others could have written is named in a warning, and one that holds nothing is
+    If other users could have written the folder, a warning names it, and an empty folder is
     returned in its place.
 
     Args:
-        staging: The staging root, if it was given by hand; None for the default one.
+        staging: The staging root that the user named; None for the default one.
     """
     return readable_root(
         shared_staging_root() if staging is None else user_path("staging", staging)
@@ -89,10 +89,10 @@ def staging_to_read(staging: str | Path | None) -> Path:
 
 
 def user_path(name: str, value: object) -> Path:
-    """A path that the user gave.
+    """Return a path that the user gave.
 
     Raises:
-        ConfigError: If it is none.
+        ConfigError: If the value is no path.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
@@ -101,7 +101,7 @@ def user_path(name: str, value: object) -> Path:
 
 
 def file_bytes(path: Path) -> int:
-    """Length of a file; 0 if it is gone, as a live run's may be at any moment."""
+    """Return a file's length; 0 if the file is gone, as a live run's files may be at any moment."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
@@ -109,11 +109,11 @@ def file_bytes(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """What the name of a file of a run, relative to the run, says about it.
+    """Facts in the name of a run's file, relative to the run.
 
     Attributes:
-        kind: ``"fence"``, ``"manifest"``, ``"shard"`` or ``"segment"``.
-        step: Of the snapshot; of the segment's first record; 0 for a fence.
+        kind: ``"fence"``, ``"manifest"``, ``"image"`` or ``"segment"``.
+        step: Step of the snapshot, or of the segment's first record; 0 for a fence.
     """
 
     name: str
@@ -124,7 +124,7 @@ class RunFile:
 
     @classmethod
     def parse(cls, name: str) -> RunFile | None:
-        """The file of this name, or None for any other name."""
+        """Parse a name; None for a name of no kind."""
         for kind, pattern in _FILE_NAMES.items():
             match = pattern.fullmatch(name)
             if match:
@@ -136,7 +136,7 @@ class RunFile:
 
 
 class _File:
-    """A file of one name in a folder; read from the folder, it is the file's path."""
+    """Descriptor of a file with a fixed name; returns the file's path in a folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -147,103 +147,103 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Names inside one run folder."""
+    """Paths inside one run folder."""
 
     root: Path
 
     #: Identity of the run.
     run_file = _File(RUN_FILE)
-    #: Renewed by the trainer of rank 0, for those on machines that its lock does not reach.
+    #: Lease that rank 0's trainer renews, for trainers on machines that its lock does not reach.
     lease = _File("locks/lease")
-    #: Lock held while old files are removed, and shared by whoever must not lose any.
+    #: Lock held while old files are removed, and shared by processes that must not lose a file.
     retention_lock = _File("locks/retention.lock")
-    #: Policy of the run, and what retention has removed.
+    #: The run's policy, and the steps that retention has removed.
     retention_file = _File("retention.json")
 
     def name(self, path: Path) -> str:
-        """A path's name inside the run, as a store knows it."""
+        """Return a path's name inside the run, which is also its name in a store."""
         return path.relative_to(self.root).as_posix()
 
     def fence(self, incarnation: int, rank: int) -> Path:
-        """Fence of one rank."""
+        """Return the path of one rank's fence."""
         return self.root / "incarnations" / f"i{incarnation:06d}" / f"rank-{rank:04d}.json"
 
     def fences(self) -> Iterator[tuple[int, int, Path]]:
-        """``(incarnation, rank, path)`` of every fence."""
+        """Yield ``(incarnation, rank, path)`` of every fence."""
         for folder, (incarnation,) in _matching(self.root / "incarnations", _INCARNATION_NAME):
             for path, (rank,) in _matching(folder, _RANK_NAME):
                 yield incarnation, rank, path
 
     def incarnations(self) -> set[int]:
-        """Numbers of which a fence is there, readable or not; also of those that died in attach."""
+        """Return the numbers of all incarnations with a fence, including those that died in attach."""
         return {incarnation for incarnation, _, _ in self.fences()}
 
     def snapshot(self, incarnation: int, step: int) -> Path:
-        """Folder of one snapshot."""
+        """Return the folder of one snapshot."""
         return self.root / "snapshots" / f"i{incarnation:06d}-s{step:010d}"
 
     def snapshots(self) -> Iterator[tuple[int, int, Path]]:
-        """``(incarnation, step, folder)`` of every snapshot folder, complete or not."""
+        """Yield ``(incarnation, step, folder)`` of every snapshot folder, complete or not."""
         for path, (incarnation, step) in _matching(self.root / "snapshots", _SNAPSHOT_NAME):
             yield incarnation, step, path
 
     @staticmethod
     def manifests(snapshot: Path) -> list[Path]:
-        """Manifests in a snapshot's folder, one a rank; none if the folder is being removed."""
+        """Return a snapshot's manifests, one per rank; none if the folder is being removed."""
         return [path for path, _ in _matching(snapshot, _MANIFEST_NAME)]
 
     def segments_of(self, rank: int) -> Path:
-        """Folder of one rank's segments."""
+        """Return the folder of one rank's segments."""
         return self.root / "segments" / f"rank-{rank:04d}"
 
     def segments(
         self, is_wanted: Callable[[int], bool] = lambda rank: True
     ) -> Iterator[tuple[int, int, int, Path]]:
-        """``(incarnation, rank, first step, path)`` of every segment of the wanted ranks, sorted."""
+        """Yield ``(incarnation, rank, first step, path)`` of the wanted ranks' segments, sorted."""
         for folder, (rank,) in _matching(self.root / "segments", _RANK_NAME):
             if is_wanted(rank):
                 for path, (incarnation, first) in _matching(folder, _SEGMENT_NAME):
                     yield incarnation, rank, first, path
 
     def segment(self, incarnation: int, rank: int, first: int) -> Path:
-        """One segment, by the step of its first record."""
+        """Return the path of the segment whose first record has step ``first``."""
         return self.segments_of(rank) / f"i{incarnation:06d}-s{first:010d}.seg"
 
     def constants(self, content_hash: str) -> Path:
-        """Frozen parameters that snapshots share."""
+        """Return the path of frozen parameters that snapshots share."""
         return self.root / "constants" / f"{content_hash}.safetensors"
 
     def all_constants(self) -> Iterator[tuple[str, Path]]:
-        """``(content hash, path)`` of every file of frozen parameters."""
+        """Yield ``(content hash, path)`` of every file of frozen parameters."""
         for path, _ in _matching(self.root / "constants", _CONSTANTS_NAME):
             yield path.stem, path
 
     def lock(self, rank: int) -> Path:
-        """Lock held by the trainer of this rank."""
+        """Return the path of the lock held by this rank's trainer."""
         return self.root / "locks" / f"rank-{rank:04d}.lock"
 
     def pin(self, label: str) -> Path:
-        """One pin."""
+        """Return the path of a pin."""
         return self.root / "pins" / f"{label}.json"
 
     def pins(self) -> Iterator[tuple[str, Path]]:
-        """``(label, path)`` of every pin."""
+        """Yield ``(label, path)`` of every pin."""
         for path, _ in _matching(self.root / "pins", _PIN_NAME):
             yield path.stem, path
 
     def measurements(self, incarnation: int, rank: int) -> Path:
-        """What one rank measured in one life."""
+        """Return the path of one rank's measurements in one incarnation."""
         return self.root / "measurements" / f"i{incarnation:06d}-rank-{rank:04d}.json"
 
     def all_measurements(self) -> Iterator[Path]:
-        """Every document of measurements, oldest life first."""
+        """Yield every document of measurements, oldest incarnation first."""
         for path, _ in _matching(self.root / "measurements", _MEASUREMENTS_NAME):
             yield path
 
 
 @dataclass(frozen=True, slots=True)
 class StagingFolder:
-    """Names inside one rank's staging folder of one incarnation."""
+    """Paths inside one rank's staging folder of one incarnation."""
 
     root: Path
     incarnation: int
@@ -261,38 +261,38 @@ class StagingFolder:
     measured_by_trainer = _File("measured-by-trainer")
     #: The writer's page of measurements.
     measured_by_writer = _File("measured-by-writer")
-    #: What the tuner decided in this life.
+    #: Decisions of the tuner in this incarnation.
     decisions = _File("decisions")
-    #: Names the run folder that this memory is for.
+    #: Name of the run folder that this staging folder belongs to.
     owner = _File("owner.json")
     #: Lock held by the trainer.
     trainer_lock = _File("trainer.lock")
     #: Lock held by the writer.
     writer_lock = _File("writer.lock")
-    #: The replica's status page; there from the first moment of a life that has a replica.
+    #: The replica's status page; exists from the first moment of an incarnation with a replica.
     replica_status = _File("replica")
     #: Lock held by the replica process.
     replica_lock = _File("replica.lock")
-    #: Says under which kernel the files of the replica were written.
+    #: Kernel under which the replica's files were written.
     replica_boot = _File("replica.boot")
-    #: The replica process's output.
+    #: Output of the replica process.
     replica_log = _File("replica.log")
     #: Image of the replica's state that the writer is persisting.
     replica_image = _File("replica.image")
-    #: The writer's output.
+    #: Output of the writer process.
     writer_log = _File("writer.log")
 
     @classmethod
     def of(cls, staging_root: Path, run_id: str, incarnation: int, rank: int) -> StagingFolder:
-        """The folder's name; nothing is created."""
+        """Return the folder of a rank in an incarnation; nothing is created."""
         name = f"i{incarnation:06d}-r{rank:04d}"
         return cls(staging_root / run_id / name, incarnation, rank)
 
     @classmethod
     def all_of_run(cls, staging_root: Path, run_id: str) -> list[StagingFolder]:
-        """Every staging folder under a run id, oldest incarnation first, also of its copies.
+        """Return all staging folders of a run id, oldest incarnation first, including its copies'.
 
-        Without those that somebody else could have made or written, which are named in a warning.
+        Folders that other users could have made or written are left out, and a warning names them.
         """
         named = (
             (path, _STAGING_NAME.fullmatch(path.name))
@@ -302,46 +302,46 @@ class StagingFolder:
 
     @classmethod
     def all(cls, staging_root: Path) -> Iterator[StagingFolder]:
-        """Every staging folder of every run on this machine; none if the root is not trusted."""
+        """Yield all staging folders of all runs on this machine; none if the root is not trusted."""
         for path, _ in _matching(readable_root(staging_root), _RUN_ID):
             yield from cls.all_of_run(staging_root, path.name)
 
     @property
     def run_id(self) -> str:
-        """The run it belongs to."""
+        """Return the id of the run that the folder belongs to."""
         return self.root.parent.name
 
     def chunk(self, sequence: int) -> Path:
-        """One chunk of the log."""
+        """Return the path of one chunk of the log."""
         return self.root / f"log-{sequence:08d}.chunk"
 
     def chunks(self) -> list[tuple[int, Path]]:
-        """``(sequence, path)`` of every chunk, oldest first."""
+        """Return ``(sequence, path)`` of every chunk, oldest first."""
         return [(sequence, path) for path, (sequence,) in _matching(self.root, _CHUNK_NAME)]
 
     def remove(self) -> None:
-        """Delete the folder and all that is in it, and its parent with the last of a run."""
+        """Delete the folder with its content, and its parent if this was the run's last folder."""
         remove_folder(self.root)
         self.sweep()
 
     def sweep(self) -> None:
-        """Delete the folder if it is empty, now that what was in it is not open any more."""
-        with contextlib.suppress(OSError):  # it is gone, or in use
+        """Delete the folder if it is empty, once no process has its files open any more."""
+        with contextlib.suppress(OSError):  # the folder is gone, or in use
             self.root.rmdir()
         with contextlib.suppress(OSError):  # other ranks' folders are still there
             self.root.parent.rmdir()
 
     def replica_state(self, generation: int) -> Path:
-        """One file of the replica's state."""
+        """Return the path of one file of the replica's state."""
         return self.root / f"replica-{generation:08d}"
 
     def replica_states(self) -> list[tuple[int, Path]]:
-        """``(generation, path)`` of every file of the replica's state, oldest first."""
+        """Return ``(generation, path)`` of every file of the replica's state, oldest first."""
         found = _matching(self.root, _REPLICA_STATE_NAME)
         return [(generation, path) for path, (generation,) in found]
 
     def replica_files(self) -> list[Path]:
-        """What recovery reads of a replica's; none in a life without one."""
+        """Return the replica's files that recovery reads; none in an incarnation without a replica."""
         if not self.replica_status.exists():
             return []
         names = (self.replica_status, self.trainer_status, self.snapshot)
@@ -350,12 +350,12 @@ class StagingFolder:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """Everything in a folder, sorted; nothing if the folder is not there, or goes meanwhile."""
+    """Return a folder's entries, sorted; none if the folder is missing or disappears meanwhile."""
     return [path for path, _ in _matching(folder, _ANY_NAME)]
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, tuple[int, ...]]]:
-    """Entries whose whole name matches, sorted, with the numbers in it. Never follows links."""
+    """Yield entries whose whole name matches, sorted, with the numbers in it; follow no links."""
     try:
         names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_symlink())
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""A page of shared memory through which one process tells others how far it is."""
+"""A page of shared memory through which one process publishes its progress to others."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _HEAD = struct.Struct("<QII")
 
 
 class Page:
-    """Two alternating checksummed slots of a fixed size: a reader always finds one whole."""
+    """Two alternating checksummed slots of a fixed size, so that a reader always finds a whole one."""
 
     def __init__(self, path: Path) -> None:
         self._file = MappedFile(path, 2 * _SLOT_BYTES)
         self._sequence = _newest(self._file.view, (0, {}))[0]
 
     def publish(self, content: Mapping[str, Any]) -> None:
-        """Replace what readers find. Plain values, in at most ``_SLOT_BYTES`` with the head."""
+        """Replace the content for readers: plain values, at most ``_SLOT_BYTES`` with the head."""
         body = msgpack.packb(content)
         self._sequence += 1
         start = (self._sequence % 2) * _SLOT_BYTES
@@ -35,26 +35,27 @@ class Page:
 
 
 class PageReader:
-    """The other end; keeps the page mapped."""
+    """Reader of a page; keeps the page mapped."""
 
     def __init__(self, path: Path) -> None:
         self._view = read_view(path)
         self._last: tuple[int, dict[str, Any]] = (0, {})
 
     def read(self) -> dict[str, Any]:
-        """The newest whole content; empty while there is none."""
-        # A reader that was held up between the slots may find both in the middle of an update.
+        """Return the newest whole content; empty before the first."""
+        # A slow reader may find both slots in the middle of an update; it then returns the last
+        # content.
         self._last = _newest(self._view, self._last)
         return self._last[1]
 
 
 @dataclass(frozen=True, slots=True)
 class ImageMark:
-    """Says on its maker's page that a staged image is whole, and stays until it is durable.
+    """Mark on a page that a staged image is whole and stays until it is durable.
 
     Attributes:
-        step: The step it is of.
-        bytes: Its length.
+        step: Step of the image.
+        bytes: Length of the image.
         checksum: CRC-32C of all of it.
     """
 
@@ -64,9 +65,9 @@ class ImageMark:
 
 
 def _newest(view: memoryview, known: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-    """Sequence and content of the newest whole slot, or what is known if none is newer."""
+    """Return sequence and content of the newest whole slot; the known ones if none is newer."""
     found = known
-    # Whoever opens the page while it is being created finds a file of no length.
+    # A page that is just being created has length 0.
     for start in range(0, len(view), _SLOT_BYTES):
         sequence, size, checksum = _HEAD.unpack_from(view, start)
         if sequence > found[0]:
@@ -77,5 +78,5 @@ def _newest(view: memoryview, known: tuple[int, dict[str, Any]]) -> tuple[int, d
 
 
 def _checksum(sequence: int, body: bytes) -> int:
-    # With the sequence, or a torn head could pass an old body off as the newest.
+    # The sequence is included, so that a torn head cannot present an old body as the newest.
     return int(crc32c(body, crc32c(sequence.to_bytes(8, "little"))))

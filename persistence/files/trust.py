@@ -1,13 +1,13 @@
-"""Staging that other users of the machine could have made or written is not trusted.
+"""Refuse staging folders that other users of the machine could have made or written.
 
-``/dev/shm`` takes everybody's files: somebody else may make a user's staging root first, or put a
-symbolic link in its place, and fill it with folders of the right names. Therefore a staging root, and
-every folder below it that is used, is a real folder of this user which others cannot write to. A tmpfs
-is open to all when it is mounted: a new folder in it is not. In a folder that others cannot write to, or
-only with the sticky bit, nobody can put another folder in the place of one that was checked.
+``/dev/shm`` accepts everybody's files. Another user may make a user's staging root first, or put a
+symbolic link in its place, and fill it with folders of the right names. A staging root, and every
+folder used below it, must therefore be a real folder of this user that others cannot write to. A
+tmpfs is open to all when it is mounted; a new folder in it is not. In a folder that others cannot
+write to, or only with the sticky bit, nobody can replace a folder that was checked.
 
 Attaching closes the default root to others, and makes the folders below any root with mode 0700. A
-root given by hand keeps its mode: most folders can be read by others.
+root that the user chose keeps its mode, because most folders can be read by others.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from lowdiff.errors import UntrustedStaging
 _logger = logging.getLogger(__name__)
 
 _PRIVATE = 0o700
-#: A root below which nobody can make anything.
+#: A root below which no folder can be made.
 _NOWHERE = Path("/proc/no-staging")
 _OTHERS_WRITE = 0o022
 
 
 def shared_staging_root() -> Path:
-    """``/dev/shm/lowdiff-UID``, where staging of all runs lies unless told otherwise."""
+    """Return ``/dev/shm/lowdiff-UID``, the default staging root of all runs."""
     return Path("/dev/shm") / f"lowdiff-{os.geteuid()}"
 
 
 def check_folder(path: Path) -> bool:
-    """See that a folder of staging can be trusted, if it is there.
+    """Check that a staging folder can be trusted, if it exists.
 
     Returns:
-        Whether it is there.
+        Whether the folder exists.
 
     Raises:
-        UntrustedStaging: If it cannot be trusted.
+        UntrustedStaging: If the folder cannot be trusted.
     """
     try:
         found = path.lstat()
-    except (FileNotFoundError, NotADirectoryError):  # also below a file
+    except (FileNotFoundError, NotADirectoryError):  # also for a path below a file
         return False
     if stat.S_ISREG(found.st_mode):
         return False
@@ -60,7 +60,7 @@ def check_folder(path: Path) -> bool:
 
 
 def readable_root(root: Path) -> Path:
-    """The root itself, or one without anything if it cannot be trusted, which is said once."""
+    """Return the root, or an empty one with a warning if the root cannot be trusted."""
     try:
         check_folder(root)
     except UntrustedStaging as error:
@@ -75,15 +75,15 @@ def readable_root(root: Path) -> Path:
 
 
 def trusted_folders(root: Path, run_id: str) -> Iterator[Path]:
-    """The folders of one run below a root, but for those that cannot be trusted."""
+    """Yield the folders of one run below a root, except those that cannot be trusted."""
     try:
         is_there = check_folder(root) and check_folder(root / run_id)
     except UntrustedStaging as error:
         warn(_logger, Code.STAGING_UNTRUSTED, "what is staged in %s is not read: %s", root, error)
         return
-    with suppress(FileNotFoundError):  # the run's last folder is removed while we look
+    with suppress(FileNotFoundError):  # the run's last folder may be removed meanwhile
         for path in sorted((root / run_id).iterdir()) if is_there else []:
-            with suppress(FileNotFoundError):  # adopted and removed while we look
+            with suppress(FileNotFoundError):  # the folder may be adopted and removed meanwhile
                 why = _distrust(path.lstat())
                 if why is None:
                     yield path
@@ -92,10 +92,10 @@ def trusted_folders(root: Path, run_id: str) -> Iterator[Path]:
 
 
 def make_folder(root: Path, run_id: str, name: str) -> None:
-    """Make the folder of one rank below a root, which may be there; each part with mode 0700.
+    """Make the folder of one rank below a root, which may exist; new folders get mode 0700.
 
     Raises:
-        FileExistsError: If it is there.
+        FileExistsError: If the folder exists.
         UntrustedStaging: If a folder above it cannot be trusted.
     """
     root.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def make_folder(root: Path, run_id: str, name: str) -> None:
     check_folder(root)
     if root == shared_staging_root():
         root.chmod(_PRIVATE)
-    while True:  # the last rank of an earlier life may remove the run's folder
+    while True:  # the last rank of an earlier incarnation may remove the run's folder
         with suppress(FileExistsError):
             (root / run_id).mkdir(_PRIVATE)
         if check_folder(root / run_id):
@@ -114,7 +114,7 @@ def make_folder(root: Path, run_id: str, name: str) -> None:
 
 
 def _distrust(found: os.stat_result) -> str | None:
-    """Why a folder is not trusted, as what follows its name; None if it is."""
+    """Return why a folder is not trusted, as text after its name; None if it is trusted."""
     if stat.S_ISLNK(found.st_mode):
         return f"is a symbolic link, made by {_user(found.st_uid)}"
     if not stat.S_ISDIR(found.st_mode):
@@ -130,9 +130,10 @@ def _way_out(path: Path, found: os.stat_result) -> str:
     if stat.S_ISLNK(found.st_mode):
         return "give the folder that the link leads to, if the link is yours"
     if found.st_uid == os.geteuid():
-        # What a container mounts belongs to its user and is open to all: a folder in it is not.
+        # A folder mounted into a container belongs to its user but is open to all. A new one in it
+        # is not.
         return f"`chmod go-rwx` it, give a new folder in it ({path / 'lowdiff'})"
-    if found.st_mode & stat.S_ISVTX:  # as /dev/shm itself: a mounted tmpfs is root's
+    if found.st_mode & stat.S_ISVTX:  # such as /dev/shm itself: a mounted tmpfs belongs to root
         return f"give a new folder in it ({path / 'lowdiff'})"
     return "have its owner or root remove it"
 

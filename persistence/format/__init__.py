@@ -1,1 +1,1 @@
-"""How bytes lie in records, segments, images and documents."""
+"""Byte formats of records, segments, images and documents."""

@@ -1,10 +1,10 @@
-"""Shrinks what a record holds without loss: arrays by gaps, byte planes and zstd, text by zstd.
+"""Lossless compression of a record: arrays by gaps, byte planes and zstd, text by zstd.
 
-Why planes: the bytes of one significance look alike (exponents repeat, high bytes of gaps are
-mostly 0), so each plane is compressed on its own, and one of noise is stored as it is. A coded
-array is a plane count (u8), the stored bytes of each plane (u64 each), then the planes, least
-significant first; all little-endian. ``"raw"`` is the array's bytes, and an array without entries
-is no bytes at all. Item type and count lie outside, in the section's header.
+Bytes of one significance look alike (exponents repeat, high bytes of gaps are mostly 0). Each byte
+plane is therefore compressed on its own, and a plane of noise is stored as it is. A coded array is
+a plane count (u8), the stored bytes of each plane (u64 each), then the planes, least significant
+first; all little-endian. ``"raw"`` is the array's bytes. An empty array has no bytes. Item type and
+count are in the section's header.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lowdiff.errors import ConfigError
 from lowdiff.persistence.format.value_types import BadEncoding
 from lowdiff.types import Bits
 
-#: Every coding; the position is its number in files.
+#: Every coding; the position is the coding's number in files.
 CODINGS = ("raw", "ascending", "planes")
 
 _INT64 = np.dtype("<i8")
 _UNSIGNED = tuple(map(np.dtype, ("<u1", "<u2", "<u4", "<u8")))
 # A zstd block of 4 bytes makes at most 128 KiB.
 _MAX_RATIO = 1 << 15
-# Scalars have no count of their own to be checked against, so what they may grow to is bounded here.
+# Scalars have no count of their own, so this ratio bounds what they may expand to.
 _MAX_TEXT_RATIO = 256
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
@@ -38,8 +38,8 @@ class Codec:
     """Encodes and decodes arrays; may be shared between threads.
 
     Args:
-        max_payload_bytes: Most bytes that a record's sections may decode to, for records that
-            anybody may have written; None leaves only what zstd itself cannot exceed.
+        max_payload_bytes: Most bytes that a record's sections may decode to, for records of
+            unknown origin; None leaves only zstd's own limit.
     """
 
     def __init__(self, *, max_payload_bytes: int | None = None) -> None:
@@ -54,7 +54,7 @@ class Codec:
             data: int64, not negative, strictly ascending, for ``"ascending"``; else unsigned.
 
         Raises:
-            ConfigError: If the coding is unknown, or the array is not what it asks for.
+            ConfigError: If the coding is unknown, or the array does not fit the coding.
         """
         _check_type(coding, data.dtype, ConfigError)
         if data.ndim != 1:
@@ -71,16 +71,16 @@ class Codec:
     def decode(
         self, coding: str, dtype: np.dtype[Any], count: int, data: bytes | memoryview
     ) -> Bits:
-        """Rebuild the array, in memory of its own.
+        """Rebuild the array in its own memory.
 
         A ``count`` above 2^15 times the length of ``data``, the most that zstd can expand, is
         refused before anything is allocated.
 
         Args:
-            coding: The coding it was encoded with.
-            dtype: Its item type.
-            count: Its number of entries.
-            data: What :meth:`encode` returned, or anything else.
+            coding: The coding that the array was encoded with.
+            dtype: Item type of the array.
+            count: Number of entries.
+            data: Result of :meth:`encode`, or arbitrary bytes.
 
         Raises:
             BadEncoding: If ``data`` is not exactly ``count`` entries in that coding.
@@ -98,9 +98,9 @@ class Codec:
         return self._joined(planes, dtype, count)
 
     def shrink(self, text: bytes | memoryview) -> bytes | None:
-        """``text`` as one zstd frame that holds its size; None if it must be stored as it is.
+        """Return ``text`` as one zstd frame with its size; None if it must be stored as it is.
 
-        That is when a frame would not be smaller, or would expand more than 256 times.
+        None means that a frame would not be smaller, or would expand more than 256 times.
         """
         frame = self._zstd.compressor.compress(text)
         return frame if len(frame) < len(text) <= _MAX_TEXT_RATIO * len(frame) else None
@@ -109,8 +109,8 @@ class Codec:
         """Undo ``shrink``.
 
         Raises:
-            BadEncoding: If ``frame`` is not exactly one such frame; one that claims to expand more
-                than 256 times is refused before anything is allocated.
+            BadEncoding: If ``frame`` is not exactly one such frame. A frame that claims to expand
+                more than 256 times is refused before anything is allocated.
         """
         size = _content_size(frame)
         if not len(frame) < size <= _MAX_TEXT_RATIO * len(frame):
@@ -119,11 +119,11 @@ class Codec:
 
     def _shrunk(self, plane: npt.NDArray[np.uint8]) -> bytes | memoryview:
         frame = self._zstd.compressor.compress(plane.data)
-        # Strictly smaller: the length then tells a frame from a plane stored as it is.
+        # Strictly smaller, so that the length distinguishes a frame from a plane stored as it is.
         return frame if len(frame) < plane.size else plane.data
 
     def _joined(self, planes: list[memoryview], dtype: np.dtype[Any], count: int) -> _Unsigned:
-        for plane in planes:  # all of them before anything is allocated
+        for plane in planes:  # check all planes before anything is allocated
             _check_plane(plane, count)
         words = np.zeros(count, dtype)
         columns = words.view(np.uint8).reshape(count, dtype.itemsize)
@@ -140,10 +140,10 @@ class Codec:
 
 
 class _Contexts(threading.local):
-    """zstd contexts, one pair a thread: they are slow to make and must not be shared."""
+    """zstd contexts, one pair per thread: they are slow to make and must not be shared."""
 
     def __init__(self) -> None:
-        # Level 3 saves at most 1 % more than 1 on selected gradients.
+        # On selected gradients, level 3 saves at most 1 % more than level 1.
         self.compressor = zstandard.ZstdCompressor(level=1)
         self.decompressor = zstandard.ZstdDecompressor()
 
@@ -159,7 +159,7 @@ def _check_plane(plane: memoryview, count: int) -> None:
 
 
 def _content_size(frame: bytes | memoryview) -> int:
-    """What a zstd frame says that it expands to; -1 if it does not say."""
+    """Return the size that a zstd frame claims to expand to; -1 if it names none."""
     try:
         return zstandard.frame_content_size(frame)
     except zstandard.ZstdError as e:
@@ -176,9 +176,9 @@ def _check_type(coding: str, dtype: np.dtype[Any], error: type[ConfigError | Bad
 
 
 def _gaps(data: Bits) -> tuple[_Unsigned, int]:
-    """Distances minus one, the first counted from -1, and the bytes the largest one needs.
+    """Return distances minus one, the first counted from -1, and the bytes of the largest distance.
 
-    Minus one, so that whatever is decoded is strictly ascending.
+    Minus one, so that every decoded sequence is strictly ascending.
     """
     if data[0] < 0 or not (data[1:] > data[:-1]).all():
         raise ConfigError(
@@ -200,7 +200,7 @@ def _ascending(gaps: _Unsigned) -> npt.NDArray[np.int64]:
     positions = gaps.astype(_INT64)
     positions[1:] += 1
     np.cumsum(positions, out=positions)
-    # No term exceeds 2^63, so the first sum to leave int64 wraps to a negative one.
+    # No term exceeds 2^63, so the first sum beyond int64 wraps to a negative number.
     if positions.min() < 0:
         raise BadEncoding("positions beyond int64")
     return positions

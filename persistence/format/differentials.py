@@ -1,4 +1,4 @@
-"""A differential's scalars as bytes, and a stored record as a differential."""
+"""Encode a differential's scalars, and decode a stored record into a differential."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from lowdiff.types import (
     Written,
 )
 
-#: Sections of a record that are not the payload's: ``written/before/INDEX``, ``written/after/INDEX``
+#: Prefix of sections that are not the payload's: ``written/before/INDEX``, ``written/after/INDEX``
 #: and ``written/average/INDEX/NAME``.
 _WRITTEN = "written/"
-#: Beginning of the names of sections of an optimizer step that is not the first of its loop body.
+#: Prefix of sections of a loop body's optimizer steps after the first.
 _LATER_STEP = "step/"
 
 
 def encode_scalars(differential: Differential) -> bytes:
-    """Everything but the payload, as the meta part of a record."""
+    """Encode everything but the payload, as the meta part of a record."""
     residual = differential.residual
     return encode(
         {
@@ -48,7 +48,7 @@ def encode_scalars(differential: Differential) -> bytes:
 
 
 def sections_of(differential: Differential) -> tuple[Section, ...]:
-    """Everything of a differential that is no scalar: the payload, and what else was written."""
+    """Return the sections of a differential: the payload, and values that something else wrote."""
     return tuple(
         section
         for number, step in enumerate(differential.steps)
@@ -63,10 +63,10 @@ def numbered(sections: tuple[Section, ...], number: int) -> tuple[Section, ...]:
 
 
 def _by_step(sections: Sequence[Section], num_steps: int) -> list[list[Section]]:
-    """Undo `numbered`: the sections of each optimizer step.
+    """Undo `numbered`: return the sections of each optimizer step.
 
     Raises:
-        ValueError: If one is of none of the steps.
+        ValueError: If a section belongs to none of the steps.
     """
     found: list[list[Section]] = [[] for _ in range(num_steps)]
     for section in sections:
@@ -97,8 +97,8 @@ def read_differential(stored: StoredRecord, codec: Codec) -> Differential:
     """Decode a stored record.
 
     Raises:
-        DamagedFile: If the checksummed bytes are still not a differential, or if a live trainer
-            has reused the staging memory they were in.
+        DamagedFile: If the checksummed bytes are not a differential, or if a live trainer has
+            reused their staging memory.
     """
     header = stored.record.header
     record = stored.record
@@ -146,10 +146,10 @@ def _step_part(step: EarlierStep | Differential) -> dict[str, Any]:
 
 
 def _read_steps(parts: Sequence[dict[str, Any]], sections: Sequence[Section]) -> list[EarlierStep]:
-    """All optimizer steps of a loop body, the last one among them.
+    """Return all optimizer steps of a loop body, including the last one.
 
     Raises:
-        ValueError: If there is none, or a section belongs to none.
+        ValueError: If there is no step, or a section belongs to no step.
     """
     if not parts:
         raise ValueError("it has no optimizer step")
@@ -189,7 +189,7 @@ def _written(sections: Sequence[Section]) -> Written:
 
 
 def _numbers(checksums: Sequence[int]) -> bytes:
-    """Little-endian uint32 each."""
+    """Encode checksums as little-endian uint32."""
     return np.array(checksums, dtype="<u4").tobytes()
 
 

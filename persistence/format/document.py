@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def write_json(path: Path, content: dict[str, Any], *, exclusive: bool = False) -> None:
-    """Write a small checked JSON document: format version first, checksum last; see `replaced`."""
+    """Write a JSON document: format version first, checksum last; see `replaced`."""
     document = {"format": FORMAT_VERSION, **content}
     checksum = crc32c(_canonical(document))
     data = json.dumps({**document, "crc32c": checksum}, indent=1).encode() + b"\n"
@@ -28,10 +28,10 @@ def write_json(path: Path, content: dict[str, Any], *, exclusive: bool = False) 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read what ``write_json`` wrote.
+    """Read a document of ``write_json``.
 
     Raises:
-        DamagedFile: If it is not JSON of ours or fails its checksum.
+        DamagedFile: If the file is not JSON of lowdiff or fails its checksum.
         OtherFormat: If a lowdiff of another format version wrote it.
     """
     try:
@@ -44,10 +44,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
-    """What the bytes of a document say that ``write_json`` wrote; `path` is where they are from.
+    """Parse the bytes of a document of ``write_json``; ``path`` names their origin in errors.
 
     Raises:
-        DamagedFile: If it is not JSON of ours or fails its checksum.
+        DamagedFile: If the bytes are not JSON of lowdiff or fail their checksum.
         OtherFormat: If a lowdiff of another format version wrote it.
     """
     try:
@@ -59,7 +59,7 @@ def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
         good = type(version) is int and checksum == crc32c(_canonical(document))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(path, f"not a lowdiff JSON document ({error})") from error
-    # First, because a flipped bit in the version must not pass for a later lowdiff's work.
+    # Check this first: a flipped bit in the version must not look like a later format.
     if not good:
         raise DamagedFile(path, "the document fails its checksum")
     check_version(path, version)
@@ -68,12 +68,12 @@ def parse_json(data: bytes, path: Path | str) -> dict[str, Any]:
 
 
 def check_types(kind: type[DataclassInstance], content: Mapping[str, Any]) -> None:
-    """Compare the plain fields of a document with those of the dataclass it is to become.
+    """Compare the plain fields of a document with the dataclass that it becomes.
 
-    Numbers count something everywhere: they are not negative and fit 63 bits.
+    All numbers are counts: they are not negative and fit 63 bits.
 
     Raises:
-        TypeError: If one has another type, or is out of range.
+        TypeError: If a field has another type, or is out of range.
     """
     for name, types in _types_of(kind):
         value = content.get(name)
@@ -85,7 +85,7 @@ def check_types(kind: type[DataclassInstance], content: Mapping[str, Any]) -> No
 
 @cache
 def _types_of(kind: type[DataclassInstance]) -> tuple[tuple[str, tuple[type, ...]], ...]:
-    """Of every field its name, and the types it may have where it is a plain one."""
+    """Return every field's name, and its allowed types if it is a plain one."""
     return tuple((field.name, _PLAIN.get(str(field.type), ())) for field in fields(kind))
 
 

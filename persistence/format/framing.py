@@ -1,8 +1,8 @@
-"""How bytes lie in staging chunks and in segments: one file header, one record framing.
+"""Framing of staging chunks and segments: one file header, then framed records.
 
-``docs/format.md`` specifies every field. A record counts only if both of its checksums hold and
-its identity (incarnation, rank, lap) is that of the file; so a torn tail, or a stale record of a
-reused chunk, is the end of the file and nothing worse.
+``docs/format.md`` specifies every field. A record counts only if both of its checksums hold and its
+identity (incarnation, rank, lap) is that of the file. A torn tail, or a stale record of a reused
+chunk, is therefore simply the end of the file.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ assert _FILE.size == _RECORD.size == HEADER_BYTES
 
 
 class FileKind(IntEnum):
-    """What a framed file is."""
+    """Kind of a framed file."""
 
     CHUNK = 1
     SEGMENT = 2
 
 
 class RecordKind(IntEnum):
-    """What a record's body holds."""
+    """Kind of a record's body."""
 
     DIFFERENTIAL = 1
-    #: First record of an incarnation: names the slot of the residual it starts from.
+    #: First record of an incarnation: names the residual slot that the incarnation starts from.
     BASE = 2
 
 
@@ -46,7 +46,7 @@ _KINDS = frozenset(map(int, RecordKind))
 
 
 def check_version(path: Path | str, version: int) -> None:
-    """Refuse another format version with `OtherFormat`; call it once the file's checksum holds."""
+    """Refuse another format version with `OtherFormat`; call this once the file's checksum holds."""
     if version != FORMAT_VERSION:
         raise OtherFormat(path, version, FORMAT_VERSION)
 
@@ -68,11 +68,11 @@ class FileHeader:
 
     @property
     def owner(self) -> tuple[str, int, int]:
-        """Run, incarnation and rank that the file is of."""
+        """Return run, incarnation and rank of the file."""
         return self.run_id, self.incarnation, self.rank
 
     def owns(self, record: RecordHeader) -> bool:
-        """Whether a record is one of this file, by what its header says."""
+        """Return whether a record's header has the identity of this file."""
         identity = (record.incarnation, record.rank, record.world_size)
         return (
             padded(record.meta_bytes) <= record.body_bytes
@@ -81,7 +81,7 @@ class FileHeader:
         )
 
     def pack(self) -> bytes:
-        """64 bytes, the last four a CRC-32C over the others."""
+        """Return 64 bytes; the last four are a CRC-32C over the others."""
         head = _FILE.pack(
             _FILE_MAGIC,
             FORMAT_VERSION,
@@ -97,11 +97,11 @@ class FileHeader:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview, path: Path) -> FileHeader:
-        """Parse and check.
+        """Parse and check a header.
 
         Raises:
-            DamagedFile: If it is not a header of ours.
-            OtherFormat: If a lowdiff of another format version wrote it.
+            DamagedFile: If the bytes are not a header of lowdiff.
+            OtherFormat: If a lowdiff of another format version wrote the file.
         """
         if len(data) < HEADER_BYTES:
             raise DamagedFile(path, f"{len(data)} bytes are too few for a header", offset=0)
@@ -123,12 +123,12 @@ class RecordHeader:
 
     Attributes:
         coded: True when the sections are compressed, as in segments.
-        meta_bytes: Length, as stored, of the body's last part, the differential's scalars, without
-            their padding.
+        meta_bytes: Stored length of the body's last part, the differential's scalars, without
+            padding.
         body_bytes: Length of the whole body, a multiple of 8.
-        lap: Sequence of the staging chunk it was written to.
-        rebases: True when the step cannot be replayed, because something was changed outside the
-            optimizer; only a snapshot leads to it.
+        lap: Sequence of the staging chunk that the record was written to.
+        rebases: True when the step cannot be replayed, because something other than the optimizer
+            changed the state; only a snapshot leads to this step.
         meta_coded: True when the scalars are compressed.
     """
 
@@ -146,7 +146,7 @@ class RecordHeader:
     meta_coded: bool = False
 
     def pack(self) -> bytes:
-        """64 bytes; the CRC-32C covers everything after itself."""
+        """Return 64 bytes; the CRC-32C covers everything after itself."""
         head = _RECORD.pack(
             RECORD_MAGIC,
             0,
@@ -195,8 +195,8 @@ class RecordRef:
     """A record inside a mapped file.
 
     Attributes:
-        offset: Where its header starts in the file.
-        body: View of the body; valid while the mapping it came from is.
+        offset: Offset of the record's header in the file.
+        body: View of the body; valid as long as its mapping.
     """
 
     header: RecordHeader
@@ -205,28 +205,28 @@ class RecordRef:
 
     @property
     def meta(self) -> memoryview:
-        """The encoded scalars."""
+        """Return the encoded scalars."""
         start = len(self.sections)
         return self.body[start : start + self.header.meta_bytes]
 
     @property
     def sections(self) -> memoryview:
-        """The encoded payload sections."""
+        """Return the encoded payload sections."""
         return self.body[: len(self.body) - padded(self.header.meta_bytes)]
 
     @property
     def end(self) -> int:
-        """Where the next record starts in the file."""
+        """Return the offset of the next record in the file."""
         return self.offset + HEADER_BYTES + self.header.body_bytes
 
     def is_intact(self) -> bool:
-        """Whether the body has its checksum; reads all of it."""
+        """Return whether the body has its checksum; reads the whole body."""
         return crc32c(self.body) == self.header.body_checksum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredRecord:
-    """A differential and where it was found."""
+    """A differential and the file that holds it."""
 
     record: RecordRef
     path: Path
@@ -234,17 +234,17 @@ class StoredRecord:
 
     @property
     def framed_bytes(self) -> int:
-        """Its length in the file."""
+        """Return the record's length in the file."""
         return HEADER_BYTES + self.record.header.body_bytes
 
 
 def padded(size: int) -> int:
-    """``size`` rounded up to 8, the alignment of records and sections."""
+    """Return ``size`` rounded up to 8, the alignment of records and sections."""
     return size + (-size % 8)
 
 
 def listed_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef | None:
-    """The record at ``offset`` as its header says, or None where no header of this file is."""
+    """Return the record that the header at ``offset`` announces; None without a header of this file."""
     header = RecordHeader.unpack(view[offset : offset + HEADER_BYTES])
     if header is None or not file.owns(header):
         return None
@@ -254,7 +254,7 @@ def listed_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef 
 
 
 def read_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef | None:
-    """The record at ``offset``, or None where no valid record of this file starts."""
+    """Return the record at ``offset``, or None if no valid record of this file starts there."""
     record = listed_record(view, offset, file)
     return record if record is not None and record.is_intact() else None
 
@@ -262,14 +262,14 @@ def read_record(view: memoryview, offset: int, file: FileHeader) -> RecordRef | 
 def read_records(
     view: memoryview, file: FileHeader, *, check: bool = True, past_damage: bool = False
 ) -> Iterator[RecordRef]:
-    """Every valid record from the start of a file up to the first place that holds none.
+    """Yield every valid record from the start of a file up to the first place without one.
 
     Args:
         view: The file.
-        file: Its header.
-        check: Whether bodies are compared with their checksums, too.
-        past_damage: Whether a record whose body fails that is only left out: its header, which has
-            a checksum of its own, says where the next one begins.
+        file: Header of the file.
+        check: Whether to compare bodies with their checksums, too.
+        past_damage: Whether to skip a record whose body fails its checksum instead of ending there.
+            Its header has a checksum of its own and says where the next record begins.
     """
     offset = HEADER_BYTES
     while (record := listed_record(view, offset, file)) is not None:
@@ -281,5 +281,5 @@ def read_records(
 
 
 def sound_end(view: memoryview, file: FileHeader) -> int:
-    """Return where the valid records from the start of a file end."""
+    """Return the offset at which the valid records from the start of a file end."""
     return max((record.end for record in read_records(view, file)), default=HEADER_BYTES)

@@ -13,27 +13,27 @@ from lowdiff.persistence.format.framing import padded
 from lowdiff.persistence.format.value_types import BadEncoding
 from lowdiff.types import Layout, Section
 
-#: name length, coding, item bytes, reserved, number of items, stored bytes
+#: Name length, coding, item bytes, reserved, number of items, stored bytes.
 _HEAD = struct.Struct("<HBBIQQ")
 _SIGNED = {"ascending"}
 
 
 def sections_bytes(sections: Sequence[Section]) -> int:
-    """Bytes that ``write_sections`` needs."""
+    """Return the bytes that ``write_sections`` needs."""
     return sum(_size(section, section.data.nbytes) for section in sections)
 
 
 def max_payload_bytes(layout: Layout) -> int:
-    """Most bytes that one record's sections may decode to: several times the whole gradient.
+    """Return the most bytes that one record's sections may decode to: several times the gradient.
 
-    Dense, with positions, a float64 gradient takes 16 bytes an element.
+    A float64 gradient that is stored densely, with positions, takes 16 bytes an element.
     """
     return 64 * layout.elements + (1 << 20)
 
 
 def write_sections(copy: CheckedCopy, sections: Sequence[Section]) -> None:
     """Copy sections, uncoded."""
-    padding = b""  # goes with the next head: each piece takes a call or two
+    padding = b""  # written with the next head, because each write costs a call or two
     for section in sections:
         nbytes = section.data.nbytes
         copy.add(padding + _head(section, nbytes))
@@ -43,7 +43,7 @@ def write_sections(copy: CheckedCopy, sections: Sequence[Section]) -> None:
 
 
 def encode_sections(sections: Sequence[Section], codec: Codec) -> bytes:
-    """Sections, each shrunk as its coding says."""
+    """Return sections, each compressed by its coding."""
     parts = []
     for section in sections:
         data = codec.encode(section.coding, section.data)
@@ -52,13 +52,13 @@ def encode_sections(sections: Sequence[Section], codec: Codec) -> bytes:
 
 
 def read_sections(source: memoryview, codec: Codec, *, coded: bool) -> tuple[Section, ...]:
-    """Parse what ``write_sections`` (``coded`` False) or ``encode_sections`` wrote.
+    """Parse sections of ``write_sections`` (``coded`` False) or ``encode_sections``.
 
     Uncoded data stays a view of ``source``.
 
     Raises:
-        BadEncoding: If the bytes are not sections, or coded ones would decode to more than the
-            codec's ``max_payload_bytes``; nothing is allocated for what exceeds it.
+        BadEncoding: If the bytes are not sections, or would decode to more than the codec's
+            ``max_payload_bytes``; nothing is allocated for an excess.
     """
     sections = []
     decoded_bytes = 0

@@ -1,4 +1,4 @@
-"""A segment as a file: read record by record, a piece in memory at a time, and sealed with a footer."""
+"""A segment file: read record by record, with one piece in memory, and sealed with a footer."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _TRAILER = struct.Struct("<QQQ28x8sI")
 _TRAILER_BYTES = 64
 assert _TRAILER.size == _TRAILER_BYTES
 
-#: Recovery of a run with many ranks holds one of each.
+#: Bytes read at a time. Recovery of a run with many ranks holds one piece per rank.
 _PIECE_BYTES = 256 << 10
-#: A longer body is checked a piece at a time before it is loaded: its length may be a stranger's.
+#: A longer body is checked piece by piece before it is loaded, because its length may be wrong.
 _WHOLE_BYTES = 16 << 20
-#: More than a machine stages; a file with holes may claim any length.
+#: Longest body: more than a machine can stage. A sparse file may claim any length.
 _MAX_BODY_BYTES = 1 << 38
 
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What a sealed segment ends with: it finds a step without the records before it.
+    """Footer of a sealed segment: finds a step's record without reading the records before it.
 
     Attributes:
-        offsets: Where the record of each step starts, in order of the steps.
+        offsets: Offset of each step's record, in order of the steps.
         rebases: Steps that cannot be replayed, ascending.
-        end: Where the records end, and the footer starts.
+        end: Offset at which the records end and the footer starts.
     """
 
     offsets: Sequence[int]
@@ -57,7 +57,7 @@ class Footer:
     end: int
 
     def pack(self, header: FileHeader) -> bytes:
-        """The footer as it stands in the segment of this header; its checksum covers both."""
+        """Return the footer's bytes for a segment of this header; the checksum covers both."""
         numbers = b"".join(np.array(n, "<u8").tobytes() for n in (self.offsets, self.rebases))
         trailer = _TRAILER.pack(len(self.offsets), len(self.rebases), self.end, _MAGIC, 0)
         body = numbers + trailer[:-4]
@@ -65,11 +65,11 @@ class Footer:
 
 
 class SegmentFile:
-    """One segment. Read, not mapped: processes may map some 65,000 files, and runs have more.
+    """One segment. It is read, not mapped: a process may map some 65,000 files, and runs have more.
 
-    Every record that it hands out has passed its checksums. Read in order, a record whose step is not
-    above that of the one before it is none: there the file ends. In a sealed segment a single step is
-    found by the footer, without what is before it.
+    Every returned record has passed its checksums. Reading in order ends at a record whose step is
+    not above the step before. In a sealed segment, the footer finds a single step without reading
+    the records before it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +77,7 @@ class SegmentFile:
 
         Raises:
             FileNotFoundError: If the file is not there.
-            DamagedFile: If it cannot be read, or is no file of ours.
+            DamagedFile: If the file cannot be read, or is no segment.
         """
         self.path = path
         self._piece, self._at = memoryview(b""), 0
@@ -86,15 +86,15 @@ class SegmentFile:
             self._piece = memoryview(file.read(HEADER_BYTES))
         self.header = FileHeader.unpack(self._piece, path)
         self._steps, self._offsets, self._rebases = array("q"), array("q"), array("q")
-        #: Whether the file ends within its footer: whoever sealed it was killed.
+        #: Whether the file ends inside its footer, because the sealing process was killed.
         self.is_cut_in_footer = False
         self._newest: RecordRef | None = None
         self._is_read = False
-        #: Where the records read so far end; whoever has read some before may go on from there.
+        #: Offset at which the records read so far end. A reader of a growing file continues here.
         self.end = HEADER_BYTES
 
     def next(self) -> RecordRef | None:
-        """The first record that was not read yet, or None at the end of the file.
+        """Return the first record that was not read yet, or None at the end of the file.
 
         Raises:
             DamagedFile: If the file cannot be read, or the record does not fit in memory.
@@ -111,7 +111,7 @@ class SegmentFile:
         return record
 
     def damage(self) -> DamagedFile | None:
-        """What lies behind its last record; None if nothing does, or a footer that is right."""
+        """Describe what follows the last record; None for nothing, or for the right footer."""
         while self.next() is not None:
             pass
         rest = self.size - self.end
@@ -129,7 +129,7 @@ class SegmentFile:
         return DamagedFile(self.path, what, offset=self.end)
 
     def footer_to_write(self) -> bytes | None:
-        """The footer of its records; None if these are not one unbroken sequence. Reads them all."""
+        """Return the footer of the records; None if their steps have a gap. Reads all records."""
         while self.next() is not None:
             pass
         first, steps = self.header.sequence, self._steps
@@ -138,7 +138,7 @@ class SegmentFile:
         return Footer(self._offsets, self._rebases, self.end).pack(self.header)
 
     def record(self, step: int) -> RecordRef | None:
-        """The record of a step, if the file holds it; cheap for ascending steps, or once sealed."""
+        """Return a step's record, if it is in the file; cheap for ascending steps and if sealed."""
         if self._newest is not None and self._newest.header.step == step:
             return self._newest
         read_to = self._steps[-1] if self._steps else self.header.sequence - 1
@@ -157,7 +157,7 @@ class SegmentFile:
 
     @cached_property
     def footer(self) -> Footer | None:
-        """The footer that it ends with; None if it was not sealed, or its footer is damaged."""
+        """Return the footer; None if the segment was not sealed, or if its footer is damaged."""
         trailer = self._apart(self.size - _TRAILER_BYTES)
         if len(trailer) < _TRAILER_BYTES:
             return None
@@ -165,20 +165,20 @@ class SegmentFile:
         if not num_steps or end + 8 * (num_steps + num_rebases) + _TRAILER_BYTES != self.size:
             return None
         data = self._apart(end)
-        if len(data) + end != self.size:  # its writer took back what it could not write
+        if len(data) + end != self.size:  # the writer truncated a batch that it could not write
             return None
         numbers = array("Q", data[:-_TRAILER_BYTES])
         found = Footer(numbers[:num_steps], numbers[num_steps:], end)
         return found if found.pack(self.header) == data else None
 
     def _apart(self, offset: int) -> bytes:
-        """The file from here on, without forgetting the piece in memory."""
+        """Return the rest of the file from an offset on, and keep the piece in memory."""
         with _reading(self.path) as file:
             file.seek(max(0, offset))
             return file.read(self.size - offset)
 
     def _by_footer(self, step: int) -> RecordRef | None:
-        """A record where the footer says that it is; None if that does not say, or is wrong."""
+        """Return the record where the footer places it; None if the footer lacks it or is wrong."""
         footer, index = self.footer, step - self.header.sequence
         if footer is None or not 0 <= index < len(footer.offsets):
             return None
@@ -203,7 +203,7 @@ class SegmentFile:
         return record if record is not None and record.is_intact() else None
 
     def _checksum(self, offset: int, size: int) -> int | None:
-        """Of a part of the file, which is not kept; None if the file ends before."""
+        """Return the checksum of a part of the file, read in pieces; None if the file ends before."""
         if offset + size > self.size:
             return None
         with _reading(self.path) as file, suppress(EOFError):
@@ -211,7 +211,7 @@ class SegmentFile:
         return None
 
     def _bytes(self, offset: int, size: int) -> memoryview | None:
-        """A part of the file; None if it ends before."""
+        """Return a part of the file; None if the file ends before."""
         start = offset - self._at
         if start < 0 or start + size > len(self._piece):
             if offset + size > self.size:
@@ -226,9 +226,9 @@ class SegmentFile:
 
 
 def write_footer(path: Path, footer: bytes, end: int) -> bool:
-    """Put a footer behind the records of a segment; whether that went well.
+    """Append a footer to a segment's records; return whether this succeeded.
 
-    A segment without one counts like any other, so trouble is not worth more than a line in the log.
+    A segment without a footer is valid, so a failure is only logged.
     """
     try:
         with path.open("r+b", buffering=0) as file:
@@ -246,15 +246,16 @@ def write_footer(path: Path, footer: bytes, end: int) -> bool:
 
 
 def seal_left(path: Path, owner: tuple[str, int, int]) -> bool:
-    """Seal a segment whose writer died before it could, unless anything else is wrong with it.
+    """Seal a segment whose writer died before sealing it, unless the segment is damaged.
 
-    Bytes that are no piece of its footer stay: they may be records behind a damaged one.
+    Bytes that are not the beginning of its footer stay: they may be records after a damaged one.
 
     Args:
-        path: The segment, which no other process writes to.
-        owner: Run, incarnation and rank that it must be of.
+        path: The segment; no other process writes to it.
+        owner: Run, incarnation and rank that the segment must have.
 
     Returns:
+        Whether the segment was sealed now.
         Whether it was sealed now.
     """
     try:
@@ -270,17 +271,17 @@ def seal_left(path: Path, owner: tuple[str, int, int]) -> bool:
 
 
 def make_durable(path: Path, header: FileHeader, doubtful: Sequence[RecordRef]) -> None:
-    """Fsync a segment that somebody else has written, whose own fsync may have failed.
+    """Fsync a segment that another process wrote and whose own fsync may have failed.
 
-    When bytes do not reach the disk, Linux says so once, and takes their pages for clean from then
-    on: the next fsync, in whichever process, writes nothing and succeeds. So what may have met that
-    is written once more first, in its place.
+    When bytes do not reach the disk, Linux reports this once and then takes their pages for clean.
+    The next fsync, in any process, writes nothing and succeeds. Records that such a failure may
+    have hit are therefore first written again, in place.
 
     Args:
-        path: The segment. Nobody is adding to it.
-        header: Its header.
-        doubtful: Those of its records of which nobody knows that they are durable. They passed
-            their checksums and are in memory: mapped pages could change when they are read again.
+        path: The segment; no process appends to it.
+        header: Header of the segment.
+        doubtful: Records that may not be durable. They passed their checksums and are in memory:
+            mapped pages could change when they are read again.
     """
     descriptor = os.open(path, os.O_RDWR if doubtful else os.O_RDONLY)
     try:

@@ -1,6 +1,6 @@
-"""Which types can be stored, what each is made of, and the extension codes of the file format.
+"""Types that can be stored, the parts of each type, and their extension codes in the file format.
 
-torch is imported only when one of its objects is met, so the writer process can use this module.
+torch is imported only for torch objects, so the writer process can use this module.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _Labelled: TypeAlias = Iterable[tuple[object, object]]
 
 
 class BadEncoding(ValueError):
-    """Bytes are not an encoding; whoever knows the file turns this into ``DamagedFile``."""
+    """Bytes that are not an encoding; callers that know the file raise ``DamagedFile`` instead."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How values of one type become parts, and parts a value.
+class StoredType:
+    """Conversion between values of one type and their parts.
 
     Attributes:
         code: MessagePack extension code. Part of the file format: never reused.
-        split: Labels, for messages, and parts of a value; None if it cannot be stored.
-        join: The value of given parts. They may be anything: it raises one of
+        split: Returns labels, for messages, and parts of a value; None if it cannot be stored.
+        join: Returns the value of some parts. The parts may be anything: ``join`` raises one of
             `JOIN_FAILURES` if they fit no value.
-        types: Types of the parts, or None if any number of any type is good.
-        ordered: Whether the order of the parts means something.
+        types: Types of the parts, or None for any number of parts of any type.
+        ordered: Whether the order of the parts matters.
     """
 
     code: int
@@ -54,7 +54,7 @@ class Form:
     ordered: bool = True
 
 
-#: What ``Form.join`` raises.
+#: Errors that ``StoredType.join`` raises.
 JOIN_FAILURES = (TypeError, ValueError, LookupError, OverflowError, RuntimeError)
 
 
@@ -111,52 +111,53 @@ def _join_array(parts: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def _check_shape(shape: list[Any], item_bytes: int, data: bytes) -> None:
-    # The number of dimensions first: the product of a million large ones takes for ever.
+    # Check the number of dimensions first, because multiplying a million large sizes takes too
+    # long.
     good = len(shape) <= _MAX_DIMS and all(type(n) is int and n >= 0 for n in shape)
     if not good or math.prod(shape) * item_bytes != len(data):
         raise BadEncoding(f"{len(data)} bytes of data do not fill the shape")
 
 
-_INT = Form(
+_INT = StoredType(
     1,
     lambda i: [("", i.to_bytes(i.bit_length() // 8 + 1, "little", signed=True))],
     lambda parts: int.from_bytes(parts[0], "little", signed=True),
     (bytes,),
 )
 _ARRAY_PARTS = (str, list, bytes)
-_NUMPY_SCALAR = Form(16, _split_array, lambda parts: _join_array(parts)[()], _ARRAY_PARTS)
-_FORMS: dict[type, Form] = {
+_NUMPY_SCALAR = StoredType(16, _split_array, lambda parts: _join_array(parts)[()], _ARRAY_PARTS)
+_PLAIN_TYPES: dict[type, StoredType] = {
     int: _INT,
-    complex: Form(
+    complex: StoredType(
         2,
         lambda c: [("real", c.real), ("imag", c.imag)],
         lambda parts: complex(*parts),
         (float, float),
     ),
-    tuple: Form(3, enumerate, tuple),
-    set: Form(4, enumerate, _join_set, ordered=False),
-    frozenset: Form(5, enumerate, lambda parts: frozenset(_join_set(parts)), ordered=False),
-    dict: Form(6, _pairs, lambda parts: _filled({}, parts)),
-    OrderedDict: Form(7, _pairs, lambda parts: _filled(OrderedDict(), parts)),
-    Counter: Form(8, _pairs, lambda parts: _filled(Counter(), parts)),
-    defaultdict: Form(
+    tuple: StoredType(3, enumerate, tuple),
+    set: StoredType(4, enumerate, _join_set, ordered=False),
+    frozenset: StoredType(5, enumerate, lambda parts: frozenset(_join_set(parts)), ordered=False),
+    dict: StoredType(6, _pairs, lambda parts: _filled({}, parts)),
+    OrderedDict: StoredType(7, _pairs, lambda parts: _filled(OrderedDict(), parts)),
+    Counter: StoredType(8, _pairs, lambda parts: _filled(Counter(), parts)),
+    defaultdict: StoredType(
         9,
         _split_defaultdict,
         lambda parts: _filled(
             defaultdict(None if parts[0] is None else _FACTORIES[parts[0]]), parts[1:]
         ),
     ),
-    deque: Form(10, lambda d: [("maxlen", d.maxlen), *enumerate(d)], _join_deque),
-    range: Form(11, _split_bounds, lambda parts: range(*parts), (int, int, int)),
-    slice: Form(12, _split_bounds, lambda parts: slice(parts[0], parts[1], parts[2])),
+    deque: StoredType(10, lambda d: [("maxlen", d.maxlen), *enumerate(d)], _join_deque),
+    range: StoredType(11, _split_bounds, lambda parts: range(*parts), (int, int, int)),
+    slice: StoredType(12, _split_bounds, lambda parts: slice(parts[0], parts[1], parts[2])),
     **{dtype.type: _NUMPY_SCALAR for dtype in _NUMPY_DTYPES.values()},
-    np.ndarray: Form(17, _split_array, _join_array, _ARRAY_PARTS),
-    ItemRef: Form(18, lambda r: [("name", r.name)], lambda parts: ItemRef(*parts), (str,)),
+    np.ndarray: StoredType(17, _split_array, _join_array, _ARRAY_PARTS),
+    ItemRef: StoredType(18, lambda r: [("name", r.name)], lambda parts: ItemRef(*parts), (str,)),
 }
 
 
 @lru_cache(maxsize=1)
-def _torch_forms() -> dict[type, Form]:
+def _torch_types() -> dict[type, StoredType]:
     import torch
 
     dtypes = {
@@ -183,7 +184,7 @@ def _torch_forms() -> dict[type, Form]:
             raise BadEncoding("a quantised tensor, without its scale")
         flat = torch.empty(len(data), dtype=torch.uint8, device="cpu")
         flat.numpy()[:] = np.frombuffer(data, np.uint8)
-        return flat.view(dtypes[name]).view(shape).detach()  # detached: for autograd not a view
+        return flat.view(dtypes[name]).view(shape).detach()  # detached, so not a view for autograd
 
     def join_size(parts: list[Any]) -> torch.Size:
         if any(type(n) is not int for n in parts):
@@ -191,27 +192,29 @@ def _torch_forms() -> dict[type, Form]:
         return torch.Size(parts)
 
     return {
-        torch.Tensor: Form(TENSOR_CODE, split_tensor, join_tensor, (str, str, list, bytes)),
-        torch.Size: Form(33, enumerate, join_size),
-        torch.dtype: Form(34, lambda d: [("", names[d])], lambda parts: dtypes[parts[0]], (str,)),
-        torch.device: Form(
+        torch.Tensor: StoredType(TENSOR_CODE, split_tensor, join_tensor, (str, str, list, bytes)),
+        torch.Size: StoredType(33, enumerate, join_size),
+        torch.dtype: StoredType(
+            34, lambda d: [("", names[d])], lambda parts: dtypes[parts[0]], (str,)
+        ),
+        torch.device: StoredType(
             35, lambda d: [("", str(d))], lambda parts: torch.device(*parts), (str,)
         ),
     }
 
 
-def form_of(kind: type) -> Form | None:
-    """How values of a type are stored, if they can be."""
-    # While torch is not imported, no value can be one of its objects.
-    return _FORMS.get(kind) or ("torch" in sys.modules and _torch_forms().get(kind)) or None
+def stored_type(kind: type) -> StoredType | None:
+    """Return how values of a type are stored; None if they cannot be stored."""
+    # While torch is not imported, no value can be a torch object.
+    return _PLAIN_TYPES.get(kind) or ("torch" in sys.modules and _torch_types().get(kind)) or None
 
 
-def form_with_code(code: int) -> Form | None:
-    """How values of an extension code are stored, if there are any."""
-    return _forms_by_code(with_torch=code >= _FIRST_TORCH_CODE).get(code)
+def stored_type_of_code(code: int) -> StoredType | None:
+    """Return how values of an extension code are stored; None for an unknown code."""
+    return _stored_types_by_code(with_torch=code >= _FIRST_TORCH_CODE).get(code)
 
 
 @lru_cache(maxsize=2)
-def _forms_by_code(with_torch: bool) -> dict[int, Form]:
-    forms = {**_FORMS, **_torch_forms()} if with_torch else _FORMS
-    return {form.code: form for form in forms.values()}
+def _stored_types_by_code(with_torch: bool) -> dict[int, StoredType]:
+    types = {**_PLAIN_TYPES, **_torch_types()} if with_torch else _PLAIN_TYPES
+    return {stored.code: stored for stored in types.values()}

@@ -1,9 +1,9 @@
-"""Plain Python values as bytes and back, with their exact types and without pickle.
+"""Encode plain Python values with their exact types and without pickle, and decode them.
 
 An encoding is MessagePack. None, bool, float, str, bytes, list, int of up to 64 bits and dict with
-str keys are its own types; every other type is an extension whose payload is an array of parts
-(`Form`). The same value has the same bytes in every process. Two references to one object come
-back as two objects.
+str keys are MessagePack types. Every other type is an extension whose payload is an array of parts
+(`StoredType`). The same value has the same bytes in every process. Two references to one object are
+decoded as two objects.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lowdiff.persistence.format.value_types import (
     JOIN_FAILURES,
     TENSOR_CODE,
     BadEncoding,
-    form_of,
-    form_with_code,
+    stored_type,
+    stored_type_of_code,
 )
 
 _MAX_DEPTH = 64  # far below Python's recursion limit, far above any state_dict
@@ -31,7 +31,7 @@ _LEAVES = frozenset({type(None), bool, float, str, bytes})
 #: Types whose values are the same where they are equal; floats are not, because of the zeros.
 _EQUAL = frozenset({type(None), bool, int, str, bytes})
 
-_Where: TypeAlias = "tuple[_Where | None, object]"  # the labels from a part up to the root
+_Where: TypeAlias = "tuple[_Where | None, object]"  # labels from a part up to the root
 
 
 def encode(value: object, name: str = "value") -> bytes:
@@ -41,12 +41,12 @@ def encode(value: object, name: str = "value") -> bytes:
         value: Anything built from None, bool, int, float, complex, str, bytes, list, tuple, dict,
             set, frozenset, ``OrderedDict``, ``Counter``, ``defaultdict`` of a builtin, deque,
             range, slice, numeric NumPy scalars and arrays, dense tensors, ``torch.Size``,
-            ``torch.dtype`` and ``torch.device``. Subclasses are refused: they would come back
-            as their base.
-        name: What the user calls the value, for messages.
+            ``torch.dtype`` and ``torch.device``. Subclasses are refused, because they would be
+            decoded as their base class.
+        name: The user's name of the value, for messages.
 
     Raises:
-        ConfigError: If a part is of another type; the message says which.
+        ConfigError: If a part is of another type; the message names it.
     """
     try:
         return _packed(value, (None, name), 0)
@@ -57,13 +57,13 @@ def encode(value: object, name: str = "value") -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Rebuild the value; executes nothing that the bytes could choose.
+    """Rebuild the value; never executes anything that the bytes could choose.
 
     Memory is bounded by the length of ``data`` times a constant. Tensors and arrays own their
     memory and are writable; tensors are on the CPU.
 
     Args:
-        data: What :func:`encode` returned, or anything else.
+        data: Result of :func:`encode`, or arbitrary bytes.
 
     Raises:
         BadEncoding: If ``data`` is not exactly one encoding.
@@ -75,10 +75,10 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def same(a: object, b: object) -> bool:
-    """Whether two encodable values are equal down to types, order and bits.
+    """Return whether two encodable values are equal down to types, order and bits.
 
     NaN equals NaN of the same bits, 0.0 does not equal -0.0, 1 does not equal True. Tensors on
-    different devices are the same if their bits are. What cannot be encoded is the same only as
+    different devices are equal if their bits are. A value that cannot be encoded equals only
     itself.
     """
     kind = type(a)
@@ -103,7 +103,7 @@ def _packed(value: object, where: _Where, depth: int) -> bytes:
 
 
 def _packer() -> Any:
-    # surrogatepass: file names that are not UTF-8 reach Python as lone surrogates.
+    # surrogatepass: Python represents file names that are not UTF-8 by lone surrogates.
     return msgpack.Packer(autoreset=False, unicode_errors="surrogatepass")
 
 
@@ -126,25 +126,25 @@ def _pack(packer: Any, value: Any, where: _Where, depth: int) -> None:
             packer.pack(key)
             _pack(packer, item, (where, key), depth + 1)
     else:
-        _pack_form(packer, value, where, depth)
+        _pack_parts(packer, value, where, depth)
 
 
-def _pack_form(packer: Any, value: Any, where: _Where, depth: int) -> None:
-    form = form_of(type(value))
-    parts = None if form is None else form.split(value)
-    if form is None or parts is None:
+def _pack_parts(packer: Any, value: Any, where: _Where, depth: int) -> None:
+    conversion = stored_type(type(value))
+    parts = None if conversion is None else conversion.split(value)
+    if conversion is None or parts is None:
         raise _refusal(value, where)
     parts = list(parts)
     nested = _packer()
     nested.pack_array_header(len(parts))
-    if form.ordered:
+    if conversion.ordered:
         for label, part in parts:
             _pack(nested, part, (where, label), depth + 1)
-        packer.pack_ext_type(form.code, nested.bytes())
+        packer.pack_ext_type(conversion.code, nested.bytes())
     else:
-        # The order of a set of str differs from process to process.
+        # The order of a set of str differs from process to process, so members are sorted.
         members = sorted(_packed(part, (where, part), depth + 1) for _, part in parts)
-        packer.pack_ext_type(form.code, nested.bytes() + b"".join(members))
+        packer.pack_ext_type(conversion.code, nested.bytes() + b"".join(members))
 
 
 def _refusal(value: object, where: _Where) -> ConfigError:
@@ -153,7 +153,7 @@ def _refusal(value: object, where: _Where) -> ConfigError:
     facts = [a for a in ("dtype", "layout", "device", "default_factory") if hasattr(value, a)]
     if facts:
         name += f" ({', '.join(f'{fact} {getattr(value, fact)}' for fact in facts)})"
-    base = next((b for b in kind.__mro__[1:] if b in _LEAVES or b is list or form_of(b)), None)
+    base = next((b for b in kind.__mro__[1:] if b in _LEAVES or b is list or stored_type(b)), None)
     advice = (
         "give plain values (numbers, str, bytes, containers, numeric arrays, dense tensors)"
         if base is None
@@ -177,7 +177,7 @@ def _path(where: _Where) -> str:
 def _short(label: object) -> str:
     if type(label) is str or type(label) is bytes:
         return repr(label[:40])
-    if type(label) is int and label.bit_length() <= 64:  # the repr of a huge int is an error
+    if type(label) is int and label.bit_length() <= 64:  # repr() of a huge int raises an error
         return repr(label)
     return repr(label) if type(label) in _LEAVES else f"<{type(label).__qualname__}>"
 
@@ -185,7 +185,7 @@ def _short(label: object) -> str:
 class _Reader:
     """Reads one array or value of MessagePack, item by item.
 
-    ``msgpack.unpackb`` would allocate whatever length nested headers claim, and would lose
+    ``msgpack.unpackb`` would allocate any length that nested headers claim, and would drop
     duplicate keys.
     """
 
@@ -224,7 +224,7 @@ class _Reader:
             raise BadEncoding(f"{left} bytes follow the value")
 
     def _next(self) -> tuple[type, Any]:
-        """Type of the next object with its value, or its length if it is a list or a dict."""
+        """Return the next object's type, and its value, or its length if it is a list or a dict."""
         unpacker = self._unpacker
         try:
             first = self._data[unpacker.tell()]
@@ -247,13 +247,13 @@ class _Reader:
         return result
 
     def _joined(self, code: int, parts: list[Any]) -> Any:
-        form = form_with_code(code)
-        if form is None:
+        conversion = stored_type_of_code(code)
+        if conversion is None:
             raise BadEncoding(f"unknown type {code}")
-        if form.types is not None and tuple(map(type, parts)) != form.types:
+        if conversion.types is not None and tuple(map(type, parts)) != conversion.types:
             raise BadEncoding(f"wrong parts for a value of type {code}")
         try:
-            return form.join(parts)
+            return conversion.join(parts)
         except BadEncoding:
             raise
         except JOIN_FAILURES as e:
@@ -261,7 +261,7 @@ class _Reader:
 
 
 def _exact(value: Any) -> Hashable:
-    """A hashable stand-in that is equal exactly for values that are the same."""
+    """Return a hashable stand-in; stand-ins are equal exactly for equal values."""
     kind = type(value)
     if kind is float:
         return kind, struct.pack("<d", value)
@@ -269,11 +269,11 @@ def _exact(value: Any) -> Hashable:
         return kind, value
     if kind is list:
         return kind, tuple(map(_exact, value))
-    form = form_of(kind)
-    parts = None if form is None else form.split(value)
-    if form is None or parts is None:
+    conversion = stored_type(kind)
+    parts = None if conversion is None else conversion.split(value)
+    if conversion is None or parts is None:
         return kind, id(value)
-    if form.code == TENSOR_CODE:
+    if conversion.code == TENSOR_CODE:
         parts = [(label, part) for label, part in parts if label != "device"]
     exact = tuple(_exact(part) for _, part in parts)
-    return kind, exact if form.ordered else frozenset(Counter(exact).items())
+    return kind, exact if conversion.ordered else frozenset(Counter(exact).items())

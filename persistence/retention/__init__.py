@@ -1,1 +1,1 @@
-"""What may be removed, and removing it."""
+"""Retention: decides what may be removed, and removes it."""

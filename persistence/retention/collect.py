@@ -1,7 +1,7 @@
-"""Removing what a policy no longer keeps, and pinning what it must.
+"""Remove files that a policy no longer keeps.
 
-Whoever removes holds the run's retention lock alone; whoever must not lose a file between looking
-and acting (an attach, a pin) shares it.
+A process that removes files holds the run's retention lock alone. A process that must not lose a
+file between looking and acting (an attach, a pin) shares the lock.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from lowdiff.persistence.retention.plan import (
 )
 from lowdiff.persistence.run.catalog import SnapshotSet, begun_fences, complete_snapshots
 from lowdiff.persistence.run.fences import read_fence, require_run
-from lowdiff.persistence.run.journal import note_collected, read_pins
+from lowdiff.persistence.run.journal import read_pins, write_collected
 from lowdiff.persistence.run.lineage import lineage
 from lowdiff.types import Retention
 
 _logger = logging.getLogger(__name__)
 
-#: What the system says where the disk, or the user's share of it, is full.
+#: Errors of the system if the disk, or the user's quota, is full.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -48,16 +48,16 @@ def retention_locked(
     """Hold the run's retention lock.
 
     Args:
-        folder: The run.
-        timeout_seconds: How long to wait for others.
-        shared: To keep files from being removed, instead of to remove some.
+        folder: The run folder.
+        timeout_seconds: How long to wait for other holders.
+        shared: Whether to keep files from being removed, instead of removing some.
 
     Raises:
-        RunInUse: If others hold it for longer.
+        RunInUse: If other processes hold the lock for longer.
         FileNotFoundError: If the run is gone.
     """
     lock = FileLock(folder.retention_lock)
-    # Not with its parents: where a run was unmounted, nothing of it may appear in its place.
+    # Parents are not created: where a run was unmounted, no part of it may appear in its place.
     lock.path.parent.mkdir(exist_ok=True)
     if not lock.acquire(
         f"process {os.getpid()}, removing old files",
@@ -72,12 +72,12 @@ def retention_locked(
 
 
 def collect(folder: RunFolder, run_id: str, policy: Retention) -> None:
-    """Remove what the policy does not keep, of every rank; several ranks may do it at once.
+    """Remove the files of every rank that the policy does not keep; several ranks may do so at once.
 
     Raises:
-        RunInUse: If the lock is held elsewhere, as during an attach: the next time will do.
-        DamagedFile: If a fence or a pin is damaged: then it is not known what must stay.
-        RunMismatch: If the folder holds another run by now.
+        RunInUse: If the lock is held elsewhere, as during an attach; try again later.
+        DamagedFile: If a fence or a pin is damaged, so that it is unknown which files must stay.
+        RunMismatch: If the folder now holds another run.
     """
     with retention_locked(folder, timeout_seconds=5.0):
         require_run(folder, run_id)
@@ -88,14 +88,14 @@ def collect(folder: RunFolder, run_id: str, policy: Retention) -> None:
 
 
 def check_snapshots(folder: RunFolder, run_id: str) -> dict[Path, bool | None]:
-    """Read the shards of all snapshots that are there.
+    """Read and check the images of all snapshots.
 
-    It takes minutes for a large model, so it is for before the retention lock is taken: an attach
-    would wait for it, and so would a training loop that pins a step.
+    For a large model this takes minutes, so call it before taking the retention lock: an attach, or
+    a training loop that pins a step, would wait for the lock.
 
     Returns:
-        Folder -> whether the shards have their lengths and checksums; None if one of them cannot be
-        read, so that nobody knows.
+        Snapshot folder -> whether all images have their lengths and checksums; None if one of them
+        cannot be read.
     """
     return {s.folder: _has_lengths(s) and _passes(s) for s in complete_snapshots(folder, run_id)}
 
@@ -103,17 +103,18 @@ def check_snapshots(folder: RunFolder, run_id: str) -> dict[Path, bool | None]:
 def take_inventory(
     folder: RunFolder, run_id: str, *, checked: Mapping[Path, bool | None] | None = None
 ) -> Inventory:
-    """List what retention decides about.
+    """List the files that retention decides about.
 
-    A snapshot counts if its manifests are all there and its shards have the lengths they say. One
-    that is there and cannot be read does not count, and is said to stay.
+    A snapshot counts if all its manifests are there and its images have the recorded lengths. A
+    snapshot that is there but cannot be read does not count, and a warning says that it stays.
 
     Args:
-        folder: The run.
-        run_id: Its identity.
-        checked: What `check_snapshots` found; count only those that passed. New snapshots come
-            after all that passed, where nothing is removed. One that comes before them, as when a
-            dead life's is adopted, may be what a pinned step is replayed on: it is said to stay.
+        folder: The run folder.
+        run_id: Identity of the run.
+        checked: Result of `check_snapshots`; only snapshots that passed count. New snapshots come
+            after all that passed, where nothing is removed. A new snapshot before them (one adopted
+            from a dead incarnation) may be the base of a pinned step, so a warning says that it
+            stays.
 
     Raises:
         DamagedFile: If a fence is damaged.
@@ -134,13 +135,13 @@ def take_inventory(
         newest_whole = max((s.step for s in whole.values()), default=-1)
         for path, snapshot in unknown.items():
             if path in checked:
-                unreadable[path] = "a shard of it cannot be read"
+                unreadable[path] = "one of its images cannot be read"
             elif snapshot.step <= newest_whole:
-                unreadable[path] = "it came while the others were checked"
+                unreadable[path] = "it appeared while the others were checked"
     for path, why in sorted(unreadable.items()):
         text = (
-            "old files stay: %s may be needed, but %s; it stays, and what could depend on it, until it "
-            "can be read or you delete it"
+            "old files stay: %s may be needed, but %s; it and the older files that may be needed "
+            "instead stay until it can be read or you delete it"
         )
         warn(_logger, Code.SNAPSHOT_UNREADABLE, text, path, why)
     return Inventory(
@@ -168,17 +169,17 @@ def take_inventory(
 
 
 def carry_out(folder: RunFolder, run_id: str, plan: CollectionPlan) -> None:
-    """Remove what a plan says; a crash in the middle leaves nothing that looks like damage.
+    """Remove the files of a plan; a crash midway leaves nothing that looks like damage.
 
-    What will be missing is written down first. A snapshot's manifests go before its tensors:
-    without them it no longer exists by the one definition there is. On a full disk snapshots go
-    first, which makes room to write that down: it is about differentials, and these go after them.
+    Removed steps are recorded before they are deleted. A snapshot's manifests are deleted before
+    its tensors, because a snapshot without manifests does not exist. On a full disk, snapshots go
+    first: this makes room to record the differentials that are deleted afterwards.
     """
     if not plan.removals:
         return
     is_noted = True
     try:
-        note_collected(folder, run_id, plan.collected)
+        write_collected(folder, run_id, plan.collected)
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
@@ -187,7 +188,7 @@ def carry_out(folder: RunFolder, run_id: str, plan: CollectionPlan) -> None:
         if removal.is_snapshot:
             _remove_snapshot(removal)
     if not is_noted:
-        note_collected(folder, run_id, plan.collected)
+        write_collected(folder, run_id, plan.collected)
     for removal in plan.removals:
         if not removal.is_snapshot:
             removal.path.unlink(missing_ok=True)
@@ -195,7 +196,7 @@ def carry_out(folder: RunFolder, run_id: str, plan: CollectionPlan) -> None:
 
 
 def _remove_unused_constants(folder: RunFolder) -> None:
-    """Frozen parameters that no snapshot shares any more, nor the newest life."""
+    """Remove frozen parameters that neither a snapshot nor the newest incarnation uses."""
     in_use = {incarnation for incarnation, _, _ in folder.snapshots()}
     fences = [(number, read_fence(path).constants) for number, _, path in folder.fences()]
     newest = max((number for number, _ in fences), default=-1)
@@ -206,10 +207,10 @@ def _remove_unused_constants(folder: RunFolder) -> None:
 
 
 def _remove_snapshot(removal: Removal) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another rank's writer may be at it as well
+    with contextlib.suppress(FileNotFoundError):  # another rank's writer may remove it as well
         for manifest in RunFolder.manifests(removal.path):
             manifest.unlink(missing_ok=True)
-        fsync_directory(removal.path)  # a power failure must not bring back manifests alone
+        fsync_directory(removal.path)  # after a power failure, manifests alone must not reappear
         remove_folder(removal.path)
 
 
@@ -221,7 +222,7 @@ def _has_lengths(snapshot: SnapshotSet) -> bool:
 
 
 def _passes(snapshot: SnapshotSet) -> bool | None:
-    """Whether its shards have their checksums; None if one cannot be read."""
+    """Return whether all images have their checksums; None if one cannot be read."""
     try:
         for manifest in snapshot.manifests:
             check_shard(snapshot.folder, manifest)
@@ -231,7 +232,7 @@ def _passes(snapshot: SnapshotSet) -> bool | None:
 
 
 def _written_seconds(snapshot: Path) -> float:
-    """When the last manifest was written; long ago if they are just being removed."""
+    """Return when the last manifest was written; 0 if manifests are being removed."""
     with contextlib.suppress(FileNotFoundError):
         return max((f.stat().st_mtime for f in RunFolder.manifests(snapshot)), default=0.0)
     return 0.0

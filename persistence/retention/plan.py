@@ -1,4 +1,4 @@
-"""Which snapshots and segments may go: a pure function of what there is and what is to be kept."""
+"""Decide which snapshots and segments may go: a pure function of an inventory and a policy."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class StoredSnapshot:
     """One snapshot folder.
 
     Attributes:
-        complete: Whether it exists, all manifests being there; a leftover otherwise.
-        written_seconds: When it became complete, in seconds since the epoch.
-        unreadable: Whether it may be complete, but that cannot be read now: it stays, and so does
-            what could be needed in its place.
+        complete: Whether the snapshot exists, with all manifests; otherwise it is a leftover.
+        written_seconds: When the snapshot became complete, in seconds since the epoch.
+        unreadable: Whether the snapshot may be complete but cannot be read now. Then it stays, and
+            so does everything that may be needed in its place.
     """
 
     incarnation: int
@@ -36,7 +36,7 @@ class StoredSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class StoredSegment:
-    """One segment of one rank, which ends where the next one begins."""
+    """One segment of one rank; it ends where the next segment begins."""
 
     incarnation: int
     rank: int
@@ -47,11 +47,11 @@ class StoredSegment:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All of a run that retention decides about.
+    """Everything of a run that retention decides about.
 
     Attributes:
         spans: The run's lineage.
-        bases: Steps that incarnations which have not begun yet will start from.
+        bases: Steps from which incarnations that have not begun yet will start.
     """
 
     spans: tuple[Span, ...]
@@ -62,7 +62,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A snapshot's folder or a segment that goes."""
+    """A snapshot folder or a segment to be removed."""
 
     path: Path
     is_snapshot: bool
@@ -72,10 +72,10 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Steps that stay, ``first`` to ``last`` inclusive, or all from ``first`` on if None.
+    """Steps that stay: ``first`` to ``last`` inclusive, or all from ``first`` on if ``last`` is None.
 
     Attributes:
-        first: A step with a snapshot, on which the others are replayed.
+        first: A step with a snapshot, from which the other steps are replayed.
     """
 
     first: int
@@ -85,14 +85,14 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class CollectionPlan:
-    """What goes and what stays.
+    """Decision of retention.
 
     Attributes:
-        removals: In the order in which they go.
-        kept: What stays, ascending.
-        collected: ``(incarnation, first, last)``, inclusive: steps of the run's history that need
-            not be there any more.
-        bytes_kept: Bytes of all that stays.
+        removals: Files to remove, in this order.
+        kept: Steps that stay, ascending.
+        collected: ``(incarnation, first, last)``, inclusive: steps of the run's history that may be
+            missing from now on.
+        bytes_kept: Bytes of all files that stay.
     """
 
     removals: tuple[Removal, ...] = ()
@@ -102,25 +102,25 @@ class CollectionPlan:
 
     @property
     def bytes_removed(self) -> int:
-        """Bytes of all that goes."""
+        """Return the bytes of all files to remove."""
         return sum(removal.bytes for removal in self.removals)
 
 
 def plan_collection(
     inventory: Inventory, policy: Retention, pins: Sequence[Pin], *, now_seconds: float
 ) -> CollectionPlan:
-    """Decide what goes.
+    """Decide which files to remove.
 
-    Snapshots off the lineage never count as kept; without one on it nothing goes.
+    Snapshots off the lineage never count as kept. Without a snapshot on the lineage, nothing goes.
 
     Args:
-        inventory: What there is.
-        policy: What is to be kept.
-        pins: Steps that stay; those that are void keep nothing.
-        now_seconds: The time, in seconds since the epoch.
+        inventory: All files.
+        policy: The policy to apply.
+        pins: Pinned steps; void pins keep nothing.
+        now_seconds: Current time, in seconds since the epoch.
     """
     valid = [s for s in inventory.snapshots if s.complete and is_on(inventory.spans, s)]
-    # A set: a run that is closed and opened again takes its last snapshot twice.
+    # A set, because a run that is closed and opened again takes its last snapshot twice.
     steps = sorted({s.step for s in valid})
     if not steps:
         return CollectionPlan(bytes_kept=_total_bytes(inventory))
@@ -134,8 +134,8 @@ def plan_collection(
         plan = CollectionPlan(kept=everything, bytes_kept=_total_bytes(inventory))
     else:
         plan = planner.plan(start, void_stays=True)
-    # Under pressure what is void goes first, then the window's oldest snapshot, and so on; but not
-    # to make room for what only stays until it can be read again.
+    # When space is short, void files go first, then the window's oldest snapshot, and so on. With an
+    # unreadable snapshot the window stays: it must not make room for files that only wait for it.
     for shorter in (step for step in steps if start <= step and not unreadable):
         if policy.total_bytes is None or plan.bytes_kept <= policy.total_bytes:
             break
@@ -144,17 +144,17 @@ def plan_collection(
 
 
 def is_on(spans: Sequence[Span], snapshot: StoredSnapshot) -> bool:
-    """Whether a snapshot lies on the lineage."""
+    """Return whether a snapshot lies on the lineage."""
     return any(s.incarnation == snapshot.incarnation and s.holds(snapshot.step) for s in spans)
 
 
 def is_valid(spans: Sequence[Span], pin: Pin) -> bool:
-    """Whether a pinned step is still part of the run's history."""
+    """Return whether a pinned step is still part of the run's history."""
     return owner_of(spans, pin.step) == pin.incarnation
 
 
 def owner_of(spans: Sequence[Span], step: int) -> int | None:
-    """The incarnation whose step this is; the first one's base is its own."""
+    """Return the incarnation that owns a step; the first incarnation owns its base as well."""
     if spans and step == spans[0].base:
         return spans[0].incarnation
     return next((span.incarnation for span in spans if span.owns(step)), None)
@@ -171,7 +171,7 @@ def _window(
     policy: Retention,
     now_seconds: float,
 ) -> int:
-    """Step of the oldest snapshot in the window."""
+    """Return the step of the oldest snapshot in the window."""
     start = steps[0 if policy.snapshots is None else -min(policy.snapshots, len(steps))]
     if policy.age_hours is not None:
         oldest_seconds = now_seconds - policy.age_hours * _HOUR_SECONDS
@@ -186,7 +186,7 @@ class _Planner:
 
     Attributes:
         steps: Steps of the snapshots on the lineage, ascending.
-        targets: Single steps that stay, and why.
+        targets: Single steps that stay -> the reason.
         unreadable: Snapshots on the lineage that may be complete.
     """
 
@@ -197,7 +197,7 @@ class _Planner:
     unreadable: Sequence[StoredSnapshot]
 
     def plan(self, start: int, *, void_stays: bool) -> CollectionPlan:
-        """Decide for the window that begins at ``start``."""
+        """Decide for the window that begins at step ``start``."""
         kept = [*self._kept_before(start), Kept(start, None, "the newest snapshots")]
         removals = [
             *self._old_snapshots(kept, start, void_stays),
@@ -212,11 +212,11 @@ class _Planner:
         )
 
     def _kept_before(self, start: int) -> Iterator[Kept]:
-        """What stays of each stretch between two snapshots: up to the last step that is wanted.
+        """Yield the part of each stretch between two snapshots that stays: up to the last wanted step.
 
-        A stretch reaches across a snapshot that cannot be read, as if it were not there.
+        A stretch continues across a snapshot that cannot be read, as if that snapshot were missing.
         """
-        # Before the first of the others, all that is wanted may rest on it.
+        # An unreadable snapshot before all others may be the base of every wanted step.
         oldest = [s.step for s in self.unreadable if s.step < self.steps[0]]
         for base, following in pairwise([*sorted(oldest)[:1], *self.steps]):
             if base >= start:
@@ -237,7 +237,7 @@ class _Planner:
         done = [s.step for s in self.inventory.snapshots if s.complete and s.incarnation == newest]
         for s in sorted(self.inventory.snapshots, key=lambda s: (s.step, s.incarnation)):
             if s.incarnation > newest:
-                continue  # of an incarnation that is just beginning
+                continue  # the snapshot of an incarnation that is just beginning
             if s.unreadable:
                 continue
             if s.complete and is_on(self.inventory.spans, s):
@@ -245,7 +245,8 @@ class _Planner:
             elif s.complete:
                 goes, why = s.step < start or not void_stays, "void: the run went back before it"
             else:
-                # Ranks take snapshots in step order: before a complete one none is being written.
+                # Ranks take snapshots in step order: once one is complete, no earlier one is being
+                # written.
                 finished = s.incarnation < newest or s.step < max(done, default=-1)
                 goes, why = finished and s.step < start, "never completed"
             if goes:
@@ -273,7 +274,7 @@ class _Planner:
                 yield _gone(segment, "older than what is kept")
 
     def _collected(self, kept: Sequence[Kept], start: int) -> Iterator[tuple[int, int, int]]:
-        """Differentials up to ``start``, where the window's begin, that nothing keeps."""
+        """Yield differentials up to ``start``, the window's first step, that nothing keeps."""
         for span in self.inventory.spans:
             first, limit = span.base + 1, start if span.last is None else min(span.last, start)
             for stretch in kept:
@@ -286,7 +287,7 @@ class _Planner:
 
 
 def _ends(segments: Sequence[StoredSegment]) -> Iterator[tuple[StoredSegment, int | None]]:
-    """Each segment with its last step, as far as the beginning of the next one tells."""
+    """Yield each segment with its last step, if the next segment's first step shows it."""
     ordered = sorted(segments, key=lambda s: (s.incarnation, s.rank, s.first))
     for segment, after in pairwise([*ordered, None]):
         assert segment is not None

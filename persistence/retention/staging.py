@@ -1,4 +1,4 @@
-"""What dead runs left on tmpfs, and which of it may go."""
+"""Decide which staging folders of dead runs may go, and remove them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowdiff.persistence.format.framing import RecordKind, RecordRef
 from lowdiff.persistence.format.segment_file import SegmentFile, make_durable
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.run.journal import Collected, read_notes
+from lowdiff.persistence.run.journal import Collected, read_journal
 from lowdiff.persistence.run.owner import Owner, is_known, staging_of_run
 from lowdiff.persistence.staging.log import staged_records
 from lowdiff.persistence.staging.status import ReplicaStatus, WriterStatus, has_replica, read_status
@@ -25,13 +25,13 @@ from lowdiff.persistence.staging.status import ReplicaStatus, WriterStatus, has_
 
 @dataclass(frozen=True, slots=True)
 class StagingVerdict:
-    """What is to become of one staging folder.
+    """Decision about one staging folder.
 
     Attributes:
-        run: The run folder it is for, if it says so.
-        goes: Whether nothing is lost with it.
-        is_in_use: Whether a trainer or a writer holds it: then it stays, come what may.
-        reason: Why it goes or stays.
+        run: Run folder that the staging folder belongs to, if it names one.
+        goes: Whether removing the folder loses nothing.
+        is_in_use: Whether a trainer or a writer holds the folder; then it always stays.
+        reason: Why the folder goes or stays.
     """
 
     path: Path
@@ -48,13 +48,14 @@ def clear_staging(
     """Judge staging folders on this machine, and remove what may go.
 
     Args:
-        staging_root: Where staging folders of all runs live.
-        run: Only those of this run folder, which may be deleted by now; None for all.
-        force: Remove also what holds steps that are nowhere else. Never what is in use.
-        dry_run: Only say what would be done.
+        staging_root: Folder of all runs' staging folders.
+        run: Judge only staging folders of this run folder, which may be deleted by now; None for
+            all.
+        force: Also remove folders whose steps are nowhere else, but never folders in use.
+        dry_run: Only return the decisions.
 
     Raises:
-        NotARun: If ``run`` is no run folder, and no staging folder was made for one there.
+        NotARun: If ``run`` is no run folder, and no staging folder was made for a run there.
     """
     stages = StagingFolder.all(staging_root)
     for stage in stages if run is None else _made_for(run, list(stages), staging_root):
@@ -64,20 +65,20 @@ def clear_staging(
             except FileNotFoundError:
                 if stage.root.exists():
                     raise
-                continue  # the run's next life has adopted it
+                continue  # the run's next incarnation has adopted the folder
             if force and not verdict.goes and not verdict.is_in_use:
                 verdict = _verdict(stage, f"forced, although {verdict.reason}", goes=True)
             if verdict.goes and not dry_run:
                 stage.remove()
         if verdict.goes and not dry_run:
-            stage.sweep()  # the locks may have kept it
+            stage.sweep()  # open lock files may have kept the folder
         yield verdict
 
 
 def _made_for(
     run: Path, stages: Sequence[StagingFolder], staging_root: Path
 ) -> list[StagingFolder]:
-    """Those that name a run folder, and those that its run id tells."""
+    """Return the staging folders that name a run folder, or that have its run id."""
     folder, place = RunFolder(run), os.path.realpath(run)
     named = {s.root for s in stages if (owner := Owner.read(s)) and owner.run == place}
     try:
@@ -91,7 +92,7 @@ def _made_for(
 
 
 def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
-    """Decide; a folder that may go is locked for as long as ``held`` lasts."""
+    """Decide about a folder; one that may go stays locked for as long as ``held`` lasts."""
     paths = [stage.trainer_lock, stage.writer_lock]
     if has_replica(stage):
         paths.append(stage.replica_lock)
@@ -101,7 +102,7 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
         held.callback(lock.release)
     steps: set[int] = set()
     try:
-        # What may hold a step stays.
+        # A folder that may hold a step stays.
         for _, record in staged_records(stage, check=False, must_read=True):
             if record.header.kind is RecordKind.DIFFERENTIAL:
                 steps.add(record.header.step)
@@ -120,7 +121,7 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
         is_of_run = read_run_id(folder) == stage.run_id and is_known(stage, folder)
         left = _left(folder, stage, steps) if is_of_run else steps
         why = (
-            f"{owner.run} has gone on without this life {stage.incarnation}, or is another run now"
+            f"{owner.run} has gone on without incarnation {stage.incarnation} or is another run now"
         )
     except (LowDiffError, OSError) as error:
         is_of_run, left = False, steps
@@ -133,20 +134,21 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
 
 
 def _left(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> Collection[int]:
-    """Those of a folder's steps that would be lost with it."""
+    """Return those of a staging folder's steps that would be lost with the folder."""
     if not has_replica(stage):
         return only_staged(folder, stage, steps)
-    # Its steps are durable only in snapshots, of this life or of one that went on from it.
+    # A replica's steps are durable only in snapshots of this or of a later incarnation.
     found = complete_snapshots(folder, stage.run_id)
     durable = max((s.step for s in found if s.incarnation >= stage.incarnation), default=-1)
     return [] if durable >= max(steps) else range(max(durable + 1, min(steps)), max(steps) + 1)
 
 
 def only_staged(folder: RunFolder, stage: StagingFolder, steps: Collection[int]) -> list[int]:
-    """Those of a log's steps that are in no segment and that retention has not removed, ascending.
+    """Return a log's steps that are in no segment and that retention has not removed, ascending.
 
-    The newest segment's end says little: one before it may be damaged, or may never have been
-    fetched from a store, because the step was here. What is found there is durable on return.
+    The end of the newest segment does not suffice: an earlier segment may be damaged, or was not
+    fetched from a store because its steps were here. Steps found in a segment are durable on
+    return.
     """
     missing, said = set(steps), read_status(stage.status, WriterStatus).durable_step
     doubtful = {step for step in steps if step > said}
@@ -157,17 +159,17 @@ def only_staged(folder: RunFolder, stage: StagingFolder, steps: Collection[int])
         found |= bool(there)
     if found:
         fsync_directory(folder.segments_of(stage.rank))
-    # Read after the segments: retention says what it is about to remove before it does.
+    # Read retention.json after the segments: retention records a removal before it deletes.
     collected = Collected()
-    with suppress(DamagedFile):  # then what it has removed is kept once more
-        collected = read_notes(folder, stage.run_id).collected if missing else collected
+    with suppress(DamagedFile):  # then steps that retention has removed are kept once more
+        collected = read_journal(folder, stage.run_id).collected if missing else collected
     return sorted(step for step in missing if not collected.holds(stage.incarnation, step))
 
 
 def _segments_around(
     folder: RunFolder, stage: StagingFolder, steps: Collection[int]
 ) -> Iterator[Path]:
-    """Segments of a log that may hold one of some steps, by where each and the next begin."""
+    """Yield a log's segments that may hold some of the steps, by their own and the next first step."""
     own = [
         (first, path)
         for number, _, first, path in folder.segments(lambda rank: rank == stage.rank)
@@ -181,17 +183,17 @@ def _segments_around(
 def _made_durable(
     path: Path, stage: StagingFolder, wanted: Collection[int], doubtful: Collection[int]
 ) -> set[int]:
-    """Those of some steps that can be read of a segment; they are durable on return.
+    """Return the steps that can be read from a segment; they are durable on return.
 
     Args:
         path: The segment.
-        stage: The log whose steps they are.
-        wanted: The steps.
-        doubtful: Steps of which nobody knows that they are durable where they are found.
+        stage: Staging folder whose log holds the steps.
+        wanted: The steps to look for.
+        doubtful: Steps that may not be durable where they are found.
     """
     steps: set[int] = set()
     again: list[RecordRef] = []
-    # A dead writer's first, torn record; a bad disk; or retention was faster.
+    # A dead writer's torn first record, a bad disk, or a removal by retention.
     with suppress(DamagedFile, FileNotFoundError):
         file = SegmentFile(path)
         owner = stage.run_id, stage.incarnation, stage.rank

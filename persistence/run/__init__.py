@@ -1,1 +1,1 @@
-"""What exists of a run and who owns which step."""
+"""A run's files, its history, and the owner of each step."""

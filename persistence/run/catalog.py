@@ -1,7 +1,7 @@
-"""What exists of a run, derived from the files themselves.
+"""Catalog: everything that exists of a run, derived from the files themselves.
 
-Nothing here decides anything: the catalog lists fences, complete snapshots and records over all
-tiers, and `recovery` plans with that value.
+The catalog decides nothing. It lists fences, complete snapshots and records over all tiers, and
+`recovery` makes its plans from this value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.framing import RecordKind, StoredRecord
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.run.fences import read_fence, read_run_id
-from lowdiff.persistence.run.journal import Collected, Pin, read_notes, read_pins
+from lowdiff.persistence.run.journal import Collected, Pin, read_journal, read_pins
 from lowdiff.persistence.run.owner import staging_of_run
 from lowdiff.persistence.run.records import RankRecords, list_segment
 from lowdiff.persistence.staging.log import staged_records
@@ -25,7 +25,7 @@ from lowdiff.types import Fence
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSet:
-    """A snapshot that exists: all shard manifests of one incarnation do."""
+    """A complete snapshot: all manifests of one incarnation and step exist."""
 
     incarnation: int
     step: int
@@ -34,30 +34,30 @@ class SnapshotSet:
 
     @property
     def run(self) -> Path:
-        """The run folder."""
+        """Return the run folder."""
         return self.folder.parents[1]
 
     @property
     def bytes(self) -> int:
-        """Bytes over all shards."""
+        """Return the bytes of all images."""
         return sum(manifest.bytes for manifest in self.manifests)
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Everything of a run that passed its checks, or has yet to be compared with its checksum.
+    """Everything of a run that passed its checks, or whose checksum is yet to be compared.
 
     Attributes:
-        incarnations: Rank 0's fence by number, with which the others' agree but for the rank; only of
-            incarnations with every rank's fence that outlived their attach.
-        snapshots: Complete ones, by step, then incarnation.
+        incarnations: Rank 0's fence by number; the other ranks' fences differ only in the rank.
+            Only incarnations with every rank's fence that outlived their attach.
+        snapshots: Complete snapshots, by step, then incarnation.
         records: ``(incarnation, rank)`` -> step -> record.
         staging: Staging folders seen.
-        damage: What failed a check; none of it is listed above. More comes to light when steps that
-            a footer lists are read.
-        unreadable: Numbers of incarnations of which a fence is there and cannot be read.
-        collected: What retention has removed.
-        pins: What it spares, by label.
+        damage: Files that failed a check; none is listed above. Reading steps that only a footer
+            lists may add more.
+        unreadable: Numbers of incarnations with a fence that cannot be read.
+        collected: Steps that retention has removed.
+        pins: Pinned steps, by label.
     """
 
     run_id: str
@@ -73,7 +73,7 @@ class Catalog:
     pins: tuple[Pin, ...] = ()
 
     def of(self, incarnation: int, rank: int) -> RankRecords:
-        """One rank's records of one incarnation, of which there may be none."""
+        """Return one rank's records of one incarnation; there may be none."""
         found = self.records.get((incarnation, rank))
         return RankRecords() if found is None else found
 
@@ -83,13 +83,13 @@ def scan(
 ) -> Catalog:
     """List a run over its tiers; staging first, because records move from there to segments.
 
-    What the footers of sealed segments say is believed until a step is needed; so are the headers of
-    what a replica was to apply.
+    Footers of sealed segments, and headers in a replica's queue, are believed until a step is
+    needed.
 
     Args:
         folder: The run folder.
-        staging_roots: Where staging folders of runs live; none to look at durable files only.
-        check_all: Read every snapshot and segment, and compare every checksum.
+        staging_roots: Staging roots to look at; none to look at durable files only.
+        check_all: Whether to read every snapshot and segment and compare every checksum.
 
     Raises:
         NotARun: If the folder holds no run.
@@ -100,17 +100,19 @@ def scan(
 
     staging = [s for root in staging_roots for s in staging_of_run(root, folder, run_id)]
     for stage in staging:
-        # A replica's queue may be gigabytes, and next to nothing of it is needed.
+        # A replica's queue may have gigabytes, of which almost nothing is needed, so skip
+        # checksums.
         check = check_all or not has_replica(stage)
         for path, record in staged_records(stage, check=check):
-            # A BASE record is of its incarnation's base step, where no differential of it can be.
+            # A BASE record stands at its incarnation's base step, where no differential can be.
             if record.header.kind in (RecordKind.DIFFERENTIAL, RecordKind.BASE):
                 key = record.header.incarnation, record.header.rank
                 own = records.setdefault(key, RankRecords(damage))
                 own.stage(StoredRecord(record, path, staged=True), is_checked=check)
     fences, numbers, unreadable = _fences(folder, run_id, damage)
     add_segments(folder, run_id, records, damage, check=check_all)
-    # After them, as it is written before anything goes: what is missing above is in it.
+    # Read retention.json last: removals are recorded before deletion, so a missing segment is
+    # listed.
     collected, pins = _retention(folder, run_id, damage)
     return Catalog(
         run_id=run_id,
@@ -135,20 +137,20 @@ def add_segments(
     *,
     check: bool,
 ) -> None:
-    """List what a run's segments hold.
+    """List the records in a run's segments.
 
     Args:
-        folder: The run.
-        run_id: Its identity.
-        records: ``(incarnation, rank)`` -> where to add what is found.
-        damage: Gets what fails a check, now and when a step is read.
-        check: Whether to read all of the sealed ones, too.
+        folder: The run folder.
+        run_id: Identity of the run.
+        records: ``(incarnation, rank)`` -> records, to which this function adds.
+        damage: List that receives files that fail a check, now and when a step is read.
+        check: Whether to read all sealed segments, too.
     """
     for incarnation, rank, _, path in folder.segments():
         try:
             found, error = list_segment(path, (run_id, incarnation, rank), check=check)
         except FileNotFoundError:
-            continue  # a live run's retention was faster
+            continue  # a live run's retention has removed the segment
         except DamagedFile as failure:
             found, error = [], failure
         damage += [] if error is None else [error]
@@ -161,7 +163,7 @@ def _retention(
 ) -> tuple[Collected, tuple[Pin, ...]]:
     collected, pins = Collected(), []
     try:
-        collected = read_notes(folder, run_id).collected
+        collected = read_journal(folder, run_id).collected
     except DamagedFile as error:
         damage.append(error)
     for label, path in folder.pins():
@@ -173,21 +175,21 @@ def _retention(
 
 
 def _num_incarnations(numbers: set[int], run_id: str, staging_roots: Sequence[Path]) -> int:
-    """One more than the highest number taken.
+    """Return one more than the highest incarnation number in use.
 
-    Also those that only staging remembers, as on a node that comes back with old memory, and those
-    of a copy of the run folder: two incarnations never share a name in staging.
+    This includes numbers known only from staging, as on a node that comes back with old memory, and
+    numbers of copies of the run folder: no two incarnations may share a name in staging.
     """
     staged = [s for root in staging_roots for s in StagingFolder.all_of_run(root, run_id)]
     return max([*numbers, *(s.incarnation for s in staged)], default=-1) + 1
 
 
 def _has_begun(folder: RunFolder, fence: Fence) -> bool:
-    """Whether an incarnation outlived its attach.
+    """Return whether an incarnation outlived its attach.
 
-    One without a parent returns from attach only once its first snapshot is durable. If it died
-    before that, what was there before it is still the run's history. Damaged manifests count:
-    they are to be complained about, not passed over.
+    An incarnation without a parent returns from attach only once its first snapshot is durable. If
+    it died before, the run's earlier history is still valid. Damaged manifests count, because they
+    must be reported, not passed over.
     """
     return fence.parent is not None or any(
         number == fence.incarnation
@@ -199,24 +201,24 @@ def _has_begun(folder: RunFolder, fence: Fence) -> bool:
 def complete_snapshots(
     folder: RunFolder, run_id: str, damage: list[DamagedFile] | None = None
 ) -> tuple[SnapshotSet, ...]:
-    """Snapshots whose manifests are all there, by step, then incarnation.
+    """Return the snapshots whose manifests are all there, by step, then incarnation.
 
-    Manifests that are there but cannot be read, now or ever, are added to ``damage``: whether their
-    snapshots are complete is not known.
+    Unreadable manifests are added to ``damage``, because it is unknown whether their snapshots are
+    complete.
     """
     return tuple(_snapshots(folder, run_id, [] if damage is None else damage, check=False))
 
 
 def complete_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
-    """Rank 0's fence of every incarnation whose ranks have all written theirs, begun or not."""
+    """Return rank 0's fence of every incarnation whose ranks have all written theirs, begun or not."""
     return _fences(folder, run_id, [])[0]
 
 
 def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
-    """Rank 0's fence of every incarnation that began.
+    """Return rank 0's fence of every incarnation that began.
 
     Raises:
-        DamagedFile: If a fence is damaged, so that the run's history is not known for sure.
+        DamagedFile: If a fence is damaged, so that the run's history is uncertain.
     """
     damage: list[DamagedFile] = []
     found, *_ = _fences(folder, run_id, damage)
@@ -228,7 +230,7 @@ def begun_fences(folder: RunFolder, run_id: str) -> Mapping[int, Fence]:
 def _fences(
     folder: RunFolder, run_id: str, damage: list[DamagedFile]
 ) -> tuple[dict[int, Fence], set[int], frozenset[int]]:
-    """Complete fences by number, all numbers, and those of which a fence cannot be read."""
+    """Return complete fences by number, all numbers, and numbers with an unreadable fence."""
     by_number: dict[int, dict[int, Fence]] = {}
     numbers, unreadable = set(), set()
     for number, rank, path in folder.fences():
@@ -260,7 +262,7 @@ def _snapshots(
             for manifest in manifests if check else ():
                 check_shard(path, manifest)
         except FileNotFoundError:
-            continue  # a live run's retention was faster
+            continue  # a live run's retention has removed the folder
         except DamagedFile as error:
             damage.append(error)
         else:
@@ -270,7 +272,7 @@ def _snapshots(
 
 
 def _manifests(folder: Path, run_id: str, incarnation: int, step: int) -> tuple[Manifest, ...]:
-    """All manifests of a snapshot, or none if one is missing."""
+    """Return all manifests of a snapshot, or none if one is missing."""
     manifests: list[Manifest] = []
     try:
         manifests.append(Manifest.read(manifest_file(folder, 0)))

@@ -1,4 +1,4 @@
-"""A run's identity and its fences, as JSON on disk; and what no folder of ours holds."""
+"""A run's identity and its fences, as JSON on disk, and a check for entries that are not ours."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec,
 _CONTENT_HASH = re.compile("[0-9a-f]{64}")
 _LIFE = re.compile("[0-9a-f]{32}")
 _RUNS_NAMED = 5
-#: What `torch.set_float32_matmul_precision` takes; "" where torch cannot tell.
+#: Values of `torch.set_float32_matmul_precision`; "" if torch cannot tell the value.
 _PRECISIONS = ("highest", "high", "medium", "")
 
 
 def new_run_id() -> str:
-    """32 hexadecimal digits that tell this run from every other."""
+    """Return 32 hexadecimal digits that identify a run."""
     return uuid.uuid4().hex
 
 
 def new_life() -> str:
-    """32 hexadecimal digits that tell this life from every other, also of the same number."""
+    """Return 32 hexadecimal digits that identify an incarnation, also among equal numbers."""
     return uuid.uuid4().hex
 
 
@@ -50,11 +50,11 @@ def create_run(folder: RunFolder, run_id: str) -> None:
 
 
 def known_run_id(folder: RunFolder) -> str | None:
-    """The identity of the run that a trainer is about to go on with, or None for a new run.
+    """Return the identity of the run that a trainer is about to continue, or None for a new run.
 
     Raises:
-        DamagedFile: If its files are there but its identity is not: a new run in their place would
-            pass over them without a word.
+        DamagedFile: If files of a run are there but ``run.json`` is missing, because a new run in
+            this folder would silently replace them.
     """
     if folder.run_file.is_file():
         return read_run_id(folder)
@@ -65,7 +65,7 @@ def known_run_id(folder: RunFolder) -> str | None:
 
 
 def read_run_id(folder: RunFolder) -> str:
-    """The run's identity.
+    """Return the run's identity.
 
     Raises:
         NotARun: If the folder holds no run.
@@ -85,11 +85,11 @@ def read_run_id(folder: RunFolder) -> str:
 
 
 def require_run(folder: RunFolder, run_id: str) -> None:
-    """See that a folder holds this very run; before each write and removal in the background.
+    """Check that a folder holds this run, before each write and removal in the background.
 
     Raises:
-        StorageError: If it holds no run: the disk may only be unmounted.
-        RunMismatch: If it holds another one, whose files have the same names.
+        StorageError: If it holds no run; the disk may only be unmounted.
+        RunMismatch: If it holds another run, whose files have the same names.
     """
     try:
         found = str(read_json(folder.run_file).get("run_id"))
@@ -105,13 +105,13 @@ def require_run(folder: RunFolder, run_id: str) -> None:
 
 
 def refuse_strange_entries(folder: RunFolder) -> None:
-    """Look for links, pipes and devices among the run's files; there are none of ours.
+    """Refuse links, pipes and devices among the run's files; lowdiff makes none.
 
-    A link would lead a reader, and worse a writer, out of the folder; opening a pipe waits for
-    ever. So whoever opens a run that may be a stranger's looks first, before it takes a lock.
+    A link would lead a reader, or worse a writer, out of the folder, and opening a pipe waits for
+    ever. Every opening of a run from elsewhere therefore checks this first, before it takes a lock.
 
     Raises:
-        DamagedFile: Naming the first one found.
+        DamagedFile: Naming the first such entry.
     """
     pending = [
         folder.root / name
@@ -125,12 +125,12 @@ def refuse_strange_entries(folder: RunFolder) -> None:
         try:
             mode = path.lstat().st_mode
             if stat.S_ISDIR(mode):
-                # What most entries are is known from the listing; the rest is looked at above.
+                # The listing tells the type of most entries; the check above covers the rest.
                 with os.scandir(path) as entries:
                     others = [e.path for e in entries if not e.is_file(follow_symlinks=False)]
                 pending += map(Path, others)
         except FileNotFoundError:
-            continue  # a live run's retention was faster
+            continue  # a live run's retention has removed the folder
         except NotADirectoryError as error:
             raise NotARun(folder.root, "a part of its path is a file") from error
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
@@ -142,8 +142,8 @@ def write_fence(folder: RunFolder, fence: Fence) -> None:
     """Write one rank's fence durably.
 
     Raises:
-        ConfigError: If there are more ranks than names of files have room for.
-        RunInUse: If there is one: another trainer began this incarnation at the same time.
+        ConfigError: If there are more ranks than file names have room for.
+        RunInUse: If a fence exists: another trainer began this incarnation at the same time.
     """
     if fence.world_size > MOST_RANKS:
         raise ConfigError(f"a run has at most {MOST_RANKS:,} ranks, and {fence.world_size:,} train")
@@ -159,7 +159,7 @@ def read_fence(path: Path) -> Fence:
     """Read a fence.
 
     Raises:
-        DamagedFile: If it is not whole.
+        DamagedFile: If the fence is damaged.
     """
     document = read_json(path)
     try:
@@ -169,7 +169,7 @@ def read_fence(path: Path) -> Fence:
 
 
 def newest_staging(folder: RunFolder) -> set[str]:
-    """Return the staging roots of the newest incarnation's ranks, as far as its fences can be read."""
+    """Return the staging roots of the newest incarnation's ranks, from all readable fences."""
     newest = max(folder.incarnations(), default=-1)
     roots = set()
     for number, _, path in folder.fences():
@@ -180,15 +180,15 @@ def newest_staging(folder: RunFolder) -> set[str]:
 
 
 def life_of(folder: RunFolder, incarnation: int, rank: int) -> str | None:
-    """The life that a run folder knows under a number.
+    """Return the identity of an incarnation that a run folder knows under a number.
 
     Args:
-        folder: The run.
+        folder: The run folder.
         incarnation: The number.
-        rank: Whose fence is looked at first; another rank's says the same.
+        rank: Rank whose fence is read first; other ranks' fences say the same.
 
     Returns:
-        None if no fence of it is there and whole.
+        None if no fence of the incarnation is there and readable.
     """
     own = folder.fence(incarnation, rank)
     for path in (own, *sorted(own.parent.glob("rank-*.json"))):
@@ -234,7 +234,7 @@ def _parameter(document: dict[str, Any]) -> ParameterSpec:
 
 
 def _check(fence: Fence) -> None:
-    """Refuse what only a stranger would write, before anything relies on it."""
+    """Refuse values that lowdiff never writes, before anything relies on them."""
     environment = fence.environment
     end = 0
     for spec in fence.layout.parameters:

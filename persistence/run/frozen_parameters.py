@@ -17,7 +17,7 @@ def write_constants(folder: RunFolder, tensors: Sequence[ImageTensor]) -> str:
     """Store tensors durably, unless the run has them.
 
     Returns:
-        SHA-256 of the safetensors file, in hexadecimal: its name. ``""`` without tensors.
+        Name of the file: its SHA-256 in hexadecimal; ``""`` without tensors.
     """
     if not tensors:
         return ""
@@ -30,7 +30,7 @@ def write_constants(folder: RunFolder, tensors: Sequence[ImageTensor]) -> str:
     size = sum(memoryview(part).nbytes for part in parts)
     if not target.is_file() or target.stat().st_size != size:
         make_directory(target.parent)
-        # Ranks that share the folder write the same bytes, each to a file of its own first.
+        # Ranks that share the folder write the same bytes, each to a temporary file of its own.
         with replaced(target) as file:
             for part in parts:
                 file.write(part)
@@ -38,19 +38,19 @@ def write_constants(folder: RunFolder, tensors: Sequence[ImageTensor]) -> str:
 
 
 def sweep_constants(folder: RunFolder) -> None:
-    """Remove what an attach or a fetch left when it was killed while it wrote frozen parameters.
+    """Remove partial files of frozen parameters that a killed attach or fetch left.
 
-    For whoever holds the run, before any of its ranks writes some.
+    Only for the holder of the run, before any of its ranks writes frozen parameters.
     """
     for left in folder.constants("*").parent.glob("*.partial"):
         left.unlink(missing_ok=True)
 
 
 def check_constants(folder: RunFolder, content_hash: str) -> Path:
-    """The file of that content.
+    """Return the file with this content.
 
     Raises:
-        DamagedFile: If it is missing or its bytes are others.
+        DamagedFile: If the file is missing or has another content.
     """
     path = folder.constants(content_hash)
     try:

@@ -1,6 +1,6 @@
-"""What retention writes down: the run's policy, what it has removed, and the user's pins.
+"""Retention's journal: the run's policy, the steps that retention removed, and the user's pins.
 
-Losing ``retention.json`` loses no step: only `verify` would take what was removed for lost.
+Losing ``retention.json`` loses no step; `verify` would only report removed steps as lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowdiff.types import Retention
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Differentials that retention has removed, or was about to when its process died.
+    """Differentials that retention has removed, or was about to remove when its process died.
 
     Attributes:
         ranges: ``(incarnation, first, last)``, inclusive, ascending, without overlaps.
@@ -29,13 +29,13 @@ class Collected:
     ranges: tuple[tuple[int, int, int], ...] = ()
 
     def holds(self, incarnation: int, step: int) -> bool:
-        """Whether the differential of a step need not be there."""
+        """Return whether the differential of a step may be missing."""
         return any(
             owner == incarnation and first <= step <= last for owner, first, last in self.ranges
         )
 
     def __or__(self, others: Iterable[tuple[int, int, int]]) -> Collected:
-        """With further ranges."""
+        """Return these ranges together with others."""
         merged: list[tuple[int, int, int]] = []
         for owner, first, last in sorted([*self.ranges, *others]):
             if merged and merged[-1][0] == owner and first <= merged[-1][2] + 1:
@@ -47,10 +47,11 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A step that stays.
+    """A step that the user keeps.
 
     Attributes:
-        incarnation: Whose step it is: after going back before it, the same number is another step.
+        incarnation: Incarnation that owns the step. If the run goes back before the step, the same
+            number later means another step.
     """
 
     label: str
@@ -59,56 +60,56 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class Notes:
+class Journal:
     """The content of ``retention.json``.
 
     Attributes:
-        policy: That of the newest trainer; None if it keeps everything or has said nothing.
+        policy: Policy of the newest trainer; None if it keeps everything or has written none.
     """
 
     policy: Retention | None = None
     collected: Collected = Collected()
 
 
-def read_notes(folder: RunFolder, run_id: str) -> Notes:
-    """What is written down; empty where nothing is.
+def read_journal(folder: RunFolder, run_id: str) -> Journal:
+    """Read ``retention.json``; return an empty journal if there is none.
 
     Raises:
-        DamagedFile: If it is not whole.
+        DamagedFile: If the file is damaged.
     """
     path = folder.retention_file
     try:
         document = read_json(path)
     except FileNotFoundError:
-        return Notes()
+        return Journal()
     try:
         if document["run_id"] != run_id:
             raise DamagedFile(path, "it belongs to another run")
         policy = document["policy"]
         ranges = [tuple(map(int, entry)) for entry in document["collected"]]
-        return Notes(
+        return Journal(
             None if policy is None else Retention(**policy),
             Collected() | [(owner, first, last) for owner, first, last in ranges],
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedFile(path, f"not notes of retention ({error!r})") from error
+        raise DamagedFile(path, f"not a journal of retention ({error!r})") from error
 
 
-def note_policy(folder: RunFolder, run_id: str, policy: Retention | None) -> None:
-    """Write down durably what a trainer keeps."""
-    _change(folder, run_id, lambda notes: replace(notes, policy=policy))
+def write_policy(folder: RunFolder, run_id: str, policy: Retention | None) -> None:
+    """Write a trainer's policy durably."""
+    _change(folder, run_id, lambda journal: replace(journal, policy=policy))
 
 
-def note_collected(folder: RunFolder, run_id: str, ranges: Iterable[tuple[int, int, int]]) -> None:
-    """Write down durably what is about to be removed."""
-    _change(folder, run_id, lambda notes: replace(notes, collected=notes.collected | ranges))
+def write_collected(folder: RunFolder, run_id: str, ranges: Iterable[tuple[int, int, int]]) -> None:
+    """Write durably which steps are about to be removed."""
+    _change(folder, run_id, lambda journal: replace(journal, collected=journal.collected | ranges))
 
 
-def _change(folder: RunFolder, run_id: str, change: Callable[[Notes], Notes]) -> None:
-    before: Notes | None = None
-    with contextlib.suppress(DamagedFile):  # each change says all that still matters
-        before = read_notes(folder, run_id)
-    after = change(before or Notes())
+def _change(folder: RunFolder, run_id: str, change: Callable[[Journal], Journal]) -> None:
+    before: Journal | None = None
+    with contextlib.suppress(DamagedFile):  # each change writes everything that still matters
+        before = read_journal(folder, run_id)
+    after = change(before or Journal())
     if after == before and folder.retention_file.exists():
         return
     content: dict[str, Any] = {
@@ -120,10 +121,10 @@ def _change(folder: RunFolder, run_id: str, change: Callable[[Notes], Notes]) ->
 
 
 def check_label(label: str) -> None:
-    """Refuse a label that is no name for a file.
+    """Refuse a label that cannot be a file name.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If the label is refused.
     """
     if not LABEL.fullmatch(label):
         raise ConfigError(
@@ -133,7 +134,7 @@ def check_label(label: str) -> None:
 
 
 def write_pin(folder: RunFolder, run_id: str, pin: Pin) -> None:
-    """Pin a step durably; a label that is there already moves."""
+    """Pin a step durably; an existing pin of this label moves."""
     check_label(pin.label)
     path = folder.pin(pin.label)
     make_directory(path.parent)
@@ -141,7 +142,7 @@ def write_pin(folder: RunFolder, run_id: str, pin: Pin) -> None:
 
 
 def check_pinned(folder: RunFolder, label: str) -> None:
-    """Refuse a label that pins nothing.
+    """Refuse a label that no pin has.
 
     Raises:
         ConfigError: If there is no such pin.
@@ -153,7 +154,7 @@ def check_pinned(folder: RunFolder, label: str) -> None:
 
 
 def remove_pin(folder: RunFolder, label: str) -> None:
-    """Unpin.
+    """Remove a pin.
 
     Raises:
         ConfigError: If there is no such pin.
@@ -164,10 +165,10 @@ def remove_pin(folder: RunFolder, label: str) -> None:
 
 
 def read_pins(folder: RunFolder, run_id: str, label: str | None = None) -> list[Pin]:
-    """Pins by label: all, or the one with a label if it is there.
+    """Return the pins by label: all of them, or the one with the label if there is one.
 
     Raises:
-        DamagedFile: If one is not whole: what it keeps is not known.
+        DamagedFile: If a pin is damaged, so that the step it keeps is unknown.
     """
     return [
         pin
@@ -179,7 +180,7 @@ def read_pins(folder: RunFolder, run_id: str, label: str | None = None) -> list[
 def _read_pin(path: Path, run_id: str, label: str) -> Pin | None:
     try:
         document = read_json(path)
-    except FileNotFoundError:  # unpinned a moment ago
+    except FileNotFoundError:  # removed a moment ago
         return None
     if (document.pop("run_id", None), document.get("label")) != (run_id, label):
         raise DamagedFile(path, "it belongs to another run, or is another pin")

@@ -1,7 +1,7 @@
-"""Which incarnation owns which steps.
+"""Lineage: which incarnation owns which steps.
 
-A new incarnation starts from step ``s`` of its parent; what the parent recorded beyond ``s`` is
-void. So the history of a run is a chain of spans, each owned by exactly one incarnation.
+A new incarnation starts from step ``s`` of its parent; the parent's steps after ``s`` are void. The
+history of a run is thus a chain of spans, each owned by exactly one incarnation.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from lowdiff.types import Fence
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The steps one incarnation owns.
+    """The steps that one incarnation owns.
 
     Attributes:
         incarnation: The owner.
-        world_size: Its number of ranks: so many shards does each of its steps have.
-        base: The state it started from; its first own step is ``base + 1``.
-        last: Its last step that counts, inclusive; None while it is the newest.
+        world_size: Number of its ranks, which is the number of records of each of its steps.
+        base: Step that it started from; its first own step is ``base + 1``.
+        last: Its last valid step, inclusive; None while it is the newest.
     """
 
     incarnation: int
@@ -29,21 +29,21 @@ class Span:
     last: int | None
 
     def owns(self, step: int) -> bool:
-        """Whether a differential of this step in this incarnation counts."""
+        """Return whether a differential of this step in this incarnation is valid."""
         return self.base < step and (self.last is None or step <= self.last)
 
     def holds(self, step: int) -> bool:
-        """Whether a snapshot of this step in this incarnation counts."""
+        """Return whether a snapshot of this step in this incarnation is valid."""
         return self.base <= step and (self.last is None or step <= self.last)
 
 
 def lineage(fences: Mapping[int, Fence], last: int | None = None) -> tuple[Span, ...]:
-    """The chain that leads to the newest incarnation, oldest first.
+    """Return the chain that leads to the newest incarnation, oldest first.
 
     Args:
         fences: Rank 0's fence of every incarnation whose fences are complete. An incarnation
-            that died before all its ranks had written theirs never committed anything.
-        last: Last step of the newest that counts; None for all.
+            that died before all its ranks had written their fences never committed anything.
+        last: Last valid step of the newest incarnation; None for all.
     """
     spans: list[Span] = []
     number = max(fences, default=None)

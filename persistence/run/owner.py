@@ -1,10 +1,10 @@
-"""Whose a staging folder is: a copied run folder shares its run id, but not its memory.
+"""Owner of a staging folder: a copied run folder has the same run id, but staging of its own.
 
-Every staging folder names the run folder it was made for. Another folder with the same run id may
-use it only if that one is gone, because then it was moved. A copy of the staging folder itself belongs
-to whoever holds it. A staging folder names its life as well:
-where the run went on without it, from a store, the run folder may know another life under the same
-number.
+Every staging folder names the run folder that it was made for. Another folder with the same run id
+may use it only if the named folder is gone, because then the run folder was moved. A copy of a
+staging folder, which names another place, belongs to the run folder of its holder. A staging folder
+also names its incarnation's identity (``life``): a run that went on elsewhere, from a store, may have
+another incarnation of the same number.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lowdiff.persistence.run.fences import life_of, read_run_id
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Where a staging folder was made, for which run folder, and in which life.
+    """The place, run folder and incarnation that a staging folder was made for.
 
     Attributes:
         run: The run folder, without symbolic links.
-        staging: The staging folder, likewise.
-        life: As in the fences of its incarnation.
+        staging: The staging folder, without symbolic links.
+        life: Identity of the incarnation, as in its fences.
     """
 
     run: str
@@ -35,7 +35,7 @@ class Owner:
 
     @classmethod
     def read(cls, stage: StagingFolder) -> Owner | None:
-        """Return what the folder says; None if its trainer died before, or where it is unreadable."""
+        """Read ``owner.json``; None if its trainer died before writing it, or if it is unreadable."""
         try:
             return cls(**read_json(stage.owner))
         except (FileNotFoundError, StorageError, TypeError):
@@ -43,15 +43,15 @@ class Owner:
 
 
 def claim(stage: StagingFolder, folder: RunFolder, life: str) -> None:
-    """Write into a new staging folder whose it is."""
+    """Write the owner into a new staging folder."""
     owner = Owner(os.path.realpath(folder.root), os.path.realpath(stage.root), life)
     write_json(stage.owner, asdict(owner))
 
 
 def claim_moved(stage: StagingFolder, folder: RunFolder) -> None:
-    """Say in a staging folder of this run where the run is now, if it was moved.
+    """Write the run's new place into a staging folder of this run, if the run was moved.
 
-    A writer that still works on the old place gives up when it reads that.
+    A writer that still works on the old place gives up when it reads the new owner.
     """
     owner = Owner.read(stage)
     if owner is not None and owner.run != os.path.realpath(folder.root):
@@ -59,10 +59,10 @@ def claim_moved(stage: StagingFolder, folder: RunFolder) -> None:
 
 
 def staging_of_run(staging_root: Path, folder: RunFolder, run_id: str) -> list[StagingFolder]:
-    """Return the staging folders on this machine of this very run folder, oldest incarnation first.
+    """Return this machine's staging folders of this run folder, oldest incarnation first.
 
-    Those of a life other than the one that the run folder knows under their number are left out. A
-    life of which the run folder knows nothing counts: its fences may be on their way.
+    A folder is left out if the run folder knows another identity for its incarnation number. A
+    folder counts if the run folder knows none: the fences may be on their way.
     """
     return [
         stage
@@ -72,10 +72,10 @@ def staging_of_run(staging_root: Path, folder: RunFolder, run_id: str) -> list[S
 
 
 def is_known(stage: StagingFolder, folder: RunFolder) -> bool:
-    """Return whether the run folder knows the life of a staging folder, as far as that names one.
+    """Return whether the run folder knows the incarnation that a staging folder names.
 
-    It does not where the run went on from an older state: then what is staged is of no use to it. Where
-    fences of the incarnation are there and none of them can be read, nobody can say so.
+    False means that the run went on from an older state, and the staged steps are of no use to it.
+    If the incarnation has fences and none can be read, the folder counts as known.
     """
     owner = Owner.read(stage)
     if owner is None:
@@ -96,7 +96,7 @@ def _belongs_to_another(stage: StagingFolder, folder: RunFolder, run_id: str) ->
         return read_run_id(RunFolder(Path(owner.run))) == run_id and not os.path.samefile(
             owner.run, folder.root
         )
-    except NotARun:  # it is gone, so the folder was moved
+    except NotARun:  # the run folder is gone, so it was moved
         return False
     except (LowDiffError, OSError):
-        return True  # something is there, and it may be the run
+        return True  # a file is there that may be the run

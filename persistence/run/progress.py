@@ -1,6 +1,6 @@
-"""How far a run is, again and again, at the cost of what is new since the last look.
+"""Progress of a run, looked at repeatedly at the cost of what is new since the last look.
 
-Reads the status pages in staging, file names and sizes, and of a segment only the records that were
+Reads status pages in staging, file names and sizes, and only those records of a segment that were
 added. Takes no lock and writes nothing, so neither trainer nor writer notices.
 """
 
@@ -24,16 +24,15 @@ class RankProgress:
     """One rank of the newest incarnation, as seen from this machine.
 
     Attributes:
-        trainer: ``"running"``, or ``"gone"`` when its process or its staging folder is.
-        staged_step: Its newest step, in staging or on disk; None if neither can be seen.
-        durable_step: Its newest fsynced step that a durable snapshot leads to; None if it cannot be
+        trainer: ``"running"``, or ``"gone"`` if its process or its staging folder is gone.
+        staged_step: Newest step in staging or on disk; None if neither can be seen.
+        durable_step: Newest fsynced step that a durable snapshot leads to; None if it cannot be
             seen.
-        durable_snapshot: Step of its newest durable snapshot shard, -1 for none.
-        disk_bytes: Bytes of its segments and snapshot shards in the run folder, of all
-            incarnations.
-        commit_age_seconds: Time since its last commit; None if it said nothing.
+        durable_snapshot: Step of its newest durable image, -1 for none.
+        disk_bytes: Bytes of its segments and images in the run folder, of all incarnations.
+        commit_age_seconds: Time since its last commit; None if unknown.
         preempted: Whether it was told to stop soon.
-        error: What its writer complains of, empty when all is well.
+        error: Error that its writer reports, empty if there is none.
     """
 
     rank: int
@@ -52,9 +51,9 @@ class RunProgress:
     """All ranks of the newest incarnation.
 
     Attributes:
-        incarnation: Its number; None if the run never began.
+        incarnation: Number of the incarnation; None if the run never began.
         committed_step: Newest step staged on all ranks; None if a rank cannot be seen.
-        durable_step: Newest such step of all ranks; None if a rank cannot be seen.
+        durable_step: Newest durable step of all ranks; None if a rank cannot be seen.
     """
 
     incarnation: int | None
@@ -73,10 +72,10 @@ class _Listing:
 
 
 class RunWatch:
-    """Looks at one run, as often as it is asked."""
+    """Reads one run's progress, as often as requested."""
 
     def __init__(self, folder: RunFolder, staging_root: Path) -> None:
-        """Find the run.
+        """Open the run.
 
         Raises:
             NotARun: If the folder holds no run.
@@ -87,9 +86,9 @@ class RunWatch:
         self._tails: dict[Path, tuple[int, int]] = {}
 
     def look(self, now_unix_seconds: float) -> RunProgress:
-        """How far the run is now."""
+        """Return the run's progress now."""
         listing = _Listing(self._folder)
-        # The newest whose rank 0 wrote its fence.
+        # Use the newest incarnation whose rank 0 wrote its fence.
         newest = max((number for number, rank in listing.fences if rank == 0), default=None)
         ranks: tuple[RankProgress, ...] = ()
         if newest is not None:
@@ -139,7 +138,7 @@ class RunWatch:
         )
 
     def _on_disk(self, listing: _Listing, incarnation: int, rank: int) -> int | None:
-        """One rank's last step in its newest segment; None if there is no segment."""
+        """Return one rank's last step in its newest segment; None if there is no segment."""
         own = [
             (first, path)
             for number, owner, first, path in listing.segments
@@ -148,9 +147,9 @@ class RunWatch:
         if not own:
             return None
         first, path = own[-1]
-        # Where the last look ended, and the step before that: only what was added since is read.
+        # Continue where the last look ended, so that only added records are read.
         end, step = self._tails.get(path, (HEADER_BYTES, first - 1))
-        # Retention may be faster, or a dead writer's first record torn.
+        # Retention may have removed the segment, or a dead writer's first record may be torn.
         with contextlib.suppress(OSError, DamagedFile):
             file = SegmentFile(path)
             file.end = end
@@ -165,10 +164,10 @@ def _is_alive(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"  # killed, but not yet waited for
+    return stat.rpartition(")")[2].split()[0] not in "ZX"  # not killed and waiting to be reaped
 
 
 def _least(steps: list[int | None]) -> int | None:
-    """The smallest; None if any is not known, or there are none."""
+    """Return the smallest step; None if any step is unknown, or if there are none."""
     known = [step for step in steps if step is not None]
     return min(known, default=None) if len(known) == len(steps) else None

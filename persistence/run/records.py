@@ -1,9 +1,9 @@
-"""One rank's differentials of one incarnation: which steps there are, and each when it is wanted.
+"""Differentials of one rank in one incarnation: which steps exist, and each record on demand.
 
-Of segments only the stretches of steps are kept, so that what is in memory does not grow with the
-number of differentials. What a footer lists is read, and its checksums compared, before anything is
-made of it; where it cannot be read, what the segment does hold is listed in its place. So it is with a
-step that a replica was to apply, of which only the header was read: torn, it is listed no more.
+For segments, only stretches of steps are kept in memory, so memory does not grow with the number of
+differentials. Steps that a footer lists are read and their checksums compared before they are used.
+If they cannot be read, the segment is listed again by its records. The same holds for a step in a
+replica's queue, of which only the header was read: if its record is torn, the step is dropped.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Stretch:
     Attributes:
         first: First step.
         last: Last step, inclusive.
-        owner: Run, incarnation and rank whose segment it is.
-        bytes: Of these records, framing included; None if nobody has counted.
-        rebases: Those that cannot be replayed, ascending.
-        by_footer: Whether only a footer says so: the records were not read.
+        owner: Run, incarnation and rank of the segment.
+        bytes: Bytes of these records with framing; None if not counted.
+        rebases: Steps that cannot be replayed, ascending.
+        by_footer: Whether only the footer lists these steps; the records were not read.
     """
 
     first: int
@@ -44,7 +44,7 @@ class Stretch:
     by_footer: bool
 
     def part(self, first: int, last: int) -> Stretch:
-        """Some of its steps."""
+        """Return a part of these steps."""
         if (first, last) == (self.first, self.last):
             return self
         inside = tuple(step for step in self.rebases if first <= step <= last)
@@ -54,16 +54,16 @@ class Stretch:
 def list_segment(
     path: Path, owner: tuple[str, int, int], *, check: bool
 ) -> tuple[list[Stretch], DamagedFile | None]:
-    """List what a segment holds, and say what else is in it that is no record.
+    """List the records of a segment, and report other bytes in it as damage.
 
     Args:
         path: The segment.
-        owner: Run, incarnation and rank that it must be of.
-        check: Whether to read a sealed one, too, and to compare every checksum.
+        owner: Run, incarnation and rank that the segment must have.
+        check: Whether to read also a sealed segment and compare every checksum.
 
     Raises:
-        FileNotFoundError: If it is not there.
-        DamagedFile: If its header is damaged, or is another's.
+        FileNotFoundError: If the segment does not exist.
+        DamagedFile: If its header is damaged or belongs to another owner.
     """
     file = SegmentFile(path)
     if file.header.owner != owner:
@@ -77,7 +77,7 @@ def list_segment(
 
 
 def _read(file: SegmentFile, owner: tuple[str, int, int]) -> Iterator[Stretch]:
-    """Everything that a segment holds, read to its end."""
+    """Yield everything that a segment holds, reading it to its end."""
     size, first, last = 0, -1, -1
     rebases: list[int] = []
     while True:
@@ -97,27 +97,27 @@ def _read(file: SegmentFile, owner: tuple[str, int, int]) -> Iterator[Stretch]:
 class RankRecords(Mapping[int, StoredRecord]):
     """Step -> record, in ascending order; reading one may raise `DamagedFile`. One thread at a time.
 
-    The BASE record of an incarnation stands under its base step.
+    The BASE record of an incarnation is stored under its base step.
     """
 
     def __init__(self, damage: list[DamagedFile] | None = None) -> None:
-        """Begin with none.
+        """Begin without records.
 
         Args:
-            damage: Gets what turns out to be damaged when it is read.
+            damage: List that receives records found damaged when they are read.
         """
         self._damage = [] if damage is None else damage
         self._staged: dict[int, StoredRecord] = {}
-        self._intact: set[int] = set()  # those in staging that were compared with their checksum
+        self._intact: set[int] = set()  # staged steps whose checksum was compared
         self._listed: list[Stretch] = []
-        self._stretches: list[Stretch] = []  # the same, without what others have as well
+        self._stretches: list[Stretch] = []  # without steps that an earlier stretch has
         self._ranges: list[tuple[int, int]] | None = None
         self._rebases: list[int] | None = None
         self._open: SegmentFile | None = None
         self._confirmed: dict[tuple[Path, int], int] = {}
 
     def stage(self, found: StoredRecord, *, is_checked: bool) -> None:
-        """Add a record from staging, which comes before segments, unless its step is there.
+        """Add a record from staging, unless its step is there; add staging before segments.
 
         Args:
             found: The record.
@@ -131,7 +131,7 @@ class RankRecords(Mapping[int, StoredRecord]):
         self._ranges = self._rebases = None
 
     def add(self, stretch: Stretch) -> None:
-        """Add those steps of a segment's that no other segment has."""
+        """Add those steps of a segment that no other segment has."""
         self._listed.append(stretch)
         self._insert(stretch)
         self._ranges = self._rebases = None
@@ -164,7 +164,7 @@ class RankRecords(Mapping[int, StoredRecord]):
 
     @property
     def ranges(self) -> Sequence[tuple[int, int]]:
-        """Unbroken ranges of steps, ends included, ascending."""
+        """Return unbroken ranges of steps, ends included, ascending."""
         if self._ranges is None:
             staged = ((step, step) for step in self._staged)
             self._ranges = joined([*((s.first, s.last) for s in self._stretches), *staged])
@@ -172,12 +172,12 @@ class RankRecords(Mapping[int, StoredRecord]):
 
     @property
     def newest(self) -> int:
-        """The last step; 0 if there is none."""
+        """Return the last step; 0 if there is none."""
         return self.ranges[-1][1] if self.ranges else 0
 
     @property
     def begins(self) -> int | None:
-        """The step that the first differential begins from; None without records."""
+        """Return the step that the first differential begins from; None without records."""
         if not self.ranges:
             return None
         first = self.ranges[0][0]
@@ -187,17 +187,17 @@ class RankRecords(Mapping[int, StoredRecord]):
 
     @property
     def num_differentials(self) -> int:
-        """Steps, without the base."""
+        """Return the number of steps without the base."""
         kinds = (found.record.header.kind for found in self._staged.values())
         return len(self) - sum(kind is not RecordKind.DIFFERENTIAL for kind in kinds)
 
     def unbroken(self, step: int) -> int:
-        """Last step of the unbroken sequence after ``step``; that itself if there is none."""
+        """Return the last step of the unbroken sequence after ``step``; ``step`` if there is none."""
         index = bisect_right(self.ranges, (step + 1, 1 << 63)) - 1
         return max(step, self.ranges[index][1]) if index >= 0 else step
 
     def rebases(self, first: int, last: int) -> list[int]:
-        """Steps from ``first`` to ``last`` that cannot be replayed, ascending."""
+        """Return the steps from ``first`` to ``last`` that cannot be replayed, ascending."""
         if self._rebases is None:
             own = {step for step, found in self._staged.items() if found.record.header.rebases}
             there = {step for s in self._stretches for step in s.rebases}
@@ -206,12 +206,12 @@ class RankRecords(Mapping[int, StoredRecord]):
         return self._rebases[start:stop]
 
     def only_staged(self, first: int, last: int) -> set[int]:
-        """Steps from ``first`` to ``last`` that are in no segment."""
+        """Return the steps from ``first`` to ``last`` that are in no segment."""
         within = (step for step in self._staged if first <= step <= last)
         return {step for step in within if next(self._overlapping(step, step), None) is None}
 
     def framed_bytes(self, first: int, last: int) -> int:
-        """Length of the records from ``first`` to ``last``, in segments where they are there."""
+        """Return the bytes of the records from ``first`` to ``last``, preferably as in segments."""
         total = sum(self._staged[step].framed_bytes for step in self.only_staged(first, last))
         for stretch in list(self._overlapping(first, last)):
             part = stretch.part(max(first, stretch.first), min(last, stretch.last))
@@ -223,16 +223,17 @@ class RankRecords(Mapping[int, StoredRecord]):
         return total
 
     def confirm(self, first: int, last: int) -> bool:
-        """Read the steps from ``first`` to ``last`` that only footers and headers list.
+        """Read the steps from ``first`` to ``last`` that are known only from footers and headers.
 
         Returns:
-            Whether all are there. What is not is listed no more.
+            Whether all are there. Missing steps are not listed any more.
         """
         staged = [step for step in self._staged if first <= step <= last]
         torn = [step for step in staged if not self._is_intact(step)]
         for stretch in list(self._overlapping(first, last)):
             stop, key = min(last, stretch.last), (stretch.path, stretch.first)
-            # A segment that a live run's retention removed is missed where a step of it is read.
+            # A segment that a live run's retention removed is noticed when one of its steps is
+            # read.
             is_new = stretch.by_footer and self._confirmed.get(key, -1) < stop
             if is_new and stretch.path.exists():
                 if not self._holds(stretch, stop):
@@ -242,7 +243,7 @@ class RankRecords(Mapping[int, StoredRecord]):
         return not torn
 
     def _holds(self, stretch: Stretch, last: int) -> bool:
-        """Whether a segment holds the steps of a stretch up to one."""
+        """Return whether a segment holds the steps of a stretch up to ``last``."""
         rebases = set(stretch.rebases)
         for step in range(stretch.first, last + 1):
             record = self._record(stretch, step)
@@ -251,7 +252,7 @@ class RankRecords(Mapping[int, StoredRecord]):
         return True
 
     def _read_again(self, wrong: Stretch) -> None:
-        """List what can be read of a segment, whose footer says more."""
+        """List the readable records of a segment whose footer lists more."""
         try:
             found, damage = list_segment(wrong.path, wrong.owner, check=True)
         except FileNotFoundError:
@@ -268,13 +269,13 @@ class RankRecords(Mapping[int, StoredRecord]):
             self._insert(stretch)
 
     def _is_intact(self, step: int) -> bool:
-        """Whether a record in staging has its checksum; else it is forgotten."""
+        """Return whether a staged record has its checksum; forget the record otherwise."""
         if step not in self._intact:
             found = self._staged[step]
             if not found.record.is_intact():
                 del self._staged[step]
                 self._ranges = self._rebases = None
-                if found.path.exists():  # else a live trainer has reused its memory
+                if found.path.exists():  # otherwise a live trainer has reused the memory
                     what = f"step {step} fails its checksum"
                     self._damage.append(DamagedFile(found.path, what, offset=found.record.offset))
                     warn(_logger, Code.RECORD_DAMAGED, "%s", printable(str(self._damage[-1])))
@@ -283,7 +284,7 @@ class RankRecords(Mapping[int, StoredRecord]):
         return True
 
     def _record(self, stretch: Stretch, step: int) -> RecordRef | None:
-        """A step of a stretch as its segment has it now; None if it has not, or is gone."""
+        """Read a step of a stretch from its segment; None if the step or the segment is gone."""
         try:
             if self._open is None or self._open.path != stretch.path:
                 self._open = SegmentFile(stretch.path)
@@ -299,7 +300,7 @@ class RankRecords(Mapping[int, StoredRecord]):
             index += 1
 
     def _insert(self, stretch: Stretch) -> None:
-        """Put in those steps of a stretch that no other has."""
+        """Insert those steps of a stretch that no other stretch has."""
         start = stretch.first
         for other in list(self._overlapping(stretch.first, stretch.last)):
             if start < other.first:
@@ -314,7 +315,7 @@ def _first(stretch: Stretch) -> int:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Unbroken ranges of steps, ends included, ascending, of what some cover together."""
+    """Return the union of ranges as unbroken ranges of steps, ends included, ascending."""
     found: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -324,17 +325,17 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def reach(shards: Sequence[RankRecords], step: int, limit: int | None = None) -> int:
-    """How far an unbroken sequence of steps that can be replayed leads from ``step``.
+def reach(ranks: Sequence[RankRecords], step: int, limit: int | None = None) -> int:
+    """Return how far an unbroken sequence of replayable steps leads from ``step``.
 
     Args:
-        shards: Of all ranks.
-        step: Where it begins.
+        ranks: Records of all ranks.
+        step: Step where the sequence begins.
         limit: Last step of interest.
     """
-    if not shards:
+    if not ranks:
         return step if limit is None else limit
-    last = min(records.unbroken(step) for records in shards)
+    last = min(records.unbroken(step) for records in ranks)
     last = last if limit is None else min(last, limit)
-    ends = [set(records.rebases(step + 1, last)) for records in shards]
+    ends = [set(records.rebases(step + 1, last)) for records in ranks]
     return min(set.intersection(*ends), default=last + 1) - 1

@@ -1,1 +1,1 @@
-"""What lies in memory files that outlive the trainer."""
+"""Memory files that outlive the trainer: log, snapshot image, residual slots, status pages."""

@@ -1,7 +1,8 @@
-"""Whether staging fits where it shall lie, decided before anything is written.
+"""Decide whether staging fits into its folder, before anything is written.
 
-Memory on tmpfs counts twice: against the file system's size, and against the memory limit of the
-control group, whose breach is the kernel's SIGKILL for every process in it.
+Memory on tmpfs counts twice: against the size of the file system, and against the memory limit of
+the control group. The kernel answers a breach of that limit with SIGKILL for every process in the
+group.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from pathlib import Path
 
 from lowdiff.errors import ConfigError
 
-#: What training itself may still need of a control group's memory.
+#: Share of a control group's memory that is left for training itself.
 _RESERVE = 0.05
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class StagingNeed:
-    """What one rank wants of staging, in bytes.
+    """Staging memory that one rank needs, in bytes.
 
     Attributes:
         residual_bytes: Slots of the error-feedback residual.
-        snapshot_bytes: Image of its shard of a full snapshot, an estimate before the first step.
-        log_bytes: The log, as long as storage keeps up with a delay of many steps.
-        least_log_bytes: The log, where memory is short: training waits for storage earlier.
+        snapshot_bytes: Image of its share of a full snapshot, estimated before the first step.
+        log_bytes: The log, with room for many steps of delay by storage.
+        least_log_bytes: The log if memory is short; training then waits for storage earlier.
         replica_bytes: A replica's state, and a copy of it while the disk takes it (LowDiff+).
     """
 
@@ -38,19 +39,19 @@ class StagingNeed:
 
     @property
     def least_bytes(self) -> int:
-        """Without this much nothing works."""
+        """Return the least that works at all."""
         return self.residual_bytes + self.snapshot_bytes + self.least_log_bytes + self.replica_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is free where staging shall lie, in bytes.
+    """Free memory in the staging folder, in bytes.
 
     Attributes:
         root: The folder.
-        file_system_bytes: Free in its file system.
-        memory_bytes: Free under the control group's limit; None if there is none, or if the
-            folder is not in memory.
+        file_system_bytes: Free bytes in its file system.
+        memory_bytes: Free bytes under the control group's limit; None if there is no limit, or if
+            the folder is not in memory.
     """
 
     root: Path
@@ -59,14 +60,14 @@ class Room:
 
     @property
     def free_bytes(self) -> int:
-        """The smaller of both."""
+        """Return the smaller of both."""
         if self.memory_bytes is None:
             return self.file_system_bytes
         return min(self.file_system_bytes, self.memory_bytes)
 
 
 def room_at(root: Path) -> Room:
-    """Look at the file system and the control group."""
+    """Measure the file system and the control group."""
     existing = existing_part(root)
     found = os.statvfs(existing)
     limit = memory_headroom() if is_in_memory(existing) else None
@@ -74,18 +75,18 @@ def room_at(root: Path) -> Room:
 
 
 def existing_part(path: Path) -> Path:
-    """The folder itself, or the nearest one above that is there."""
+    """Return the folder, or its nearest parent that exists."""
     return next(part for part in (path, *path.parents) if part.exists())
 
 
 def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
-    """How long this rank's log may become, where ``needs`` of several ranks share the room.
+    """Return the largest size of this rank's log if the ranks of ``needs`` share the room.
 
-    It leaves room for the next life, if there is any to leave: what a killed life staged is given
-    back only once the next one has begun.
+    If possible, room is left for the next incarnation, because the staging of a killed incarnation
+    is released only once the next one has begun.
 
     Raises:
-        ConfigError: If not even the least fits; says how much is missing and what to do.
+        ConfigError: If not even the least fits; names the missing bytes and the ways out.
     """
     least = sum(need.least_bytes for need in needs)
     if least > room.free_bytes:
@@ -95,8 +96,8 @@ def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
             f"{_mib(sum(n.snapshot_bytes for n in needs))} snapshot images, "
             f"{_mib(sum(n.replica_bytes for n in needs))} replicas, "
             f"{_mib(sum(n.least_log_bytes for n in needs))} logs), but {_mib(room.free_bytes)} are "
-            f"free{_limited(room)} (what a killed life of the run staged is given back once the "
-            "next has begun). Enlarge it (docker: --shm-size; Kubernetes: a volume emptyDir: {medium: "
+            f"free{_limited(room)} (staging of a killed incarnation is released once the next one has "
+            "begun). Enlarge it (docker: --shm-size; Kubernetes: a volume emptyDir: {medium: "
             "Memory} mounted at /dev/shm), free it with `lowdiff gc --staging --all-runs --yes`, or "
             "pass Checkpointer(..., staging=FOLDER) with a folder on a disk of this machine: what "
             "is staged there survives SIGKILL as well"
@@ -108,12 +109,12 @@ def log_cap(needs: Sequence[StagingNeed], mine: StagingNeed, room: Room) -> int:
 
 
 def fits_twice(needs: Sequence[StagingNeed], room: Room) -> bool:
-    """Whether the next life finds room beside what this one leaves, should it be killed."""
+    """Return whether the next incarnation finds room beside this one's staging, should it be killed."""
     return 2 * sum(need.least_bytes for need in needs) <= room.free_bytes
 
 
 def is_in_memory(path: Path) -> bool:
-    """Whether a folder lies on a tmpfs."""
+    """Return whether a folder lies on a tmpfs."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in (_PROC / "self/mountinfo").read_text().splitlines():
@@ -124,12 +125,12 @@ def is_in_memory(path: Path) -> bool:
 
 
 def memory_headroom(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
-    """Bytes that the control groups of this process still allow; None without a limit."""
+    """Return the bytes that the control groups of this process still allow; None without a limit."""
     return min(group_headrooms(proc, cgroups).values(), default=None)
 
 
 def group_headrooms(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> dict[str, int]:
-    """Bytes that each control group of this process still allows; those without a limit are not in it."""
+    """Return the bytes that each limited control group of this process still allows."""
     return dict(_headrooms(proc, cgroups))
 
 
@@ -151,7 +152,7 @@ def _headrooms(proc: Path, cgroups: Path) -> Iterator[tuple[str, int]]:
 def _of_groups(
     root: Path, name: str, limit_file: str, usage_file: str, reclaimable: str
 ) -> Iterator[tuple[str, int]]:
-    """The group and all above it; in a container only the root of the hierarchy may be visible."""
+    """Yield headrooms of the group and its parents; a container may only show the hierarchy's root."""
     group = root / name.lstrip("/")
     for folder in (group, *group.parents):
         if (folder / limit_file).is_file() and (folder / usage_file).is_file():

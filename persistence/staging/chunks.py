@@ -1,4 +1,4 @@
-"""The chunk files of a staging log: which is written next, how long it is, which is given back."""
+"""Chunk files of a staging log: which is written next, how long it is, which is reused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowdiff.persistence.files.paths import StagingFolder
 
 _logger = logging.getLogger(__name__)
 
-#: A chunk that is so many times as long as is needed is replaced: lengths vary a little by step.
+#: A chunk that is this many times as long as needed is replaced. Lengths vary a little by step.
 _TOO_LONG = 1.25
 
 
@@ -23,9 +23,9 @@ class Chunk:
     """One file of a log.
 
     Attributes:
-        sequence: Its number, which is its lap as well.
+        sequence: Its number, which is also its lap.
         file: Its memory.
-        asked_bytes: Length that was needed when it was begun; it may be longer.
+        asked_bytes: Length that was requested when the chunk was begun; it may be longer.
         last_step: Step of its newest record, -1 for none.
     """
 
@@ -36,9 +36,9 @@ class Chunk:
 
 
 class Chunks:
-    """Those of one log, oldest first; the newest is the one that is written.
+    """Chunks of one log, oldest first; the newest chunk is being written.
 
-    They are reused and given back in their order only: a reader goes from number to number.
+    Chunks are reused and released only in their order, because a reader goes from number to number.
     """
 
     def __init__(self, folder: StagingFolder, *, chunk_bytes: int, cap_bytes: int) -> None:
@@ -47,36 +47,37 @@ class Chunks:
         self._cap_bytes = cap_bytes
         self._chunks: deque[Chunk] = deque()
         self._is_refused = False
-        #: Last step that was dropped before it was durable, -1 for none.
+        #: Last step that was dropped before it became durable, -1 for none.
         self.dropped_step = -1
         self._open(0, chunk_bytes)
 
     @property
     def newest(self) -> Chunk:
-        """The one that is written."""
+        """Return the chunk that is being written."""
         return self._chunks[-1]
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all."""
+        """Return the bytes of all chunks."""
         return sum(chunk.file.size for chunk in self._chunks)
 
     def begin(self, size: int, durable_step: int, *, drop: bool) -> bool:
-        """Begin a next chunk, or at the cap tell to wait.
+        """Begin a next chunk; at the cap, return False to make the caller wait.
 
-        The cap gives way to the second of two chunks.
+        The second of two chunks may exceed the cap.
 
         Args:
             size: Least length.
             durable_step: Records up to here may be overwritten.
-            drop: Whether rather than waiting, records may be overwritten that are not durable.
+            drop: Whether to overwrite records that are not durable instead of waiting.
 
         Returns:
-            Whether there is a new one; else more has to become durable first.
+            Whether there is a new chunk; otherwise more steps must become durable first.
 
         Raises:
-            StorageError: If one that is too small could not grow, and nothing will become durable
-                that would help. All that is not durable is as it was, but for `dropped_step`.
+            StorageError: If a chunk that is too small could not grow, and no step that becomes
+                durable would help. Records that are not durable are unchanged, except for
+                `dropped_step`.
         """
         size = max(size, self._chunk_bytes)
         if self._begin(size, durable_step, drop=False):
@@ -92,7 +93,7 @@ class Chunks:
                 except StorageError as error:
                     if not can_wait or self._is_folder_gone:
                         raise
-                    self._note_refused(error)
+                    self._warn_refused(error)
                 else:
                     return True
             self._take_oldest(durable_step).file.path.unlink(missing_ok=True)
@@ -103,9 +104,9 @@ class Chunks:
         except StorageError as error:
             if self._is_folder_gone:
                 raise
-            # Somebody else took the memory: make do with what there is.
+            # Another process took the memory, so continue with the existing chunks.
             if len(self._chunks) > 1 or self.newest.last_step > durable_step:
-                self._note_refused(error)
+                self._warn_refused(error)
                 return False
             self._reuse_oldest(size, durable_step)
         return True
@@ -115,37 +116,37 @@ class Chunks:
 
     @property
     def _is_folder_gone(self) -> bool:
-        """Whether somebody removed it: no memory that is freed would bring it back."""
+        """Return whether the folder was removed; freed memory would not bring it back."""
         return not self._folder.root.is_dir()
 
-    def _note_refused(self, error: StorageError) -> None:
+    def _warn_refused(self, error: StorageError) -> None:
         if not self._is_refused:
             self._is_refused = True
             text = "rank %d: %s. Until then training waits for what there is; this is said once"
             warn(_logger, Code.STAGING_FULL, text, self._folder.rank, error)
 
     def _reuse_oldest(self, size: int, durable_step: int) -> None:
-        """Begin the next chunk in the memory of the oldest; if that fails, nothing has changed."""
+        """Begin the next chunk in the memory of the oldest; a failure changes nothing."""
         sequence = self.newest.sequence + 1
         file = self._shorter(sequence, size)
         if file is None:
             file = self._chunks[0].file
             if file.size < size:
-                # It grows where it is: removed first, it would give nothing back, because whoever
-                # reads the log still maps it.
+                # Grow the file in place. Removing it first would release nothing, because readers
+                # of the log still map it.
                 file = MappedFile(file.path, size)
             file.renamed(self._folder.chunk(sequence))
         self._take_oldest(durable_step)
         self._chunks.append(Chunk(sequence, file, size))
 
     def _shorter(self, sequence: int, size: int) -> MappedFile | None:
-        """A new file in place of the oldest, if that is longer than a whole lap has needed."""
+        """Make a new file in place of the oldest, if the oldest is longer than a whole lap needed."""
         file = self._chunks[0].file
         needed = max([size, *(chunk.asked_bytes for chunk in list(self._chunks)[1:])])
         if file.size <= _TOO_LONG * needed:
             return None
-        with suppress(StorageError):  # the long one serves as well
-            # Not cut off: whoever reads the log still maps it.
+        with suppress(StorageError):  # the long file serves as well
+            # Not truncated, because readers of the log still map the file.
             shorter = self._new_file(sequence, size)
             file.path.unlink(missing_ok=True)
             return shorter
@@ -165,5 +166,5 @@ class Chunks:
         try:
             return MappedFile(path, size)
         except StorageError:
-            path.unlink(missing_ok=True)  # what could be allocated of it
+            path.unlink(missing_ok=True)  # releases what was allocated
             raise

@@ -1,4 +1,4 @@
-"""Histograms that cost the same at every step: fixed exponential buckets and three numbers."""
+"""Histograms with equal cost at every step: fixed exponential buckets and three numbers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-#: Of quantities from ``first`` to ``first * 2 ** (BUCKETS - 2)``; what is larger shares the last.
+#: Number of buckets, for quantities from ``first`` to ``first * 2 ** (BUCKETS - 2)``; larger ones
+#: are counted in the last bucket.
 BUCKETS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramValue:
-    """A histogram at one moment.
+    """Content of a histogram at one moment.
 
     Attributes:
-        first: Inclusive upper bound of the first bucket; each further one reaches twice as far.
+        first: Inclusive upper bound of the first bucket; each further bound is twice as large.
         counts: Observations per bucket, ``BUCKETS`` of them; the last has no upper bound.
         sum: Sum of all observations.
         max: The largest observation, 0 before the first.
@@ -28,18 +29,18 @@ class HistogramValue:
 
     @property
     def count(self) -> int:
-        """Number of observations."""
+        """Return the number of observations."""
         return sum(self.counts)
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """Inclusive upper bounds of the buckets."""
+        """Return the inclusive upper bounds of the buckets."""
         return (*(self.first * 2.0**i for i in range(BUCKETS - 1)), math.inf)
 
     def quantile(self, q: float) -> float:
-        """Estimate of a quantile, 0 without observations; at most twice, at least half of it.
+        """Estimate a quantile to within a factor of two; return 0 without observations.
 
-        Only values below ``first`` are known less well: they are somewhere between it and 0.
+        Values below ``first`` are known less exactly: they lie between 0 and ``first``.
         """
         wanted = q * self.count
         seen = 0
@@ -53,7 +54,7 @@ class HistogramValue:
         return 0.0
 
     def document(self) -> dict[str, Any]:
-        """As plain values; ``buckets`` are ``(upper bound, observations up to it)`` pairs."""
+        """Return plain values; ``buckets`` are ``(upper bound, observations up to it)`` pairs."""
         total = 0
         buckets = []
         for bound, count in zip(self.bounds, self.counts, strict=True):
@@ -80,16 +81,16 @@ class Histogram:
         self._max = start.max
 
     def observe(self, quantity: float) -> None:
-        """Add one observation, not negative."""
+        """Add one observation, which is not negative."""
         mantissa, exponent = math.frexp(quantity / self._first)
-        # An exact power of two belongs to the bucket that ends there.
+        # An exact power of two belongs to the bucket that ends at this bound.
         index = exponent - (mantissa == 0.5)
         self._counts[min(max(index, 0), BUCKETS - 1)] += 1
         self._sum += quantity
         self._max = max(self._max, quantity)
 
     def value(self) -> HistogramValue:
-        """The observations so far."""
+        """Return the observations so far."""
         return HistogramValue(self._first, tuple(self._counts), self._sum, self._max)
 
 

@@ -1,4 +1,4 @@
-"""Measurements of an incarnation: pages in staging while it lives, then a document for the tuner."""
+"""Measurements of an incarnation: pages in staging while it runs, then a document for the tuner."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lowdiff.persistence.format.document import read_json, write_json
 _logger = logging.getLogger(__name__)
 
 
-#: Kinds of samples of one process, and how many of each are kept, so that all fit on its page.
+#: Kinds of samples of one process, and samples of each kind, chosen so that all fit on its page.
 _KINDS = 9
 WINDOW = 36
 _DECISIONS = 200
 
 
 class Recorder:
-    """One process's recent measurements. One thread records."""
+    """Recent measurements of one process. One thread records."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,34 +36,34 @@ class Recorder:
         self._facts: dict[str, float | str] = {}
 
     def observe(self, name: str, value: float) -> None:
-        """Add a sample; the oldest of ``WINDOW`` goes."""
+        """Add a sample; the oldest beyond ``WINDOW`` is dropped."""
         self._samples.setdefault(name, deque(maxlen=WINDOW)).append(value)
         assert len(self._samples) <= _KINDS
 
-    def note(self, **facts: float | str) -> None:
-        """Replace single values."""
+    def set_facts(self, **facts: float | str) -> None:
+        """Replace single values, by name."""
         self._facts |= facts
 
     def samples(self) -> dict[str, tuple[float, ...]]:
-        """Recent samples by name."""
+        """Return recent samples by name."""
         return {name: tuple(values) for name, values in self._samples.items()}
 
     def facts(self) -> dict[str, float | str]:
-        """Single values by name."""
+        """Return single values by name."""
         return dict(self._facts)
 
     def reopen(self) -> None:
-        """Make the page anew: somebody removed it."""
+        """Create the page again after it was removed."""
         self._page = Page(self._path)
         self.publish()
 
     def publish(self) -> None:
-        """Replace what readers of the page find."""
+        """Replace the content for readers of the page."""
         self._page.publish({"samples": self.samples(), "facts": self._facts})
 
 
 def read_recorded(path: Path) -> tuple[dict[str, tuple[float, ...]], dict[str, float | str]]:
-    """Samples and facts on the page of a `Recorder`; empty while nobody published any."""
+    """Return samples and facts on the page of a `Recorder`; empty before the first are published."""
     try:
         content = PageReader(path).read()
     except FileNotFoundError:
@@ -73,14 +73,14 @@ def read_recorded(path: Path) -> tuple[dict[str, tuple[float, ...]], dict[str, f
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """One rank's measurements of one life of a run.
+    """Measurements of one rank in one incarnation of a run.
 
     Attributes:
-        ended: ``"closed"``; ``"failed"``, with an exception; ``"died"``; empty while it lives, or
-            when its machine was lost.
+        ended: ``"closed"``; ``"failed"``, with an exception; ``"died"``; empty while the
+            incarnation runs, or if its machine was lost.
         samples: Recent samples by name; durations in seconds, sizes in bytes.
         facts: Single values by name, of trainer and writer.
-        decisions: What the tuner decided, oldest first.
+        decisions: Decisions of the tuner, oldest first.
     """
 
     run_id: str
@@ -94,17 +94,17 @@ class Measurements:
 
 
 def write_measurements(folder: RunFolder, measured: Measurements) -> None:
-    """Replace a life's document."""
+    """Replace the document of an incarnation."""
     path = folder.measurements(measured.incarnation, measured.rank)
     make_directory(path.parent)
     write_json(path, asdict(measured))
 
 
 def read_measurements(path: Path) -> Measurements:
-    """Read a life's document.
+    """Read the document of an incarnation.
 
     Raises:
-        DamagedFile: If it is not whole.
+        DamagedFile: If the document is damaged.
     """
     document = read_json(path)
     try:
@@ -115,7 +115,7 @@ def read_measurements(path: Path) -> Measurements:
 
 
 def _check(document: Mapping[str, Any]) -> None:
-    """Refuse what only a stranger would write."""
+    """Refuse values that lowdiff never writes."""
     if document.keys() != {field.name for field in fields(Measurements)}:
         raise ValueError(f"it has the fields {sorted(document)}")
     for name in ("incarnation", "rank", "world_size"):
@@ -140,7 +140,7 @@ def _is_amount(value: object) -> bool:
 def gather_measurements(
     staging: StagingFolder, run_id: str, world_size: int, *, ended: str
 ) -> Measurements:
-    """What is on the pages of a staging folder now; at a life's end, what is lost of it is said."""
+    """Read the pages of a staging folder; a warning names what is lost of a dead incarnation's."""
     decisions: list[dict[str, Any]] = []
     try:
         if staging.decisions.exists():
@@ -169,12 +169,12 @@ def gather_measurements(
 
 
 def write_decisions(path: Path, decisions: Sequence[Mapping[str, Any]]) -> None:
-    """Replace a staging folder's decisions; the newest are kept."""
+    """Replace a staging folder's decisions; only the newest are kept."""
     write_json(path, {"decisions": decisions[-_DECISIONS:]})
 
 
-def read_lives(folder: RunFolder, run_id: str, rank: int) -> list[Measurements]:
-    """One rank's measurements of all lives, oldest first; damaged ones are passed over."""
+def read_all_measurements(folder: RunFolder, run_id: str, rank: int) -> list[Measurements]:
+    """Return one rank's measurements of all incarnations, oldest first, without damaged ones."""
     found = []
     for path in folder.all_measurements():
         try:

@@ -1,13 +1,13 @@
 """Rotating slots on tmpfs for a rank's error-feedback residual.
 
-The residual of step ``t`` is written straight into its slot while the step is computed, at no
+The residual of step ``t`` is written straight into its slot while the step is computed, without an
 extra copy. Three slots suffice: staging ``t`` precedes this rank's first residual write of
 ``t + 1``, and a rank can only reach the writes of ``t + 2`` once every rank has staged ``t``.
 
-A slot carries the number of the residual that it holds, and 0 while it is written. What a process
-has stored in memory survives its death in that order, so no checksum is needed to tell a whole
-residual from a torn one, as long as the same kernel runs. The writer takes one when the trainer is
-gone: from then on the slots are files like others, and a change of them is noticed.
+A slot carries the number of its residual, and 0 while it is being written. Memory that a process
+stored survives the process in the order of the stores. While the same kernel runs, no checksum is
+therefore needed to distinguish a whole residual from a torn one. The writer takes a checksum when
+the trainer is gone: from then on, slots are ordinary files whose changes must be noticed.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class ResidualLayout:
 
 
 class ResidualSlots:
-    """The file of a live trainer.
+    """The slots of a live trainer.
 
     Attributes:
-        views: Per slot one view per parameter, zeroed, sharing the file's memory.
+        views: Per slot, one view per parameter, zeroed, sharing the file's memory.
     """
 
     def __init__(self, path: Path, layout: Layout, num_slots: int) -> None:
@@ -71,24 +71,24 @@ class ResidualSlots:
         _HEAD.pack_into(self._view, 0, num_slots, ranges.slot_bytes)
         self._view[_BOOT_AT:_HEAD_BYTES] = _boot()
         self.views = [_of_parameters(slot, ranges) for slot in _slots_of(self._view)]
-        # No two lives share numbers: a record may be read beside the slots of another history.
+        # Incarnations use different numbers: a record may be read beside another history's slots.
         self._generation = secrets.randbits(62)
 
     def reuse(self, slot: int) -> None:
-        """A slot is about to be written over."""
+        """Mark a slot as being written."""
         _STAMP.pack_into(self._view, _stamp_at(slot), 0, 0)
 
     def complete(self, slot: int) -> ResidualMark:
-        """A slot is written; what names it until it is written over."""
+        """Mark a slot as written; return the mark that names it until it is written again."""
         self._generation += 1
         _STAMP.pack_into(self._view, _stamp_at(slot), self._generation, 0)
         return ResidualMark(slot, self._generation)
 
 
 def read_slot(path: Path, layout: Layout, mark: ResidualMark) -> list[memoryview] | None:
-    """Views of a residual that a dead trainer left.
+    """Return views of a residual that a dead trainer left.
 
-    None if the file does not fit, or the slot holds another one, or has been changed since.
+    Return None if the file does not fit, if the slot holds another residual, or if it was changed.
     """
     try:
         view = read_view(path)
@@ -104,13 +104,13 @@ def read_slot(path: Path, layout: Layout, mark: ResidualMark) -> list[memoryview
     if _is_of(checksum, generation):
         is_whole = checksum == _checksum(slot, generation)
     else:
-        # Where staging is on a disk and power failed, the disk chose what it has.
+        # If staging is on a disk and power failed, the file's pages may be of different times.
         is_whole = view[_BOOT_AT:_HEAD_BYTES] == _boot()
     return _of_parameters(slot, ranges) if is_whole else None
 
 
 def checksum_slots(path: Path) -> None:
-    """Checksum every whole slot of a trainer that is gone, unless it has one."""
+    """Take a checksum of every whole slot of a dead trainer, unless the slot has one."""
     try:
         with path.open("r+b") as file:
             view = memoryview(mmap.mmap(file.fileno(), 0))
@@ -127,7 +127,7 @@ def checksum_slots(path: Path) -> None:
 
 
 def _checksum(slot: memoryview, generation: int) -> int:
-    """CRC-32C of a slot, and above it half of the number of the residual that it was taken of."""
+    """Return a slot's CRC-32C, with half of its residual's number above it."""
     return (generation & (1 << _HALF) - 1) << _HALF | int(crc32c(slot))
 
 
@@ -136,12 +136,12 @@ def _is_of(checksum: int, generation: int) -> bool:
 
 
 def _boot() -> bytes:
-    """Names the running kernel."""
+    """Return a name of the running kernel."""
     return hashlib.blake2b(this_machine().encode(), digest_size=_BOOT_BYTES).digest()
 
 
 def _slots_of(view: memoryview) -> list[memoryview]:
-    """Every slot of a file; none if it is none of ours."""
+    """Return every slot of a file; none if the file has another format."""
     if len(view) < _HEAD_BYTES:
         return []
     num_slots, size = _HEAD.unpack_from(view)

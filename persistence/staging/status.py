@@ -1,4 +1,4 @@
-"""What trainer, writer and replica of a rank tell each other: one page each, and one class for all."""
+"""Status pages of trainer, writer and replica of a rank: one page each, one class for all pages."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.shared_page import ImageMark, Page, PageReader
 from lowdiff.persistence.staging.histogram import SECONDS, HistogramValue
 
-#: So long may a text on a page become, in UTF-8.
+#: Longest text on a page, in UTF-8 bytes.
 _TEXT_BYTES = 1000
-#: Fields that are values of their own.
+#: Fields whose values are dataclasses.
 _PARTS = {"image": ImageMark, "batch_seconds": HistogramValue}
 
 
 @dataclass(frozen=True, slots=True)
 class WriterStatus:
-    """What the writer has done.
+    """Progress of the writer.
 
     Attributes:
-        durable_step: Differentials up to here are fsynced; the base step at the start, -1 while
-            the writer has said nothing.
+        durable_step: Differentials up to here are fsynced; the base step at the start, -1 before
+            the writer publishes anything.
         durable_snapshot: Step of the newest fsynced snapshot of this incarnation, -1 for none.
-        first_lost_step: First of the differentials that are not in segments, and were to be; it
-            counts while no durable snapshot is behind `lost_step`.
-        lost_step: Newest of these, -1 for none: what follows needs a snapshot to be of use.
-        segment_bytes: Bytes of differentials written, framing included.
+        first_lost_step: First differential that should be in a segment and is not; valid while no
+            durable snapshot is at or after `lost_step`.
+        lost_step: Newest such differential, -1 for none; later steps need a snapshot to be usable.
+        segment_bytes: Bytes of differentials written, with framing.
         snapshot_bytes: Bytes of snapshots written.
         batches: Durable writes of differentials.
-        batch_seconds: How long each took to be fsynced, failed attempts included.
-        retries: Attempts to write or fsync that failed and were made again.
-        error: What went wrong last, empty when all is well.
-        adopted: Whether what earlier incarnations left in the folders of `WriterSettings.adopts` is
-            durable.
+        batch_seconds: Time from the start of each write to its fsync, with failed attempts.
+        retries: Writes or fsyncs that failed and were repeated.
+        error: Newest error, empty if there is none.
+        adopted: Whether the content of the folders of `WriterSettings.adopts` is durable.
         remote_step: Differentials up to here, and all they build on, are in the store; -1 before
-            the base step is, or without a store.
+            the base step is there, or without a store.
         remote_snapshot: Step of the newest snapshot of this incarnation in the store, -1 for none.
         remote_bytes: Bytes uploaded.
         remote_retries: Uploads that failed and were or will be repeated.
-        remote_error: Why uploads do not go on now, empty when all is well.
+        remote_error: Reason why uploads do not go on now, empty if they do.
         closed: True once everything staged before the trainer's end is durable.
     """
 
@@ -64,35 +63,35 @@ class WriterStatus:
 
     @property
     def unbroken_step(self) -> int:
-        """Differentials up to here are fsynced, and a snapshot that is durable leads to each."""
+        """Return the last step that is fsynced together with all steps since a durable snapshot."""
         is_broken = self.durable_snapshot < self.lost_step
         return min(self.durable_step, self.first_lost_step - 1) if is_broken else self.durable_step
 
     def lost_before(self, first: int) -> dict[str, int]:
-        """What changes once differentials from ``first`` on are durable and some before never will be.
+        """Return changes once differentials from ``first`` on are durable and earlier ones are lost.
 
-        They were dropped, or damaged in staging memory.
+        A differential is lost if it was dropped, or damaged in staging memory.
         """
         if first <= self.durable_step + 1:
             return {}
-        is_new = self.durable_snapshot >= self.lost_step  # else an earlier gap is still open
+        is_new = self.durable_snapshot >= self.lost_step  # otherwise an earlier gap is still open
         since = self.durable_step + 1 if is_new else self.first_lost_step
         return {"first_lost_step": since, "lost_step": first - 1}
 
     def with_errors(self, *more: str) -> WriterStatus:
-        """The same with what else is wrong; empty texts say nothing."""
+        """Return this status with more errors; empty texts are ignored."""
         error = "; ".join(filter(None, (self.error, *more)))
         return self if error == self.error else replace(self, error=error)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerStatus:
-    """How far the trainer of one rank is.
+    """Progress of one rank's trainer.
 
     Attributes:
-        pid: Its process; 0 while the trainer has said nothing.
+        pid: Process id; 0 before the trainer publishes anything.
         step: Newest staged step, -1 before the first.
-        committed_step: Newest step that it knows to be staged on all ranks.
+        committed_step: Newest step that the trainer knows to be staged on all ranks.
         committed_at_unix_seconds: When it staged its newest step.
         preempted: Whether it was told to stop soon.
         image: Its newest snapshot in staging; None before the first.
@@ -108,21 +107,22 @@ class TrainerStatus:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """How far a replica is.
+    """Progress of a replica.
 
     Attributes:
-        step: The step whose state it holds; -1 before the first image.
-        consumed_step: Records up to here are not needed any more: applied, or of no use.
+        step: Step of the state that the replica holds; -1 before the first image.
+        consumed_step: Records up to here are no longer needed: applied, or of no use.
         generation: Number of the file that holds its state, -1 for none.
         image_step: Step of the newest trainer's image that it took over.
         applied_steps: Steps applied since its process started.
-        apply_seconds: Time spent on them.
-        error: Why it waits for a fresh image, or what it cannot do now and tries again; empty when
-            all is well.
-        forgot: Whether the error is why it has no state, which the trainer's next image mends.
-        drift: Largest difference of an element of the parameters from the newest trainer's image of a
-            step that it held itself; infinite where a value is not finite, None before the first.
-        image: The newest image of its own, for the disk; None before the first.
+        apply_seconds: Time spent on these steps.
+        error: Reason for waiting for a fresh image, or a failure that is being retried; empty if
+            there is none.
+        forgot: Whether the error explains a missing state, which the trainer's next image replaces.
+        drift: Largest difference of a parameter's element between the replica's state and the
+            newest trainer's image of the same step; infinite if a value is not finite, None before
+            the first.
+        image: Its own newest image, for the disk; None before the first.
     """
 
     step: int = -1
@@ -141,7 +141,7 @@ _Status = TypeVar("_Status", bound=WriterStatus | TrainerStatus | ReplicaStatus)
 
 
 class StatusPage(Generic[_Status]):
-    """The page of the process that says how far it is; nobody has to listen."""
+    """Page of a process that publishes its progress; it works without readers."""
 
     def __init__(self, path: Path, status: _Status) -> None:
         self._page = Page(path)
@@ -149,7 +149,7 @@ class StatusPage(Generic[_Status]):
         self.update()
 
     def update(self, **changes: object) -> None:
-        """Change some fields and publish them together; long texts are cut, so that all fits."""
+        """Change some fields and publish them together; long texts are cut to fit."""
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
         content: dict[str, Any] = {}
         for field in fields(self.status):  # as `asdict` does, which would look into every number
@@ -163,7 +163,7 @@ class StatusPage(Generic[_Status]):
 
 
 class StatusReader(Generic[_Status]):
-    """The other end; keeps the page mapped."""
+    """Reader of a page; keeps the page mapped."""
 
     def __init__(self, path: Path, kind: type[_Status]) -> None:
         self._page = PageReader(path)
@@ -171,7 +171,7 @@ class StatusReader(Generic[_Status]):
         self._status = kind()
 
     def read(self) -> _Status:
-        """The newest whole status; one of defaults while there is none."""
+        """Return the newest whole status; a default one before the first."""
         content = self._page.read()
         if content is not self._content:
             parts = {
@@ -183,7 +183,7 @@ class StatusReader(Generic[_Status]):
 
 
 def read_status(path: Path, kind: type[_Status]) -> _Status:
-    """What a process said last; one of defaults if there is no page, or nothing on it."""
+    """Return the last status of a process; a default one without a page or without content."""
     try:
         return StatusReader(path, kind).read()
     except FileNotFoundError:
@@ -191,7 +191,7 @@ def read_status(path: Path, kind: type[_Status]) -> _Status:
 
 
 class Complaints:
-    """What several tasks of the writer complain of, together in one field of its page."""
+    """Errors of several tasks of the writer, combined in one field of its page."""
 
     def __init__(self, page: StatusPage[WriterStatus], field: str) -> None:
         self._page = page
@@ -199,7 +199,7 @@ class Complaints:
         self._errors: dict[str, str] = {}
 
     def report(self, task: str, error: str) -> None:
-        """Publish the errors of all tasks: the success of one says nothing about another."""
+        """Publish the errors of all tasks; a task's success clears only its own error."""
         self._errors[task] = error
         text = "; ".join(filter(None, self._errors.values()))
         if text != getattr(self._page.status, self._field):
@@ -207,5 +207,5 @@ class Complaints:
 
 
 def has_replica(stage: StagingFolder) -> bool:
-    """Whether the state of that life is kept by a replica, and its log is only what followed."""
+    """Return whether a replica holds this incarnation's state, so that the log is only its queue."""
     return stage.replica_status.exists()

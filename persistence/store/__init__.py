@@ -1,1 +1,1 @@
-"""A run's copy in an object store."""
+"""Copy of a run in an object store."""

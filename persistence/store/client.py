@@ -1,9 +1,9 @@
 """A run's place in an object store: S3, Google Cloud Storage, Azure, or a folder by its URL.
 
-The store is spoken to through obstore, which reads credentials, region and endpoint from the
-environment, as its object_store library documents (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
-``AWS_ALLOW_HTTP``, ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, ...); so does
-the time a request may take, 30 seconds unless ``AWS_TIMEOUT`` says otherwise.
+Requests go through obstore, which reads credentials, region and endpoint from the environment, as
+its object_store library documents (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``AWS_ALLOW_HTTP``,
+``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, ...). A request may take 30
+seconds, unless ``AWS_TIMEOUT`` sets another time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _PARTS_AT_ONCE = 4
 _RETRIES = 4
 _PAGE = 1000
 
-#: How long a writer waits before it asks again: at first and at most, after a refusal, and once its
-#: trainer is gone.
+#: Delays of a writer before it repeats a request: the first, the longest, after a refusal, and once
+#: the trainer is gone.
 _FIRST_DELAY_SECONDS = 0.25
 _LONGEST_DELAY_SECONDS = 30.0
 _REFUSED_DELAY_SECONDS = 60.0
@@ -49,7 +49,7 @@ _Result = TypeVar("_Result")
 
 
 def is_url(run: str | Path) -> bool:
-    """Whether a run is named by a URL, not by a folder."""
+    """Return whether a run is named by a URL, not by a folder."""
     return isinstance(run, str) and "://" in run
 
 
@@ -60,7 +60,7 @@ class ObjectStore:
 
     Args:
         url: For example ``s3://bucket/runs/gpt``.
-        make: Whether to make the folder of a ``file://`` URL; buckets are never made.
+        make: Whether to create the folder of a ``file://`` URL; buckets are never created.
 
     Raises:
         ConfigError: If the URL cannot work, or obstore is not installed.
@@ -75,8 +75,8 @@ class ObjectStore:
                 f"store={url!r}: the URL of a store begins with one of "
                 f"{', '.join(f'{name}://' for name in SCHEMES)}"
             )
-        # The first retries are the client's, which repeats one part where this class would have to
-        # begin the object again. Given `client_options`, it would ignore those of the environment.
+        # The client itself retries first, because it repeats one part where this class would repeat
+        # the whole object. With `client_options` it would ignore the options of the environment.
         backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2)}
         retries = {"max_retries": _RETRIES, "backoff": backoff}
         options = {"mkdir": make} if scheme == "file" else {"retry_config": retries}
@@ -86,11 +86,11 @@ class ObjectStore:
             raise ConfigError(f"store={url!r} cannot be opened: {_first_line(error)}") from error
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Length in bytes of every object whose name lies under ``prefix``, a folder."""
+        """Return the length in bytes of every object below ``prefix``, a folder."""
         return {name: size for name, (size, _) in self.sizes_and_times(prefix).items()}
 
     def sizes_and_times(self, prefix: str) -> dict[str, tuple[int, float]]:
-        """As `sizes`, and when each object was written: seconds since the epoch."""
+        """Return `sizes`, and when each object was written, in seconds since the epoch."""
 
         def listed() -> dict[str, tuple[int, float]]:
             pages = self._obstore.list(self._store, prefix or None, chunk_size=_PAGE)
@@ -103,20 +103,20 @@ class ObjectStore:
         return self._asked(f"listing {prefix or 'it'}", listed)
 
     def read(self, name: str) -> bytes:
-        """A whole object."""
+        """Return a whole object."""
         return self._asked(
             f"reading {name}", lambda: bytes(self._obstore.get(self._store, name).bytes())
         )
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes ``start`` to ``stop``, exclusive; fewer where the object ends before."""
+        """Return bytes ``start`` to ``stop``, exclusive; fewer if the object ends before."""
         return self._asked(
             f"reading {name}",
             lambda: bytes(self._obstore.get_range(self._store, name, start=start, end=stop)),
         )
 
     def create(self, name: str, data: bytes | memoryview) -> bool:
-        """Write an object in one request, unless one of that name exists: then False."""
+        """Write an object in one request; return False if an object of that name exists."""
 
         def put() -> bool:
             try:
@@ -128,7 +128,7 @@ class ObjectStore:
         return self._asked(f"writing {name}", put)
 
     def upload(self, name: str, path: Path) -> None:
-        """Write a file as an object, in parts, in place of what is there."""
+        """Write a file as an object, in parts; replaces an existing object."""
         part = max(_PART_BYTES, -(-path.stat().st_size // _MAX_PARTS))
 
         def put() -> None:
@@ -139,12 +139,12 @@ class ObjectStore:
         self._asked(f"writing {name}", put)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are not there count as removed."""
+        """Remove objects; missing objects count as removed."""
 
         def remove() -> None:
             try:
                 self._obstore.delete(self._store, list(names))
-            except FileNotFoundError:  # only folders say so
+            except FileNotFoundError:  # only folders report missing objects
                 for name in names if len(names) > 1 else ():
                     self.delete([name])
 
@@ -168,11 +168,11 @@ class ObjectStore:
 
 
 class StoreClient:
-    """One writer's way to the store of its run. Lives on the writer's event loop.
+    """One writer's access to the store of its run; used on the writer's event loop only.
 
     Attributes:
-        store: The store itself; its calls block.
-        complaints: What keeps which task from the store.
+        store: The store; its calls block.
+        complaints: Errors of the writer's tasks with the store.
     """
 
     def __init__(
@@ -189,21 +189,21 @@ class StoreClient:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the trainer is gone, so that a store is not waited for much longer."""
+        """Return whether the trainer is gone, after which the store is not waited for much longer."""
         return self._ending.is_set()
 
     def end(self) -> None:
-        """The trainer is gone."""
+        """Declare that the trainer is gone."""
         self._ending_since = time.monotonic()
         self._ending.set()
 
     async def ask(self, task: str, request: Callable[[], _Result], *, sent: int = 0) -> _Result:
-        """Ask until the store does it; once the trainer is gone, for a while only.
+        """Repeat a request until it succeeds; once the trainer is gone, for a limited time only.
 
-        The request that succeeds is a measurement if it sent something, the bytes of ``sent``.
+        A successful request that sends ``sent`` bytes is recorded as a measurement.
 
         Raises:
-            StoreError: If the store stayed away too long after the trainer's end.
+            StoreError: If the store did not answer in time after the trainer's end.
         """
         delay, failing_since = _FIRST_DELAY_SECONDS, 0.0
         while True:
@@ -216,7 +216,7 @@ class StoreClient:
                 warn(_logger, Code.STORE_REQUEST_FAILED, "rank %d: %s", self._settings.rank, error)
                 failing_since = failing_since or time.monotonic()
                 waited = time.monotonic() - max(failing_since, self._ending_since)
-                if self.is_ending and waited > self._settings.store_patience_seconds:
+                if self.is_ending and waited > self._settings.store_timeout_seconds:
                     raise
                 longest = _REFUSED_DELAY_SECONDS if error.is_refused else delay
                 await self.sleep(longest * random.uniform(0.5, 1.0))
@@ -230,37 +230,37 @@ class StoreClient:
                 return result
 
     async def create(self, task: str, name: str, data: bytes) -> None:
-        """Write an object once.
+        """Create an object that must not change later.
 
         Raises:
-            RunMismatch: If another history's object is there.
+            RunMismatch: If the object exists with another history's content.
         """
         is_new = await self.ask(task, lambda: self.store.create(name, data))
-        # Else by a request that seemed lost, or an earlier writer's.
+        # The object may exist: a request seemed lost but arrived, or an earlier writer created it.
         if not is_new and await self.ask(task, lambda: self.store.read(name)) != data:
             raise self.mismatch(name)
 
     async def upload(self, task: str, name: str, path: Path) -> int:
-        """Write a file as an object, in place of what is there; returns its length.
+        """Write a file as an object, replacing an existing one; return its length.
 
         Raises:
             OSError: If the file cannot be read.
         """
-        # What is wrong with the file, before the store says so.
+        # Read the file first, so that its own errors are not reported as the store's.
         size = await asyncio.to_thread(_readable_bytes, path)
         await self.ask(task, lambda: self.store.upload(name, path), sent=size)
         self._page.update(remote_bytes=self._page.status.remote_bytes + size)
         return size
 
     def mismatch(self, name: str) -> RunMismatch:
-        """What to raise where an object is another history's."""
+        """Return the error for an object of another history."""
         return RunMismatch(
             f"{self.store.url} holds another history: its {name} is not that of "
             f"{self._settings.run}; nothing more is uploaded. Give the store a URL of its own"
         )
 
     async def sleep(self, seconds: float) -> None:
-        """Wait before another attempt; not for long when the trainer is gone."""
+        """Wait before the next request; not for long once the trainer is gone."""
         if self.is_ending:
             await asyncio.sleep(min(seconds, _LAST_DELAY_SECONDS))
         else:
@@ -269,14 +269,14 @@ class StoreClient:
 
 
 def _readable_bytes(path: Path) -> int:
-    """Length of a file; `OSError` if it is not there, or nobody may read it."""
+    """Return the length of a file; raise OSError if it is missing or unreadable."""
     with path.open("rb") as file:
         file.read(1)
         return os.fstat(file.fileno()).st_size
 
 
 def _obstore() -> ModuleType:
-    # Only runs with a store need it.
+    # Imported here, because only runs with a store need obstore.
     try:
         import obstore
         import obstore.exceptions
@@ -287,7 +287,7 @@ def _obstore() -> ModuleType:
 
 
 def _first_line(error: Exception) -> str:
-    """What a client says, without its many lines of debugging."""
+    """Return the first line of a client's error, which has many lines of debugging."""
     text = str(error)
     code = re.search(r"<Code>([^<]{1,80})</Code>", text)
     line = (text.splitlines() or [type(error).__name__])[0][:300]

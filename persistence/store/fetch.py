@@ -1,8 +1,8 @@
-"""Bringing what a recovery needs from an object store into a folder.
+"""Fetch the files that a recovery needs from an object store into a folder.
 
-What to bring is planned from the names in the store and from the fences, which are small. So of a
-long run only one snapshot and the differentials after it are read, and a folder that holds some of
-it already gets the rest.
+Names in the store and the fences, which are small, decide what to fetch. Of a long run, only one
+snapshot and the differentials after it are read. A folder that already has some files gets the
+rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowdiff.errors import DamagedFile, NotARun, RunMismatch, StoreError
 from lowdiff.persistence.files.durable import fsync_directory, make_directory, write_file
 from lowdiff.persistence.files.paths import (
     CONSTANTS_NAME,
-    NOTES_NAME,
+    JOURNAL_NAME,
     RUN_FILE,
     RunFile,
     RunFolder,
@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 16 << 20
 
-#: Requests to a store.
+#: Number of concurrent requests to a store.
 AT_ONCE = 8
 
 
@@ -57,16 +57,16 @@ def download(
     *,
     together: bool = False,
 ) -> None:
-    """Bring objects into a run folder that nobody else fetches into.
+    """Fetch objects into a run folder that no other process fetches into.
 
-    Each has its name as soon as it is complete, so that after a kill only the rest is missing.
+    Each object gets its name as soon as it is complete, so after a kill only the rest is missing.
 
     Args:
-        store: Where they are.
-        folder: Their names are its paths.
-        names: Which; in no order.
-        sizes: Bytes of each, by name.
-        together: Small ones that mean something else without each other: named at the end.
+        store: The store.
+        folder: Run folder; names of objects are its relative paths.
+        names: Names of the objects, in no order.
+        sizes: Bytes of each object, by name.
+        together: Small objects that would mislead without each other; they get their names last.
 
     Raises:
         StoreError: If the store does not answer, or an object is gone.
@@ -86,10 +86,10 @@ def download(
 
     def bring(piece: tuple[str, int, int]) -> None:
         name, start, stop = piece
-        # A whole object by itself: an empty range is refused by stores.
+        # An empty object needs a request of its own, because stores refuse an empty range.
         whole = start == 0 and stop == sizes[name]
         data = store.read(name) if whole else store.read_range(name, start, stop)
-        # Not opened by `open`, which would truncate what other pieces wrote.
+        # Opened without truncation, because other pieces write to the same file.
         with open(os.open(partials[name], os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
             file.seek(start)
             file.write(data)
@@ -115,7 +115,7 @@ def download(
 
 
 def _remove_partials(parent: Path, wanted: Collection[Path]) -> None:
-    """Remove files that killed fetches left; a fetch that runs on this node keeps its own."""
+    """Remove files that killed fetches left; files of a fetch that runs on this node stay."""
     for partial in parent.glob("*.partial"):
         name, _, pid = partial.stem.rpartition(".")
         is_fetch = parent / name in wanted and pid.isdecimal()
@@ -124,23 +124,23 @@ def _remove_partials(parent: Path, wanted: Collection[Path]) -> None:
 
 
 def mend(store: ObjectStore, folder: RunFolder, damaged: Mapping[str, int]) -> None:
-    """Put objects in the place of segments that are damaged here, where they hold more.
+    """Replace damaged segments by the store's objects, if these hold more.
 
     Args:
-        store: Where they are.
-        folder: Of a run that nobody writes to.
-        damaged: Name of a segment that is there -> where its sound bytes end.
+        store: The store.
+        folder: Folder of a run that no process writes to.
+        damaged: Name of an existing segment -> offset at which its sound bytes end.
 
     Raises:
         StoreError: If the store does not answer.
-        RunMismatch: If what can be read of a segment is not what the store has.
+        RunMismatch: If the readable part of a segment differs from the store's object.
     """
     for name, sound in damaged.items():
         path, there = folder.root / name, store.read(name)
         try:
             here = path.read_bytes()
         except OSError:
-            continue  # it may come back
+            continue  # the segment may come back
         try:
             good = sound_end(memoryview(there), FileHeader.unpack(there, path))
         except DamagedFile:
@@ -153,11 +153,11 @@ def mend(store: ObjectStore, folder: RunFolder, damaged: Mapping[str, int]) -> N
 
 
 def compare_document(store: ObjectStore, folder: RunFolder, name: str, there: bytes) -> None:
-    """Compare ``run.json`` or a fence, which never change, with the store's.
+    """Compare ``run.json`` or a fence, which never change, with the store's object.
 
     Raises:
         DamagedFile: If one of the two is damaged.
-        RunMismatch: If they are not the same.
+        RunMismatch: If they differ.
     """
     path = folder.root / name
     said = parse_json(there, f"{store.url.rstrip('/')}/{name}")
@@ -171,7 +171,7 @@ def compare_document(store: ObjectStore, folder: RunFolder, name: str, there: by
 
 
 def different_histories(store: ObjectStore, folder: RunFolder, name: str) -> RunMismatch:
-    """The error for a file that a run folder and a store have in common, and that differs."""
+    """Return the error for a file that differs between a run folder and a store."""
     return RunMismatch(
         f"{store.url} and {folder.root} hold different histories: their {name} differs; give the "
         "store a URL of its own, or move the run folder away to go on with what the store holds"
@@ -180,7 +180,7 @@ def different_histories(store: ObjectStore, folder: RunFolder, name: str) -> Run
 
 _LOOKS = 3
 
-#: Where a run folder has what a store gets.
+#: Folders of a run that a store also holds.
 _FOLDERS = ("incarnations", "snapshots", "segments", "constants", "pins")
 
 _Result = TypeVar("_Result")
@@ -192,8 +192,8 @@ class Listing:
 
     Attributes:
         sizes: Bytes of every file by its name inside the run.
-        written: When a store got an object, in seconds since the epoch; of snapshots, where it was
-            asked for.
+        written: When a store received an object, in seconds since the epoch; filled for snapshots
+            if requested.
     """
 
     sizes: Mapping[str, int]
@@ -201,12 +201,12 @@ class Listing:
 
     @classmethod
     def of_store(cls, store: ObjectStore) -> Listing:
-        """What a store holds."""
+        """List a store."""
         return cls(store.sizes())
 
     @classmethod
     def of_folder(cls, folder: RunFolder) -> Listing:
-        """What a run folder holds of the run; it may be a disk's root, with other things in it."""
+        """List a run folder's files; the folder may be a disk's root with other files in it."""
         paths = [folder.run_file, folder.retention_file]
         for top in (
             folder.root / name for name in _FOLDERS if not (folder.root / name).is_symlink()
@@ -215,7 +215,7 @@ class Listing:
                 paths += (Path(parent, name) for name in names)
         sizes = {}
         for path in paths:
-            # It was only partial, or retention was faster.
+            # The file was a partial one, or retention has removed it.
             with suppress(FileNotFoundError, NotADirectoryError):
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode):
@@ -223,23 +223,23 @@ class Listing:
         return cls(sizes)
 
     def files(self, *kinds: str) -> list[RunFile]:
-        """Files of some kinds, by name; anything with another name is no part of a run."""
+        """Return the files of some kinds, by name; files with other names are not the run's."""
         found = (RunFile.parse(name) for name in sorted(self.sizes))
         return [file for file in found if file is not None and file.kind in kinds]
 
     def constants(self, fence: Fence | None = None) -> list[str]:
-        """Names of files of frozen parameters: all, or those that an incarnation's fence names."""
+        """Return names of files of frozen parameters: all, or the one that a fence names."""
         found = [name for name in self.sizes if CONSTANTS_NAME.fullmatch(name)]
         return [
             n for n in found if fence is None or n == f"constants/{fence.constants}.safetensors"
         ]
 
-    def notes(self) -> list[str]:
-        """Names of what retention writes down: policy and removals, pins."""
-        return [name for name in self.sizes if NOTES_NAME.fullmatch(name)]
+    def journal_files(self) -> list[str]:
+        """Return the names of retention's files: ``retention.json`` and pins."""
+        return [name for name in self.sizes if JOURNAL_NAME.fullmatch(name)]
 
     def snapshots(self, fences: Mapping[int, Fence]) -> list[tuple[int, int]]:
-        """``(step, incarnation)`` of snapshots all of whose manifests are there."""
+        """Return ``(step, incarnation)`` of all snapshots whose manifests are all there."""
         ranks: dict[tuple[int, int], set[int]] = {}
         for file in self.files("manifest"):
             ranks.setdefault((file.step, file.incarnation), set()).add(file.rank)
@@ -251,22 +251,22 @@ class Listing:
 
 
 def _refuse_unreadable(error: OSError) -> None:
-    """A listing that lacks a folder which is there must not pass for the whole run."""
+    """Raise errors other than a missing folder, so that no partial listing passes for a whole one."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 
 def read_store_run_id(store: ObjectStore) -> str | None:
-    """Identity of the run in a store; None if there is none.
+    """Return the identity of the run in a store; None if the store holds no run.
 
     Raises:
         StoreError: If the store does not answer.
-        DamagedFile: If its ``run.json`` is not one.
+        DamagedFile: If ``run.json`` is damaged.
     """
     try:
         data = store.read(RUN_FILE)
     except StoreError as error:
-        # A bucket that is not there must not pass for an empty store.
+        # A missing bucket must not pass for an empty store.
         if error.is_missing and not store.sizes():
             return None
         raise
@@ -277,19 +277,19 @@ def read_store_run_id(store: ObjectStore) -> str | None:
 
 
 def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> None:
-    """Bring ``run.json``, all fences and retention's notes; compare the fences that are there already.
+    """Fetch ``run.json``, all fences and retention's files; compare fences that are there already.
 
     Raises:
-        DamagedFile: If one is damaged.
+        DamagedFile: If a fence or ``run.json`` is damaged.
         NotARun: If the store holds no run.
-        RunMismatch: If folder and store hold histories that parted.
+        RunMismatch: If folder and store hold different histories.
     """
     if RUN_FILE not in listing.sizes:
         raise NotARun(store.url, "it has no run.json")
     names = [file.name for file in listing.files("fence")]
     here = Listing.of_folder(folder).sizes if folder.root.is_dir() else {}
-    small = [RUN_FILE, *names, *listing.notes()]
-    # Some of the fences would pass for all.
+    small = [RUN_FILE, *names, *listing.journal_files()]
+    # Fetch the fences together, because some of them would pass for all.
     missing = [name for name in small if name not in here]
     download(store, folder, missing, listing.sizes, together=True)
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -299,41 +299,41 @@ def fetch_fences(store: ObjectStore, folder: RunFolder, listing: Listing) -> Non
 
 
 def fetch_history(store: ObjectStore, folder: RunFolder, step: int | None) -> list[int]:
-    """Bring what the recovery of a step needs, and ``folder`` lacks.
+    """Fetch the files that the recovery of a step needs and that ``folder`` lacks.
 
     Args:
-        store: Where the run is.
-        folder: Where it is brought; created if it is not there.
-        step: Which step; None for the newest.
+        store: Store of the run.
+        folder: Run folder to fetch into; created if missing.
+        step: The step to recover; None for the newest.
 
     Returns:
         Steps of the snapshots that lie on the run's history, in the store or in the folder.
 
     Raises:
         NotARun: If the store holds no run.
-        RunMismatch: If folder and store hold histories that parted.
+        RunMismatch: If folder and store hold different histories.
         StoreError: If the store does not answer.
     """
     return _looking_again(store, lambda listing: _fetch_history(store, folder, step, listing))
 
 
-def _fetch_all(store: ObjectStore, folder: RunFolder, *, shards: bool) -> None:
-    kinds = ("segment", "shard", "manifest") if shards else ("segment", "manifest")
+def _fetch_all(store: ObjectStore, folder: RunFolder, *, with_images: bool) -> None:
+    kinds = ("segment", "image", "manifest") if with_images else ("segment", "manifest")
 
     def bring(listing: Listing) -> None:
         fetch_fences(store, folder, listing)
         here = Listing.of_folder(folder).sizes
         names = [file.name for file in listing.files(*kinds)]
-        names += listing.constants() if shards else []
+        names += listing.constants() if with_images else []
         download(store, folder, [name for name in names if name not in here], listing.sizes)
-        # Once more: what retention removed meanwhile is in them by now.
-        download(store, folder, listing.notes(), listing.sizes)
+        # Fetch these again, because retention may have removed steps in between.
+        download(store, folder, listing.journal_files(), listing.sizes)
 
     _looking_again(store, bring)
 
 
 def _looking_again(store: ObjectStore, fetch: Callable[[Listing], _Result]) -> _Result:
-    """Fetch from a run that may be alive: its retention removes objects that were just listed."""
+    """Fetch from a run that may be alive, whose retention may remove objects that were just listed."""
     for _ in range(_LOOKS):
         try:
             return fetch(Listing.of_store(store))
@@ -345,18 +345,18 @@ def _looking_again(store: ObjectStore, fetch: Callable[[Listing], _Result]) -> _
 
 @contextmanager
 def temporary_folder() -> Iterator[RunFolder]:
-    """A run folder to fetch into, gone afterwards."""
+    """Make a run folder to fetch into; it is deleted afterwards."""
     with TemporaryDirectory(prefix="lowdiff-") as cache:
         yield RunFolder(Path(cache) / "run")
 
 
 @contextmanager
-def opened(run: str | Path, *, shards: bool = True) -> Iterator[RunFolder]:
-    """The folder of a run; of the URL of a store, a temporary one that the whole run is brought into.
+def opened(run: str | Path, *, with_images: bool = True) -> Iterator[RunFolder]:
+    """Open the folder of a run; for the URL of a store, fetch the whole run into a temporary one.
 
     Args:
         run: The run folder, or the URL of its store.
-        shards: Whether to bring the tensors of the snapshots too.
+        with_images: Whether to fetch the snapshots' images and the frozen parameters, too.
 
     Raises:
         NotARun: If the store holds no run.
@@ -366,7 +366,7 @@ def opened(run: str | Path, *, shards: bool = True) -> Iterator[RunFolder]:
         yield RunFolder(Path(run))
         return
     with temporary_folder() as folder:
-        _fetch_all(ObjectStore(str(run)), folder, shards=shards)
+        _fetch_all(ObjectStore(str(run)), folder, with_images=with_images)
         yield folder
 
 
@@ -404,17 +404,17 @@ def _fetch_history(
 
 
 def _fetch_evidence(store: ObjectStore, folder: RunFolder, listing: Listing, here: Listing) -> None:
-    """Bring all differentials of a run without a usable snapshot.
+    """Fetch all differentials of a run without a usable snapshot.
 
-    What recovery makes of them depends on staging memory; but a run must not pass for a new one,
-    which would begin at step 0 in the place of what the store has.
+    Staging memory decides what recovery can do with them. Without them, the run would pass for a
+    new one and begin at step 0, in the place of the run in the store.
     """
     names = [f.name for f in listing.files("segment") if f.name not in here.sizes]
     download(store, folder, names, listing.sizes)
 
 
 def _spans(fences: Mapping[int, Fence], snapshots: set[tuple[int, int]]) -> tuple[Span, ...]:
-    """The lineage of incarnations that outlived their attach."""
+    """Return the lineage of incarnations that outlived their attach."""
     with_snapshot = {number for _, number in snapshots}
     begun = {n: f for n, f in fences.items() if f.parent is not None or n in with_snapshot}
     return lineage(begun)
@@ -427,12 +427,12 @@ def _fetch_snapshot(
     listing: Listing,
     here: Listing,
 ) -> bool:
-    """Bring a snapshot's missing files; False if what came is damaged. Manifests come last."""
+    """Fetch a snapshot's missing files, manifests last; return False if a fetched file is damaged."""
     step, incarnation = base
-    there = [f for f in listing.files("shard", "manifest") if (f.step, f.incarnation) == base]
+    there = [f for f in listing.files("image", "manifest") if (f.step, f.incarnation) == base]
     missing = [f for f in there if f.name not in here.sizes]
     if any(f.kind == "manifest" for f in missing):
-        for kind in ("shard", "manifest"):
+        for kind in ("image", "manifest"):
             download(store, folder, [f.name for f in missing if f.kind == kind], listing.sizes)
     path = folder.snapshot(incarnation, step)
     try:
@@ -456,7 +456,7 @@ def _fetch_snapshot(
 def _segments(
     listing: Listing, spans: Sequence[Span], base_step: int, step: int | None
 ) -> Iterator[str]:
-    """Names of segments with a step after ``base_step``, up to ``step``, that counts."""
+    """Return names of segments with a valid step after ``base_step``, up to ``step``."""
     owners = {span.incarnation: span for span in spans}
     by_owner: dict[tuple[int, int], list[RunFile]] = {}
     for file in listing.files("segment"):
@@ -473,7 +473,7 @@ def _segments(
 
 
 def _sound_bytes(folder: RunFolder, name: str, listing: Listing) -> int | None:
-    """Return where the sound records of a segment end; None if it is as whole as in the store."""
+    """Return where the sound records of a segment end; None if it is as complete as in the store."""
     file = RunFile.parse(name)
     assert file is not None
     owner = read_run_id(folder), file.incarnation, file.rank

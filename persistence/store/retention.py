@@ -1,4 +1,4 @@
-"""What retention may remove from an object store, decided as for a run folder."""
+"""Decide what retention may remove from an object store, with the same plan as for a run folder."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from lowdiff.types import Fence
 def spent(settings: WriterSettings, in_store: Listing, here: Listing) -> frozenset[Path]:
     """Return the snapshots and segments that the run's policy does not keep in the store.
 
-    What of them is in the store can go; what is in the run folder only is not worth uploading. A
-    snapshot counts as complete, and as old, by what is in the store.
+    Of these, files in the store can be removed, and files in the run folder only are not worth an
+    upload. Completeness and age of a snapshot are those in the store.
 
     Args:
-        settings: The policy, the run and whose writer this is.
-        in_store: What the store holds, at least all snapshots, and since when.
-        here: What the run folder holds.
+        settings: Policy, run and rank of the writer.
+        in_store: Listing of the store, at least all snapshots, with their times.
+        here: Listing of the run folder.
 
     Raises:
-        DamagedFile: If a fence or a pin is damaged: then it is not known what must stay.
+        DamagedFile: If a fence or a pin is damaged, so that it is unknown which files must stay.
     """
     folder = settings.folder
     if settings.retention is None:
@@ -43,7 +43,7 @@ def spent(settings: WriterSettings, in_store: Listing, here: Listing) -> frozens
     both = Listing({**here.sizes, **in_store.sizes})
     sizes: Counter[tuple[int, int]] = Counter()
     written: dict[tuple[int, int], float] = {}
-    for file in both.files("manifest", "shard"):
+    for file in both.files("manifest", "image"):
         key = file.step, file.incarnation
         sizes[key] += both.sizes[file.name]
         written[key] = max(written.get(key, 0.0), in_store.written.get(file.name, 0.0))
@@ -77,7 +77,7 @@ def spent(settings: WriterSettings, in_store: Listing, here: Listing) -> frozens
 
 
 def _fences(settings: WriterSettings) -> dict[int, Fence]:
-    """Of every incarnation that began."""
+    """Return the fence of every incarnation that began."""
     own = read_fence(settings.folder.fence(settings.incarnation, settings.rank))
-    # With run folders of their own, ranks do not see each other's newest fences.
+    # If ranks have run folders of their own, they do not see each other's newest fences.
     return {own.incarnation: own, **begun_fences(settings.folder, settings.run_id)}

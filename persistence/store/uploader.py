@@ -1,8 +1,8 @@
-"""The writer's other half: what is durable in the run folder goes to the object store.
+"""Upload durable files from the run folder to the object store, inside the writer process.
 
-Nothing is queued in memory. Each pass compares the run folder with what the store has and uploads
-the rest, so a store that was away, a writer that was killed, and batches that came faster than the
-store takes them are all the same case.
+Nothing is queued in memory. Each pass compares the run folder with the store and uploads the rest.
+A store that was away, a writer that was killed, and batches that come faster than the store takes
+them are therefore all the same case.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lowdiff.persistence.store.retention import spent
 
 _logger = logging.getLogger(__name__)
 
-#: How often a run folder that gives trouble is tried once the trainer is gone, and how far apart.
-_LAST_ATTEMPTS, _ATTEMPT_SECONDS = 3, 2.0
+#: How often a failing run folder is tried once the trainer is gone, and the delay in between.
+_LAST_TRIES, _RETRY_SECONDS = 3, 2.0
 
 
 class Uploader:
-    """Keeps one rank's share of a run in its store. Lives on the writer's event loop.
+    """Uploads one rank's share of a run; used on the writer's event loop only.
 
-    A rank uploads its own files, those of ranks that are no longer there, and the segments of those
-    whose logs it makes durable: on a machine of its own, perhaps nobody else sees them.
+    A rank uploads its own files, files of ranks that no longer exist, and segments of logs that it
+    adopts: if it has a machine of its own, no other rank may see them.
     """
 
     def __init__(
@@ -49,40 +49,40 @@ class Uploader:
         self._client = StoreClient(settings, page, recorder)
         self._store = self._client.store
         self._adopts = settings.ranks_to_adopt
-        #: What the store had when it was listed last, and names of the segments that it has by now.
+        #: Listing of the store at the last look, plus names of segments uploaded since.
         self._listing = Listing({})
         self._segments: set[str] = set()
-        #: What the policy does not keep in the store.
+        #: Files that the policy does not keep in the store.
         self._spent: frozenset[Path] = frozenset()
         self._notes: dict[str, bytes] = {}
         self._last = settings.base_step
-        # With a replica all that counts is one snapshot of this life.
+        # With a replica, only a snapshot of this incarnation is needed.
         self._needed_snapshot = settings.base_step if settings.has_replica else -1
         self._is_base_there = False
-        #: Segments of earlier lives that could not be read, and did not get there since.
+        #: Segments of earlier incarnations that could not be read, and were not uploaded since.
         self._missing: set[Path] = set()
         self._is_adopted = self._has_snapshots = False
         self._new_segments, self._new_snapshots = asyncio.Event(), asyncio.Event()
 
     def wake(self, *, batch: bool = False, snapshot: bool = False) -> None:
-        """Something new is durable."""
+        """Declare that something new is durable."""
         if batch:
             self._new_segments.set()
         if snapshot:
             self._new_snapshots.set()
 
     def adopted(self) -> None:
-        """Everything of earlier incarnations is durable."""
+        """Declare that everything of earlier incarnations is durable."""
         self._is_adopted = True
         self.wake(batch=True, snapshot=True)
 
     def end(self) -> None:
-        """Nothing more comes: stop when all is uploaded, or when the store stays away."""
+        """Declare that nothing more comes: stop when all is uploaded, or the store is away too long."""
         self._client.end()
         self.wake(batch=True, snapshot=True)
 
     async def run(self) -> None:
-        """Upload until told to end; never raises, because what is local matters more."""
+        """Upload until told to end; never raises, because local durability matters more."""
         try:
             await self._upload()
         except RunMismatch as error:
@@ -131,7 +131,8 @@ class Uploader:
         finally:
             for task in tasks:
                 task.cancel()
-        # Its steps count once the first pass of snapshots is over, which may have been the last.
+        # A rank's steps count once the first pass of snapshots is over, perhaps the last pass of
+        # all.
         await self._try("segments folder", self._upload_segments)
 
     async def _follow(
@@ -140,17 +141,17 @@ class Uploader:
         while True:
             is_last = self._client.is_ending
             new.clear()
-            # Trouble with files of one kind holds up nothing of the other.
+            # A failure with files of one kind must not delay files of the other.
             if not await self._try(what, one_pass) or is_last:
                 return
             await new.wait()
 
     async def _try(self, what: str, action: Callable[[], Awaitable[None]]) -> bool:
-        """Wait out trouble with the run folder, not for long once the trainer is gone; then False."""
-        last_attempts, said = _LAST_ATTEMPTS, ""
+        """Repeat an action while the run folder fails; False after the trainer's end and a few tries."""
+        tries_left, said = _LAST_TRIES, ""
         while True:
             try:
-                # What another run has in this one's place is none of its store's business.
+                # If another run is in this run's place, its files must not reach the store.
                 await asyncio.to_thread(require_run, self._settings.folder, self._settings.run_id)
                 await action()
             except StoreError:
@@ -165,19 +166,20 @@ class Uploader:
                     said = text
                     warn(_logger, Code.UPLOAD_FAILED, "rank %d: %s", self._settings.rank, text)
                 self._client.complaints.report(what, text)
-                # Once is no reason to give up: retention and users remove files meanwhile.
-                last_attempts -= self._client.is_ending
-                if not last_attempts:
+                # One failure is no reason to give up, because retention and users remove files
+                # meanwhile.
+                tries_left -= self._client.is_ending
+                if not tries_left:
                     return False
-                await self._client.sleep(_ATTEMPT_SECONDS)
+                await self._client.sleep(_RETRY_SECONDS)
             else:
                 self._client.complaints.report(what, "")
                 return True
 
-    # What has to be there before any batch
+    # Files that must be there before any batch
 
     async def _begin(self) -> None:
-        """``run.json``, frozen parameters and fences; then what the store has already."""
+        """Upload ``run.json``, frozen parameters and fences; then list the store."""
         folder = self._settings.folder
         if self._settings.serves(0):
             await self._upload_constants()
@@ -188,7 +190,7 @@ class Uploader:
         await self._take_stock()
 
     async def _upload_constants(self) -> None:
-        """Frozen parameters that fences name, before those fences."""
+        """Upload frozen parameters that fences name, before these fences."""
         folder = self._settings.folder
         there = await self._client.ask("fences", lambda: self._store.sizes("constants"))
         here = await asyncio.to_thread(Listing.of_folder, folder)
@@ -199,17 +201,17 @@ class Uploader:
     # Differentials
 
     def _has_segments_of(self, rank: int) -> bool:
-        """Whether this rank uploads segments of another, or of its own."""
+        """Return whether this rank uploads the segments of a rank, which may be its own."""
         return rank in self._adopts or self._settings.serves(rank)
 
     async def _upload_segments(self) -> None:
-        """Upload the segments that nobody adds to any more and the store lacks.
+        """Upload the segments that are complete and that the store lacks.
 
         Raises:
-            StorageError: If some could not be read. All others are there.
+            StorageError: If some could not be read; all others are uploaded.
         """
         settings, is_last = self._settings, self._client.is_ending
-        # Looked at first: what is adopted or uploaded meanwhile is for the next pass.
+        # Read this first: what is adopted or uploaded meanwhile is for the next pass.
         is_adopted = self._is_adopted
         base_will_be_there = is_adopted and self._has_snapshots
         me = settings.incarnation, settings.rank
@@ -220,8 +222,8 @@ class Uploader:
         unread, follows = list[str](), True
         for incarnation, rank, first, path in segments:
             is_own = (incarnation, rank) == me
-            # Until its log is adopted, an earlier life's segments may have another writer; and those
-            # of another rank that lives are its own.
+            # Until a log is adopted, an earlier incarnation's segments may have another writer.
+            # Segments of another living rank are that rank's own.
             is_mine = settings.serves(rank) or incarnation < settings.incarnation
             if path in self._spent or not is_mine or not (is_own or is_adopted):
                 continue
@@ -236,7 +238,7 @@ class Uploader:
                 if is_own and follows and first > self._last:
                     await self._count(path)
             except FileNotFoundError:
-                continue  # collected
+                continue  # removed by retention
             except (OSError, DamagedFile) as error:
                 unread.append(_unreadable(name, error))
                 if is_own:
@@ -246,28 +248,28 @@ class Uploader:
             else:
                 self._missing.discard(path)
         self._is_base_there |= base_will_be_there and not self._missing
-        # A snapshot of this life needs nothing of those before.
+        # A snapshot of this incarnation needs nothing of earlier incarnations.
         self._is_base_there |= self._page.status.remote_snapshot >= settings.base_step
         self._publish()
         _check_read(unread)
 
     async def _count(self, path: Path) -> None:
-        """Steps of a segment of this life's, which is there with all before it."""
+        """Count an uploaded segment of this incarnation; all earlier segments are uploaded."""
         settings = self._settings
         owner = settings.run_id, settings.incarnation, settings.rank
         found, _ = await asyncio.to_thread(list_segment, path, owner, check=False)
         for stretch in found:
-            if stretch.first > self._last + 1:  # collected here before the store had it
+            if stretch.first > self._last + 1:  # retention removed steps before the store had them
                 self._needed_snapshot = stretch.first - 1
             self._needed_snapshot = max((self._needed_snapshot, *stretch.rebases))
             self._publish(stretch.last)
 
     def _publish(self, last: int = -1) -> None:
-        """Own steps, the last one given included, count once all that they build on is there."""
+        """Publish the last uploaded step, once everything that the steps build on is uploaded."""
         self._last = max(self._last, last)
         status = self._page.status
         if self._is_base_there and status.remote_snapshot >= self._needed_snapshot:
-            # A restarted writer has yet to count what its predecessor uploaded.
+            # A restarted writer has yet to count its predecessor's uploads.
             self._page.update(remote_step=max(self._last, status.remote_step))
 
     # Snapshots
@@ -284,10 +286,10 @@ class Uploader:
                     continue
                 try:
                     if file.name not in self._listing.sizes:
-                        await self._upload_shard(path, file.rank)
+                        await self._upload_image(path, file.rank)
                         uploaded = True
                 except FileNotFoundError:
-                    continue  # collected
+                    continue  # removed by retention
                 except OSError as error:
                     unread.append(_unreadable(file.name, error))
                     continue
@@ -298,29 +300,29 @@ class Uploader:
         if uploaded and settings.retention is not None:
             await self._collect()
         self._has_snapshots |= not unread
-        self._new_segments.set()  # more of its steps may count now
+        self._new_segments.set()  # more of this rank's steps may count now
         _check_read(unread)
 
-    async def _upload_shard(self, path: Path, rank: int) -> None:
-        """A shard and then its manifest, which makes it exist."""
-        folder, shard = self._settings.folder, shard_file(path, rank)
+    async def _upload_image(self, path: Path, rank: int) -> None:
+        """Upload an image and then its manifest, which makes the image count."""
+        folder, image = self._settings.folder, shard_file(path, rank)
         manifest = manifest_file(path, rank)
         content = await asyncio.to_thread(manifest.read_bytes)
-        size = await self._client.upload("snapshots", folder.name(shard), shard)
+        size = await self._client.upload("snapshots", folder.name(image), image)
         await self._client.create("snapshots", folder.name(manifest), content)
-        sizes = {folder.name(shard): size, folder.name(manifest): len(content)}
+        sizes = {folder.name(image): size, folder.name(manifest): len(content)}
         self._listing = replace(self._listing, sizes={**self._listing.sizes, **sizes})
 
     # Retention
 
     async def _take_stock(self) -> None:
-        """List what the store has of this rank's, and what of it and of the run folder is spent."""
+        """List this rank's files in the store, and the files that the policy does not keep."""
         self._listing = await self._client.ask("retention", self._list_store)
         self._segments |= self._listing.sizes.keys()
         self._spent = await asyncio.to_thread(self._find_spent)
 
     def _list_store(self) -> Listing:
-        """All snapshots, and the segments that this rank uploads."""
+        """List all snapshots, and the segments that this rank uploads."""
         snapshots = self._store.sizes_and_times("snapshots")
         sizes = {name: size for name, (size, _) in snapshots.items()}
         ranks = {rank for _, rank, _, _ in self._settings.folder.segments(self._has_segments_of)}
@@ -343,17 +345,17 @@ class Uploader:
             return frozenset()
 
     async def _collect(self) -> None:
-        """Remove from the store what retention no longer needs there, of this rank's."""
+        """Remove this rank's files from the store that retention does not keep there."""
         settings, folder = self._settings, self._settings.folder
-        name = await self._client.ask("retention", self._other_life)
-        if name is not None:  # what it needs is not for this life to judge
+        name = await self._client.ask("retention", self._other_incarnation)
+        if name is not None:  # this incarnation cannot judge what the other one needs
             raise self._client.mismatch(name)
         if settings.serves(0):
-            await self._upload_notes()
+            await self._upload_journal()
         await self._take_stock()
         names = [
             file.name
-            for kind in ("manifest", "shard", "segment")  # without its manifests it does not exist
+            for kind in ("manifest", "image", "segment")  # manifests first
             for file in self._listing.files(kind)
             if settings.serves(file.rank)
             and not self._spent.isdisjoint([path := folder.root / file.name, path.parent])
@@ -363,17 +365,17 @@ class Uploader:
         self._listing = replace(self._listing, sizes=left)
         self._segments -= set(names)
 
-    def _other_life(self) -> str | None:
-        """Fence of a later incarnation that this run folder does not know: it is elsewhere."""
+    def _other_incarnation(self) -> str | None:
+        """Return a later incarnation's fence that the run folder lacks, as the run went on elsewhere."""
         settings, there = self._settings, Listing(self._store.sizes("incarnations"))
         known = settings.folder.incarnations()
         later = [f for f in there.files("fence") if f.incarnation > settings.incarnation]
         return next((f.name for f in later if f.incarnation not in known), None)
 
-    async def _upload_notes(self) -> None:
-        """What retention wrote down: rank 0's view replaces what the store has."""
+    async def _upload_journal(self) -> None:
+        """Upload retention's files: rank 0's view replaces the store's."""
         folder = self._settings.folder
-        here = (await asyncio.to_thread(Listing.of_folder, folder)).notes()
+        here = (await asyncio.to_thread(Listing.of_folder, folder)).journal_files()
         for name in here:
             content = await asyncio.to_thread((folder.root / name).read_bytes)
             if self._notes.get(name) != content:
@@ -381,7 +383,7 @@ class Uploader:
                 await self._client.ask("retention", upload)
                 self._notes[name] = content
         there = await self._client.ask("retention", lambda: self._store.sizes("pins"))
-        unpinned = [name for name in Listing(there).notes() if name not in here]
+        unpinned = [name for name in Listing(there).journal_files() if name not in here]
         await self._client.ask("retention", lambda: self._store.delete(unpinned))
 
 
@@ -390,9 +392,9 @@ def _is_sealed(path: Path) -> bool:
 
 
 def _check_read(unread: Sequence[str]) -> None:
-    """Raise a `StorageError` after a pass in which files could not be read: they are tried again."""
+    """Raise StorageError after a pass with unreadable files, so that the pass is repeated."""
     if unread:
-        raise StorageError(f"{'; '.join(unread)}; what does not build on that is uploaded")
+        raise StorageError(f"{'; '.join(unread)}; all files that do not build on them are uploaded")
 
 
 def _unreadable(name: str, error: OSError | DamagedFile) -> str:

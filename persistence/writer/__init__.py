@@ -1,1 +1,1 @@
-"""The writer process: from the staging log to the run folder."""
+"""Writer process: moves steps from the staging log to the run folder."""

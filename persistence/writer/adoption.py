@@ -1,4 +1,4 @@
-"""Taking over what the writers of dead trainers left in staging."""
+"""Adopt staging folders that the writers of dead trainers left."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _POLL_SECONDS = 0.1
 
 
 def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) -> str:
-    """Make durable, then remove, what earlier incarnations left in staging on this machine.
+    """Make durable, then remove, the staging of earlier incarnations on this machine.
 
-    A folder whose own writer still works is waited for. Attach has said which folders are this
-    writer's to adopt.
+    If a folder's own writer still works, this waits for that writer. Attach decided which folders
+    this writer adopts.
 
     Returns:
-        What kept it from adopting some of them, to be tried again; empty if nothing did.
+        Reasons why some folders were not adopted, to be tried again; empty if all were.
     """
     errors = []
     there = StagingFolder.all_of_run(Path(settings.staging_root), settings.run_id)
@@ -57,10 +57,12 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 is_log = not has_replica(stage)
                 if is_log:
                     asyncio.run(_adopt(settings, stage))
-                # The residual of a log's last step is nowhere else, as is all of a replica's state.
+                # The residual of a log's last step, and all of a replica's state, are nowhere else.
                 is_base = is_log and settings.continues
                 if not is_base and not _is_replaced(settings, stage, trainer_gone):
-                    _logger.info("%s stays until a later life's snapshot is seen", stage.root)
+                    _logger.info(
+                        "%s stays until a later incarnation's snapshot is seen", stage.root
+                    )
                 elif is_log or FileLock(stage.replica_lock).acquire(
                     "adopting writer", timeout_seconds=1.0
                 ):
@@ -79,21 +81,21 @@ def adopt_predecessors(settings: WriterSettings, trainer_gone: threading.Event) 
                 errors.append(f"{type(error).__name__}: {error}")
         finally:
             lock.release()
-            stage.sweep()  # the lock may have kept it
+            stage.sweep()  # an open lock file may have kept the folder
     return "; ".join(errors)
 
 
 def _is_replaced(
     settings: WriterSettings, stage: StagingFolder, trainer_gone: threading.Event
 ) -> bool:
-    """Wait until the state in memory is no longer needed, because a later life has begun.
+    """Wait until a later incarnation makes the state in memory unnecessary.
 
-    Until every rank of the later life has begun, the state in memory is the run's newest. Once this
-    rank has trained, all have begun. So they have where the later life has a snapshot of all its
-    ranks; a run folder that is not shared sees one at the next attach.
+    Until every rank of the later incarnation has begun, the state in memory is the run's newest.
+    All ranks have begun once this rank has trained, or once the later incarnation has a snapshot of
+    all its ranks. If the run folder is not shared, such a snapshot is only seen at the next attach.
 
     Returns:
-        Whether that is so; False if the trainer went away before.
+        Whether the state is unnecessary; False if the trainer ended before.
     """
     while not _has_trained(settings) and not any(
         snapshot.incarnation > stage.incarnation
@@ -106,12 +108,12 @@ def _is_replaced(
 
 
 def _has_trained(settings: WriterSettings) -> bool:
-    """Whether this rank's trainer has committed a step, for which it exchanged with all others."""
+    """Return whether this rank's trainer has committed a step, which all ranks take part in."""
     return read_status(settings.staging.trainer_status, TrainerStatus).step > settings.base_step
 
 
 async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
-    """Make every step of a log durable that the run needs, and that no segment has; seal segments."""
+    """Make every needed step of a log durable that no segment has, and seal the segments."""
     require_run(settings.folder, settings.run_id)
     codec = Codec()
     segments: SegmentWriter | None = None
@@ -139,15 +141,15 @@ async def _adopt(settings: WriterSettings, stage: StagingFolder) -> None:
     if segments is not None:
         await segments.seal()
     for number, _, _, path in settings.folder.segments(lambda rank: rank == stage.rank):
-        if number == stage.incarnation:  # whose writer is dead: its lock is held here
+        if number == stage.incarnation:  # its writer is dead, because this process holds its lock
             seal_left(path, (settings.run_id, number, stage.rank))
 
 
 def _doubt(stage: StagingFolder, first: int) -> None:
-    """Take back what a log's writer said of the steps from one on, of which some are gone.
+    """Withdraw the status of a log's writer from step ``first`` on, because some steps are gone.
 
-    They are about to be written again, and that may fail: whoever finds them then must not rely on
-    what was true of others.
+    These steps are about to be written again, which may fail. Later readers must then not rely on
+    claims about the earlier records.
     """
     said = read_status(stage.status, WriterStatus)
     if said.durable_step >= first:

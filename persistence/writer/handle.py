@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 _START_SECONDS = 30.0
 #: How many writers may die while they finish.
-_FINISH_ATTEMPTS = 3
+_FINISH_TRIES = 3
 
 
 class WriterProcess(ProcessHandle):
@@ -42,42 +42,42 @@ class WriterProcess(ProcessHandle):
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Start a writer that nobody has seen die; one before, if there was any, was stopped.
+        """Start the first writer; a previous one, if any, was stopped.
 
         Raises:
-            WriterFailed: If it does not start.
+            WriterFailed: If the writer does not start.
         """
         self._begin()
         self._status = self._wait_for_status()
 
     def read_status(self) -> WriterStatus:
-        """What the writer has done; for any thread. One that keeps dying is in trouble."""
+        """Return the writer's progress, with an error if it keeps dying; for any thread."""
         status, error = self._status.read(), self._deaths.error
         return status.with_errors(error) if error else status
 
     def write_through(self) -> None:
-        """Have each step made durable as soon as it is staged, from now on; for any thread.
+        """Make each step durable as soon as it is staged, from now on; for any thread.
 
-        What is staged by now and waits for its batch to fill is written at once. Steps that are
-        staged while the disk is busy still share a batch.
+        Staged steps that wait for their batch to fill are written at once. Steps that are staged
+        while the disk is busy still share a batch.
         """
         with self._pipe:
             self._write_through = True
             self._tell(WRITE_THROUGH)
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Have so many differentials, a power of two, go into each durable write from now on."""
+        """Set the number of differentials per durable write, a power of two, from now on."""
         with self._pipe:
             self._settings = replace(self._settings, batch_size=batch_size)
             self._tell(batch_size_word(batch_size))
 
     def status(self) -> WriterStatus:
-        """What the writer has done; restarts it if it is no longer there. For one thread."""
+        """Return the writer's progress, and restart a dead writer. For one thread."""
         self._look_after()
         return self.read_status()
 
     def _done(self) -> list[int]:
-        """What grows with whatever a writer is there for."""
+        """Return numbers that grow with the writer's work."""
         status = self._status.read()
         return [
             status.durable_step,
@@ -91,18 +91,18 @@ class WriterProcess(ProcessHandle):
     def finish(self, timeout_seconds: float) -> WriterStatus:
         """Tell the writer that nothing more comes, and wait until all is durable; idempotent.
 
-        One that dies on the way is replaced. It is also waited for while it uploads; what the
-        store lacks when the time is over is said in a warning.
+        A writer that dies meanwhile is replaced. The wait includes uploads; a warning names what
+        the store lacks when the time is over.
 
         Raises:
-            WriterFailed: If it does not get there in time; what is staged stays in staging.
+            WriterFailed: If the writer does not finish in time; staged steps stay in staging.
         """
         deadline = time.monotonic() + timeout_seconds
-        for _ in range(_FINISH_ATTEMPTS):
-            # A writer that died unnoticed has a successor, which drains.
+        for _ in range(_FINISH_TRIES):
+            # A writer that died unnoticed needs a successor to drain the log.
             self._replace_if_dead(at_once=True)
             with self._pipe:
-                # A byte, not only the pipe's end: forked DataLoader workers may hold it open.
+                # Send a byte, because forked DataLoader workers may hold the pipe open.
                 self._tell(END)
                 self._close_pipe()
             try:
@@ -112,7 +112,7 @@ class WriterProcess(ProcessHandle):
             if self._status.read().closed:
                 break
         self.is_stopped = True
-        is_running = self._process.poll() is None  # before its last word is read
+        is_running = self._process.poll() is None  # read before the writer's last status
         status = self.read_status()
         if not status.closed:
             staging = self._settings.staging
@@ -122,7 +122,7 @@ class WriterProcess(ProcessHandle):
                     f"did not finish within {timeout_seconds:.0f} s "
                     f"({status.error or 'no error reported'}), and goes on"
                     if is_running
-                    else f"died {_FINISH_ATTEMPTS} times while it finished; {staging.writer_log} "
+                    else f"died {_FINISH_TRIES} times while it finished; {staging.writer_log} "
                     "says why"
                 )
                 + f"; nothing is lost: the next attach adopts {staging.root}"
@@ -140,7 +140,7 @@ class WriterProcess(ProcessHandle):
         return status
 
     def _tell(self, word: bytes) -> None:
-        """Write to the process; `_pipe` is held. One that has ended has nothing to be told."""
+        """Write to the process while `_pipe` is held; a process that has ended is ignored."""
         pipe = self._process.stdin
         assert pipe is not None
         if not pipe.closed:
@@ -156,7 +156,7 @@ class WriterProcess(ProcessHandle):
 
     def _start(self) -> DetachedProcess:
         module = "lowdiff.persistence.writer.main"
-        # It multiplies no matrices, for which NumPy would start a thread for each core.
+        # The writer multiplies no matrices, but NumPy would start a thread per core for them.
         return start_detached(module, self._settings, self._log, OPENBLAS_NUM_THREADS="1")
 
     def _greet(self) -> None:
@@ -167,7 +167,7 @@ class WriterProcess(ProcessHandle):
         path = self._settings.staging.status
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
-            # The file gets its size before its content, and content before its first status.
+            # The file gets its size before its content, and its content before the first status.
             if path.exists() and path.stat().st_size:
                 reader = StatusReader(path, WriterStatus)
                 if reader.read().durable_step >= 0:
@@ -175,7 +175,7 @@ class WriterProcess(ProcessHandle):
             if self._process.poll() is not None:
                 break
             time.sleep(0.01)
-        self._close_pipe()  # should it come up after all, it ends at once
+        self._close_pipe()  # if the writer starts after all, it ends at once
         exit_code = self._process.poll()
         how = f"said nothing for {_START_SECONDS:.0f} s"
         if exit_code is not None:
@@ -184,17 +184,17 @@ class WriterProcess(ProcessHandle):
         raise WriterFailed(
             f"the writer process did not start: it {how}; its log, {self._log}, "
             + (f"says:\n{log}\n" if log else "is empty. ")
-            + "Mend that, and attach again"
+            + "Correct this and attach again"
         )
 
 
 def store_lacks(settings: WriterSettings, status: WriterStatus, uploading: int | None) -> str:
-    """What a store lacks when a life ends, and what to do; empty if nothing, or without a store.
+    """Return what a store lacks at the end of an incarnation; empty if nothing, or without a store.
 
     Args:
-        settings: The writer's.
-        status: What it said last.
-        uploading: Its process, if it is still there.
+        settings: Settings of the writer.
+        status: Last status of the writer.
+        uploading: Process id of the writer, if it still runs.
     """
     missing = []
     if status.remote_step < status.durable_step:
@@ -206,13 +206,14 @@ def store_lacks(settings: WriterSettings, status: WriterStatus, uploading: int |
     what = " and ".join(missing) or "some of what is durable"
     error = f": {status.remote_error}" if status.remote_error else ""
     if uploading is not None:
-        # With a container the writer would end as well, and with a node the run folder go.
+        # The end of a container would end the writer, and the end of a node would lose the run
+        # folder.
         return (
             f"{settings.store} lacks {what}{error}; the writer (process {uploading}) still uploads "
             f"from {settings.run}: keep this machine until it ends, or attach again here, which "
             f"uploads the rest"
         )
-    # Without an error it may only not have come to look whether all is there.
+    # Without an error, the writer may only not have checked yet whether all is there.
     return (
         f"{settings.store} {'lacks' if error else 'may lack'} {what}{error}; it is in "
         f"{settings.run}, and the next attach here uploads it: keep that folder until then"

@@ -1,4 +1,4 @@
-"""Making a staged snapshot durable: the shard under its own name, and after it the manifest."""
+"""Make a staged snapshot durable: first the image under its final name, then the manifest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lowdiff.persistence.staging.status import ReplicaStatus, TrainerStatus, rea
 
 @dataclass(frozen=True, slots=True)
 class StagedImage:
-    """A staged image waits to be persisted."""
+    """A staged image that waits to be persisted."""
 
     step: int
     bytes: int
@@ -34,9 +34,10 @@ class StagedImage:
 
 
 def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
-    """Whole images of later steps, oldest first, and one of each step.
+    """Return whole images of later steps, oldest first, one per step.
 
-    Of two of one step it is the trainer's: the replica's may be gone once the other is durable.
+    Of two images of one step, the trainer's is returned, because the replica's image may be gone
+    once the trainer's is durable.
     """
     sources = (
         (read_status(staging.replica_status, ReplicaStatus).image, staging.replica_image),
@@ -50,13 +51,13 @@ def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
 
 
 def durable_image(settings: WriterSettings) -> int:
-    """The newest step before this life that is durable whole, or 0."""
+    """Return the newest step before this incarnation that is durable as a whole, or 0."""
     found = complete_snapshots(settings.folder, settings.run_id)
     return max((s.step for s in found if s.step <= settings.base_step), default=0)
 
 
 def is_free(path: Path) -> bool:
-    """Whether nobody holds a lock."""
+    """Return whether no process holds a lock."""
     lock = FileLock(path)
     free = lock.acquire(f"writer {os.getpid()}")
     lock.release()
@@ -67,21 +68,21 @@ _COPY_BYTES = 4 << 20
 
 
 def durable_snapshot(folder: RunFolder, incarnation: int, rank: int) -> int:
-    """Step of one rank's newest durable shard of a snapshot of an incarnation, or -1."""
+    """Return the step of one rank's newest durable image of an incarnation, or -1."""
     newest = -1
     for number, step, path in folder.snapshots():
         if number == incarnation and manifest_file(path, rank).is_file():
-            fsync_directory(path)  # its writer may have been killed before it could
+            fsync_directory(path)  # its writer may have been killed before its own fsync
             newest = max(newest, step)
     return newest
 
 
 async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
-    """Make one rank's shard durable; after a failure the same one can be given again.
+    """Make one rank's image durable; after a failure, the same image can be passed again.
 
     Raises:
         StorageError: If the staged image changed while it was copied, or the run is gone.
-        RunMismatch: If another run is in its place.
+        RunMismatch: If another run is in this run's place.
     """
     folder = settings.folder.snapshot(settings.incarnation, image.step)
     await asyncio.to_thread(require_run, settings.folder, settings.run_id)
@@ -91,7 +92,7 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
     try:
         await _copy_image(image, partial)
     except OSError:
-        partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
+        partial.unlink(missing_ok=True)  # leaves the rest of the disk to differentials
         raise
     manifest = Manifest(
         run_id=settings.run_id,
@@ -102,11 +103,11 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
         bytes=image.bytes,
         checksum=image.checksum,
     )
-    # Looked at again: the copy of a large image takes long.
+    # Check again, because the copy of a large image takes long.
     await asyncio.to_thread(require_run, settings.folder, settings.run_id)
     partial.replace(target)
     await asyncio.to_thread(fsync_directory, folder)
-    # An earlier attempt's manifest says the same.
+    # A failed attempt may have written this manifest with the same content.
     await asyncio.to_thread(write_json, manifest_file(folder, settings.rank), manifest.document())
 
 

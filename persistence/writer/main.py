@@ -1,9 +1,9 @@
 """The writer process: tails one rank's staging log and makes it durable.
 
-Started by the trainer with ``python -m lowdiff.persistence.writer.main SETTINGS``, in a session of its
-own so that a launcher's kill does not reach it. It imports neither torch nor the user's script.
-When its trainer is gone it drains what is staged and exits; a later incarnation's writer adopts
-whatever a dead writer left.
+The trainer starts this process with ``python -m lowdiff.persistence.writer.main SETTINGS``, in a
+session of its own, so that a launcher's kill does not reach it. The process imports neither torch
+nor the user's script. When its trainer is gone, it drains the staging log and exits. A later
+incarnation's writer adopts the staging of a dead writer.
 
 Encoding and writing overlap: one task turns records into encoded batches, another writes them.
 """
@@ -68,14 +68,14 @@ _Work = TypeVar("_Work")
 
 
 class Writer:
-    """Makes one staging folder durable."""
+    """Makes the content of one staging folder durable."""
 
     def __init__(self, settings: WriterSettings) -> None:
         self._settings = settings
         self._tail = LogTail(settings.staging)
         self._codec = Codec()
         self._queue: asyncio.Queue[Batch | StagedImage | None] = asyncio.Queue(maxsize=2)
-        # A restarted writer goes on after what its predecessor made durable.
+        # A restarted writer continues after the steps that its predecessor made durable.
         before = read_status(settings.staging.status, WriterStatus)
         known = before.durable_step
         durable = durable_step(
@@ -86,12 +86,12 @@ class Writer:
             settings.base_step,
             known,
         )
-        # A later image may already lie where that of a durable snapshot was.
+        # A later image may already be in the place of a durable snapshot's image.
         snapshot = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
         self._marked = snapshot
         if settings.has_replica:
             durable = max(snapshot, durable_image(settings))
-        # Counters go on where those of a dead writer stopped.
+        # Counters continue from the values of a dead writer.
         now = replace(
             before, durable_step=durable, durable_snapshot=snapshot, error="", closed=False
         )
@@ -115,17 +115,18 @@ class Writer:
     async def run(self, lock: FileLock) -> None:
         """Work until the trainer is gone and everything staged is durable, and in the store.
 
-        The lock is given back once all is durable: a next incarnation need not wait for a store.
+        The lock is released once all is durable, so that a next incarnation need not wait for a
+        store.
         """
-        # Enough that neither a store nor an adoption takes the thread of a durable write.
+        # Enough threads that neither a store nor an adoption takes the thread of a durable write.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_NUM_THREADS))
         uploading = None
         if self._uploader is not None:
             uploading = asyncio.create_task(self._uploader.run())
-        keeping = asyncio.create_task(self._keep_measurements())
+        measuring = asyncio.create_task(self._keep_measurements())
         await self._make_durable()
         self._is_durable.set()
-        await keeping
+        await measuring
         await self._write_measurements(ended="died")
         await asyncio.to_thread(checksum_slots, self._settings.staging.residual)
         self._status.update(closed=True)
@@ -137,15 +138,15 @@ class Writer:
     async def _make_durable(self) -> None:
         adoption = asyncio.create_task(self._adopt())
         try:
-            # Whatever fails unexpectedly ends the process; the trainer notices and starts another.
+            # An unexpected error ends the process; the trainer notices and starts another.
             source = self._follow_images() if self._settings.has_replica else self._encode()
             await asyncio.gather(source, self._persist())
         finally:
-            self._orders.trainer_gone.set()  # or the process would wait for the adopting thread
+            self._orders.trainer_gone.set()  # otherwise the process waits for the adopting thread
         await adoption
 
     async def _adopt(self) -> None:
-        """Take over what dead predecessors left, once this log names the residual it needs."""
+        """Adopt the staging of dead predecessors, once this log names the residual it starts from."""
         while not self._may_adopt() and not self._orders.trainer_gone.is_set():
             await asyncio.sleep(_POLL_SECONDS)
         while self._may_adopt():
@@ -173,7 +174,7 @@ class Writer:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _keep_measurements(self) -> None:
-        """Keep what was measured, also should the machine be lost."""
+        """Write measurements from time to time, so that they survive the loss of the machine."""
         while not self._is_durable.is_set():
             try:
                 await asyncio.wait_for(self._is_durable.wait(), _MEASUREMENTS_SECONDS)
@@ -182,7 +183,7 @@ class Writer:
 
     async def _write_measurements(self, *, ended: str) -> None:
         settings = self._settings
-        self._recorder.note(writer_cpu_seconds=time.process_time())
+        self._recorder.set_facts(writer_cpu_seconds=time.process_time())
         self._recorder.publish()
         try:
             require_run(settings.folder, settings.run_id)
@@ -200,14 +201,14 @@ class Writer:
             )
 
     def _may_adopt(self) -> bool:
-        """Whether what earlier incarnations left is not needed any more once it is durable."""
+        """Return whether staging of earlier incarnations may be removed once it is durable."""
         if self._status.status.durable_snapshot >= self._settings.base_step:
             return True
-        # What a replica held is durable only as this life's first snapshot.
+        # A replica's state is durable only as this incarnation's first snapshot.
         return self._has_begun and not self._settings.has_replica
 
     async def _follow_images(self) -> None:
-        """Persist the images that trainer and replica make; differentials are the replica's."""
+        """Persist images of trainer and replica; the replica consumes the differentials."""
         staging = self._settings.staging
         while True:
             gone = self._orders.read() and is_free(staging.replica_lock)
@@ -222,14 +223,14 @@ class Writer:
         await self._queue.put(None)
 
     async def _encode(self) -> None:
-        """Turn records into batches: ``b`` of them, or fewer after ``flush_seconds``."""
+        """Turn records into batches: ``b`` records, or fewer after ``flush_seconds``."""
         pending: list[RecordRef] = []
         oldest = 0.0
         while True:
             gone = self._orders.read()
             record = self._tail.next()
             self._has_begun |= record is not None
-            # Looked for behind the record, or that could overtake the image that it follows.
+            # Look for images after the record, so that a record never overtakes an earlier image.
             for image in newer_images(self._settings.staging, self._marked):
                 if record is None or record.header.step > image.step:
                     self._marked = image.step
@@ -258,7 +259,7 @@ class Writer:
             pending.clear()
 
     async def _persist(self) -> None:
-        """Write batches in order; a snapshot is copied beside them."""
+        """Write batches in order; copy a snapshot at the same time."""
         copying: asyncio.Task[None] | None = None
         while (work := await self._next()) is not None:
             if isinstance(work, StagedImage):
@@ -274,7 +275,7 @@ class Writer:
         await self._segments.seal()
 
     async def _next(self) -> Batch | StagedImage | None:
-        """What is to be made durable next; meanwhile a segment that is old enough goes to the store."""
+        """Return the next batch or image; meanwhile, seal a segment once it is old enough."""
         while True:
             age, left = self._segments.age_seconds, None
             if self._uploader is not None and age is not None:
@@ -288,7 +289,7 @@ class Writer:
                     self._uploader.wake(batch=True)
 
     async def _retrying(self, action: Callable[[_Work], Awaitable[None]], work: _Work) -> None:
-        """Storage trouble is reported and waited out; training decides what it costs."""
+        """Report a storage error and retry; the trainer decides how long training waits."""
         while True:
             try:
                 await action(work)
@@ -299,28 +300,28 @@ class Writer:
                 warn(_logger, Code.WRITE_FAILED, text, task=action.__name__)
                 self._give_up_if_deleted(error)
                 if isinstance(error, OSError) and error.errno in DISK_FULL:
-                    await self._collect()  # it may have failed when the newest snapshot came
+                    await self._collect()  # retention may have failed when the newest snapshot came
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 self._complaints.report(action.__name__, "")
                 return
 
     def _give_up_if_deleted(self, error: Exception) -> None:
-        """End rather than wait for ever, without a trainer, for a run folder that was deleted.
+        """Exit instead of waiting for ever, without a trainer, for a run folder that was deleted.
 
-        Where another run is in its place, or a next trainer found it elsewhere, end at once. What is
-        staged stays there: an attach to the run, should it come back, adopts it.
+        Exit at once if another run is in the folder's place, or if a next trainer found it
+        elsewhere. Staged steps stay in staging: if the run comes back, an attach adopts them.
         """
         is_there = True
-        # Asked here as well: while nothing is written, whoever else listens waits for room.
+        # Read the orders here as well, because the other readers wait while nothing is written.
         if self._orders.read():
             try:
                 require_run(self._settings.folder, self._settings.run_id)
             except RunMismatch as mismatch:
                 raise WriterFailed(f"{mismatch}; its trainer is gone") from error
-            except StorageError as trouble:
-                # A file system that does not answer has deleted nothing.
-                is_there = isinstance(trouble, DamagedFile) and trouble.is_unreadable
+            except StorageError as failure:
+                # An unresponsive file system has not deleted anything.
+                is_there = isinstance(failure, DamagedFile) and failure.is_unreadable
         owner = None if is_there else Owner.read(self._settings.staging)
         if owner is not None and owner != self._owner:
             raise WriterFailed(f"{self._settings.run} was moved to {owner.run}") from error
@@ -328,7 +329,7 @@ class Writer:
             self._deleted_since = None
         elif self._deleted_since is None:
             self._deleted_since = time.monotonic()
-        elif time.monotonic() - self._deleted_since > self._settings.folder_patience_seconds:
+        elif time.monotonic() - self._deleted_since > self._settings.folder_timeout_seconds:
             raise WriterFailed(f"{self._settings.run} is gone, and so is its trainer") from error
 
     async def _persist_batch(self, batch: Batch) -> None:
@@ -355,7 +356,7 @@ class Writer:
         await self._collect()
 
     async def _collect(self) -> None:
-        """Remove what need not be there any more; if that fails, the next time will do."""
+        """Remove files that are no longer needed; after a failure, the next snapshot tries again."""
         settings = self._settings
         if settings.retention is not None:
             try:
@@ -376,7 +377,7 @@ class Writer:
         began = time.monotonic()
         await persist_image(settings, image)
         self._recorder.observe("snapshot_write_seconds", time.monotonic() - began)
-        self._recorder.note(snapshot_bytes=image.bytes)
+        self._recorder.set_facts(snapshot_bytes=image.bytes)
         self._recorder.publish()
         status = self._status.status
         self._status.update(
@@ -395,7 +396,7 @@ class Writer:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry point of the process."""
+    """Run the writer process."""
     settings = WriterSettings.from_json(arguments[0])
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     lock = FileLock(settings.staging.writer_lock)

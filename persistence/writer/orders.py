@@ -8,12 +8,12 @@ import threading
 
 from lowdiff.persistence.staging.settings import WriterSettings
 
-#: Nothing more will be staged.
+#: Word: nothing more will be staged.
 END = b"."
-#: From now on each step is to be durable as soon as it is staged, also in a batch that is not full.
+#: Word: from now on, make each step durable as soon as it is staged, also in an incomplete batch.
 WRITE_THROUGH = b"!"
 
-#: The largest batch that a writer can be told of, by a word whose one byte is the power of two.
+#: Largest batch size of a word, whose single byte holds the exponent of a power of two.
 MAX_TOLD_BATCH_SIZE = 1 << 12
 
 
@@ -31,11 +31,11 @@ def told_batch_size(said: bytes) -> int | None:
 
 
 class Orders:
-    """What the trainer says through the pipe to stdin. One thread reads it.
+    """Words that the trainer sends through the pipe to stdin. One thread reads them.
 
     Attributes:
         batch_size: Differentials per durable write.
-        write_through: Whether a batch that is not full is written at once.
+        write_through: Whether an incomplete batch is written at once.
         trainer_gone: Set when nothing more will be staged; for any thread.
     """
 
@@ -47,7 +47,7 @@ class Orders:
         os.set_blocking(sys.stdin.fileno(), False)
 
     def read(self) -> bool:
-        """Take in what was said; whether the trainer said that nothing more comes, or died."""
+        """Read new words; return whether nothing more will be staged, or whether the trainer died."""
         if not self.trainer_gone.is_set():
             try:
                 said = os.read(sys.stdin.fileno(), 64) or END

@@ -1,4 +1,4 @@
-"""Appending to a run's segments, and finding where a dead writer stopped."""
+"""Append to a run's segments, and find where a dead writer stopped."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Batch:
     """Encoded records that are written and fsynced together.
 
     Attributes:
-        sizes: Bytes of the record of each of its steps.
-        rebases: Steps in it that only a snapshot leads to, ascending.
+        sizes: Bytes of each step's record.
+        rebases: Steps in the batch that only a snapshot leads to, ascending.
     """
 
     data: bytes
@@ -52,12 +52,12 @@ class Batch:
 
 
 class SegmentWriter:
-    """Appends batches to segments of one rank; never to a file another process has written.
+    """Appends batches to segments of one rank; never to a file that another process has written.
 
     Args:
-        folder: The run.
-        header: Of its segments, but for the step each begins with.
-        max_bytes: One that is longer is sealed.
+        folder: The run folder.
+        header: Header of its segments; the first step is filled in for each segment.
+        max_bytes: Size after which a segment is sealed.
     """
 
     def __init__(self, folder: RunFolder, header: FileHeader, max_bytes: int) -> None:
@@ -72,18 +72,18 @@ class SegmentWriter:
         self._rebases: list[int] = []
 
     async def append(self, batch: Batch) -> int:
-        """Write and fsync one batch; after a failure the same batch can be given again."""
+        """Write and fsync one batch; after a failure, the same batch can be passed again."""
         await asyncio.to_thread(require_run, self._folder, self._header.run_id)
         if batch.first != self._last + 1:
-            # A segment's steps ascend by one: some were dropped while storage was slow.
+            # Steps of a segment ascend by one; here, some were dropped while storage was slow.
             await self.seal()
         if self._path is not None and not self._path.exists():
-            self._path = None  # the run went back, and retention took this incarnation's steps
+            self._path = None  # the run went back, and retention removed this incarnation's steps
         if self._path is None:
             path = self._folder.segment(self._header.incarnation, self._header.rank, batch.first)
             data = replace(self._header, sequence=batch.first).pack() + batch.data
             await asyncio.to_thread(make_directory, path.parent)
-            # A file of that name can only hold a torn first record of a dead writer.
+            # A file of this name can only hold a dead writer's torn first record.
             async with aiofiles.open(path, "r+b", opener=_created) as file:
                 await _put_at_end(file, 0, data)
                 await asyncio.to_thread(os.fsync, file.fileno())
@@ -91,12 +91,12 @@ class SegmentWriter:
             self._path, self._size = path, len(data)
             self._first, self._offsets, self._rebases = batch.first, array("Q"), []
             self._began = time.monotonic()
-            self._note(batch, HEADER_BYTES)
+            self._remember(batch, HEADER_BYTES)
             return self._size
         async with aiofiles.open(self._path, "r+b") as file:
             await _put_at_end(file, self._size, batch.data)
             await asyncio.to_thread(os.fdatasync, file.fileno())
-        self._note(batch, self._size)
+        self._remember(batch, self._size)
         self._size += len(batch.data)
         if self._size > self._max_bytes:
             await self.seal()
@@ -104,11 +104,11 @@ class SegmentWriter:
 
     @property
     def age_seconds(self) -> float | None:
-        """Since when there is something that is not sealed; None if there is nothing."""
+        """Return the age of the oldest unsealed content; None if there is none."""
         return None if self._path is None else time.monotonic() - self._began
 
-    def _note(self, batch: Batch, offset: int) -> None:
-        """Remember what the footer will say of a batch that is durable."""
+    def _remember(self, batch: Batch, offset: int) -> None:
+        """Remember the footer's entries for a durable batch."""
         for size in batch.sizes:
             self._offsets.append(offset)
             offset += size
@@ -116,7 +116,7 @@ class SegmentWriter:
         self._rebases += batch.rebases
 
     async def seal(self) -> None:
-        """Seal the segment, which is not touched again: the next batch starts a new one."""
+        """Seal the segment, which is not changed any more; the next batch starts a new one."""
         if self._path is not None:
             await asyncio.to_thread(self._put_footer, self._path)
         self._path = None
@@ -124,24 +124,24 @@ class SegmentWriter:
     def _put_footer(self, path: Path) -> None:
         header = replace(self._header, sequence=self._first)
         footer = Footer(self._offsets, self._rebases, self._size).pack(header)
-        # The run went back, and retention took the segment; or the folder holds another run by now.
+        # The run went back and retention removed the segment, or the folder holds another run now.
         with contextlib.suppress(OSError, LowDiffError):
             require_run(self._folder, header.run_id)
-            # Else a failed attempt left whole records behind these, which others may have seen.
+            # Otherwise a failed attempt left whole records, which other processes may have seen.
             if path.stat().st_size == self._size:
                 write_footer(path, footer, self._size)
 
 
 def _created(path: str, flags: int) -> int:
-    """Open a file as it is, or make an empty one."""
+    """Open a file as it is, or create an empty one."""
     return os.open(path, flags | os.O_CREAT, 0o666)
 
 
 async def _put_at_end(file: AsyncBufferedReader, offset: int, data: bytes) -> None:
-    """Make data what a file holds from an offset on.
+    """Write data as the rest of a file, from an offset on.
 
-    An earlier, failed attempt left the beginning of the same data, or all of it. That is written
-    over, not cut off first: on another machine a later incarnation may have gone on from there.
+    A failed attempt may have left a beginning of the same data, or all of it. It is overwritten and
+    not truncated, because a later incarnation on another machine may have continued from there.
     """
     await file.seek(offset)
     await file.write(data)
@@ -150,7 +150,7 @@ async def _put_at_end(file: AsyncBufferedReader, offset: int, data: bytes) -> No
 
 
 def coded_record(record: RecordRef, codec: Codec) -> bytes:
-    """A staged record as it stands in a segment."""
+    """Return a staged record in the form of a segment."""
     header = record.header
     sections = encode_sections(read_sections(record.sections, codec, coded=False), codec)
     frame = codec.shrink(record.meta)
@@ -169,10 +169,10 @@ def coded_record(record: RecordRef, codec: Codec) -> bytes:
 
 
 def batches_of(records: Sequence[RecordRef], codec: Codec) -> list[Batch]:
-    """Encoded records in batches of consecutive steps, without those that were overwritten."""
+    """Encode records in batches of consecutive steps, without records that were overwritten."""
     runs: list[list[RecordRef]] = []
     for record in records:
-        # Copied before it is checked: while storage is slow, a trainer may drop what it staged.
+        # Copy before checking: while storage is slow, a trainer may overwrite staged records.
         own = replace(record, body=memoryview(bytes(record.body)))
         step = own.header.step
         if not own.is_intact():
@@ -202,23 +202,24 @@ def durable_step(
     base_step: int,
     known_step: int = -1,
 ) -> int:
-    """Last step of one rank's records in segments, or ``base_step``.
+    """Return the last step of one rank's records in segments, or ``base_step``.
 
-    It is durable on return: a writer that was killed may have left its last batch in the page cache
-    only, also after an fsync, which had failed. If that fails now as well, its last step is the last
-    of which that writer knew, and those after it are to be written elsewhere. The segment is sealed.
+    The step is durable on return. A killed writer, or one whose fsync failed, may have left its
+    last batch in the page cache only. If the fsync here fails as well, the result is the last step
+    that the writer knew to be durable, and later steps must be written elsewhere. The segment is
+    sealed.
 
     Args:
-        folder: The run.
-        run_id: Its identity.
-        incarnation: Whose records.
-        rank: Likewise.
-        base_step: Where they begin.
-        known_step: Up to here that writer knew them to be durable.
+        folder: The run folder.
+        run_id: Identity of the run.
+        incarnation: Incarnation of the records.
+        rank: Rank of the records.
+        base_step: Step that the records begin from.
+        known_step: Last step that the writer knew to be durable.
 
     Raises:
-        StorageError: If the run is not there.
-        RunMismatch: If another one is.
+        StorageError: If the folder holds no run.
+        RunMismatch: If the folder holds another run.
     """
     require_run(folder, run_id)
     own = [p for number, *_, p in folder.segments(lambda r: r == rank) if number == incarnation]
@@ -226,7 +227,7 @@ def durable_step(
         try:
             file = SegmentFile(path)
         except (DamagedFile, FileNotFoundError):
-            continue  # a dead writer's first, torn record; or a live run's retention was faster
+            continue  # a dead writer's torn first record, or a removal by a live run's retention
         doubtful, step = list[RecordRef](), base_step
         while (record := file.next()) is not None:
             step = record.header.step

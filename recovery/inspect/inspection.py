@@ -123,7 +123,7 @@ def inspect(run: str | Path, staging: str | Path | None = None) -> Inspection:
         StoreError: If the store does not answer.
     """
     root = staging_to_read(staging)
-    with opened(run, shards=False) as folder:
+    with opened(run, with_images=False) as folder:
         catalog = scan(folder, [root])
         found, memory = _recoverable(catalog)
         differentials = _differentials(catalog)

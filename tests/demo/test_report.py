@@ -8,14 +8,14 @@ from pathlib import Path
 from rich.console import Console
 
 from lowdiff.demo.report import draw, print_report
-from lowdiff.demo.run import DemoResult, Life
+from lowdiff.demo.run import DemoResult, LaunchOutput
 
 LOSSES = {step: f"{2.5 + 3 * math.exp(-step / 10):.9g}" for step in range(1, 61)}
 
 
-def life(first: int, last: int, step_seconds: float = 0.3) -> Life:
+def life(first: int, last: int, step_seconds: float = 0.3) -> LaunchOutput:
     steps = range(first, last + 1)
-    return Life(
+    return LaunchOutput(
         resumed_from=first - 1,
         attached_after=4.5,
         losses={step: LOSSES[step] for step in steps},
@@ -31,7 +31,9 @@ GOOD = DemoResult(
     reference=life(1, 60),
     killed=life(1, 31),
     resumed=life(32, 60),
-    timed=Life(losses=LOSSES, times={s: 0.3 * min(s, 30) + 0.25 * max(0, s - 30) for s in LOSSES}),
+    timed=LaunchOutput(
+        losses=LOSSES, times={s: 0.3 * min(s, 30) + 0.25 * max(0, s - 30) for s in LOSSES}
+    ),
     num_parameters=1_800_000,
     num_values=428,
     differences=(),

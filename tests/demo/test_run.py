@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowdiff.demo.run import Life, plan_kill, run_demo
+from lowdiff.demo.run import LaunchOutput, plan_kill, run_demo
 from lowdiff.errors import ConfigError
 
 
@@ -49,7 +49,7 @@ def test_the_demo_starts_without_waiting_for_torch() -> None:
 
 
 def test_what_ranks_print_into_one_line_is_heard() -> None:
-    life = Life()
+    life = LaunchOutput()
     for after, line in enumerate(
         (
             "W1125 03:30:01.000 torch/distributed/run.py: a warning\n",

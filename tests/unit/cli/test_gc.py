@@ -15,7 +15,7 @@ from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.image import check_shard
 from lowdiff.persistence.retention.collect import retention_locked
 from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.run.journal import Pin, note_policy, write_pin
+from lowdiff.persistence.run.journal import Pin, write_pin, write_policy
 from lowdiff.types import Retention
 from tests.mounts import remount, tmpfs_or_skip
 from tests.unit.cli.commands import Command, Result, command, copy, trained
@@ -77,7 +77,7 @@ def test_it_keeps_what_the_trainer_was_told_to_keep(command: Command, copy: Trai
     assert result.code == 2
     assert "keeps every step; say what to keep" in result.error
     folder = RunFolder(copy.run)
-    note_policy(folder, read_run_id(folder), Retention(2))
+    write_policy(folder, read_run_id(folder), Retention(2))
     result = command("gc", copy.run, "--json")
     document = json.loads(result.out)
     assert document["policy"]["snapshots"] == 2

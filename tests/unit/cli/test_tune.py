@@ -15,7 +15,7 @@ from lowdiff.compressors import Cast
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.run.journal import note_policy
+from lowdiff.persistence.run.journal import write_policy
 from lowdiff.persistence.staging.measurements import read_measurements, write_measurements
 from lowdiff.tuner.choice import Limits
 from lowdiff.tuner.report import make_report
@@ -114,7 +114,7 @@ def test_what_is_stored_is_said_for_the_snapshots_that_the_run_keeps(
     command: Command, run: Path
 ) -> None:
     def stored(policy: Retention | None) -> tuple[float, str]:
-        note_policy(RunFolder(run), read_run_id(RunFolder(run)), policy)
+        write_policy(RunFolder(run), read_run_id(RunFolder(run)), policy)
         document = json.loads(command("tune", run, "--mtbf", "4h", "--json").out)
         notes = [text for text in document["warnings"] if "retention" in text]
         return document["stored_bytes"], " ".join(notes)
@@ -125,7 +125,7 @@ def test_what_is_stored_is_said_for_the_snapshots_that_the_run_keeps(
     assert "with the 5 newest snapshots kept" in command("tune", run, "--mtbf", "4h").out
     everything, note = stored(None)
     assert everything == two
-    assert "keeps every step: it comes to hold more" in note
+    assert "keeps every step: it will hold more" in note
     assert "each step that is a multiple of 1,000" in stored(Retention(2, every_steps=1000))[1]
     several = stored(Retention(snapshots=None, age_hours=24))[1]
     assert "without limit of their number and all snapshots of the last 24 hours" in several
@@ -173,7 +173,7 @@ def test_a_run_is_compared_with_what_can_exist_on_its_machines(run: Path) -> Non
             failure_shape=1.0,
         )
         names = {one.strategy.name for one in make_report(question).simulated}
-        notes = " ".join(text for text in question.notes if "Gemini" in text)
+        notes = " ".join(text for text in question.known_warnings if "Gemini" in text)
         return names & {"Gemini", "just-in-time"}, question.network_bytes_per_second, notes
 
     assert asked("a", ranks=1) == (set(), 10e9, "")
@@ -261,7 +261,7 @@ def test_a_run_that_is_being_written_is_read_and_left_alone(
         loop.step(number)
     result = command("tune", tmp_path / "run", "--mtbf", "4h", "--staging", tmp_path / "staging")
     assert (result.code, result.err) == (0, "")
-    assert "still going on" in result.out
+    assert "still training" in result.out
     for number in loop.checkpointer.steps(9):
         loop.step(number)
     loop.checkpointer.close()

@@ -12,7 +12,7 @@ from torch import nn
 
 import lowdiff
 from lowdiff.compressors import Cast, PowerSGD, TopK
-from lowdiff.core.layout import layout_of, shard_owners
+from lowdiff.core.layout import layout_of, share_owners
 from lowdiff.errors import RanksDiverged
 from lowdiff.protocols import Compressor
 from tests.crash.pool import Pool
@@ -28,7 +28,7 @@ FEW = [pytest.param(k, marks=() if k in ("topk", "none") else pytest.mark.slow) 
 WORLD_SIZE, STEPS, SNAPSHOT_EVERY = 3, 14, 1000
 #: The last step at whose end the ranks are alike.
 ALIKE = 5
-OWNER = shard_owners(layout_of(nn.Linear(64, 32).named_parameters()), WORLD_SIZE)[0]
+OWNER = share_owners(layout_of(nn.Linear(64, 32).named_parameters()), WORLD_SIZE)[0]
 NEITHER, BEFORE_OWNER = (OWNER + 1) % WORLD_SIZE, (OWNER + 2) % WORLD_SIZE
 Told = dict[str, Any]
 

@@ -24,7 +24,7 @@ from lowdiff.persistence.staging.measurements import (
     Measurements,
     Recorder,
     gather_measurements,
-    read_lives,
+    read_all_measurements,
 )
 from lowdiff.settings import Settings
 from lowdiff.tuner import measured
@@ -41,7 +41,7 @@ from tests.unit.tuner.jobs import LAPTOP
 
 def lives(folder: Path, rank: int = 0) -> list[Measurements]:
     run = RunFolder(folder / "run")
-    return read_lives(run, read_run_id(run), rank)
+    return read_all_measurements(run, read_run_id(run), rank)
 
 
 def endings(folder: Path) -> list[tuple[str, Any]]:
@@ -277,8 +277,8 @@ class SyntheticRank:
             world_size,
         )
         self.cadence.begin(0, past or Past((), {}, None))
-        self.trained.note(began_unix_seconds=0.0, elements=10e6)
-        self.written.note(snapshot_bytes=costs.snapshot_bytes)
+        self.trained.set_facts(began_unix_seconds=0.0, elements=10e6)
+        self.written.set_facts(snapshot_bytes=costs.snapshot_bytes)
         self.staged = 0
         self.snapshots: list[int] = []
 
@@ -290,7 +290,7 @@ class SyntheticRank:
         self.trained.observe("iteration_seconds", costs.step_seconds)
         self.trained.observe("differential_seconds", costs.differential_seconds)
         self.trained.observe("step_bytes", costs.staged_bytes)
-        self.trained.note(seen_unix_seconds=step * costs.step_seconds)
+        self.trained.set_facts(seen_unix_seconds=step * costs.step_seconds)
         self.staged += 1
         if self.staged >= self.cadence.batch_size:
             size = self.staged * costs.differential_bytes
@@ -393,7 +393,7 @@ def test_a_new_life_keeps_to_what_the_one_before_has_learned(tmp_path: Path) -> 
         {**getattr(before.trained, kind)(), **getattr(before.written, kind)()}
         for kind in ("samples", "facts")
     )
-    past = Past((measured.Life(0, samples, facts),), {}, learned)
+    past = Past((measured.MeasuredIncarnation(0, samples, facts),), {}, learned)
     after = SyntheticRank(tmp_path / "after", 0, 1, costs, past)
     for step in range(learned.snapshot_every - 1):  # up to its first snapshot
         after.step(step, [])

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowdiff.compressors import Dense
 from lowdiff.compressors.dense import DenseReducer
 from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
-from lowdiff.core.layout import bits, layout_of, shard_owners
+from lowdiff.core.layout import bits, layout_of, share_owners
 from lowdiff.step.ddp_hook import HookState, comm_hook
 from lowdiff.types import Block, Layout
 from tests.crash.pool import Pool
@@ -67,4 +67,4 @@ def test_every_rank_stores_the_whole_gradient_of_its_own_parameters() -> None:
         out = torch.zeros_like(gradient)
         decode(Block(i, 0, gradient.numel()), out)
         assert torch.equal(out, gradient)
-    assert set(shard_owners(layout, 3)) == {0, 1, 2}
+    assert set(share_owners(layout, 3)) == {0, 1, 2}

@@ -16,7 +16,7 @@ from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.retention.collect import collect, retention_locked
 from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.run.journal import Pin, read_notes, read_pins
+from lowdiff.persistence.run.journal import Pin, read_journal, read_pins
 from lowdiff.recovery.inspect.verify import verify
 from lowdiff.types import Retention
 from tests.unit.loops import Loop
@@ -65,7 +65,7 @@ def test_every_kth_step_gets_a_snapshot_that_stays_alone(tmp_path: Path) -> None
     assert [recovered(loop, step).step for step in (8, 16, 24)] == [8, 16, 24]
     assert [first for _, _, first, _ in folder.segments()] == [26]
     assert verify(tmp_path / "run", tmp_path / "staging").ok
-    assert read_notes(folder, read_run_id(folder)).policy == policy
+    assert read_journal(folder, read_run_id(folder)).policy == policy
 
 
 def test_without_a_step_the_newest_committed_one_is_pinned(tmp_path: Path) -> None:
@@ -171,5 +171,5 @@ def test_a_run_whose_retention_changes_says_so(tmp_path: Path) -> None:
     for setting, policy in ((3, Retention(3)), (None, None), (Retention(2, 7), Retention(2, 7))):
         loop = Loop(tmp_path, settings={"retention": setting})
         loop.attach()
-        assert read_notes(folder, read_run_id(folder)).policy == policy
+        assert read_journal(folder, read_run_id(folder)).policy == policy
         loop.checkpointer.close()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowdiff.core.digest import join
-from lowdiff.core.layout import bits, flat, shard_owners
+from lowdiff.core.layout import bits, flat, share_owners
 from lowdiff.model.binding import Attached, describe
 from lowdiff.model.watch import Seen, Watch
 from lowdiff.types import AverageStep, Bits
@@ -216,7 +216,7 @@ def test_an_average_that_the_step_does_not_name_is_let_alone() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_divide_the_parameters_and_look_at_one_other_share_in_turn(world_size: int) -> None:
     ranks = [Model(ranks=(rank, world_size)) for rank in range(world_size)]
-    owners = shard_owners(ranks[0].attached.layout, world_size)
+    owners = share_owners(ranks[0].attached.layout, world_size)
     shares = [[i for i, o in enumerate(owners) if o == rank] for rank in range(world_size)]
     for rank, made in enumerate(ranks):
         watched = set()

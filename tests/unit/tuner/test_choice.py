@@ -261,5 +261,5 @@ def test_limits_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_a_retention_says_how_many_snapshots_are_kept_if_it_says_a_number() -> None:
     limits = Limits(loss_steps=8, kept_snapshots=3)
-    assert limits.keeping(5) == Limits(loss_steps=8, kept_snapshots=5)
-    assert limits.keeping(None) == limits
+    assert limits.with_snapshots(5) == Limits(loss_steps=8, kept_snapshots=5)
+    assert limits.with_snapshots(None) == limits

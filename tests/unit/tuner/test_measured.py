@@ -9,10 +9,15 @@ from lowdiff.errors import ConfigError
 from lowdiff.tuner.choice import Limits, recommend
 from lowdiff.tuner.costs import writer_share
 from lowdiff.tuner.failures import FailureRates
-from lowdiff.tuner.measured import ASSUMED_RESTART_SECONDS, Life, failures_of, measure
+from lowdiff.tuner.measured import (
+    ASSUMED_RESTART_SECONDS,
+    MeasuredIncarnation,
+    failures_of,
+    measure,
+)
 
 
-def life(number: int = 0, **facts: Any) -> Life:
+def life(number: int = 0, **facts: Any) -> MeasuredIncarnation:
     samples = {
         "iteration_seconds": [0.5, 0.5, 0.52, 9.0, 0.48],
         "differential_seconds": [0.004] * 5,
@@ -24,7 +29,7 @@ def life(number: int = 0, **facts: Any) -> Life:
         "batch_steps": [4.0] * 4,
         "snapshot_write_seconds": [1.0, 1.0],
     }
-    return Life(number, samples, {"snapshot_bytes": 100e6, "elements": 8e6, **facts})
+    return MeasuredIncarnation(number, samples, {"snapshot_bytes": 100e6, "elements": 8e6, **facts})
 
 
 def test_bandwidth_comes_from_snapshots_and_latency_from_batches() -> None:
@@ -58,7 +63,7 @@ SMALL = {
 
 def test_fsyncs_of_a_small_model_are_latency_and_no_bandwidth() -> None:
     facts = {"snapshot_bytes": 47e3, "elements": 4e3}
-    small = Life(0, {**life().samples, **SMALL}, facts)
+    small = MeasuredIncarnation(0, {**life().samples, **SMALL}, facts)
     measured = measure([small], world_size=1)
     costs = measured.costs
     assert measured.estimates["write_bytes_per_second"].source == "measured"
@@ -107,10 +112,10 @@ def test_a_store_that_has_no_snapshot_yet_is_known_by_its_batches() -> None:
     assert (costs.store_bytes_per_second, costs.store_latency_seconds) == (10e6, 0.0)
 
 
-def resumed(**facts: Any) -> Life:
+def resumed(**facts: Any) -> MeasuredIncarnation:
     """Two commits after a resume: no snapshot, no durable write yet."""
     samples = {"iteration_seconds": [0.7], "differential_seconds": [0.005] * 2, "step_bytes": [3e6]}
-    return Life(1, samples, {"elements": 8e6, **facts})
+    return MeasuredIncarnation(1, samples, {"elements": 8e6, **facts})
 
 
 MACHINE: dict[str, Any] = {"processor": "a", "cores": 2.0, "world_size": 2.0}
@@ -193,7 +198,7 @@ def test_replay_that_was_timed_itself_is_believed() -> None:
 
 def test_a_run_without_steps_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match="lowdiff plan"):
-        measure([Life(0, {}, {})], world_size=1)
+        measure([MeasuredIncarnation(0, {}, {})], world_size=1)
     with pytest.raises(ConfigError, match="lowdiff plan"):
         measure([], world_size=1)
 

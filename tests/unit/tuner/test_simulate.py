@@ -29,10 +29,10 @@ others_of = partial(alternatives, num_nodes=2048, network_bytes_per_second=10e9)
 
 
 def run(
-    strategy: Strategy, model: FailureModel, *, days: float, step: float, replicas: int = 200
+    strategy: Strategy, model: FailureModel, *, days: float, step: float, trials: int = 200
 ) -> Simulated:
     rng = np.random.default_rng(3)
-    trace = trace_for(model, horizon_seconds=days * DAYS, replicas=replicas, rng=rng)
+    trace = trace_for(model, horizon_seconds=days * DAYS, trials=trials, rng=rng)
     return simulate(strategy, trace, useful_step_seconds=step, horizon_seconds=days * DAYS)
 
 
@@ -131,7 +131,7 @@ def test_a_run_of_16384_gpus_for_54_days_is_ranked_as_expected() -> None:
 
 def test_weibull_failures_come_as_often_but_in_clusters() -> None:
     rng = np.random.default_rng(0)
-    clustered = draw_trace(FailureModel(100.0, shape=0.7), failures=500, replicas=200, rng=rng)
+    clustered = draw_trace(FailureModel(100.0, shape=0.7), failures=500, trials=200, rng=rng)
     assert clustered.gaps.mean() == pytest.approx(100.0, rel=0.03)
     assert clustered.gaps.std() > 1.3 * 100.0
 
@@ -161,6 +161,6 @@ def test_a_checkpoint_counts_once_it_is_written() -> None:
 
 
 def test_a_trace_that_is_too_short_is_refused() -> None:
-    trace = draw_trace(FailureModel(10.0), failures=3, replicas=2, rng=np.random.default_rng(0))
+    trace = draw_trace(FailureModel(10.0), failures=3, trials=2, rng=np.random.default_rng(0))
     with pytest.raises(ConfigError, match="longer"):
         simulate(no_checkpoints(CLUSTER), trace, useful_step_seconds=6.0, horizon_seconds=1e6)

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 import lowdiff
-from lowdiff.core.layout import bits, flat, shard_owners
+from lowdiff.core.layout import bits, flat, share_owners
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format import value_types as value_forms
 from lowdiff.persistence.format.codec import CODINGS, Codec
@@ -308,7 +308,7 @@ def test_the_page_names_every_type_code_and_coding() -> None:
     table = DOC[DOC.index("| code | type | parts |") : DOC.index("Nesting is at most")]
     rows = re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE)
     on_page = {int(code) for row in rows for code in row.split(",")}
-    forms = [*value_forms._FORMS.values(), *value_forms._torch_forms().values()]
+    forms = [*value_forms._PLAIN_TYPES.values(), *value_forms._torch_types().values()]
     assert on_page == {form.code for form in forms}
     assert "coding: " + ", ".join(f"{i} {name}" for i, name in enumerate(CODINGS)) in DOC
 
@@ -390,7 +390,7 @@ def test_a_ranks_share_is_the_one_on_the_page(world_size: int) -> None:
         rank = min(range(world_size), key=lambda r: held[r])
         held[rank] += specs[i].nbytes
         owners[i] = rank
-    assert shard_owners(Layout(tuple(specs)), world_size) == [owners[i] for i in range(len(specs))]
+    assert share_owners(Layout(tuple(specs)), world_size) == [owners[i] for i in range(len(specs))]
 
 
 def test_residual_slots_lie_as_the_page_says(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lowdiff.persistence.format.image import Manifest, manifest_file, shard_file
 from lowdiff.persistence.retention.collect import check_snapshots, collect, take_inventory
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import create_run, write_fence
-from lowdiff.persistence.run.journal import Collected, Pin, read_notes, write_pin
+from lowdiff.persistence.run.journal import Collected, Pin, read_journal, write_pin
 from lowdiff.types import Retention
 from tests.mounts import tmpfs_or_skip
 from tests.unit.persistence.made_runs import RUN_ID
@@ -106,7 +106,7 @@ def test_killed_before_any_deletion_it_leaves_only_complete_things(
             for step in found:  # whoever is listed is whole
                 assert len(list(folder.snapshot(0, step).glob("rank-*.safetensors"))) == 2
             assert 20 in found
-            assert read_notes(folder, RUN_ID).collected == Collected(((0, 1, 20),))
+            assert read_journal(folder, RUN_ID).collected == Collected(((0, 1, 20),))
         else:
             break
     assert deletions == 2 * (2 + 2) + 2 * 2  # manifests and shards, then segments
@@ -164,7 +164,7 @@ def test_a_full_disk_is_freed(tmp_path: Path) -> None:
             write_json(disk / "another", {})
         collect(folder, RUN_ID, Retention(1))
         assert on_disk(folder) == ([30], [(0, 31), (1, 31)])
-        assert read_notes(folder, RUN_ID).collected == Collected(((0, 1, 30),))
+        assert read_journal(folder, RUN_ID).collected == Collected(((0, 1, 30),))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -191,7 +191,7 @@ def test_what_will_be_missing_is_written_down_once_snapshots_made_room_for_it(
         collect(folder, RUN_ID, Retention(1))
         assert snapshots == [[0, 10, 20, 30], [30]]
         assert on_disk(folder) == ([30], [(0, 31)])
-        assert read_notes(folder, RUN_ID).collected == Collected(((0, 1, 30),))
+        assert read_journal(folder, RUN_ID).collected == Collected(((0, 1, 30),))
 
 
 def test_segments_stay_where_nothing_makes_room_for_a_word_about_them(

@@ -14,7 +14,7 @@ from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordKind, read_records
 from lowdiff.persistence.retention.staging import StagingVerdict, clear_staging
 from lowdiff.persistence.run.fences import create_run, write_fence
-from lowdiff.persistence.run.journal import note_collected
+from lowdiff.persistence.run.journal import write_collected
 from lowdiff.persistence.run.owner import claim, staging_of_run
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import WriterSettings
@@ -129,7 +129,7 @@ def test_steps_that_are_durable_no_more_keep_the_folder(run: RunFolder) -> None:
     flip(path, records[3].offset + 8)
     assert cleared(stage).reason == "steps 4 to 6 are here only; the next attach moves them"
     assert stage.root.exists()
-    note_collected(run, RUN_ID, [(0, 1, 6)])
+    write_collected(run, RUN_ID, [(0, 1, 6)])
     assert cleared(stage).goes
 
 
@@ -157,7 +157,7 @@ def test_a_life_that_the_run_has_gone_on_without_stays(run: RunFolder, known: st
         write_fence(run, fence(0, life=known))
     reason = cleared(stage).reason
     assert reason.startswith("steps 1 to 3 may be here only: ")
-    assert "has gone on without this life 0" in reason
+    assert "has gone on without incarnation 0" in reason
     shutil.rmtree(run.root / "incarnations", ignore_errors=True)
     write_fence(run, fence(0))
     assert cleared(stage).goes

@@ -90,8 +90,8 @@ def test_full_windows_of_all_kinds_fit_on_a_page(tmp_path: Path) -> None:
     for kind in range(9):
         for number in range(3 * WINDOW):
             recorder.observe(f"a_long_name_of_samples_{kind}", number / 3)
-    recorder.note(**{f"a_name_of_a_fact_{i}": 1 / 3 for i in range(16)})
-    recorder.note(processor="p" * 60, host="h" * 60)
+    recorder.set_facts(**{f"a_name_of_a_fact_{i}": 1 / 3 for i in range(16)})
+    recorder.set_facts(processor="p" * 60, host="h" * 60)
     for _ in range(3):
         recorder.publish()
     samples, facts = read_recorded(tmp_path / "page")
@@ -108,7 +108,7 @@ def test_a_page_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
     (tmp_path / "page").unlink()
     recorder = Recorder(tmp_path / "page")
     assert read_recorded(tmp_path / "page") == ({}, {})
-    recorder.note(steps=2.0)
+    recorder.set_facts(steps=2.0)
     recorder.publish()
     assert read_recorded(tmp_path / "page") == ({}, {"steps": 2.0})
 
@@ -117,7 +117,7 @@ def test_pages_of_trainer_and_writer_make_one_document(tmp_path: Path) -> None:
     staging = StagingFolder(tmp_path, 3, 1)
     trainer, writer = Recorder(staging.measured_by_trainer), Recorder(staging.measured_by_writer)
     trainer.observe("iteration_seconds", 0.5)
-    trainer.note(steps=4.0)
+    trainer.set_facts(steps=4.0)
     trainer.publish()
     writer.observe("batch_seconds", 0.1)
     writer.publish()
@@ -126,7 +126,7 @@ def test_pages_of_trainer_and_writer_make_one_document(tmp_path: Path) -> None:
     assert found.samples == {"iteration_seconds": (0.5,), "batch_seconds": (0.1,)}
     assert found.facts == {"steps": 4.0}
     assert (found.ended, found.decisions) == ("died", [{"step": 8}])
-    trainer.note(ended="closed")
+    trainer.set_facts(ended="closed")
     trainer.publish()
     assert gather_measurements(staging, "00" * 16, 2, ended="died").ended == "closed"
 

@@ -114,7 +114,7 @@ def test_a_dead_store_delays_a_writers_end_only_so_long(
     tmp_path: Path, server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = settings_in(
-        tmp_path, store=server.url("dead"), store_patience_seconds=0.5, batch_size=1
+        tmp_path, store=server.url("dead"), store_timeout_seconds=0.5, batch_size=1
     )
     log = log_of(settings)
     with server.away():

@@ -75,7 +75,7 @@ def uploaded(settings: WriterSettings, durable: int) -> WriterStatus:
     uploader.adopted()
     uploader.end()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lowdiff.persistence.store.uploader._ATTEMPT_SECONDS", 0.0)
+        patch.setattr("lowdiff.persistence.store.uploader._RETRY_SECONDS", 0.0)
         asyncio.run(uploader.run())
     return page.status
 
@@ -217,7 +217,7 @@ def test_trouble_with_segments_holds_up_no_snapshot(
         raise PermissionError(errno.EACCES, "Permission denied", "run/segments")
 
     monkeypatch.setattr("lowdiff.persistence.store.uploader.Uploader._upload_segments", upload)
-    monkeypatch.setattr("lowdiff.persistence.store.uploader._ATTEMPT_SECONDS", 0.0)
+    monkeypatch.setattr("lowdiff.persistence.store.uploader._RETRY_SECONDS", 0.0)
     status = uploaded(settings, 9)
     assert (status.remote_snapshot, status.remote_step) == (9, -1)
     assert "Permission denied: 'run/segments'" in status.remote_error

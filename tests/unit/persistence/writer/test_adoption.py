@@ -24,7 +24,7 @@ from lowdiff.persistence.format.framing import (
 )
 from lowdiff.persistence.format.image import Manifest, manifest_file
 from lowdiff.persistence.run.catalog import scan
-from lowdiff.persistence.run.journal import note_collected
+from lowdiff.persistence.run.journal import write_collected
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import StatusPage, TrainerStatus
@@ -241,7 +241,7 @@ def test_steps_that_a_damaged_segment_held_are_adopted_as_well(tmp_path: Path) -
 def test_what_retention_has_removed_does_not_come_back(tmp_path: Path) -> None:
     dead = predecessor(tmp_path, range(1, 11))
     cut(made_durable(dead), 6, 8)
-    note_collected(dead.folder, RUN_ID, [(0, 1, 4)])
+    write_collected(dead.folder, RUN_ID, [(0, 1, 4)])
     adopt(settings_in(tmp_path, incarnation=1, base_step=10))
     assert stored(dead.folder) == list(range(5, 11))
 

@@ -357,7 +357,7 @@ def test_a_writer_without_trainer_and_run_folder_ends_and_leaves_what_is_staged(
     tmp_path: Path, num_steps: int
 ) -> None:
     """However many batches wait for the first one to be written."""
-    settings = settings_in(tmp_path, folder_patience_seconds=0.0, batch_size=1)
+    settings = settings_in(tmp_path, folder_timeout_seconds=0.0, batch_size=1)
     log = log_of(settings)
     writer = WriterProcess(settings)
     shutil.rmtree(settings.folder.root)

@@ -143,20 +143,20 @@ def test_deaths_are_an_accident_as_long_as_something_is_done_in_between(
     monkeypatch.setattr(detached_process, "_BACKOFF_SECONDS", 1.0)
     deaths = Deaths("the writer", tmp_path / "no such log", 0, logging.getLogger())
     for done in range(20):
-        deaths.note_done([done, -1])
-        assert deaths.note("exit code 3", [done, -1]) == 0.0
+        deaths.take_progress([done, -1])
+        assert deaths.count("exit code 3", [done, -1]) == 0.0
         assert not deaths.error
     # As far as a successor is that has not found out yet where it begins.
-    delays = [deaths.note("exit code 3", [5, -1]) for _ in range(2000)]
+    delays = [deaths.count("exit code 3", [5, -1]) for _ in range(2000)]
     assert delays[:8] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert delays[-1] == 30.0
     assert deaths.successor(3, [5, -1], lambda: pytest.fail("it is not time")) is None
     assert deaths.error.startswith("the writer keeps dying (exit code 3); ")
-    deaths.note_done([19, -1])
+    deaths.take_progress([19, -1])
     assert deaths.error
-    deaths.note_done([19, 0])
+    deaths.take_progress([19, 0])
     assert not deaths.error
-    assert deaths.note("exit code 3", [19, 0]) == 0.0
+    assert deaths.count("exit code 3", [19, 0]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_end_of_the_log_is_quoted_as_one_line(tmp_path: Path, text: bytes, q
     log.write_bytes(text)
     deaths = Deaths("the writer", log, 0, logging.getLogger())
     for _ in range(3):
-        deaths.note("exit code 1", [0])
+        deaths.count("exit code 1", [0])
     assert deaths.error == f"the writer keeps dying (exit code 1); {log} ends: {quoted}"
 
 

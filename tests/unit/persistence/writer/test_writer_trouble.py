@@ -180,7 +180,7 @@ def test_a_full_disk_is_freed_as_soon_as_retention_can(small_disk: Path) -> None
 def test_a_run_folder_that_does_not_answer_is_not_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_in(tmp_path, folder_patience_seconds=0.0)
+    settings = settings_in(tmp_path, folder_timeout_seconds=0.0)
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
         writer = Writer(settings)
