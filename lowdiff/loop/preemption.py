@@ -138,9 +138,7 @@ class _Handlers:
                 notice, watch.notice = watch.notice, None
                 if notice is not None:
                     notice()
-                    text = (
-                        f"{name}: what is staged is made durable now, and each further step at once"
-                    )
+                    text = f"{name}: staged steps become durable now, and each further step at once"
                     warn(_logger, Code.PREEMPTED, text, signal=name)
 
 

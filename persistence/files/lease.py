@@ -175,7 +175,7 @@ class Lease:
             warn(
                 _logger,
                 Code.LEASE_NOT_RETURNED,
-                "the lease %s could not be given back: %s",
+                "the lease %s could not be released: %s",
                 self.path,
                 error,
             )

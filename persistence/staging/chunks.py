@@ -122,7 +122,7 @@ class Chunks:
     def _warn_refused(self, error: StorageError) -> None:
         if not self._is_refused:
             self._is_refused = True
-            text = "rank %d: %s. Until then training waits for what there is; this is said once"
+            text = "rank %d: %s. Until then training waits for free chunks; this is said once"
             warn(_logger, Code.STAGING_FULL, text, self._folder.rank, error)
 
     def _reuse_oldest(self, size: int, durable_step: int) -> None:
