@@ -19,7 +19,8 @@ from torch.amp.grad_scaler import GradScaler
 from lowdiff.attach.discover import agreed_run, fetch_from_store, share_files, shared_out
 from lowdiff.attach.memory import Memory, agree_on_memory
 from lowdiff.attach.past import past_of
-from lowdiff.attach.resume import Start, class_of, load_start, recover_together
+from lowdiff.attach.resume import Start, class_of, load_start
+from lowdiff.attach.together import recover_together
 from lowdiff.commit.image import Live, constant_images
 from lowdiff.commit.meter import RecoveryClock
 from lowdiff.commit.queue import Stager

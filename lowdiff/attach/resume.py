@@ -1,16 +1,14 @@
-"""What an incarnation starts from: the state recovered on every rank, loaded into live objects."""
+"""What an incarnation starts from: the recovered state, loaded into live objects."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from lowdiff.attach.restore import (
-    check_match,
     check_restored,
     load_gradients,
     load_model,
@@ -19,12 +17,10 @@ from lowdiff.attach.restore import (
     load_weights,
     unlike,
 )
-from lowdiff.commit.meter import RecoveryClock
 from lowdiff.compressors import from_settings
 from lowdiff.core.events import printable
 from lowdiff.core.layout import torch_dtype
 from lowdiff.model.averages import followed_names
-from lowdiff.model.binding import Attached
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
 from lowdiff.persistence.files.paths import StagingFolder
@@ -33,11 +29,7 @@ from lowdiff.persistence.format.differentials import read_differential
 from lowdiff.persistence.format.sections import max_payload_bytes
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.protocols import Compressor
-from lowdiff.recovery.damage import judge, refuse_unreadable_newest
-from lowdiff.recovery.engine import Search, Setback, plan_best
 from lowdiff.recovery.plan import spans_of
-from lowdiff.recovery.replay.replayer import ReplayOptions
-from lowdiff.recovery.replay.sizing import local_ranks
 from lowdiff.recovery.state import (
     RNG_ITEM,
     STATEFUL_ITEM,
@@ -171,67 +163,6 @@ def _changes(
             "or of other parameters"
         )
     return found
-
-
-def recover_together(
-    settings: Settings,
-    attached: Attached,
-    catalog: Catalog,
-    ranks: Ranks,
-    step: int | None,
-    clock: RecoveryClock,
-    *,
-    restore: str,
-) -> RecoveredState | None:
-    """The state to start from, the same on every rank; None for a run without history.
-
-    No run is stuck behind a step that does not replay, or behind a snapshot that is damaged: where the
-    newest step is asked for, all ranks go back together to the newest that every one of them reaches.
-
-    Raises:
-        StepNotFound: If nothing leads to the step that was asked for.
-        ReplayMismatch: If a step does not replay, and it was asked for or ``on_error="raise"``.
-        DamagedFile: If the newest step is asked for, and the newest incarnation cannot be read.
-    """
-    for finding in judge(settings.folder, catalog)[0]:
-        _logger.warning("rank %d: %s", ranks.rank, printable(finding.message))
-    if step is None and not any(ranks.gather(_has_history(catalog))):
-        return None  # new, or its only trainer died before its first snapshot was durable
-    if step is None:
-        with ranks.together():
-            refuse_unreadable_newest(catalog)
-    here = local_ranks(ranks.gather)
-    options = ReplayOptions(
-        num_workers=max(1, len(os.sched_getaffinity(0)) // here.count),  # they share its cores
-        progress=clock.progress,
-        device=attached.device,
-        here=here,
-    )
-    search = Search(catalog, step, goes_back=step is None and settings.on_error == "warn")
-    while True:
-        # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
-        with ranks.together():
-            plan = search.plan() if ranks.rank == 0 else None
-        search.goal = ranks.gather(plan and plan.step)[0]
-        with ranks.together():
-            plan = plan or plan_best(search.catalog, search.goal)
-            if restore == "all":
-                check_match(attached, catalog.incarnations[max(catalog.incarnations)])
-            found = search.attempt(plan, options)
-        told = ranks.gather(asdict(found) if isinstance(found, Setback) else None)
-        setbacks = [Setback(**setback) for setback in told if setback is not None]
-        if isinstance(found, RecoveredState) and not setbacks:
-            return found
-        # What one rank cannot use, none does: all go back, and to the same step.
-        del found  # where it is a state, another one takes its place
-        search.learn(setbacks)
-
-
-def _has_history(catalog: Catalog) -> bool:
-    """Whether anything was ever committed, readable or not: then it is not passed over."""
-    return bool(catalog.incarnations or catalog.snapshots or catalog.damage) or any(
-        records.num_differentials for records in catalog.records.values()
-    )
 
 
 def _residual_of(

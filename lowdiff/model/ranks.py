@@ -18,11 +18,15 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.collectives import leave, own_group
+from lowdiff.core.layout import dtype_name, torch_dtype
 from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.persistence.files.durable import make_directory, write_file
 from lowdiff.persistence.format.values import decode, encode
 from lowdiff.protocols import Compressor
 from lowdiff.types import Layout
+
+#: Of a tensor that are sent at once.
+_PIECE_BYTES = 64 << 20
 
 
 class Ranks:
@@ -133,16 +137,45 @@ class Ranks:
                     write_file(target, data)
 
     def _broadcast(self, content: bytes, owner: int) -> bytes:
-        assert self.group is not None
-        source = dist.get_global_rank(self.group, owner)
         size = torch.tensor([len(content)], device="cpu")
-        dist.broadcast(size, source, group=self.group)
+        self._send(size, owner)
         buffer = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         if self.rank == owner and content:
             buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         if len(buffer):
-            dist.broadcast(buffer, source, group=self.group)
+            self._send(buffer, owner)
         return buffer.numpy().tobytes()
+
+    def spread(self, mine: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Bring tensors that only other ranks have, each from the first rank that has it.
+
+        Args:
+            mine: Name -> tensor on the host, flat. Equal names hold equal bits.
+
+        Yields:
+            Name and tensor of each that this rank lacks; every rank takes all of its own.
+        """
+        forms = {name: [dtype_name(t.dtype), t.numel()] for name, t in mine.items()}
+        tables: list[dict[str, list[Any]]] = self.gather(forms)
+        for name in sorted(set().union(*tables)):
+            holders = [rank for rank, table in enumerate(tables) if name in table]
+            if len(holders) == self.world_size:
+                continue
+            dtype, numel = tables[holders[0]][name]
+            values = (
+                mine[name].contiguous()
+                if self.rank == holders[0]
+                else torch.empty(numel, dtype=torch_dtype(dtype), device="cpu")
+            )
+            for piece in values.view(torch.uint8).split(_PIECE_BYTES) if numel else ():
+                self._send(piece, holders[0])
+            if name not in mine:
+                yield name, values
+
+    def _send(self, buffer: torch.Tensor, owner: int) -> None:
+        """Fill a buffer on every rank with the owner's."""
+        assert self.group is not None
+        dist.broadcast(buffer, dist.get_global_rank(self.group, owner), group=self.group)
 
     def close(self) -> None:
         """Leave the group."""

@@ -82,6 +82,29 @@ class ImageHeader:
     entries: tuple[ImageEntry, ...]
 
 
+class PartSums:
+    """CRC-32C of each part of an image, whose bytes come in pieces of any size.
+
+    Attributes:
+        found: Of the header, then of each tensor; complete once all bytes were added.
+    """
+
+    def __init__(self, header_bytes: int, entries: Sequence[ImageEntry]) -> None:
+        self._left = [header_bytes, *(entry.nbytes for entry in entries)]
+        self._at = 0
+        self.found = [0] * len(self._left)
+
+    def add(self, data: memoryview) -> None:
+        """Take the next bytes of the image."""
+        while data:
+            while not self._left[self._at]:
+                self._at += 1
+            own = data[: self._left[self._at]]
+            self.found[self._at] = crc32c(own, self.found[self._at])
+            self._left[self._at] -= len(own)
+            data = data[len(own) :]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageTensor(ImageEntry):
     """One tensor to be copied into an image.
@@ -100,6 +123,8 @@ class Manifest:
     Attributes:
         bytes: Length of the shard's file.
         checksum: CRC-32C of the whole file.
+        parts: CRC-32C of its header, then of each tensor in the order of their bytes, so that a part
+            of the file can be believed without the rest.
     """
 
     run_id: str
@@ -109,6 +134,7 @@ class Manifest:
     world_size: int
     bytes: int
     checksum: int
+    parts: tuple[int, ...]
 
     def document(self) -> dict[str, Any]:
         """As JSON content."""
@@ -124,7 +150,10 @@ class Manifest:
         document = read_json(path)
         try:
             check_types(cls, document)
-            return cls(**document)
+            parts = document.get("parts")
+            if type(parts) is not list or any(type(part) is not int for part in parts):
+                raise TypeError(f"parts is {parts!r:.40}")
+            return cls(**{**document, "parts": tuple(parts)})
         except TypeError as error:
             raise DamagedFile(path, f"not a manifest ({error})") from error
 

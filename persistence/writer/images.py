@@ -16,7 +16,13 @@ from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.document import write_json
-from lowdiff.persistence.format.image import Manifest, manifest_file, shard_file
+from lowdiff.persistence.format.image import (
+    Manifest,
+    PartSums,
+    manifest_file,
+    read_image_header,
+    shard_file,
+)
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import require_run
 from lowdiff.persistence.staging.settings import WriterSettings
@@ -89,7 +95,7 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
     target = shard_file(folder, settings.rank)
     partial = target.with_name(target.name + ".partial")
     try:
-        await _copy_image(image, partial)
+        parts = await _copy_image(image, partial)
     except OSError:
         partial.unlink(missing_ok=True)  # what is left of the disk is for differentials
         raise
@@ -101,6 +107,7 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
         world_size=settings.world_size,
         bytes=image.bytes,
         checksum=image.checksum,
+        parts=tuple(parts),
     )
     # Looked at again: the copy of a large image takes long.
     await asyncio.to_thread(require_run, settings.folder, settings.run_id)
@@ -110,15 +117,31 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
     await asyncio.to_thread(write_json, manifest_file(folder, settings.rank), manifest.document())
 
 
-async def _copy_image(mark: StagedImage, partial: Path) -> None:
+async def _copy_image(mark: StagedImage, partial: Path) -> list[int]:
+    """Copy a staged image; the checksums of its parts."""
     source = read_view(mark.image)[: mark.bytes]
-    checksum = 0
+    checksum, sums = 0, _part_sums(mark)
     async with aiofiles.open(partial, "wb") as file:
         for start in range(0, mark.bytes, _COPY_BYTES):
             piece = source[start : start + _COPY_BYTES]
             checksum = crc32c(piece, checksum)
+            sums.add(piece)
             await file.write(piece)
         await file.flush()
         await asyncio.to_thread(os.fsync, file.fileno())
     if checksum != mark.checksum:
-        raise StorageError(f"the staged snapshot of step {mark.step} changed before it was durable")
+        raise _changed(mark)
+    return sums.found
+
+
+def _part_sums(mark: StagedImage) -> PartSums:
+    try:
+        with mark.image.open("rb", buffering=0) as file:
+            header = read_image_header(file.fileno())
+    except (ValueError, LookupError, TypeError, EOFError) as error:
+        raise _changed(mark) from error
+    return PartSums(header.bytes, header.entries)
+
+
+def _changed(mark: StagedImage) -> StorageError:
+    return StorageError(f"the staged snapshot of step {mark.step} changed before it was durable")

@@ -41,7 +41,7 @@ from lowdiff.types import (
 )
 
 DOC = Path(__file__).parents[4].joinpath("docs", "format.md").read_text()
-GOLDEN = Path(__file__).parents[3] / "golden" / "v3" / "run"
+GOLDEN = Path(__file__).parents[3] / "golden" / "v4" / "run"
 RUN_ID = "00112233445566778899aabbccddeeff"
 
 EXAMPLE = Differential(
@@ -119,7 +119,7 @@ def read_segment(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Section 4: the file header, and each record's header with its body."""
     head = struct.unpack_from("<8sHHIIIQ16s12xI", data)
     assert head[0] == b"LOWDIFF\n"
-    assert head[1:3] == (3, 2)
+    assert head[1:3] == (4, 2)
     assert head[-1] == crc32c(data[:60])
     file = dict(
         zip(("incarnation", "rank", "world_size", "first", "run_id"), head[3:8], strict=True)
