@@ -136,7 +136,7 @@ def test_ranks_go_back_together_where_one_of_them_reads_damage(pool: Pool, tmp_p
         shutil.rmtree(tmp_path / f"staging-{rank}")
     newest = max((tmp_path / "run-1/snapshots").iterdir())
     assert newest.name.endswith("s0000000008")
-    flip(newest / "rank-0000.safetensors", 3000)
+    flip(newest / "rank-0001.safetensors", 3000)
     lived = history(pool, build, tmp_path, until=9, run="run-{rank}", **life)
     assert [life.resumed for life in lived.lives[-1]] == [4, 4]
 

@@ -43,6 +43,7 @@ from lowdiff.types import (
 DOC = Path(__file__).parents[4].joinpath("docs", "format.md").read_text()
 GOLDEN = Path(__file__).parents[3] / "golden" / "v4" / "run"
 RUN_ID = "00112233445566778899aabbccddeeff"
+SHORT = (",", ":")
 
 EXAMPLE = Differential(
     step=201,
@@ -281,7 +282,9 @@ def test_the_manifest_on_the_page_is_whole(tmp_path: Path) -> None:
     document = json.loads(text)
     assert read_json(path) == {k: v for k, v in document.items() if k not in ("format", "crc32c")}
     checksum = document.pop("crc32c")
-    inner = ",".join(f'"{key}":{json.dumps(document[key])}' for key in sorted(document))
+    inner = ",".join(
+        f'"{key}":{json.dumps(document[key], separators=SHORT)}' for key in sorted(document)
+    )
     assert checksum == crc32c(f"{{{inner}}}".encode("ascii"))
 
 
