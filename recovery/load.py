@@ -54,7 +54,8 @@ class Share:
     Attributes:
         parameters: Names of those that it reads, with their optimizer state and averages.
         items: The rank, of those that took the snapshot, whose item tensors it goes on with.
-        residual: The one whose residual it goes on with; None if it needs all of them.
+        residual: The one whose residual it goes on with; None if it takes part in the mean of all: then it
+            reads what they owe of its parameters.
     """
 
     parameters: frozenset[str]
@@ -273,7 +274,9 @@ def _is_in(name: str, share: Share, rank: int, parameters: Container[str]) -> bo
     if _is_item(name):
         return rank == share.items
     if name.startswith(RESIDUAL):
-        return share.residual in (None, rank)
+        owner = parameter_of(name.removeprefix(RESIDUAL), parameters)
+        is_mine = owner is None or owner in share.parameters
+        return share.residual == rank or (share.residual is None and is_mine)
     prefix, _, rest = name.partition("/")
     if prefix + "/" == OPTIMIZER:
         rest = entry_of(rest, parameters)[1]
@@ -296,12 +299,17 @@ def entry_of(name: str, parameters: Container[str]) -> tuple[int, str, str]:
         KeyError: If it names none of the parameters.
     """
     index, _, rest = name.partition("/")
-    parameter, _, _ = rest.rpartition("/")
-    while parameter not in parameters:
-        if not parameter:
-            raise KeyError(name)
-        parameter, _, _ = parameter.rpartition("/")
+    parameter = parameter_of(rest.rpartition("/")[0], parameters)
+    if parameter is None:
+        raise KeyError(name)
     return int(index), parameter, rest[len(parameter) + 1 :]
+
+
+def parameter_of(name: str, parameters: Container[str]) -> str | None:
+    """Which parameter ``PARAMETER`` or ``PARAMETER/MORE`` is of; None if none."""
+    while name and name not in parameters:
+        name, _, _ = name.rpartition("/")
+    return name or None
 
 
 def _flat(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:

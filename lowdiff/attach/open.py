@@ -197,7 +197,7 @@ def open_session(
                     settings, attached, catalog, ranks, step, clock, restore=restore
                 )
             with ranks.together():
-                start = load_start(settings, given, catalog, ranks, state, restore)
+                start = load_start(settings, given, ranks, state, restore)
                 if lock.is_lost(look=True):  # recovery may have taken hours
                     raise lock.taken_over()
                 past.facts.update(clock.facts(state))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from lowdiff.attach.inherit import inherit_residual
 from lowdiff.attach.restore import check_match
 from lowdiff.commit.meter import RecoveryClock
 from lowdiff.core.events import printable
@@ -36,7 +37,7 @@ def recover_together(
     """The state to start from; None for a run without history.
 
     Parameters, optimizer state and averages are the same on every rank. Of items that are tensors, and
-    of residuals, a rank has those with which it goes on itself.
+    of residuals, a rank has only what it goes on with itself.
 
     No run is stuck behind a step that does not replay, or behind a snapshot that is damaged: where the
     newest step is asked for, all ranks go back together to the newest that every one of them reaches.
@@ -65,6 +66,8 @@ def recover_together(
     search = Search(catalog, step, goes_back=step is None and settings.on_error == "warn")
     state = search.run(options, ranks)
     exchange(state, ranks)
+    if restore == "all":
+        inherit_residual(settings, catalog, state, attached.layout, ranks)
     return state
 
 

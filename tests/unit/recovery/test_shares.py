@@ -95,7 +95,7 @@ def test_items_are_those_that_lives_hand_on(
     ("world_size", "lives", "own"),
     [(2, [2], True), (2, [2, 2], True), (3, [2], False), (2, [3, 2], False), (2, [2, 3], False)],
 )
-def test_a_rank_reads_its_own_residual_unless_it_needs_the_mean(
+def test_a_rank_reads_its_own_residual_unless_all_take_the_mean(
     world_size: int, lives: list[int], own: bool
 ) -> None:
     made = [life(number, ranks) for number, ranks in enumerate(lives)]
