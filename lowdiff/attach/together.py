@@ -77,7 +77,7 @@ def exchange(state: RecoveredState, ranks: Ranks) -> None:
         return
     own = {name: values for name, _, values in aligned_tensors(state)}
     names = {spec.name for spec in state.fence.layout.parameters}
-    for full_name, values in ranks.spread(own):
+    for full_name, values in ranks.spread(own).items():
         home, key, _ = place_of(state, full_name, names)
         home[key] = values
     for numbers in ranks.gather(other_numbers(state)):
