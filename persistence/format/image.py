@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -90,6 +90,7 @@ class PartSums:
     """
 
     def __init__(self, header_bytes: int, entries: Sequence[ImageEntry]) -> None:
+        """Begin with the lengths of the parts, which together are all that is added."""
         self._left = [header_bytes, *(entry.nbytes for entry in entries)]
         self._at = 0
         self.found = [0] * len(self._left)
@@ -191,14 +192,30 @@ def read_image_header(descriptor: int) -> ImageHeader:
         OSError: If it cannot be read.
         EOFError, ValueError, LookupError, TypeError: If it is no image.
     """
-    file_bytes = os.fstat(descriptor).st_size
-    length = bytearray(_LENGTH_BYTES)
-    read_whole(descriptor, 0, memoryview(length))
+
+    def read(start: int, size: int) -> bytearray:
+        data = bytearray(size)
+        read_whole(descriptor, start, memoryview(data))
+        return data
+
+    return _header(read, os.fstat(descriptor).st_size)
+
+
+def header_of(image: memoryview) -> ImageHeader:
+    """What an image in memory says of its tensors.
+
+    Raises:
+        EOFError, ValueError, LookupError, TypeError: If it is no image.
+    """
+    return _header(lambda start, size: bytearray(image[start : start + size]), len(image))
+
+
+def _header(read: Callable[[int, int], bytearray], file_bytes: int) -> ImageHeader:
+    length = read(0, _LENGTH_BYTES)
     text_bytes = int.from_bytes(length, "little")
     if not 0 < text_bytes <= min(file_bytes - _LENGTH_BYTES, _MOST_HEADER_BYTES):
         raise ValueError(f"its header is said to have {text_bytes} bytes")
-    text = bytearray(text_bytes)
-    read_whole(descriptor, _LENGTH_BYTES, memoryview(text))
+    text = read(_LENGTH_BYTES, text_bytes)
     entries = _entries(text)
     header = ImageHeader(_LENGTH_BYTES + text_bytes, crc32c(text, crc32c(length)), entries)
     if header.bytes + sum(entry.nbytes for entry in entries) != file_bytes:

@@ -19,8 +19,8 @@ from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import (
     Manifest,
     PartSums,
+    header_of,
     manifest_file,
-    read_image_header,
     shard_file,
 )
 from lowdiff.persistence.run.catalog import complete_snapshots
@@ -120,7 +120,11 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
 async def _copy_image(mark: StagedImage, partial: Path) -> list[int]:
     """Copy a staged image; the checksums of its parts."""
     source = read_view(mark.image)[: mark.bytes]
-    checksum, sums = 0, _part_sums(mark)
+    try:
+        header = header_of(source)
+    except (ValueError, LookupError, TypeError) as error:
+        raise _changed(mark) from error
+    checksum, sums = 0, PartSums(header.bytes, header.entries)
     async with aiofiles.open(partial, "wb") as file:
         for start in range(0, mark.bytes, _COPY_BYTES):
             piece = source[start : start + _COPY_BYTES]
@@ -132,15 +136,6 @@ async def _copy_image(mark: StagedImage, partial: Path) -> list[int]:
     if checksum != mark.checksum:
         raise _changed(mark)
     return sums.found
-
-
-def _part_sums(mark: StagedImage) -> PartSums:
-    try:
-        with mark.image.open("rb", buffering=0) as file:
-            header = read_image_header(file.fileno())
-    except (ValueError, LookupError, TypeError, EOFError) as error:
-        raise _changed(mark) from error
-    return PartSums(header.bytes, header.entries)
 
 
 def _changed(mark: StagedImage) -> StorageError:

@@ -23,12 +23,15 @@ from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import (
     ImageTensor,
     Manifest,
+    PartSums,
     check_shard,
+    header_of,
     manifest_file,
     shard_file,
     stage_image,
 )
 from lowdiff.persistence.run.catalog import complete_snapshots
+from tests.unit.recovery.training import part_sums
 
 RUN_ID = "00112233445566778899aabbccddeeff"
 CODES = {
@@ -160,6 +163,18 @@ def test_the_bytes_of_a_small_image_are_pinned(tmp_path: Path) -> None:
     assert path.read_bytes() == (
         (184).to_bytes(8, "little") + padded + bytes.fromhex("0000803f000000c0803f00c0")
     )
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 64, 1 << 20])
+def test_sums_of_parts_do_not_depend_on_the_pieces(tmp_path: Path, piece_bytes: int) -> None:
+    path = tmp_path / "image"
+    staged(path, {**TENSORS, "none": torch.empty(0)})
+    image = memoryview(path.read_bytes())
+    header = header_of(image)
+    sums = PartSums(header.bytes, header.entries)
+    for start in range(0, len(image), piece_bytes):
+        sums.add(image[start : start + piece_bytes])
+    assert sums.found == part_sums(bytes(image))
 
 
 # Its manifests
