@@ -141,21 +141,21 @@ class Search:
         while True:
             # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
             with company.together():
-                plan = self.plan() if company.rank == 0 else None
+                plan = self._plan() if company.rank == 0 else None
             self.goal = company.gather(plan and plan.step)[0]
             with company.together():
                 plan = plan or plan_best(self.catalog, self.goal)
                 own = reporting(options, progress, 0, len(plan.steps))
-                found = self.attempt(plan, own, company.rank, company.world_size)
+                found = self._attempt(plan, own, company)
             told = company.gather(asdict(found) if isinstance(found, Setback) else None)
             setbacks = [Setback(**setback) for setback in told if setback is not None]
             if isinstance(found, RecoveredState) and not setbacks:
                 return found
             # What one rank cannot use, none does: all go back, and to the same step.
             del found  # where it is a state, another one takes its place
-            self.learn(setbacks)
+            self._learn(setbacks)
 
-    def plan(self) -> MemoryPlan | RecoveryPlan:
+    def _plan(self) -> MemoryPlan | RecoveryPlan:
         """Plan the way to the goal, or to the newest step where nothing leads to the goal any more.
 
         Raises:
@@ -180,12 +180,8 @@ class Search:
         self.goal = plan.step
         return plan
 
-    def attempt(
-        self,
-        plan: MemoryPlan | RecoveryPlan,
-        options: ReplayOptions,
-        rank: int = 0,
-        world_size: int = 1,
+    def _attempt(
+        self, plan: MemoryPlan | RecoveryPlan, options: ReplayOptions, company: Company
     ) -> RecoveredState | Setback:
         """Carry a rank's share of a plan out, or say what the next one has to go around.
 
@@ -195,14 +191,13 @@ class Search:
             RunMismatch: If the run's history does not hold the whole state of that step.
         """
         try:
-            share = None
-            if isinstance(plan, RecoveryPlan):
-                share = share_of(rank, world_size, plan, self.catalog.incarnations)
+            if isinstance(plan, MemoryPlan):
+                return carry_out(self.catalog, plan, options)
+            fences = self.catalog.incarnations
+            share = share_of(company.rank, company.world_size, plan, fences)
             state = carry_out(self.catalog, plan, options, share)
-            if isinstance(plan, RecoveryPlan):
-                lives = dict.fromkeys([plan.base.incarnation, *(s.incarnation for s in plan.steps)])
-                fences = [self.catalog.incarnations[number] for number in lives]
-                refuse_lost_objects(state, fences)
+            lives = dict.fromkeys([plan.base.incarnation, *(s.incarnation for s in plan.steps)])
+            refuse_lost_objects(state, [fences[number] for number in lives])
             return state
         except ReplayMismatch as error:
             failed, why = error.step, str(error)
@@ -235,7 +230,7 @@ class Search:
         _logger.warning("%s; going back to %s", printable(why), where)
         return setback
 
-    def learn(self, setbacks: Sequence[Setback]) -> None:
+    def _learn(self, setbacks: Sequence[Setback]) -> None:
         """Go around what an attempt found, on this rank or on others."""
         damaged = {s.snapshot for s in setbacks if s.snapshot is not None}
         self._damaged += sorted(step for _, step in damaged)
