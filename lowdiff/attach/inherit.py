@@ -35,14 +35,15 @@ def inherit_residual(
     """
     old_ranks = len(state.items)  # not those of the snapshot, which may be of an earlier life
     began: dict[str, torch.Tensor] = {}
-    if len(state.residuals) != old_ranks:
-        # A life with another number of ranks was replayed without its first snapshot: the base is of
-        # the life before it, and with the mean of that every rank began.
-        for name in dict.fromkeys(name for residual in state.residuals for name in residual):
+    is_of_base = len(state.residuals) == old_ranks
+    with ranks.together():
+        # Else a life with another number of ranks was replayed without its first snapshot: the base is
+        # of the life before it, and with the mean of that every rank began.
+        for name in {n for residual in state.residuals for n in residual if not is_of_base}:
             owed = [residual[name] for residual in state.residuals if name in residual]
             began[name] = _mean(owed, len(state.residuals))
     began.update(ranks.spread(began))
-    if len(state.residuals) != old_ranks:
+    if not is_of_base:
         state.residuals = [began] * old_ranks
     is_own = old_ranks == ranks.world_size
     with ranks.together():
