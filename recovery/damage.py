@@ -272,8 +272,9 @@ def _missing_fences(folder: RunFolder, catalog: Catalog) -> Iterator[tuple[int, 
         own = {rank: path for n, rank, path in fences if n == number}
         if number not in catalog.incarnations and not damaged.intersection(own.values()):
             world_size = read_fence(own[min(own)]).world_size if own else 1
-            missing = sorted(set(range(world_size)) - own.keys())
-            yield from ((number, folder.fence(number, rank)) for rank in missing[:1])
+            missing = next((rank for rank in range(world_size) if rank not in own), None)
+            if missing is not None:
+                yield number, folder.fence(number, missing)
 
 
 def _left_something(catalog: Catalog, number: int) -> bool:

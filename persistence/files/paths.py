@@ -64,6 +64,8 @@ _SNAPSHOT_NAME = re.compile(r"i(\d{6})-s(\d{10})")
 _SEGMENT_NAME = re.compile(r"i(\d{6})-s(\d{10})\.seg")
 _ANY_NAME = re.compile(r".+", re.DOTALL)
 _MANIFEST_NAME = re.compile(r"rank-(\d{4})\.json")
+#: Names of files and folders have four digits for a rank.
+MOST_RANKS = 10_000
 _RANK_NAME = re.compile(r"rank-(\d{4})(?:\.json)?")
 _INCARNATION_NAME = re.compile(r"i(\d{6})")
 _MEASUREMENTS_NAME = re.compile(r"i(\d{6})-rank-(\d{4})\.json")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lowdiff.errors import (
+    ConfigError,
     DamagedFile,
     LowDiffError,
     NotARun,
@@ -20,7 +21,7 @@ from lowdiff.errors import (
     StorageError,
 )
 from lowdiff.persistence.files.durable import make_directory
-from lowdiff.persistence.files.paths import RunFolder
+from lowdiff.persistence.files.paths import MOST_RANKS, RunFolder
 from lowdiff.persistence.format.document import check_types, read_json, write_json
 from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
@@ -141,8 +142,11 @@ def write_fence(folder: RunFolder, fence: Fence) -> None:
     """Write one rank's fence durably.
 
     Raises:
+        ConfigError: If there are more ranks than names of files have room for.
         RunInUse: If there is one: another trainer began this incarnation at the same time.
     """
+    if fence.world_size > MOST_RANKS:
+        raise ConfigError(f"a run has at most {MOST_RANKS:,} ranks, and {fence.world_size:,} train")
     path = folder.fence(fence.incarnation, fence.rank)
     make_directory(path.parent)
     try:
@@ -257,7 +261,7 @@ def _check(fence: Fence) -> None:
         or environment.matmul_precision not in _PRECISIONS
     ):
         raise ValueError(f"torch has no mode {environment!r:.200}")
-    if fence.rank >= fence.world_size:
+    if not fence.rank < fence.world_size <= MOST_RANKS:
         raise ValueError(f"rank {fence.rank} of {fence.world_size}")
     texts = [*fence.names.items(), *fence.stateful.items(), (fence.compressor["name"], "")]
     texts += [(o.class_name, name) for o in fence.optimizers for g in o.groups for name in g]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from crc32c import crc32c
 
-from lowdiff.errors import DamagedFile, NotARun, OtherFormat, RunInUse
+from lowdiff.errors import ConfigError, DamagedFile, NotARun, OtherFormat, RunInUse
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder, entries_of
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
-from lowdiff.persistence.format.document import write_json
+from lowdiff.persistence.format.document import read_json, write_json
 from lowdiff.persistence.format.framing import FileHeader, FileKind, RecordKind
 from lowdiff.persistence.format.image import Manifest, manifest_file, shard_file
 from lowdiff.persistence.format.segment_file import SegmentFile
@@ -97,6 +97,18 @@ def test_of_two_that_begin_the_same_incarnation_one_is_refused(folder: RunFolder
         write_fence(folder, fence(0, base=7))
     assert read_fence(folder.fence(0, 0)) == fence(0)
     assert len(list(folder.fence(0, 0).parent.iterdir())) == 1
+
+
+def test_a_fence_of_more_ranks_than_files_have_names_for_is_none(folder: RunFolder) -> None:
+    """A list of so many ranks would take all memory."""
+    with pytest.raises(ConfigError, match="at most 10,000 ranks"):
+        write_fence(folder, fence(3, world_size=10_001))
+    write_fence(folder, fence(3))
+    document = read_json(folder.fence(3, 0))
+    write_json(folder.fence(3, 0), document | {"world_size": 2**31})
+    with pytest.raises(DamagedFile, match="rank 0 of 2147483648"):
+        read_fence(folder.fence(3, 0))
+    assert scan(folder).damage
 
 
 def test_an_incarnation_counts_once_all_its_ranks_wrote_their_fence(folder: RunFolder) -> None:
