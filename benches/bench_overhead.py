@@ -55,8 +55,8 @@ from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.layout import flat, layout_of
 from lowdiff.persistence.format.values import same
 from lowdiff.protocols import Compressor
-from lowdiff.recovery.engine import carry_out
 from lowdiff.recovery.replay.replayer import ReplayOptions
+from lowdiff.recovery.search import carry_out
 from lowdiff.types import Payload
 
 #: Mode of ``watch`` and key of its bound -> target.

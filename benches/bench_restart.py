@@ -6,7 +6,8 @@ A GPT of 30 million parameters is stepped by fused AdamW under a ``Checkpointer`
 a new process with the files evicted from the page cache: recovery of a step that lies 5 to 200
 differentials after its snapshot; the load of that snapshot and as many fused steps alone; and
 ``torch.distributed.checkpoint.load`` of the same state; and the pass in which ``attach`` compares the
-live model and optimizer with what it recovered. Differentials are on disk, not in staging.
+live model and optimizer with what it recovered. Differentials are on disk, not in staging. Beside that a
+run of a small GPT is resumed by one rank and by two, from a snapshot alone: what a rank reads of it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, INK, PALE, RED, Result, arguments, machine, write
 from benches.replay_arms import digest
 from benches.restart_arms import Restart, Turn, take_turn
+from benches.restart_shares import of_two_over_one, shares
 from benches.runs import Places, in_new_process, logged_steps, places
 from lowdiff.recovery.inspect.export import export
 
@@ -92,6 +94,8 @@ def measure(args: argparse.Namespace, where: Places) -> Result:
     for n in counts:
         assert {t.digest for t in turns["recover"][n]} == {live[n]}, f"step {n} differs"
 
+    read = shares(where, _SMOKE_MODEL if args.smoke else GPTConfig(), args.seed)
+
     def median(arm: str, n: int) -> float:
         return statistics.median(t.seconds for t in turns[arm][n])
 
@@ -108,8 +112,11 @@ def measure(args: argparse.Namespace, where: Places) -> Result:
         seed=args.seed,
         machine=facts,
         samples={
-            arm: {str(n): [asdict(t) for t in found] for n, found in own.items()}
-            for arm, own in turns.items()
+            **{
+                arm: {str(n): [asdict(t) for t in found] for n, found in own.items()}
+                for arm, own in turns.items()
+            },
+            "shares": {key: [asdict(t) for t in found] for key, found in read.items()},
         },
         summary={
             "ratio_to_parts": median("recover", target) / median("parts", target),
@@ -117,6 +124,8 @@ def measure(args: argparse.Namespace, where: Places) -> Result:
             "cpu_ratio_to_parts": cpu("recover", target) / cpu("parts", target),
             "compare_seconds": median("compare", target),
             "bit_identical": True,  # asserted above
+            "bytes_read_rank_of_2_over_1": of_two_over_one(read, makers=2),
+            "bytes_read_rank_of_2_over_1_made_by_1": of_two_over_one(read, makers=1),
             **{f"recover_{n}_seconds": median("recover", n) for n in counts},
             **{f"ratio_to_parts_{n}": median("recover", n) / median("parts", n) for n in counts},
             **{

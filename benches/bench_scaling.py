@@ -31,8 +31,8 @@ from benches.runs import Places, places, plan_from
 from lowdiff.compressors import CyclicTopK, PowerSGD, TopK
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.protocols import Compressor
-from lowdiff.recovery.engine import carry_out
 from lowdiff.recovery.replay.replayer import ReplayOptions
+from lowdiff.recovery.search import carry_out
 
 _COLOURS = {"topk": BLUE, "cyclic_topk": GREEN, "powersgd": MUTED, "lowdiff_plus": RED}
 _NEVER = 1 << 40

@@ -11,7 +11,6 @@ from typing import IO, Any
 import torch
 from crc32c import crc32c
 
-from lowdiff.core.crc import joined
 from lowdiff.core.layout import byte_view, dtype_name, shaped
 from lowdiff.persistence.files.checked_copy import read_in_parallel
 from lowdiff.persistence.format.image import (
@@ -20,6 +19,7 @@ from lowdiff.persistence.format.image import (
     SCALARS,
     ImageEntry,
     ImageTensor,
+    PartSums,
     image_header,
     read_image_header,
 )
@@ -134,7 +134,7 @@ def shard_images(state: RecoveredState) -> list[ImageTensor]:
 
 def write_image(
     file: IO[bytes], tensors: Mapping[str, Callable[[], torch.Tensor]]
-) -> tuple[int, int]:
+) -> tuple[int, int, tuple[int, ...]]:
     """Write an image, and hold no more of it than a tensor that is made and a piece of its bytes.
 
     Args:
@@ -142,54 +142,69 @@ def write_image(
         tensors: By name, what makes each of them; called twice.
 
     Returns:
-        Length in bytes and CRC-32C.
+        Length in bytes and CRC-32C, and the CRC-32C of each part as a manifest has them.
     """
     entries = [_entry(name, make()) for name, make in tensors.items()]
     # Widest items first keeps every tensor aligned to its own size.
     entries.sort(key=lambda entry: (-entry.item_bytes, entry.name))
-    size = checksum = 0
-    parts = chain.from_iterable(_pieces(tensors[entry.name]()) for entry in entries)
-    for part in chain([memoryview(image_header(entries))], parts):
-        checksum = crc32c(part, checksum)
-        size += file.write(part)
-    return size, checksum
+    header, size, checksum = memoryview(image_header(entries)), 0, 0
+    sums = PartSums(len(header), entries)
+    pieces = chain.from_iterable(_pieces(tensors[entry.name]()) for entry in entries)
+    for piece in chain([header], pieces):
+        checksum = crc32c(piece, checksum)
+        sums.add(piece)
+        size += file.write(piece)
+    return size, checksum, tuple(sums.found)
 
 
 class ImageReader:
-    """Reads an image once, by several threads."""
+    """Reads an image, or those of its tensors that are wanted, once and by several threads."""
 
-    def __init__(self, descriptor: int, num_threads: int, *, first: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        num_threads: int,
+        *,
+        first: Callable[[str], bool],
+        wanted: Callable[[str], bool] = lambda _: True,
+        parts: Sequence[int] | None = None,
+    ) -> None:
         """Read the header.
 
         Args:
             descriptor: Of the open file.
             num_threads: That read at once.
             first: Whether a tensor of that name is to come before those that are not.
+            wanted: Whether a tensor of that name is read at all.
+            parts: What a manifest says of header and tensors; None if nothing does.
 
         Raises:
             OSError: If the file cannot be read.
-            EOFError, ValueError, LookupError, TypeError: If it is no image.
+            EOFError, ValueError, LookupError, TypeError: If it is no image, or another one.
         """
         self._header = read_image_header(descriptor)
         self._descriptor = descriptor
         self._num_threads = num_threads
-        self._is_first = first
-        #: By its offset: length and CRC-32C of what was read there.
-        self._read_at = {0: (self._header.bytes, self._header.checksum)}
+        self._is_first, self._is_wanted = first, wanted
+        self._sums: Mapping[str, int] = {}
+        if parts is not None:
+            self._compare(parts[:1], [self._header.checksum])
+            names = (entry.name for entry in self._header.entries)
+            self._sums = dict(zip(names, parts[1:], strict=True))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors, each in memory of its own, and few of them before they are asked for.
 
         Raises:
             OSError: If the file cannot be read.
-            EOFError, LookupError: If it is no image.
+            EOFError, LookupError, ValueError: If it is no image, or another one.
         """
         for is_first in (True, False):
             offset = self._header.bytes
             batch: list[ImageEntry] = []
             batch_bytes = 0
             for entry in self._header.entries:
-                is_wanted = self._is_first(entry.name) == is_first
+                is_wanted = self._is_wanted(entry.name) and self._is_first(entry.name) == is_first
                 if not is_wanted or batch_bytes + entry.nbytes > _BATCH_BYTES:
                     yield from self._read(batch, offset - batch_bytes)
                     batch, batch_bytes = [], 0
@@ -199,24 +214,20 @@ class ImageReader:
                 offset += entry.nbytes
             yield from self._read(batch, offset - batch_bytes)
 
-    @property
-    def checksum(self) -> int:
-        """CRC-32C of the file, once all tensors were read."""
-        checksum = 0
-        for _, (size, part) in sorted(self._read_at.items()):
-            checksum = joined(checksum, part, size)
-        return checksum
-
     def _read(self, batch: Sequence[ImageEntry], offset: int) -> Iterator[tuple[str, torch.Tensor]]:
         tensors = deque(torch.empty(e.shape, dtype=_DTYPES[e.dtype], device="cpu") for e in batch)
-        parts = [byte_view(tensor) for tensor in tensors if tensor.numel()]
-        size = sum(len(part) for part in parts)
-        if size:
-            checksum = read_in_parallel(self._descriptor, offset, parts, self._num_threads)
-            self._read_at[offset] = (size, checksum)
+        parts = [byte_view(tensor) if tensor.numel() else memoryview(b"") for tensor in tensors]
+        found = read_in_parallel(self._descriptor, offset, parts, self._num_threads)
         del parts
+        if self._sums:
+            self._compare([self._sums[entry.name] for entry in batch], found)
         for entry in batch:
             yield entry.name, tensors.popleft()
+
+    @staticmethod
+    def _compare(told: Sequence[int], found: Sequence[int]) -> None:
+        if list(told) != list(found):
+            raise ValueError("other bytes than were written")
 
 
 def _entry(name: str, tensor: torch.Tensor) -> ImageEntry:

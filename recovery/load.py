@@ -1,4 +1,4 @@
-"""Reading a snapshot into a state: in one pass, checked before anything of it is believed."""
+"""Reading a snapshot, or a share of it, into a state: checked before anything of it is believed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,32 @@ _logger = logging.getLogger(__name__)
 _UNFIT = (LookupError, TypeError, ValueError, AttributeError, EOFError)
 
 
-def load_snapshot(snapshot: SnapshotSet, fence: Fence, num_threads: int) -> RecoveredState:
-    """Read and check every shard of a snapshot.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a snapshot one of the ranks that recover together reads.
+
+    Attributes:
+        parameters: Names of those that it reads, with their optimizer state and averages.
+        items: The rank, of those that took the snapshot, whose item tensors it goes on with.
+        residual: The one whose residual it goes on with; None if it takes part in the mean of all: then it
+            reads what they owe of its parameters.
+    """
+
+    parameters: frozenset[str]
+    items: int
+    residual: int | None
+
+
+def load_snapshot(
+    snapshot: SnapshotSet, fence: Fence, num_threads: int, share: Share | None = None
+) -> RecoveredState:
+    """Read and check a snapshot.
 
     Args:
         snapshot: Which one.
         fence: Fence of the incarnation that took it.
         num_threads: That read at once.
+        share: What of it is wanted; None for all. Items that are no tensors always are.
 
     Raises:
         DamagedFile: If a shard is not what was written.
@@ -61,7 +81,7 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence, num_threads: int) -> Reco
     state = empty_state(snapshot.step, fence)
     constants = load_constants(RunFolder(snapshot.run), fence)
     for manifest in snapshot.manifests:
-        merge(state, _checked(snapshot.folder, manifest, fence, num_threads))
+        merge(state, _checked(snapshot.folder, manifest, fence, num_threads, share))
     state.items = [{**constants, **items} for items in state.items]
     for name in fence.averages:
         item = STATEFUL_ITEM + name
@@ -71,7 +91,8 @@ def load_snapshot(snapshot: SnapshotSet, fence: Fence, num_threads: int) -> Reco
                 f"its shards hold {name!r} after different numbers of updates; update an "
                 "AveragedModel on every rank in the same steps",
             )
-    missing = sorted({spec.name for spec in fence.layout.parameters} - set(state.parameters))
+    wanted = {spec.name for spec in fence.layout.parameters} if share is None else share.parameters
+    missing = sorted(wanted - set(state.parameters))
     if missing:
         raise DamagedFile(snapshot.folder, f"parameters {missing[:3]} are in no shard")
     return state
@@ -98,18 +119,20 @@ def load_shard(path: Path, step: int, fence: Fence) -> RecoveredState:
         return _read(path, step, fence)
 
 
-def _checked(folder: Path, manifest: Manifest, fence: Fence, num_threads: int) -> RecoveredState:
-    """A shard as it was written."""
+def _checked(
+    folder: Path, manifest: Manifest, fence: Fence, num_threads: int, share: Share | None
+) -> RecoveredState:
+    """A shard, or what is wanted of it, as it was written."""
     path = shard_file(folder, manifest.rank)
     try:
-        return _read(path, manifest.step, fence, manifest, num_threads)
+        return _read(path, manifest.step, fence, manifest, num_threads, share)
     except (*_UNFIT, OSError) as error:
         why = f"{error!r:.200}"
     # Not in the clause above, whose error holds on to what was read.
     check_shard(folder, manifest)  # says what is wrong with the bytes
     warn(_logger, Code.FILE_MISREAD, "%s was misread (%s); reading it once more", path, why)
     with or_damaged(path):
-        return _read(path, manifest.step, fence, manifest, num_threads)
+        return _read(path, manifest.step, fence, manifest, num_threads, share)
 
 
 @contextmanager
@@ -139,7 +162,12 @@ def load_constants(folder: RunFolder, fence: Fence) -> dict[str, bytes]:
 
 
 def _read(
-    path: Path, step: int, fence: Fence, manifest: Manifest | None = None, num_threads: int = 1
+    path: Path,
+    step: int,
+    fence: Fence,
+    manifest: Manifest | None = None,
+    num_threads: int = 1,
+    share: Share | None = None,
 ) -> RecoveredState:
     """Read what one rank's image holds.
 
@@ -149,6 +177,7 @@ def _read(
         fence: Of the incarnation that it is of.
         manifest: What it must be; None if that is known already.
         num_threads: That read at once.
+        share: What of it is wanted; None for all.
     """
     state = empty_state(step, fence)
     specs = {spec.name: spec for spec in fence.layout.parameters}
@@ -159,9 +188,20 @@ def _read(
         # The length first, by which memory was found to suffice.
         if manifest is not None and os.fstat(file.fileno()).st_size != manifest.bytes:
             raise ValueError("another length than was written")
+
+        def is_wanted(name: str) -> bool:
+            return (
+                share is None
+                or manifest is None
+                or name == SCALARS
+                or _is_in(name, share, manifest.rank, specs)
+            )
+
         # Encoding takes copies: items while nothing else is there.
-        image = ImageReader(file.fileno(), num_threads, first=_is_item)
-        for name, tensor in image:
+        parts = None if manifest is None else manifest.parts
+        for name, tensor in ImageReader(
+            file.fileno(), num_threads, first=_is_item, wanted=is_wanted, parts=parts
+        ):
             if _is_item(name):
                 items[name] = encode(tensor)
             elif name == SCALARS:
@@ -174,11 +214,12 @@ def _read(
                 home, key, parameter = place_of(state, name, specs)
                 home[key] = _flat(tensor, specs[parameter])
             del tensor  # the next ones are read before it is bound to another
-    if manifest is not None and image.checksum != manifest.checksum:
-        raise ValueError("other bytes than were written")
     scalars = decode(encoded)
     state.held = tuple(scalars["held"])
-    add_numbers(state, scalars["groups"], scalars["state"])
+    numbers = scalars["state"]
+    if share is not None:
+        numbers = [{n: v for n, v in own.items() if n in share.parameters} for own in numbers]
+    add_numbers(state, scalars["groups"], numbers)
     state.items, state.residuals = [scalars["items"] | items], [residual]
     return state
 
@@ -229,6 +270,22 @@ def place_of(
     raise KeyError(full_name)
 
 
+def _is_in(name: str, share: Share, rank: int, parameters: Container[str]) -> bool:
+    """Whether a tensor of a rank's image belongs to a share."""
+    if _is_item(name):
+        return rank == share.items
+    if name.startswith(RESIDUAL):
+        owner = parameter_of(name.removeprefix(RESIDUAL), parameters)
+        is_mine = owner is None or owner in share.parameters
+        return share.residual == rank or (share.residual is None and is_mine)
+    prefix, _, rest = name.partition("/")
+    if prefix + "/" == OPTIMIZER:
+        rest = entry_of(rest, parameters)[1]
+    elif prefix + "/" == AVERAGE_ITEM:
+        rest = rest.partition("/")[2]
+    return rest in share.parameters
+
+
 def _is_item(name: str) -> bool:
     return name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM))
 
@@ -243,12 +300,17 @@ def entry_of(name: str, parameters: Container[str]) -> tuple[int, str, str]:
         KeyError: If it names none of the parameters.
     """
     index, _, rest = name.partition("/")
-    parameter, _, _ = rest.rpartition("/")
-    while parameter not in parameters:
-        if not parameter:
-            raise KeyError(name)
-        parameter, _, _ = parameter.rpartition("/")
+    parameter = parameter_of(rest.rpartition("/")[0], parameters)
+    if parameter is None:
+        raise KeyError(name)
     return int(index), parameter, rest[len(parameter) + 1 :]
+
+
+def parameter_of(name: str, parameters: Container[str]) -> str | None:
+    """Which parameter ``PARAMETER`` or ``PARAMETER/MORE`` is of; None if none."""
+    while name and name not in parameters:
+        name, _, _ = name.rpartition("/")
+    return name or None
 
 
 def _flat(tensor: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:

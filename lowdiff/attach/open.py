@@ -20,7 +20,8 @@ from torch.amp.grad_scaler import GradScaler
 from lowdiff.attach.discover import agreed_run, fetch_from_store, share_files, shared_out
 from lowdiff.attach.memory import Memory, agree_on_memory
 from lowdiff.attach.past import past_of
-from lowdiff.attach.resume import Start, class_of, load_start, recover_together
+from lowdiff.attach.resume import Start, class_of, load_start
+from lowdiff.attach.together import recover_together
 from lowdiff.commit.agreement import Agreement, Health
 from lowdiff.commit.image import constant_images
 from lowdiff.commit.meter import Meter, RecoveryClock
@@ -212,7 +213,7 @@ def open_session(
                     settings, attached, catalog, ranks, step, clock, restore=restore
                 )
             with ranks.together():
-                start = load_start(settings, given, catalog, ranks, state, restore)
+                start = load_start(settings, given, ranks, state, restore)
                 if lock.is_lost(look=True):  # recovery may have taken hours
                     raise lock.taken_over()
                 past.facts.update(clock.facts(state))

@@ -1,16 +1,15 @@
-"""What an incarnation starts from: the state recovered on every rank, loaded into live objects."""
+"""What an incarnation starts from: the recovered state, loaded into live objects."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
+from lowdiff.attach.inherit import compressor_of
 from lowdiff.attach.restore import (
-    check_match,
     check_restored,
     load_gradients,
     load_model,
@@ -19,25 +18,10 @@ from lowdiff.attach.restore import (
     load_weights,
     unlike,
 )
-from lowdiff.commit.meter import RecoveryClock
-from lowdiff.compressors import from_settings
 from lowdiff.core.events import Code, printable, warn
-from lowdiff.core.layout import torch_dtype
 from lowdiff.model.averages import followed_names
-from lowdiff.model.binding import Attached
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
-from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.format.codec import Codec
-from lowdiff.persistence.format.differentials import read_differential
-from lowdiff.persistence.format.sections import max_payload_bytes
-from lowdiff.persistence.run.catalog import Catalog
-from lowdiff.protocols import Compressor
-from lowdiff.recovery.damage import judge, refuse_unreadable_newest
-from lowdiff.recovery.engine import Search, Setback, plan_best
-from lowdiff.recovery.plan import spans_of
-from lowdiff.recovery.replay.replayer import ReplayOptions
-from lowdiff.recovery.replay.sizing import local_ranks
 from lowdiff.recovery.state import (
     RNG_ITEM,
     STATEFUL_ITEM,
@@ -46,8 +30,7 @@ from lowdiff.recovery.state import (
     is_same_class,
 )
 from lowdiff.settings import Settings
-from lowdiff.step.residual import read_residual
-from lowdiff.types import Fence, Layout, ResidualMark
+from lowdiff.types import Fence
 
 _logger = logging.getLogger(__name__)
 
@@ -71,7 +54,6 @@ class Start:
 def load_start(
     settings: Settings,
     given: Given,
-    catalog: Catalog,
     ranks: Ranks,
     state: RecoveredState | None,
     restore: str,
@@ -95,7 +77,8 @@ def load_start(
                 printable(", ".join(kept)),
             )
         return Start(0, False, True, [], tracker.read())
-    residual = _inherited_residual(settings, catalog, state, attached.layout, ranks)
+    slots = settings.compressor.residual_layout(attached.layout).parameters
+    residual = [state.residuals[0].get(spec.name) for spec in slots]
     reshaped = load_model(state, items, attached)
     differences = load_optimizers(state, attached)
     load_gradients(state, attached)
@@ -164,7 +147,7 @@ def _changes(
         "settings": dict(settings.compressor.settings()),
     }
     found = []
-    if settings.compressor != _compressor(fence):
+    if settings.compressor != compressor_of(fence):
         found.append(f"compressor {compressor} instead of {dict(fence.compressor)}")
     if ranks.world_size != fence.world_size:
         found.append(f"{ranks.world_size} ranks instead of {fence.world_size}")
@@ -174,183 +157,3 @@ def _changes(
             "or of other parameters"
         )
     return found
-
-
-def recover_together(
-    settings: Settings,
-    attached: Attached,
-    catalog: Catalog,
-    ranks: Ranks,
-    step: int | None,
-    clock: RecoveryClock,
-    *,
-    restore: str,
-) -> RecoveredState | None:
-    """The state to start from, the same on every rank; None for a run without history.
-
-    No run is stuck behind a step that does not replay, or behind a snapshot that is damaged: where the
-    newest step is asked for, all ranks go back together to the newest that every one of them reaches.
-
-    Raises:
-        StepNotFound: If nothing leads to the step that was asked for.
-        ReplayMismatch: If a step does not replay, and it was asked for or ``on_error="raise"``.
-        DamagedFile: If the newest step is asked for, and the newest incarnation cannot be read.
-    """
-    for finding in judge(settings.folder, catalog)[0]:
-        warn(_logger, Code.RUN_DAMAGED, "rank %d: %s", ranks.rank, printable(finding.message))
-    if step is None and not any(ranks.gather(_has_history(catalog))):
-        return None  # new, or its only trainer died before its first snapshot was durable
-    if step is None:
-        with ranks.together():
-            refuse_unreadable_newest(catalog)
-    here = local_ranks(ranks.gather)
-    options = ReplayOptions(
-        num_workers=max(1, len(os.sched_getaffinity(0)) // here.count),  # they share its cores
-        progress=clock.progress,
-        device=attached.device,
-        here=here,
-    )
-    search = Search(catalog, step, goes_back=step is None and settings.on_error == "warn")
-    while True:
-        # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
-        with ranks.together():
-            plan = search.plan() if ranks.rank == 0 else None
-        search.goal = ranks.gather(plan and plan.step)[0]
-        with ranks.together():
-            plan = plan or plan_best(search.catalog, search.goal)
-            if restore == "all":
-                check_match(attached, catalog.incarnations[max(catalog.incarnations)])
-            found = search.attempt(plan, options)
-        told = ranks.gather(asdict(found) if isinstance(found, Setback) else None)
-        setbacks = [Setback(**setback) for setback in told if setback is not None]
-        if isinstance(found, RecoveredState) and not setbacks:
-            return found
-        # What one rank cannot use, none does: all go back, and to the same step.
-        del found  # where it is a state, another one takes its place
-        search.learn(setbacks)
-
-
-def _has_history(catalog: Catalog) -> bool:
-    """Whether anything was ever committed, readable or not: then it is not passed over."""
-    return bool(catalog.incarnations or catalog.snapshots or catalog.damage) or any(
-        records.num_differentials for records in catalog.records.values()
-    )
-
-
-def _residual_of(
-    settings: Settings, catalog: Catalog, state: RecoveredState, rank: int
-) -> dict[str, torch.Tensor]:
-    """One old rank's residual at the state's step, by name: from staging or its snapshot.
-
-    After the loss of staging, or where a life kept none there, it is the snapshot's, which is
-    older; training then continues from the exact state with a slightly different error feedback,
-    and says so.
-    """
-    had_one = any(state.residuals) or bool(_kept(state.fence).parameters)
-    # A life that begins takes the residual over, and the memory of the one before it goes; if it
-    # dies in attach, it may have none yet. So it may be any of those that begin at this step.
-    lives = [span for span in spans_of(catalog) if span.holds(state.step)]
-    for life in reversed([span for span in lives if span.incarnation >= state.fence.incarnation]):
-        # With another number of ranks it began with the mean, the same on each.
-        number, holder = life.incarnation, rank % life.world_size
-        kept = _kept(catalog.incarnations[number])
-        step, mark = _newest_mark(catalog, number, holder, state) if kept.parameters else (0, None)
-        if mark is None:
-            continue
-        staging = StagingFolder.of(settings.staging_root, catalog.run_id, number, holder)
-        found = read_residual(staging.residual, kept, mark)
-        if found is not None:
-            if step < state.step:
-                warn(
-                    _logger,
-                    Code.RESIDUAL_OLDER,
-                    "rank %d: an accelerator's error-feedback residual is copied every few steps; "
-                    "step %d goes on with that of step %d: the state is exact, the continuation is "
-                    "not bit-identical",
-                    rank,
-                    state.step,
-                    step,
-                )
-            return {s.name: r for s, r in zip(kept.parameters, found, strict=True)}
-    if state.base_step != state.step and had_one:
-        warn(
-            _logger,
-            Code.RESIDUAL_OF_SNAPSHOT,
-            "rank %d: the error-feedback residual of step %d is not in staging memory; using that "
-            "of snapshot %d: the state is exact, the continuation is not bit-identical",
-            rank,
-            state.step,
-            state.base_step,
-        )
-    return _residual_of_base(state, rank)
-
-
-def _residual_of_base(state: RecoveredState, rank: int) -> dict[str, torch.Tensor]:
-    """One old rank's residual as the snapshot holds it, by name.
-
-    Where a life with another number of ranks was replayed without its first snapshot, the base is of
-    the life before it, and with the mean of that every rank began.
-    """
-    if len(state.residuals) == len(state.items):
-        return state.residuals[rank]
-    names = dict.fromkeys(name for residual in state.residuals for name in residual)
-    return {
-        name: _mean([r[name] for r in state.residuals if name in r], len(state.residuals))
-        for name in names
-    }
-
-
-def _newest_mark(
-    catalog: Catalog, number: int, rank: int, state: RecoveredState
-) -> tuple[int, ResidualMark | None]:
-    """The residual that a record of the state's step names, and the step.
-
-    An accelerator's records do not all name one: then the newest before it that does, unless that
-    is older than the snapshot's.
-    """
-    records = catalog.of(number, rank)
-    fence = catalog.incarnations[number]
-    codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
-    step, oldest = state.step, min(state.step, state.base_step + 1)
-    mark = None
-    while mark is None and step >= oldest and step in records:
-        mark = read_differential(records[step], codec).residual
-        step -= 1
-    return step + 1, mark
-
-
-def _kept(fence: Fence) -> Layout:
-    """What the reducers of an incarnation kept in their residual."""
-    return _compressor(fence).residual_layout(fence.layout)
-
-
-def _compressor(fence: Fence) -> Compressor:
-    return from_settings(fence.compressor["name"], fence.compressor["settings"])
-
-
-def _inherited_residual(
-    settings: Settings, catalog: Catalog, state: RecoveredState, layout: Layout, ranks: Ranks
-) -> list[torch.Tensor | None]:
-    """This rank's residual; with another world size, the mean over the old ranks.
-
-    What another compressor left is taken over where its name and size fit.
-    """
-    old_ranks = len(state.items)  # not those of the snapshot, which may be of an earlier life
-    sources = [ranks.rank] if old_ranks == ranks.world_size else list(range(old_ranks))
-    found = [_residual_of(settings, catalog, state, rank) for rank in sources]
-    means: list[torch.Tensor | None] = []
-    for spec in settings.compressor.residual_layout(layout).parameters:
-        own = [r for r in (residual.get(spec.name) for residual in found) if r is not None]
-        if any(r.numel() != spec.numel or r.dtype != torch_dtype(spec.dtype) for r in own):
-            own = []
-        mean = _mean(own, len(sources)) if len(sources) > 1 and own else None
-        means.append(mean if len(sources) > 1 else next(iter(own), None))
-    return means
-
-
-def _mean(residuals: list[torch.Tensor], num_ranks: int) -> torch.Tensor:
-    """What each rank owes after a change of world size; some of the old ones may owe nothing.
-
-    Averaged gradients divide by the world size, so the mean keeps what is owed in total.
-    """
-    return torch.stack(residuals).sum(0) / num_ranks

@@ -7,6 +7,7 @@ a Gloo group made for it. Nothing is pickled: values travel in the run's own enc
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,11 +19,15 @@ import torch
 import torch.distributed as dist
 
 from lowdiff.compressors.collectives import leave, own_group
+from lowdiff.core.layout import dtype_name
 from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.persistence.files.durable import make_directory, write_file
 from lowdiff.persistence.format.values import decode, encode
 from lowdiff.protocols import Compressor
 from lowdiff.types import Layout
+
+#: Of a tensor that are sent at once; and how many such pieces, most of them small tensors.
+_PIECE_BYTES, _PIECES_UNDER_WAY = 64 << 20, 16
 
 
 class Ranks:
@@ -133,16 +138,54 @@ class Ranks:
                     write_file(target, data)
 
     def _broadcast(self, content: bytes, owner: int) -> bytes:
-        assert self.group is not None
-        source = dist.get_global_rank(self.group, owner)
         size = torch.tensor([len(content)], device="cpu")
-        dist.broadcast(size, source, group=self.group)
+        self._send(size, owner).wait()
         buffer = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         if self.rank == owner and content:
             buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         if len(buffer):
-            dist.broadcast(buffer, source, group=self.group)
+            self._send(buffer, owner).wait()
         return buffer.numpy().tobytes()
+
+    def spread(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Bring tensors that only other ranks have, each from the first rank that has it.
+
+        Args:
+            mine: Name -> tensor on the host, flat. Equal names hold equal bits.
+
+        Returns:
+            Those that this rank lacks.
+        """
+        forms = {name: [dtype_name(t.dtype), t.numel()] for name, t in mine.items()}
+        tables: list[dict[str, list[Any]]] = self.gather(forms)
+        found: dict[str, torch.Tensor] = {}
+        under_way: deque[dist.Work] = deque()
+        for name in sorted(set().union(*tables)):
+            holders = [rank for rank, table in enumerate(tables) if name in table]
+            if len(holders) == self.world_size:
+                continue
+            dtype, numel = tables[holders[0]][name]
+            if self.rank == holders[0]:
+                values = mine[name].contiguous()
+            else:
+                values = torch.empty(numel, dtype=getattr(torch, dtype), device="cpu")
+            if name not in mine:
+                found[name] = values
+            for piece in values.view(torch.uint8).split(_PIECE_BYTES) if numel else ():
+                under_way.append(self._send(piece, holders[0]))
+                if len(under_way) > _PIECES_UNDER_WAY:
+                    under_way.popleft().wait()
+        for work in under_way:
+            work.wait()
+        return found
+
+    def _send(self, buffer: torch.Tensor, owner: int) -> dist.Work:
+        """Begin to fill a buffer on every rank with the owner's."""
+        assert self.group is not None
+        source = dist.get_global_rank(self.group, owner)
+        work: dist.Work | None = dist.broadcast(buffer, source, group=self.group, async_op=True)
+        assert work is not None
+        return work
 
     def close(self) -> None:
         """Leave the group."""

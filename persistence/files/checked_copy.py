@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from crc32c import crc32c
 from lowdiff.core.crc import joined
 
 Bytes: TypeAlias = "bytes | memoryview | npt.NDArray[Any]"
+_Moved = TypeVar("_Moved")
 
 #: Bytes copied before their checksum is taken. They and their source stay in a core's second-level
 #: cache; a checksum after a large copy would read memory again and take half as long as the copy.
@@ -58,19 +59,21 @@ def copy_in_parallel(
         Number of bytes, and their CRC-32C.
     """
 
-    def copy(start: int, stop: int) -> int:
+    def copy(start: int, stop: int) -> CheckedCopy:
         own = CheckedCopy(target[start:stop])
-        for part in _within(parts, start, stop):
+        for _, part in _within(parts, start, stop):
             own.add(part)
-        return own.checksum
+        return own
 
-    total = sum(part.nbytes for part in parts)
-    return total, _in_shares(copy, total, num_threads)
+    total, checksum = sum(part.nbytes for part in parts), 0
+    for own in _in_shares(copy, total, num_threads):
+        checksum = joined(checksum, own.checksum, own.size) if checksum else own.checksum
+    return total, checksum
 
 
 def read_in_parallel(
     descriptor: int, offset: int, parts: Sequence[memoryview], num_threads: int
-) -> int:
+) -> list[int]:
     """Fill parts one after the other from a file, by several threads at once.
 
     Unlike a mapping, this neither maps nor faults in pages, and a failing disk is an error instead
@@ -83,25 +86,34 @@ def read_in_parallel(
         num_threads: Most threads to use.
 
     Returns:
-        CRC-32C of all parts.
+        The CRC-32C of each of them.
 
     Raises:
         OSError: If the file cannot be read.
         EOFError: If the file is too short.
     """
 
-    def read(start: int, stop: int) -> int:
-        checksum, at = 0, offset + start
-        for part in _within(parts, start, stop):
+    def read(start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Which parts, the bytes that were read of each, and their CRC-32C."""
+        found, at = [], offset + start
+        for index, part in _within(parts, start, stop):
+            checksum = 0
             for first in range(0, len(part), _PIECE_BYTES):
                 piece = part[first : first + _PIECE_BYTES]
                 read_whole(descriptor, at, piece)
                 checksum = crc32c(piece, checksum)
                 at += len(piece)
-        return checksum
+            found.append((index, len(part), checksum))
+        return found
 
     total = sum(len(part) for part in parts)
-    return _in_shares(read, total, min(num_threads, _MOST_STREAMS))
+    checksums: dict[int, int] = {}
+    for share in _in_shares(read, total, min(num_threads, _MOST_STREAMS)):
+        for index, size, checksum in share:
+            # A part that lies in several shares.
+            own = checksums.get(index)
+            checksums[index] = checksum if own is None else joined(own, checksum, size)
+    return [checksums.get(index, 0) for index in range(len(parts))]
 
 
 def checksum_of(descriptor: int, offset: int, size: int) -> int:
@@ -134,35 +146,32 @@ def read_whole(descriptor: int, offset: int, target: memoryview) -> None:
         target, offset = target[count:], offset + count
 
 
-def _within(parts: Sequence[memoryview], start: int, stop: int) -> Iterator[memoryview]:
-    """Yield bytes ``start`` to ``stop`` of all parts together."""
+def _within(parts: Sequence[memoryview], start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+    """Bytes ``start`` to ``stop`` of all parts together: which part, and what of it."""
     offset = 0
-    for part in parts:
+    for index, part in enumerate(parts):
         first, last = max(start - offset, 0), min(stop - offset, part.nbytes)
         if first < last:
-            yield part[first:last]
+            yield index, part[first:last]
         offset += part.nbytes
 
 
-def _in_shares(move: Callable[[int, int], int], total: int, num_threads: int) -> int:
-    """Move ``total`` bytes in equal ranges, one per thread.
+def _in_shares(
+    move: Callable[[int, int], _Moved], total: int, num_threads: int
+) -> Sequence[_Moved]:
+    """Move ``total`` bytes in shares, one for each thread.
 
     Args:
-        move: Moves one range, first to last exclusive, and returns its CRC-32C.
-        total: Number of bytes.
-        num_threads: Most threads to use.
+        move: Moves those from a first to a last one.
+        total: Bytes.
+        num_threads: At most.
 
     Returns:
-        CRC-32C of all bytes.
+        What it returned of each share, in their order.
     """
     num_threads = max(1, min(num_threads, total // _SHARE_BYTES))
     if num_threads == 1:
-        return move(0, total)
+        return [move(0, total)]
     edges = [total * share // num_threads for share in range(num_threads + 1)]
-    checksum = 0
     with ThreadPoolExecutor(num_threads) as pool:
-        for start, stop, share in zip(
-            edges, edges[1:], pool.map(move, edges[:-1], edges[1:]), strict=False
-        ):
-            checksum = joined(checksum, share, stop - start)
-    return checksum
+        return list(pool.map(move, edges[:-1], edges[1:]))

@@ -17,7 +17,7 @@ from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, OtherFormat
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 HEADER_BYTES = 64
 
 _FILE = struct.Struct("<8sHHIIIQ16s12xI")

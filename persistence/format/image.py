@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -82,6 +82,30 @@ class ImageHeader:
     entries: tuple[ImageEntry, ...]
 
 
+class PartSums:
+    """CRC-32C of each part of an image, whose bytes come in pieces of any size.
+
+    Attributes:
+        found: Of the header, then of each tensor; complete once all bytes were added.
+    """
+
+    def __init__(self, header_bytes: int, entries: Sequence[ImageEntry]) -> None:
+        """Begin with the lengths of the parts, which together are all that is added."""
+        self._left = [header_bytes, *(entry.nbytes for entry in entries)]
+        self._at = 0
+        self.found = [0] * len(self._left)
+
+    def add(self, data: memoryview) -> None:
+        """Take the next bytes of the image."""
+        while data:
+            while not self._left[self._at]:
+                self._at += 1
+            own = data[: self._left[self._at]]
+            self.found[self._at] = crc32c(own, self.found[self._at])
+            self._left[self._at] -= len(own)
+            data = data[len(own) :]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageTensor(ImageEntry):
     """One tensor to be copied into an image.
@@ -100,6 +124,8 @@ class Manifest:
     Attributes:
         bytes: Length of the shard's file.
         checksum: CRC-32C of the whole file.
+        parts: CRC-32C of its header, then of each tensor in the order of their bytes, so that a part
+            of the file can be believed without the rest.
     """
 
     run_id: str
@@ -109,6 +135,7 @@ class Manifest:
     world_size: int
     bytes: int
     checksum: int
+    parts: tuple[int, ...]
 
     def document(self) -> dict[str, Any]:
         """As JSON content."""
@@ -124,7 +151,10 @@ class Manifest:
         document = read_json(path)
         try:
             check_types(cls, document)
-            return cls(**document)
+            parts = document.get("parts")
+            if type(parts) is not list or any(type(part) is not int for part in parts):
+                raise TypeError(f"parts is {parts!r:.40}")
+            return cls(**{**document, "parts": tuple(parts)})
         except TypeError as error:
             raise DamagedFile(path, f"not a manifest ({error})") from error
 
@@ -162,14 +192,30 @@ def read_image_header(descriptor: int) -> ImageHeader:
         OSError: If it cannot be read.
         EOFError, ValueError, LookupError, TypeError: If it is no image.
     """
-    file_bytes = os.fstat(descriptor).st_size
-    length = bytearray(_LENGTH_BYTES)
-    read_whole(descriptor, 0, memoryview(length))
+
+    def read(start: int, size: int) -> bytearray:
+        data = bytearray(size)
+        read_whole(descriptor, start, memoryview(data))
+        return data
+
+    return _header(read, os.fstat(descriptor).st_size)
+
+
+def header_of(image: memoryview) -> ImageHeader:
+    """What an image in memory says of its tensors.
+
+    Raises:
+        EOFError, ValueError, LookupError, TypeError: If it is no image.
+    """
+    return _header(lambda start, size: bytearray(image[start : start + size]), len(image))
+
+
+def _header(read: Callable[[int, int], bytearray], file_bytes: int) -> ImageHeader:
+    length = read(0, _LENGTH_BYTES)
     text_bytes = int.from_bytes(length, "little")
     if not 0 < text_bytes <= min(file_bytes - _LENGTH_BYTES, _MOST_HEADER_BYTES):
         raise ValueError(f"its header is said to have {text_bytes} bytes")
-    text = bytearray(text_bytes)
-    read_whole(descriptor, _LENGTH_BYTES, memoryview(text))
+    text = read(_LENGTH_BYTES, text_bytes)
     entries = _entries(text)
     header = ImageHeader(_LENGTH_BYTES + text_bytes, crc32c(text, crc32c(length)), entries)
     if header.bytes + sum(entry.nbytes for entry in entries) != file_bytes:

@@ -16,7 +16,13 @@ from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.format.document import write_json
-from lowdiff.persistence.format.image import Manifest, manifest_file, shard_file
+from lowdiff.persistence.format.image import (
+    Manifest,
+    PartSums,
+    header_of,
+    manifest_file,
+    shard_file,
+)
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import require_run
 from lowdiff.persistence.staging.settings import WriterSettings
@@ -90,7 +96,7 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
     target = shard_file(folder, settings.rank)
     partial = target.with_name(target.name + ".partial")
     try:
-        await _copy_image(image, partial)
+        parts = await _copy_image(image, partial)
     except OSError:
         partial.unlink(missing_ok=True)  # leaves the rest of the disk to differentials
         raise
@@ -102,6 +108,7 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
         world_size=settings.world_size,
         bytes=image.bytes,
         checksum=image.checksum,
+        parts=tuple(parts),
     )
     # Check again, because the copy of a large image takes long.
     await asyncio.to_thread(require_run, settings.folder, settings.run_id)
@@ -111,15 +118,26 @@ async def persist_image(settings: WriterSettings, image: StagedImage) -> None:
     await asyncio.to_thread(write_json, manifest_file(folder, settings.rank), manifest.document())
 
 
-async def _copy_image(mark: StagedImage, partial: Path) -> None:
+async def _copy_image(mark: StagedImage, partial: Path) -> list[int]:
+    """Copy a staged image; the checksums of its parts."""
     source = read_view(mark.image)[: mark.bytes]
-    checksum = 0
+    try:
+        header = header_of(source)
+    except (ValueError, LookupError, TypeError) as error:
+        raise _changed(mark) from error
+    checksum, sums = 0, PartSums(header.bytes, header.entries)
     async with aiofiles.open(partial, "wb") as file:
         for start in range(0, mark.bytes, _COPY_BYTES):
             piece = source[start : start + _COPY_BYTES]
             checksum = crc32c(piece, checksum)
+            sums.add(piece)
             await file.write(piece)
         await file.flush()
         await asyncio.to_thread(os.fsync, file.fileno())
     if checksum != mark.checksum:
-        raise StorageError(f"the staged snapshot of step {mark.step} changed before it was durable")
+        raise _changed(mark)
+    return sums.found
+
+
+def _changed(mark: StagedImage) -> StorageError:
+    return StorageError(f"the staged snapshot of step {mark.step} changed before it was durable")

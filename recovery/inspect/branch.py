@@ -79,8 +79,8 @@ def start_run(state: RecoveredState, run: str | Path) -> Path:
         make_directory(snapshot)
         for rank in range(fence.world_size):
             with replaced(shard_file(snapshot, rank)) as file:
-                size, checksum = write_image(file, _shard(state, rank))
-            manifest = Manifest(run_id, 0, state.step, rank, fence.world_size, size, checksum)
+                written = write_image(file, _shard(state, rank))
+            manifest = Manifest(run_id, 0, state.step, rank, fence.world_size, *written)
             write_json(manifest_file(snapshot, rank), manifest.document())
             write_fence(folder, replace(fence, rank=rank))
     return target

@@ -257,9 +257,9 @@ def forecast(
 
 def _forecast(catalog: Catalog, step: int | None) -> Forecast:
     # With torch, which nothing else here needs.
-    from lowdiff.recovery.engine import plan_best
     from lowdiff.recovery.replay.sizing import free_bytes, needed_bytes
     from lowdiff.recovery.replica.recover import MemoryPlan
+    from lowdiff.recovery.search import plan_best
 
     plan = plan_best(catalog, step)
     if isinstance(plan, MemoryPlan):

@@ -17,7 +17,7 @@ from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.differentials import read_differential
 from lowdiff.persistence.run.catalog import Catalog, SnapshotSet, scan
 from lowdiff.persistence.store.fetch import opened
-from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
+from lowdiff.recovery.engine import look_again
 from lowdiff.recovery.plan import (
     PlannedStep,
     RecoveryPlan,
@@ -29,6 +29,7 @@ from lowdiff.recovery.plan import (
 )
 from lowdiff.recovery.replay.replayer import ReplayOptions
 from lowdiff.recovery.replay.unit import Movement
+from lowdiff.recovery.search import Progress, carry_out, reporting
 
 #: A norm over so many times the median of those before it is far out of line.
 FAR_OUT = 50.0

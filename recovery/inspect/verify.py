@@ -27,7 +27,7 @@ from lowdiff.persistence.store.client import is_url
 from lowdiff.persistence.store.fetch import opened
 from lowdiff.recovery.compare import differences
 from lowdiff.recovery.damage import Finding, gap_after, judge, lost_after
-from lowdiff.recovery.engine import Progress, carry_out, look_again, reporting
+from lowdiff.recovery.engine import look_again
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import plan_recovery, recoverable, steps_after, usable_snapshots
 from lowdiff.recovery.replay.replayer import ReplayOptions
@@ -37,6 +37,7 @@ from lowdiff.recovery.replica.recover import (
     plan_in_memory,
     with_steps_in_memory,
 )
+from lowdiff.recovery.search import Progress, carry_out, reporting
 
 _LOOKS_SECONDS = 5.0
 

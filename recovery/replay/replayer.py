@@ -220,13 +220,14 @@ class Replayer:
 
     def __init__(self, state: RecoveredState, fence: Fence, options: ReplayOptions) -> None:
         self._state = state
-        self._layout = fence.layout
+        self._fence = fence
         self._shares = shares_of(fence.layout, fence.world_size)
         self._options = options
         self._environment = fence.environment
         self._threads = fence.environment.num_threads if options.whole else 1
         chooser = StepChooser()
         planned = plan_units(state, fence, options)
+        self._held = {block.parameter for unit in planned for block in unit.blocks}
         self._units = [UnitState(unit, state, fence, chooser) for unit in planned]
         self._pool = ThreadPoolExecutor(options.workers, thread_name_prefix="lowdiff-replay")
         self._scratch_elements = max((unit.scratch_elements for unit in planned), default=0)
@@ -289,8 +290,9 @@ class Replayer:
         check_digests(
             shard,
             self._shares[shard.rank],
+            self._held,
             checksums,
-            self._layout,
+            self._fence,
             whose="the replayed parameters",
             recorded_by=f"what rank {shard.rank} recorded: something that was not noticed wrote to "
             "it, to its gradient or to its optimizer's state, or this machine rounds differently",

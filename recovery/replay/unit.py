@@ -169,8 +169,9 @@ def replaying(step: int) -> Iterator[None]:
 def check_digests(
     shard: Differential,
     owned: Sequence[int],
+    held: Container[int],
     found: Checksums,
-    layout: Layout,
+    fence: Fence,
     *,
     whose: str,
     recorded_by: str,
@@ -180,8 +181,9 @@ def check_digests(
     Args:
         shard: Holds those of one rank.
         owned: Layout indices of that rank's share, ascending.
+        held: Those that were replayed here; others are not compared.
         found: Checksums of what replay made of the step.
-        layout: Names the parameters.
+        fence: Names the parameters, and which of them averages follow.
         whose: Parameters, for the error.
         recorded_by: What they differ from then.
 
@@ -189,18 +191,20 @@ def check_digests(
         ReplayMismatch: Naming the first difference.
     """
     averages = {name: step.digests for name, step in shard.averages.items()}
+    parameters = fence.layout.parameters
     for name, digests in {"": shard.digests, **averages}.items():
-        known = owned if not name else [i for i in owned if (shard.step, name, i) in found]
+        followed = set(fence.averages.get(name, ()))
+        known = [i for i in owned if not name or parameters[i].name in followed]
         if digests and len(digests) != len(known):
             raise ReplayMismatch(
                 f"step {shard.step} has {len(digests)} checksums for {len(known)} parameters",
                 step=shard.step,
             )
         for i, value in zip(known, digests, strict=False):
-            if value != found.get((shard.step, name, i), 0):
+            if i in held and value != found.get((shard.step, name, i), 0):
                 average = f" as {name!r} averages it" if name else ""
                 raise ReplayMismatch(
-                    f"after step {shard.step}, {layout.parameters[i].name!r} of {whose}{average} "
+                    f"after step {shard.step}, {parameters[i].name!r} of {whose}{average} "
                     f"differs from {recorded_by}",
                     step=shard.step,
                 )

@@ -120,8 +120,9 @@ class Shard:
         check_digests(
             differential,
             self._shares[differential.rank],
+            self._shares[differential.rank],
             checksums,
-            self._fence.layout,
+            self._fence,
             whose="the replica's parameters",
             recorded_by="those of the trainer",
         )

@@ -30,7 +30,7 @@ FIGURES = {
         "speedup_two_workers",
         "speedup_vs_published",
     },
-    "restart": {"ratio_to_parts", "ratio_to_dcp_load"},
+    "restart": {"ratio_to_parts", "ratio_to_dcp_load", "bytes_read_rank_of_2_over_1"},
     "codec": {
         "bytes_per_entry_float32",
         "bytes_per_entry_bfloat16",

@@ -20,10 +20,10 @@ from lowdiff.recovery.inspect.verify import verify
 from tests.golden.make import STEPS, sha256
 
 HERE = Path(__file__).parent
-STATES = json.loads((HERE / "v3" / "states.json").read_text())
+STATES = json.loads((HERE / "v4" / "states.json").read_text())
 
 
-@pytest.fixture(params=["v3"])
+@pytest.fixture(params=["v4"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return Path(shutil.copytree(HERE / request.param / "run", tmp_path / "run"))
 
@@ -73,7 +73,7 @@ def attach(run: Path) -> None:
         opened.attach(model, torch.optim.SGD(model.parameters(), lr=0.5))
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 @pytest.mark.parametrize("act", [lowdiff.recover, inspect, verify, attach])
 def test_a_run_of_an_earlier_version_is_an_error_by_name_and_stays_as_it_is(
     tmp_path: Path, act: Callable[[Path], object], version: int
@@ -81,7 +81,7 @@ def test_a_run_of_an_earlier_version_is_an_error_by_name_and_stays_as_it_is(
     run = Path(shutil.copytree(HERE / f"v{version}" / "run", tmp_path / "run"))
     before = contents(run)
     with pytest.raises(
-        OtherFormat, match=rf"has format version {version}, .*version 3 only"
+        OtherFormat, match=rf"has format version {version}, .*version 4 only"
     ) as caught:
         act(run)
     assert caught.value.found == version

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowdiff.cli import timeline as timeline_command
-from lowdiff.recovery import engine
+from lowdiff.recovery import search
 from tests.unit.cli.commands import Command, command, trained
 from tests.unit.recovery.training import Trained
 
@@ -21,7 +21,7 @@ def no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     def replay(*_: object) -> None:
         raise AssertionError("nothing was to be replayed")
 
-    monkeypatch.setattr(engine, "replay", replay)
+    monkeypatch.setattr(search, "replay", replay)
 
 
 # Names

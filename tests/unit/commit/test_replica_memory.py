@@ -26,7 +26,7 @@ from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.catalog import scan
 from lowdiff.persistence.run.fences import read_fence
 from lowdiff.persistence.staging.status import ReplicaStatus, read_status
-from lowdiff.recovery import engine, recover
+from lowdiff.recovery import recover, search
 from lowdiff.recovery.replay.replayer import replay, step_through
 from lowdiff.recovery.replica import file as replica_file
 from lowdiff.recovery.replica import recover as in_memory
@@ -240,7 +240,7 @@ def test_steps_in_flight_are_replayed_in_whole_tensors_where_blocks_do_not_repro
     in_flight: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempts: list[bool] = []
-    monkeypatch.setattr(engine, "replay", replaying_in_blocks_fails(attempts))
+    monkeypatch.setattr(search, "replay", replaying_in_blocks_fails(attempts))
     in_flight.assert_recovered()
     assert attempts == [False, True]
     assert "replaying whole tensors instead of blocks" in caplog.text
@@ -251,7 +251,7 @@ def test_steps_in_flight_are_replayed_as_the_replica_had_to(
 ) -> None:
     make_whole(stage_of(in_flight.folder))
     attempts: list[bool] = []
-    monkeypatch.setattr(engine, "replay", replaying_in_blocks_fails(attempts))
+    monkeypatch.setattr(search, "replay", replaying_in_blocks_fails(attempts))
     in_flight.assert_recovered()
     assert attempts == [True]
     assert not caplog.records

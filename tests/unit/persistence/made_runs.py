@@ -131,4 +131,4 @@ def began(folder: RunFolder) -> None:
     write_fence(folder, fence(0))
     path = manifest_file(folder.snapshot(0, 0), 0)
     make_directory(path.parent)
-    write_json(path, Manifest(RUN_ID, 0, 0, 0, 1, 0, 0).document())
+    write_json(path, Manifest(RUN_ID, 0, 0, 0, 1, 0, 0, ()).document())

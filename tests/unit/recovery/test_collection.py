@@ -28,7 +28,7 @@ from lowdiff.recovery.damage import judge
 from lowdiff.recovery.inspect import verify as verify_module
 from lowdiff.recovery.inspect.verify import verify
 from lowdiff.types import Retention
-from tests.unit.recovery.training import Trained, train
+from tests.unit.recovery.training import Trained, part_sums, train
 
 POLICY = Retention(snapshots=1, every_steps=9)
 
@@ -229,9 +229,10 @@ def test_a_snapshot_in_the_place_of_another_is_a_note(
 ) -> None:
     def late(folder: RunFolder, catalog: Any, *, check_all: bool) -> Any:
         shard = copy.shard(6)
-        shard.write_bytes(shard.read_bytes()[:-8] + bytes(8))
-        manifest = shard.with_suffix(".json")
-        other = replace(Manifest.read(manifest), checksum=crc32c(shard.read_bytes()))
+        data = shard.read_bytes()[:-8] + bytes(8)
+        shard.write_bytes(data)
+        manifest, parts = shard.with_suffix(".json"), tuple(part_sums(data))
+        other = replace(Manifest.read(manifest), checksum=crc32c(data), parts=parts)
         write_json(manifest, other.document())
         return judge(folder, catalog, check_all=check_all)
 

@@ -16,7 +16,7 @@ from lowdiff.compressors import TopK
 from lowdiff.errors import DamagedFile, RunMismatch, StepNotFound
 from lowdiff.persistence.format.values import same
 from lowdiff.persistence.run.catalog import Catalog
-from lowdiff.recovery import engine
+from lowdiff.recovery import search
 from lowdiff.recovery.inspect.verify import verify
 from lowdiff.recovery.plan import RecoveryPlan
 from tests.crash.lives import history
@@ -136,7 +136,7 @@ def test_ranks_go_back_together_where_one_of_them_reads_damage(pool: Pool, tmp_p
         shutil.rmtree(tmp_path / f"staging-{rank}")
     newest = max((tmp_path / "run-1/snapshots").iterdir())
     assert newest.name.endswith("s0000000008")
-    flip(newest / "rank-0000.safetensors", 3000)
+    flip(newest / "rank-0001.safetensors", 3000)
     lived = history(pool, build, tmp_path, until=9, run="run-{rank}", **life)
     assert [life.resumed for life in lived.lives[-1]] == [4, 4]
 
@@ -245,7 +245,7 @@ def test_beside_a_live_run_the_step_that_was_newest_at_first_is_brought_back(
             loop.step(step)
 
     train(6)
-    carry_out = engine.carry_out
+    carry_out = search.carry_out
     planned: list[int] = []
 
     def slower_than_the_trainer(catalog: Catalog, plan: RecoveryPlan, *rest: Any) -> Any:
@@ -256,7 +256,7 @@ def test_beside_a_live_run_the_step_that_was_newest_at_first_is_brought_back(
             raise DamagedFile(staged, f"step {plan.step} was overwritten by its trainer")
         return carry_out(catalog, plan, *rest)
 
-    monkeypatch.setattr(engine, "carry_out", slower_than_the_trainer)
+    monkeypatch.setattr(search, "carry_out", slower_than_the_trainer)
     found = recover(tmp_path)
     assert (found.step, planned) == (5, [5, 5])
     assert same(dict(found.model_state_dict()), weights[5])
@@ -269,7 +269,7 @@ def test_what_goes_while_nothing_is_done_is_no_reason_to_give_up(
 ) -> None:
     """The first step is out of reach by the second look; the newest is still what was asked for."""
     live(tmp_path, 9, inside=damp)
-    carry_out = engine.carry_out
+    carry_out = search.carry_out
     looks: list[int] = []
 
     def meets_retention(catalog: Catalog, plan: RecoveryPlan, *rest: Any) -> Any:
@@ -280,7 +280,7 @@ def test_what_goes_while_nothing_is_done_is_no_reason_to_give_up(
             raise DamagedFile(gone, "it is not there")
         return carry_out(catalog, plan, *rest)
 
-    monkeypatch.setattr(engine, "carry_out", meets_retention)
+    monkeypatch.setattr(search, "carry_out", meets_retention)
     with caplog.at_level(logging.WARNING):
         assert recover(tmp_path).step == 6
     assert looks == [9, 6]

@@ -16,7 +16,7 @@ from lowdiff.errors import StepNotFound
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.values import same
-from lowdiff.recovery import engine, recover
+from lowdiff.recovery import recover, search
 from lowdiff.recovery.inspect.inspection import StepRange, forecast, inspect
 from lowdiff.recovery.inspect.verify import verify
 from lowdiff.recovery.replica import recover as in_memory
@@ -122,7 +122,7 @@ def test_memory_that_cannot_be_used_is_a_failure(
     def shares_joined(*_: object) -> None:
         raise ValueError("does not fit")
 
-    monkeypatch.setattr(engine, "shares_joined", shares_joined)
+    monkeypatch.setattr(search, "shares_joined", shares_joined)
     report = verify(folder / "run", folder / "staging")
     assert report.in_memory is None
     (failure,) = report.failures

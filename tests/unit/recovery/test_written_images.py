@@ -21,6 +21,7 @@ from lowdiff.recovery.inspect.branch import start_run
 from lowdiff.recovery.state import OptimizerState, RecoveredState
 from tests.processes import Script, peak_bytes
 from tests.unit.recovery.test_plan import life
+from tests.unit.recovery.training import part_sums
 
 
 def write_alone(run: str) -> None:
@@ -77,8 +78,10 @@ def test_an_image_is_what_safetensors_reads(
         "yes": torch.tensor([True, False]),
     }
     file = io.BytesIO()
-    size, checksum = write_image(file, {name: t.detach for name, t in tensors.items()})
-    assert (size, checksum) == (len(file.getvalue()), crc32c(file.getvalue()))
+    size, checksum, parts = write_image(file, {name: t.detach for name, t in tensors.items()})
+    data = file.getvalue()
+    assert (size, checksum) == (len(data), crc32c(data))
+    assert list(parts) == part_sums(data)
     found = load(file.getvalue())
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crc32c import crc32c
 from torch import nn
 
 import lowdiff
@@ -179,3 +181,15 @@ def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
+
+
+def part_sums(image: bytes) -> list[int]:
+    """What a manifest says of an image's header and tensors, by the page of the format."""
+    length = 8 + int.from_bytes(image[:8], "little")
+    told = json.loads(image[8:length])
+    del told["__metadata__"]
+    places = sorted(entry["data_offsets"] for entry in told.values())
+    return [
+        crc32c(image[:length]),
+        *(crc32c(image[length + first : length + last]) for first, last in places),
+    ]

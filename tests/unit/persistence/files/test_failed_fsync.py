@@ -9,11 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from crc32c import crc32c
 
 from lowdiff.persistence.format.codec import Codec
 from lowdiff.persistence.format.framing import HEADER_BYTES, FileHeader, FileKind, read_records
-from lowdiff.persistence.format.image import manifest_file
+from lowdiff.persistence.format.image import ImageTensor, manifest_file, stage_image
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.retention.staging import clear_staging
 from lowdiff.persistence.run.fences import write_fence
@@ -162,8 +161,8 @@ def test_a_snapshot_that_others_may_have_seen_keeps_its_manifest(
     """So does what an attempt leaves whose very last fsync failed, and that is made again."""
     settings = settings_in(tmp_path)
     image = settings.staging.snapshot
-    image.write_bytes(b"an image")
-    mark = StagedImage(3, 8, crc32c(b"an image"), image)
+    size, checksum = stage_image(image, [ImageTensor("model/w", "U8", (5,), memoryview(b"bytes"))])
+    mark = StagedImage(3, size, checksum, image)
     folder = written(settings, mark)
     kernel.fail_next(".partial")
     with pytest.raises(OSError, match="Input/output error"):

@@ -41,8 +41,9 @@ from lowdiff.types import (
 )
 
 DOC = Path(__file__).parents[4].joinpath("docs", "format.md").read_text()
-GOLDEN = Path(__file__).parents[3] / "golden" / "v3" / "run"
+GOLDEN = Path(__file__).parents[3] / "golden" / "v4" / "run"
 RUN_ID = "00112233445566778899aabbccddeeff"
+SHORT = (",", ":")
 
 EXAMPLE = Differential(
     step=201,
@@ -119,7 +120,7 @@ def read_segment(data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Section 4: the file header, and each record's header with its body."""
     head = struct.unpack_from("<8sHHIIIQ16s12xI", data)
     assert head[0] == b"LOWDIFF\n"
-    assert head[1:3] == (3, 2)
+    assert head[1:3] == (4, 2)
     assert head[-1] == crc32c(data[:60])
     file = dict(
         zip(("incarnation", "rank", "world_size", "first", "run_id"), head[3:8], strict=True)
@@ -281,7 +282,9 @@ def test_the_manifest_on_the_page_is_whole(tmp_path: Path) -> None:
     document = json.loads(text)
     assert read_json(path) == {k: v for k, v in document.items() if k not in ("format", "crc32c")}
     checksum = document.pop("crc32c")
-    inner = ",".join(f'"{key}":{json.dumps(document[key])}' for key in sorted(document))
+    inner = ",".join(
+        f'"{key}":{json.dumps(document[key], separators=SHORT)}' for key in sorted(document)
+    )
     assert checksum == crc32c(f"{{{inner}}}".encode("ascii"))
 
 

@@ -99,12 +99,12 @@ def contents(data: bytes) -> list[tuple[int, bytes, bytes]]:
 def test_the_bytes_of_a_file_header_are_pinned() -> None:
     assert CHUNK.pack().hex(" ", 4) == (
         "4c4f5744 4946460a"  # "LOWDIFF\n"
-        " 03000100"  # format version, file kind
+        " 04000100"  # format version, file kind
         " 02000000 01000000 03000000"  # incarnation, rank, world size
         " 07000000 00000000"  # sequence
         " 00112233 44556677 8899aabb ccddeeff"  # run id
         " 00000000 00000000 00000000"  # reserved
-        " 5290ac8a"  # CRC-32C of the 60 bytes before
+        " 17c490f9"  # CRC-32C of the 60 bytes before
     )
 
 
@@ -139,7 +139,7 @@ def test_the_bytes_of_a_record_header_are_pinned() -> None:
 def test_numbers_of_kinds_and_the_version_are_pinned() -> None:
     assert {kind.name: kind.value for kind in FileKind} == {"CHUNK": 1, "SEGMENT": 2}
     assert {kind.name: kind.value for kind in RecordKind} == {"DIFFERENTIAL": 1, "BASE": 2}
-    assert (FORMAT_VERSION, HEADER_BYTES) == (3, 64)
+    assert (FORMAT_VERSION, HEADER_BYTES) == (4, 64)
 
 
 @given(file_headers)
@@ -250,9 +250,9 @@ def resealed(header: bytes, offset: int, value: bytes) -> bytes:
     return head[:60] + struct.pack("<I", crc32c(head[:60]))
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 4, 65535])
+@pytest.mark.parametrize("version", [0, 1, 3, 5, 65535])
 def test_another_version_is_named_with_what_this_one_reads(version: int) -> None:
-    with pytest.raises(OtherFormat, match=f"version {version}, .*version 3 only") as caught:
+    with pytest.raises(OtherFormat, match=f"version {version}, .*version 4 only") as caught:
         FileHeader.unpack(resealed(CHUNK.pack(), 8, struct.pack("<H", version)), PATH)
     assert caught.value.found == version
     assert "recover with the lowdiff that wrote it, or start a new run folder" in str(caught.value)

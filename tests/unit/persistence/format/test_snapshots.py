@@ -23,12 +23,15 @@ from lowdiff.persistence.format.document import write_json
 from lowdiff.persistence.format.image import (
     ImageTensor,
     Manifest,
+    PartSums,
     check_shard,
+    header_of,
     manifest_file,
     shard_file,
     stage_image,
 )
 from lowdiff.persistence.run.catalog import complete_snapshots
+from tests.unit.recovery.training import part_sums
 
 RUN_ID = "00112233445566778899aabbccddeeff"
 CODES = {
@@ -162,6 +165,18 @@ def test_the_bytes_of_a_small_image_are_pinned(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 7, 64, 1 << 20])
+def test_sums_of_parts_do_not_depend_on_the_pieces(tmp_path: Path, piece_bytes: int) -> None:
+    path = tmp_path / "image"
+    staged(path, {**TENSORS, "none": torch.empty(0)})
+    image = memoryview(path.read_bytes())
+    header = header_of(image)
+    sums = PartSums(header.bytes, header.entries)
+    for start in range(0, len(image), piece_bytes):
+        sums.add(image[start : start + piece_bytes])
+    assert sums.found == part_sums(bytes(image))
+
+
 # Its manifests
 
 
@@ -169,7 +184,7 @@ def write_shard(folder: RunFolder, rank: int, /, **changes: Any) -> Path:
     path = folder.snapshot(2, 40)
     make_directory(path)
     size, checksum = staged(shard_file(path, rank), TENSORS)
-    manifest = Manifest(RUN_ID, 2, 40, rank, world_size=3, bytes=size, checksum=checksum)
+    manifest = Manifest(RUN_ID, 2, 40, rank, world_size=3, bytes=size, checksum=checksum, parts=())
     write_json(manifest_file(path, rank), asdict(replace(manifest, **changes)))
     return path
 
@@ -196,7 +211,7 @@ def test_snapshots_come_by_step_then_incarnation(folder: RunFolder) -> None:
     for incarnation, step in [(1, 9), (0, 10), (0, 9), (2, 3)]:
         path = folder.snapshot(incarnation, step)
         make_directory(path)
-        manifest = Manifest(RUN_ID, incarnation, step, 0, 1, 0, 0)
+        manifest = Manifest(RUN_ID, incarnation, step, 0, 1, 0, 0, ())
         write_json(manifest_file(path, 0), asdict(manifest))
     found = complete_snapshots(folder, RUN_ID)
     assert [(s.step, s.incarnation) for s in found] == [(3, 2), (9, 0), (9, 1), (10, 0)]
@@ -235,10 +250,17 @@ def test_a_damaged_manifest_makes_it_no_snapshot(folder: RunFolder) -> None:
 
 def test_a_document_with_other_fields_is_no_manifest(tmp_path: Path) -> None:
     path = tmp_path / "rank-0000.json"
-    manifest = asdict(Manifest(RUN_ID, 0, 1, 0, 1, 2, 3))
+    manifest = asdict(Manifest(RUN_ID, 0, 1, 0, 1, 2, 3, (4, 5)))
     write_json(path, manifest)
-    assert Manifest.read(path) == Manifest(RUN_ID, 0, 1, 0, 1, 2, 3)
-    for content in ({**manifest, "more": 1}, {"step": 1}, {}):
+    assert Manifest.read(path) == Manifest(RUN_ID, 0, 1, 0, 1, 2, 3, (4, 5))
+    for content in (
+        {**manifest, "more": 1},
+        {**manifest, "parts": 4},
+        {**manifest, "parts": [4, "5"]},
+        {**manifest, "parts": [True]},
+        {"step": 1},
+        {},
+    ):
         write_json(path, content)
         with pytest.raises(DamagedFile, match="not a manifest"):
             Manifest.read(path)
@@ -251,7 +273,7 @@ def test_a_document_with_other_fields_is_no_manifest(tmp_path: Path) -> None:
 def shard(tmp_path: Path) -> tuple[Path, Manifest]:
     tensors = {"model/w": torch.arange(20, dtype=torch.float32)}
     size, checksum = staged(shard_file(tmp_path, 1), tensors)
-    return tmp_path, Manifest(RUN_ID, 0, 5, 1, 2, size, checksum)
+    return tmp_path, Manifest(RUN_ID, 0, 5, 1, 2, size, checksum, ())
 
 
 def test_a_whole_shard_is_named_by_its_path(shard: tuple[Path, Manifest]) -> None:

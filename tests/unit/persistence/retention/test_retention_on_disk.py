@@ -44,7 +44,7 @@ def add_snapshots(folder: RunFolder, steps: list[int], world_size: int = 2) -> N
             path = folder.snapshot(0, step)
             make_directory(path)
             shard_file(path, rank).write_bytes(b"shard")
-            manifest = Manifest(RUN_ID, 0, step, rank, world_size, bytes=5, checksum=0)
+            manifest = Manifest(RUN_ID, 0, step, rank, world_size, bytes=5, checksum=0, parts=())
             write_json(manifest_file(path, rank), asdict(manifest))
             folder.segment(0, rank, step + 1).write_bytes(b"segment")
 

@@ -275,11 +275,11 @@ def test_an_empty_segment_is_damage_and_hides_no_other(folder: RunFolder, stagin
 
 def test_files_of_a_later_version_stop_the_scan_by_name(folder: RunFolder) -> None:
     write_fence(folder, fence(0))
-    later = {"format": 4, **asdict(fence(0))}
+    later = {"format": 5, **asdict(fence(0))}
     text = json.dumps(later, sort_keys=True, separators=(",", ":")).encode()
     content = {**later, "crc32c": crc32c(text)}
     folder.fence(0, 0).write_text(json.dumps(content))
-    with pytest.raises(OtherFormat, match=r"rank-0000\.json has format version 4"):
+    with pytest.raises(OtherFormat, match=r"rank-0000\.json has format version 5"):
         scan(folder)
 
 
@@ -287,7 +287,7 @@ def test_snapshots_are_compared_with_their_checksums_only_when_asked(folder: Run
     path = folder.snapshot(0, 40)
     make_directory(path)
     shard_file(path, 0).write_bytes(b"other bytes")
-    write_json(manifest_file(path, 0), asdict(Manifest(RUN_ID, 0, 40, 0, 1, 11, 7)))
+    write_json(manifest_file(path, 0), asdict(Manifest(RUN_ID, 0, 40, 0, 1, 11, 7, ())))
     assert [s.step for s in scan(folder).snapshots] == [40]
     found = scan(folder, check_all=True)
     assert found.snapshots == ()
@@ -324,7 +324,7 @@ def test_files_that_retention_removes_during_the_scan_are_no_damage(
     for step in (1, 2):
         path = folder.snapshot(0, step)
         make_directory(path)
-        write_json(manifest_file(path, 0), asdict(Manifest(RUN_ID, 0, step, 0, 1, 0, 0)))
+        write_json(manifest_file(path, 0), asdict(Manifest(RUN_ID, 0, step, 0, 1, 0, 0, ())))
     read = Manifest.read
 
     def open_late(path: Path) -> SegmentFile:

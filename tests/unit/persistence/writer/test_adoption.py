@@ -286,7 +286,7 @@ def replica_of(dead: WriterSettings) -> WriterSettings:
 def snapshot(settings: WriterSettings, rank: int) -> None:
     path = manifest_file(settings.folder.snapshot(settings.incarnation, 3), rank)
     make_directory(path.parent)
-    write_json(path, Manifest(RUN_ID, settings.incarnation, 3, rank, 2, 0, 0).document())
+    write_json(path, Manifest(RUN_ID, settings.incarnation, 3, rank, 2, 0, 0, ()).document())
 
 
 def test_another_ranks_replica_stays_until_that_ranks_shard_is_durable(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lowdiff.errors import DamagedFile, StepNotFound
-from lowdiff.recovery.engine import carry_out
 from lowdiff.recovery.inspect import timeline as module
 from lowdiff.recovery.inspect.timeline import first_outlier, timeline
+from lowdiff.recovery.search import carry_out
 from tests.unit.loops import Loop
 
 

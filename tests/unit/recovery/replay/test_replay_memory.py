@@ -19,7 +19,7 @@ from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder
 from lowdiff.persistence.format.framing import FileHeader, read_records
 from lowdiff.persistence.run.catalog import Catalog, scan
-from lowdiff.recovery import engine
+from lowdiff.recovery import search
 from lowdiff.recovery.load import load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery
 from lowdiff.recovery.replay import replayer as replay
@@ -79,7 +79,7 @@ def test_where_blocks_fail_the_second_attempt_finds_nothing_of_the_first(
 
     monkeypatch.setattr(replay, "_FIRST_WINDOW_BYTES", 1)
     monkeypatch.setattr(replay.Replayer, "_check", refuse_blocks)
-    monkeypatch.setattr(engine, "load_snapshot", load)
+    monkeypatch.setattr(search, "load_snapshot", load)
     assert lowdiff.recover(trained.run, STEPS).step == STEPS
     assert left == [(0, [])] * 2
 

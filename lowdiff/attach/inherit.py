@@ -1,0 +1,154 @@
+"""The error-feedback residual that a rank goes on with: its own, or of other ranks the mean."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from lowdiff.compressors import from_settings
+from lowdiff.core.events import Code, warn
+from lowdiff.core.layout import shares_of, torch_dtype
+from lowdiff.model.ranks import Ranks
+from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.format.codec import Codec
+from lowdiff.persistence.format.differentials import read_differential
+from lowdiff.persistence.format.sections import max_payload_bytes
+from lowdiff.persistence.run.catalog import Catalog
+from lowdiff.protocols import Compressor
+from lowdiff.recovery.load import parameter_of
+from lowdiff.recovery.plan import spans_of
+from lowdiff.recovery.state import RecoveredState
+from lowdiff.settings import Settings
+from lowdiff.step.residual import read_residual
+from lowdiff.types import Fence, Layout, ResidualMark
+
+_logger = logging.getLogger(__name__)
+
+
+def inherit_residual(
+    settings: Settings, catalog: Catalog, state: RecoveredState, layout: Layout, ranks: Ranks
+) -> None:
+    """Leave, of a recovered state's residuals, the one that this rank goes on with.
+
+    With another world size that is the mean over the old ranks: each rank makes that of its share, and
+    all exchange them. What another compressor left is taken over where its name and size fit.
+    """
+    old_ranks = len(state.items)  # not those of the snapshot, which may be of an earlier life
+    began: dict[str, torch.Tensor] = {}
+    is_of_base = len(state.residuals) == old_ranks
+    with ranks.together():
+        # Else a life with another number of ranks was replayed without its first snapshot: the base is
+        # of the life before it, and with the mean of that every rank began.
+        for name in {n for residual in state.residuals for n in residual if not is_of_base}:
+            owed = [residual[name] for residual in state.residuals if name in residual]
+            began[name] = _mean(owed, len(state.residuals))
+    began.update(ranks.spread(began))
+    if not is_of_base:
+        state.residuals = [began] * old_ranks
+    is_own = old_ranks == ranks.world_size
+    with ranks.together():
+        sources = [ranks.rank] if is_own else range(old_ranks)
+        found = [_residual_of(settings, catalog, state, rank) for rank in sources]
+        mine = {layout.parameters[i].name for i in shares_of(layout, ranks.world_size)[ranks.rank]}
+        names = {spec.name for spec in layout.parameters}
+        inherited: dict[str, torch.Tensor] = {}
+        for spec in settings.compressor.residual_layout(layout).parameters:
+            owed = [residual[spec.name] for residual in found if spec.name in residual]
+            is_fit = all(
+                r.numel() == spec.numel and r.dtype == torch_dtype(spec.dtype) for r in owed
+            )
+            if not owed or not is_fit:
+                continue
+            if is_own:
+                inherited[spec.name] = owed[0]
+            elif parameter_of(spec.name, names) in {None, *mine}:
+                inherited[spec.name] = _mean(owed, old_ranks)
+    if not is_own:
+        inherited.update(ranks.spread(inherited))
+    state.residuals = [inherited]
+
+
+def _residual_of(
+    settings: Settings, catalog: Catalog, state: RecoveredState, rank: int
+) -> dict[str, torch.Tensor]:
+    """One old rank's residual at the state's step, by name: from staging or its snapshot.
+
+    After the loss of staging, or where a life kept none there, it is the snapshot's, which is
+    older; training then continues from the exact state with a slightly different error feedback,
+    and says so.
+    """
+    had_one = any(state.residuals) or bool(_kept(state.fence).parameters)
+    # A life that begins takes the residual over, and the memory of the one before it goes; if it
+    # dies in attach, it may have none yet. So it may be any of those that begin at this step.
+    lives = [span for span in spans_of(catalog) if span.holds(state.step)]
+    for life in reversed([span for span in lives if span.incarnation >= state.fence.incarnation]):
+        # With another number of ranks it began with the mean, the same on each.
+        number, holder = life.incarnation, rank % life.world_size
+        kept = _kept(catalog.incarnations[number])
+        step, mark = _newest_mark(catalog, number, holder, state) if kept.parameters else (0, None)
+        if mark is None:
+            continue
+        staging = StagingFolder.of(settings.staging_root, catalog.run_id, number, holder)
+        found = read_residual(staging.residual, kept, mark)
+        if found is not None:
+            if step < state.step:
+                warn(
+                    _logger,
+                    Code.RESIDUAL_OLDER,
+                    "rank %d: an accelerator's error-feedback residual is copied every few steps; "
+                    "step %d goes on with that of step %d: the state is exact, the continuation is "
+                    "not bit-identical",
+                    rank,
+                    state.step,
+                    step,
+                )
+            return {s.name: r for s, r in zip(kept.parameters, found, strict=True)}
+    if state.base_step != state.step and had_one:
+        warn(
+            _logger,
+            Code.RESIDUAL_OF_SNAPSHOT,
+            "rank %d: the error-feedback residual of step %d is not in staging memory; using that "
+            "of snapshot %d: the state is exact, the continuation is not bit-identical",
+            rank,
+            state.step,
+            state.base_step,
+        )
+    return state.residuals[rank]
+
+
+def _newest_mark(
+    catalog: Catalog, number: int, rank: int, state: RecoveredState
+) -> tuple[int, ResidualMark | None]:
+    """The residual that a record of the state's step names, and the step.
+
+    An accelerator's records do not all name one: then the newest before it that does, unless that
+    is older than the snapshot's.
+    """
+    records = catalog.of(number, rank)
+    fence = catalog.incarnations[number]
+    codec = Codec(max_payload_bytes=max_payload_bytes(fence.layout))
+    step, oldest = state.step, min(state.step, state.base_step + 1)
+    mark = None
+    while mark is None and step >= oldest and step in records:
+        mark = read_differential(records[step], codec).residual
+        step -= 1
+    return step + 1, mark
+
+
+def _kept(fence: Fence) -> Layout:
+    """What the reducers of an incarnation kept in their residual."""
+    return compressor_of(fence).residual_layout(fence.layout)
+
+
+def compressor_of(fence: Fence) -> Compressor:
+    """What a life compressed its gradients with."""
+    return from_settings(fence.compressor["name"], fence.compressor["settings"])
+
+
+def _mean(residuals: list[torch.Tensor], num_ranks: int) -> torch.Tensor:
+    """What each rank owes after a change of world size; some of the old ones may owe nothing.
+
+    Averaged gradients divide by the world size, so the mean keeps what is owed in total.
+    """
+    return torch.stack(residuals).sum(0) / num_ranks
