@@ -36,7 +36,10 @@ Entries = tuple[torch.Tensor, torch.Tensor]
 
 
 class SparseReducer:
-    """Reducer without the parts that select and exchange entries; subclasses add those."""
+    """Reducer without the parts that select and exchange entries; subclasses add those.
+
+    Large because one step's selection, exchange and consumption must be forgotten together.
+    """
 
     def __init__(
         self,

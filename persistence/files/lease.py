@@ -44,7 +44,7 @@ class Lease:
     """A line that a thread of its holder renews every fifth of ``seconds``.
 
     A new holder replaces the file, so a previous holder that was only asleep cannot overwrite the
-    new line, but notices it.
+    new line, but notices it. Large because its thread and its holder share all of this under one lock.
 
     Args:
         path: File of the line.

@@ -97,7 +97,8 @@ def _read(file: SegmentFile, owner: tuple[str, int, int]) -> Iterator[Stretch]:
 class RankRecords(Mapping[int, StoredRecord]):
     """Step -> record, in ascending order; reading one may raise `DamagedFile`. One thread at a time.
 
-    The BASE record of an incarnation is stored under its base step.
+    The BASE record of an incarnation is stored under its base step. Large because it is a mapping, which
+    has many methods, over records of three places.
     """
 
     def __init__(self, damage: list[DamagedFile] | None = None) -> None:

@@ -39,6 +39,8 @@ class Uploader:
 
     A rank uploads its own files, files of ranks that no longer exist, and segments of logs that it
     adopts: if it has a machine of its own, no other rank may see them.
+
+    Large because its few tasks share what is known of the store, on one event loop.
     """
 
     def __init__(

@@ -68,7 +68,10 @@ _Work = TypeVar("_Work")
 
 
 class Writer:
-    """Makes the content of one staging folder durable."""
+    """Makes the content of one staging folder durable.
+
+    Large because its tasks share one event loop and one status page.
+    """
 
     def __init__(self, settings: WriterSettings) -> None:
         self._settings = settings

@@ -253,7 +253,10 @@ class Scratch:
 
 
 class UnitState:
-    """One unit, its optimizer over views of the full tensors, and its place in the layout."""
+    """One unit, its optimizer over views of the full tensors, and its place in the layout.
+
+    Large because a step of replay looks up everything here, instead of finding it anew.
+    """
 
     def __init__(
         self,

@@ -74,7 +74,10 @@ class SlotTooSmall(Exception):
 
 
 class ReplicaFile:
-    """One file, mapped: shared by the replica that owns it, privately by whoever recovers."""
+    """One file, mapped: shared by the replica that owns it, privately by whoever recovers.
+
+    Large because reader and owner use one layout of the file, which no other module knows.
+    """
 
     def __init__(self, path: Path, view: memoryview, regions: Mapping[str, Any]) -> None:
         self.path = path

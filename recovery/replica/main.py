@@ -92,7 +92,10 @@ class ImagePace:
 
 
 class Replica:
-    """Keeps one rank's share of the state one step behind its trainer, or less."""
+    """Keeps one rank's share of the state one step behind its trainer, or less.
+
+    Large because it is a whole process: what it follows, applies, acknowledges and persists.
+    """
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self._settings = settings
