@@ -7,7 +7,9 @@ a new process with the files evicted from the page cache: recovery of a step tha
 differentials after its snapshot; the load of that snapshot and as many fused steps alone; and
 ``torch.distributed.checkpoint.load`` of the same state; and the pass in which ``attach`` compares the
 live model and optimizer with what it recovered. Differentials are on disk, not in staging. Beside that a
-run of a small GPT is resumed by one rank and by two, from a snapshot alone: what a rank reads of it.
+run of a small GPT is resumed by one rank and by two, from a snapshot alone: what a rank reads of it. Last,
+whole trainings of a GPT of 60 million parameters are started: the time until their first step has ended,
+ten steps after the snapshot, against the same script that resumes by ``torch.load``; ``restart_first_step.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from benches.gpt import GPT, GPTConfig
 from benches.harness import BLUE, INK, PALE, RED, Result, arguments, machine, write
 from benches.replay_arms import digest
 from benches.restart_arms import Restart, Turn, take_turn
+from benches.restart_first_step import first_steps, over_torch_save
 from benches.restart_shares import of_two_over_one, shares
 from benches.runs import Places, in_new_process, logged_steps, places
 from lowdiff.recovery.inspect.export import export
@@ -96,6 +99,11 @@ def measure(args: argparse.Namespace, where: Places) -> Result:
 
     read = shares(where, _SMOKE_MODEL if args.smoke else GPTConfig(), args.seed)
 
+    firsts = {
+        ranks: first_steps(where.run.parent, ranks, args.restarts, smoke=args.smoke)
+        for ranks in (1, 2)
+    }
+
     def median(arm: str, n: int) -> float:
         return statistics.median(t.seconds for t in turns[arm][n])
 
@@ -117,6 +125,12 @@ def measure(args: argparse.Namespace, where: Places) -> Result:
                 for arm, own in turns.items()
             },
             "shares": {key: [asdict(t) for t in found] for key, found in read.items()},
+            **{
+                f"first_step_of_{ranks}": {
+                    arm: [asdict(turn) for turn in own] for arm, own in found.items()
+                }
+                for ranks, found in firsts.items()
+            },
         },
         summary={
             "ratio_to_parts": median("recover", target) / median("parts", target),
@@ -124,6 +138,12 @@ def measure(args: argparse.Namespace, where: Places) -> Result:
             "cpu_ratio_to_parts": cpu("recover", target) / cpu("parts", target),
             "compare_seconds": median("compare", target),
             "bit_identical": True,  # asserted above
+            "first_step_over_torch_save": max(map(over_torch_save, firsts.values())),
+            **{
+                f"first_step_seconds_{arm}_{ranks}": statistics.median(t.seconds for t in own)
+                for ranks, found in firsts.items()
+                for arm, own in found.items()
+            },
             "bytes_read_rank_of_2_over_1": of_two_over_one(read, makers=2),
             "bytes_read_rank_of_2_over_1_made_by_1": of_two_over_one(read, makers=1),
             **{f"recover_{n}_seconds": median("recover", n) for n in counts},
@@ -162,6 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the bench."""
     parser = arguments((__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="turns of every arm and count")
+    parser.add_argument("--restarts", type=int, default=5, help="restarts of each whole training")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--workers", type=int, default=2, help="cores and replay threads")
     parser.add_argument(
@@ -169,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     if args.smoke:
-        args.rounds, args.counts = 1, [2, 4]
+        args.rounds, args.counts, args.restarts = 1, [2, 4], 1
     with places(args.out) as where:
         result = measure(args, where)
     write(result, args.out, draw)

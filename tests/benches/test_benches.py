@@ -30,7 +30,13 @@ FIGURES = {
         "speedup_two_workers",
         "speedup_vs_published",
     },
-    "restart": {"ratio_to_parts", "ratio_to_dcp_load", "bytes_read_rank_of_2_over_1"},
+    "restart": {
+        "ratio_to_parts",
+        "ratio_to_dcp_load",
+        "bytes_read_rank_of_2_over_1",
+        "first_step_over_torch_save",
+    },
+    "small_steps": {"commit_ms"},
     "codec": {
         "bytes_per_entry_float32",
         "bytes_per_entry_bfloat16",
