@@ -76,6 +76,7 @@ def wait_until(
     while not condition(stats := checkpointer.stats()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"after {seconds:.0f} s stats() are still {stats}")
+        checkpointer._session.queue.status()
         storage.tend()
         time.sleep(_LOOK_SECONDS)
     return stats

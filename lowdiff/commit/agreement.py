@@ -142,7 +142,6 @@ class Agreement:
 
     def tell(self, news: RankNews) -> None:
         """Say how this rank stands after a step."""
-        self._heard = None
         self._news.tell(news)
 
     def hear(self, timeout_seconds: float | None = None) -> tuple[tuple[RankNews, ...], bool]:
@@ -176,7 +175,8 @@ class Agreement:
         return is_new
 
     def settle(self, heard: Sequence[RankNews]) -> None:
-        """Take it that all ranks know who was told to stop: they commit on the same news."""
+        """Be done with the news of a step: all ranks commit on the same, so all know who is to stop."""
+        self._heard = None
         self._all_stop |= any(news.is_preempted for news in heard)
 
 

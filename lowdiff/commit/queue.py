@@ -93,7 +93,10 @@ class StepQueue(Protocol):
         ...
 
     def is_ready_for_snapshot(self, step: int) -> bool:
-        """Whether one after ``step`` would not stop training, as far as this rank knows."""
+        """Whether one after ``step`` would not stop training, as far as this rank knows.
+
+        Asks for the `status`, so that errors of storage are known afterwards.
+        """
         ...
 
     def wait_for_snapshot(self) -> None:

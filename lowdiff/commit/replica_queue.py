@@ -236,11 +236,12 @@ class ReplicaQueue:
         # ranks it is committed, and may be applied, only with the next one. What a replica that
         # keeps up is behind would otherwise keep the ranks from ever being ready together.
         in_time = self._step - 1 - (self.storage.world_size > 1)
+        status = self.status()
         if not self.images.may_retry(step):
             return False
         # Where training waits for storage, it waits here as well.
         return not self.storage.degrades or (
-            not self.images.is_in_use(self.status().durable_snapshot)
+            not self.images.is_in_use(status.durable_snapshot)
             and self._replica.status().consumed_step >= in_time
         )
 
@@ -256,11 +257,11 @@ class ReplicaQueue:
     def begin_anew(self, step: int) -> None:
         """See `StepQueue`: the replica waits for the snapshot that is owed."""
         self._log = self._log.anew()
-        self.storage.begin_anew(step)
         self.images.begin_anew()
         self._step = self._given_up = -1
         self._is_dropping = True
         self._pending = ()
+        self.storage.begin_anew(step)
 
     def figures(self) -> dict[str, Any]:
         """See `StepQueue`."""

@@ -125,9 +125,15 @@ def _is_unmoved(before: Any, now: Any) -> bool:
     """Whether two states of one generator are equal: Python's, NumPy's or torch's."""
     if isinstance(now, torch.Tensor):
         return torch.equal(before, now)
-    return all(
-        np.array_equal(old, new) if isinstance(new, np.ndarray) else old == new
-        for old, new in zip(before, now, strict=True)
+    if not isinstance(now, tuple):  # NumPy's, with another bit generator than its own
+        return same(before, now)
+    return (
+        type(before) is tuple
+        and len(before) == len(now)
+        and all(
+            np.array_equal(old, new) if isinstance(new, np.ndarray) else old == new
+            for old, new in zip(before, now, strict=True)
+        )
     )
 
 

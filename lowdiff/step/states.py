@@ -49,9 +49,9 @@ class Change(Enum):
         "aside for; such a step costs a full snapshot"
     )
     OUTSIDE = (
-        "parameters, optimizer state or their average were changed outside optimizer.step() and "
-        "update_parameters() around step {step} (load_state_dict, clamping, an EMA swap?); such a "
-        "step costs a full snapshot"
+        "optimizer state, an average, or parameters on an accelerator were changed outside "
+        "optimizer.step() and update_parameters() around step {step} (optimizer.load_state_dict, an "
+        "EMA swap?); such a step costs a full snapshot"
     )
     BROKEN_OFF = (
         "an optimizer's step or a commit was broken off in step {step}; such a step costs a full "
@@ -128,6 +128,8 @@ class Step:
         self.changes: set[Change] = set()
         self.sealed: Sealed | None = None
         self._ended: set[int] = set()
+        #: Whether what can be read only once was: that outlives the state, which another optimizer moves on.
+        self._was_read = False
         self._num_optimizers = num_optimizers
 
     @property
@@ -207,7 +209,7 @@ class Step:
             UsageError: If an earlier attempt was broken off, and there are several ranks. The others
                 staged the step and will not take a replacement snapshot.
         """
-        if self.state is State.SEALING:
+        if self._was_read:
             self.changes.add(Change.BROKEN_OFF)
             if ranks > 1:
                 raise UsageError(
@@ -215,7 +217,7 @@ class Step:
                     "is gone: call close() and end all ranks; the next attach goes on from the step "
                     "before"
                 )
-        self.state = State.SEALING
+        self._was_read, self.state = True, State.SEALING
 
     def seal(self, sealed: Sealed) -> None:
         """Enter `SEALED`."""

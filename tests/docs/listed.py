@@ -17,6 +17,7 @@ ELSEWHERE = {
 #: Document and how a block begins -> why it is not run here.
 NOT_RUN = {
     ("docs/architecture.md", "backward ─►"): "a drawing",
+    ("docs/architecture.md", "OPEN ─►"): "a drawing",
     ("docs/contributing.md", "make check"): "it runs the tests",
     ("docs/operations.md", "pip install '.[object-store]'"): "it would change this environment",
     ("docs/recovery.md", "Step 7999 of runs/spike"): "what the command above prints",
