@@ -24,15 +24,24 @@ __all__ = [
     "from_settings",
 ]
 
+#: All compressors: a run names its own, and recovery looks it up here.
 _BY_NAME: Mapping[str, Callable[..., Compressor]] = {
-    "cast": Cast,
-    "cyclic_topk": CyclicTopK,
-    "dense": Dense,
-    "powersgd": PowerSGD,
-    "quantize": Quantize,
-    "randomk": RandomK,
-    "topk": TopK,
+    kind.name: kind for kind in (Cast, CyclicTopK, Dense, PowerSGD, Quantize, RandomK, TopK)
 }
+
+
+def refuse_unknown(compressor: Compressor) -> None:
+    """Refuse a compressor that recovery would not find under its name.
+
+    Raises:
+        ConfigError: If it is not registered here, or has the name of another one.
+    """
+    if _BY_NAME.get(compressor.name) is not type(compressor):
+        raise ConfigError(
+            f"{type(compressor).__name__} is no compressor that recovery finds by its name "
+            f"({compressor.name!r}), so its steps could not be decoded; use one of "
+            f"{', '.join(sorted(_BY_NAME))}, or add yours to lowdiff/compressors/__init__.py"
+        )
 
 
 def from_settings(name: str, settings: Mapping[str, Any]) -> Compressor:

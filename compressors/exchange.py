@@ -89,7 +89,8 @@ def exchange(
 
     Args:
         buffer: Flat bucket; overwritten.
-        positions: int64 ``[k]``, strictly ascending positions in ``buffer``.
+        positions: int64 ``[k]``, strictly ascending positions in ``buffer``. ``k`` must be equal on all
+            ranks, as `SparseSettings.kept` makes it: another count ends the process inside the backend.
         values: ``[k]``, dtype of ``buffer``; already divided by the world size.
         stamp: Must be equal on all ranks; names incarnation and step.
         group: Process group, or None for a single process.

@@ -62,7 +62,10 @@ class SparseSettings(Settings):
         return self.density
 
     def kept(self, numel: int, step: int | None = None) -> int:
-        """Return how many entries of a parameter are exchanged: all of a small parameter."""
+        """Return how many entries of a parameter are exchanged: all of a small parameter.
+
+        It is the same on every rank, and a reducer must send exactly so many.
+        """
         if numel < self.dense_below:
             return numel
         return min(numel, max(1, math.ceil(self.density_at(step) * numel)))

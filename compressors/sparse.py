@@ -38,6 +38,9 @@ Entries = tuple[torch.Tensor, torch.Tensor]
 class SparseReducer:
     """Reducer without the parts that select and exchange entries; subclasses add those.
 
+    Their ``reduce`` calls `remember_selected` for every parameter, and `remember_exchanged` for one that
+    was not exchanged whole.
+
     Large because one step's selection, exchange and consumption must be forgotten together.
     """
 

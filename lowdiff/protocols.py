@@ -102,7 +102,7 @@ class Compressor(Protocol):
 
     @property
     def name(self) -> str:
-        """Short name that recovery looks the compressor up by."""
+        """Short name that recovery looks the compressor up by, in ``compressors/__init__.py``."""
         ...
 
     def settings(self) -> Mapping[str, Any]:

@@ -29,6 +29,9 @@ def kill(checkpointer: Checkpointer, *, processes: bool = True) -> None:
     the process, are removed. Model and optimizer stay as they are, but a model in
     ``DistributedDataParallel`` cannot train on: DDP keeps its hook.
 
+    Staging outlives the kill, as it outlives the process: give the Checkpointer a ``staging=`` inside the
+    test's own folder.
+
     With several ranks, call it on each rank that dies; the others see a rank that is lost.
 
     Args:

@@ -23,15 +23,16 @@ from lowdiff.attach.past import past_of
 from lowdiff.attach.resume import Start, class_of, load_start
 from lowdiff.attach.together import recover_together
 from lowdiff.commit.agreement import Agreement, Health
-from lowdiff.commit.image import constant_images
 from lowdiff.commit.meter import Meter, RecoveryClock
 from lowdiff.commit.queue import LogQueue, StepQueue
 from lowdiff.commit.replica_queue import ReplicaQueue, replica_settings
 from lowdiff.commit.run_lock import RunLock, StagingArea
 from lowdiff.commit.schedule import Cadence, Schedule
 from lowdiff.commit.session import Session
+from lowdiff.commit.share import constant_images
 from lowdiff.commit.staging import Staging
 from lowdiff.commit.storage import Storage
+from lowdiff.compressors import refuse_unknown
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.events import Code, warn
 from lowdiff.core.numerics import environment_of
@@ -174,6 +175,7 @@ def open_session(
                 )
             check_folder(settings.staging_root)
             given = watch(attached, with_extra_states(stateful, attached.module, attached.device))
+            refuse_unknown(settings.compressor)
             settings.compressor.residual_layout(attached.layout)  # refuses what it cannot take
             _refuse_registered(settings, attached, ranks.world_size)
             if settings.has_several_steps and attached.device.type != "cpu":

@@ -7,9 +7,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from lowdiff.commit.image import share_of
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.run_lock import StagingArea
+from lowdiff.commit.share import share_of
 from lowdiff.errors import StorageError
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.format.differentials import encode_scalars, sections_of

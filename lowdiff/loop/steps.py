@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -15,7 +14,7 @@ from lowdiff.core.events import Code, warn
 from lowdiff.errors import UsageError
 from lowdiff.loop.dataloader import Body
 from lowdiff.model.binding import Attached
-from lowdiff.model.items import random_generators, restore_random_states
+from lowdiff.model.items import is_unmoved, random_generators, restore_random_states
 from lowdiff.recovery.state import RNG_ITEM
 
 _logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class Draws:
 
 def _same(before: Any, now: Any, *, may_seed: bool) -> bool:
     if not isinstance(before, torch.Tensor):
-        return all(np.array_equal(old, new) for old, new in zip(before, now, strict=True))
+        return is_unmoved(before, now)
     generator = torch.Generator()
     for _ in range(_MOST_SEEDS if may_seed else 0):
         if torch.equal(before, now):

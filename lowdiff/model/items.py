@@ -103,7 +103,7 @@ def random_generators(
     """Item name -> what reads and what sets each global random generator."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         _PYTHON_RNG: (random.getstate, random.setstate),
-        RNG_ITEM + "numpy": (lambda: np.random.get_state(legacy=True), np.random.set_state),
+        RNG_ITEM + "numpy": (lambda: np.random.get_state(legacy=False), np.random.set_state),
         RNG_ITEM + "torch": (torch.get_rng_state, torch.set_rng_state),
     }
     if device.type == "cuda":
@@ -121,20 +121,12 @@ def restore_random_states(items: Mapping[str, bytes], device: torch.device) -> N
             write(decode(items[name]))
 
 
-def _is_unmoved(before: Any, now: Any) -> bool:
+def is_unmoved(before: Any, now: Any) -> bool:
     """Whether two states of one generator are equal: Python's, NumPy's or torch's."""
     if isinstance(now, torch.Tensor):
         return torch.equal(before, now)
-    if not isinstance(now, tuple):  # NumPy's, with another bit generator than its own
-        return same(before, now)
-    return (
-        type(before) is tuple
-        and len(before) == len(now)
-        and all(
-            np.array_equal(old, new) if isinstance(new, np.ndarray) else old == new
-            for old, new in zip(before, now, strict=True)
-        )
-    )
+    # Python's is a tuple of numbers, NumPy's a dict that depends on its bit generator.
+    return bool(before == now) if isinstance(now, tuple) else same(before, now)
 
 
 class ItemTracker:
@@ -205,7 +197,7 @@ class ItemTracker:
         for name, (read, _) in self._random.items():
             raw, seen = read(), self._seen_random.get(name)
             # Generators seldom move, and comparing is cheaper than encoding so many numbers.
-            if seen is None or not _is_unmoved(seen[0], raw):
+            if seen is None or not is_unmoved(seen[0], raw):
                 seen = self._seen_random[name] = raw, encode(raw, name=name)
             found[name] = seen[1]
         self._apart = {}

@@ -72,6 +72,9 @@ class Pool:
                 for rank, pipe in enumerate(self._pipes[:world_size]):
                     pipe.send((job, rank, world_size, store, arguments))
                 answers = [pipe.recv() for pipe in self._pipes[:world_size]]
+            except EOFError as error:
+                self._replace()
+                raise JobFailed("a rank ended without an answer; its stderr says why") from error
             except BaseException:  # a time limit, above all
                 self._replace()
                 raise

@@ -340,7 +340,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="StatefulDataLoader"):
         ResumableLoader(Stream(), batch_size=1)
-    with pytest.raises(ConfigError, match="generator is what makes"):
+    with pytest.raises(ConfigError, match="lowdiff sets generator to make"):
         ResumableLoader(Noisy(), batch_size=1, generator=torch.Generator())
     with pytest.raises(ConfigError, match="in_order=False hands batches out as they come"):
         ResumableLoader(Noisy(), batch_size=1, num_workers=2, in_order=False)
