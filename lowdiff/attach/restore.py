@@ -107,7 +107,8 @@ def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
 
     Most loops let go of them before the first backward pass.
     """
-    if parameter.device.type != "cpu" or not is_dense(parameter):
+    is_plain = parameter.device.type == "cpu" and is_dense(parameter)
+    if not (is_plain and parameter.numel()):
         return torch.zeros_like(parameter)
     zeros = torch.from_numpy(np.zeros(parameter.nbytes, np.uint8)).view(parameter.dtype)
     return zeros.as_strided(parameter.shape, parameter.stride())
