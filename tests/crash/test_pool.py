@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.crash.pool import Pool
+from tests.crash.pool import JobFailed, Pool
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,6 @@ def test_a_job_past_its_time_limit_shows_where_it_stood_and_costs_no_later_one(
 
 
 def test_a_process_that_died_is_replaced(small: Pool, tmp_path: Path) -> None:
-    with pytest.raises(EOFError):
+    with pytest.raises(JobFailed, match="ended without an answer"):
         small.run(die, 2, str(tmp_path / "met"))
     assert small.run(rank_of, 2) == [0, 1]
