@@ -32,20 +32,22 @@ from lowdiff.persistence.files.detached_process import DetachedProcess
 
 MODULES = ("lowdiff.persistence.writer.main", "lowdiff.recovery.replica.main")
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_starting = threading.Lock()
 
 
 def torch_loaded() -> ForkServerContext:
     """What starts a process by a fork of one that has loaded torch and lowdiff, and nothing else."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.loaded"])
-    before = os.environ.get("OPENBLAS_NUM_THREADS")
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else NumPy starts threads when it is loaded
-    try:
-        forkserver.ensure_running()
-    finally:
-        del os.environ["OPENBLAS_NUM_THREADS"]
-        if before is not None:
-            os.environ["OPENBLAS_NUM_THREADS"] = before
+    with _starting:  # the environment is that of all threads
+        before = os.environ.get("OPENBLAS_NUM_THREADS")
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else NumPy starts threads when it is loaded
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ["OPENBLAS_NUM_THREADS"]
+            if before is not None:
+                os.environ["OPENBLAS_NUM_THREADS"] = before
     return context
 
 

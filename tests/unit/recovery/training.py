@@ -6,9 +6,10 @@ import copy
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,22 +137,25 @@ def train(
         live: dict[str, Stateful] = {"memory": memory, "scheduler": scheduler}
         trained.stateful[step] = {k: copy.deepcopy(v.state_dict()) for k, v in live.items()}
 
-    checkpointer = lowdiff.Checkpointer(
-        trained.run,
-        staging=trained.staging,
-        **{
-            "compressor": TopK(0.1, dense_below=64),
-            "snapshot_every": 5,
-            "batch_size": 2,
-            "retention": None,
-            **settings,
-        },
-    )
+    chosen = {
+        "compressor": TopK(0.1, dense_below=64),
+        "snapshot_every": 5,
+        "batch_size": 2,
+        "retention": None,
+        **settings,
+    }
+    checkpointer = lowdiff.Checkpointer(trained.run, staging=trained.staging, **chosen)
+    # The writer begins a segment behind each snapshot, if it hears of it in time: a slow one must not
+    # change which files there are.
+    waits = end != "kill" and chosen["compressor"] is not None and chosen["snapshot_every"] == 5
     with suppress(_Crash), pytest.MonkeyPatch.context() as patch, checkpointer:
         # Whoever looks at a crashed run finds all of it, however slow the disk.
         patch.setattr("lowdiff.attach.close._ABANDON_SECONDS", 100.0)
-        checkpointer.attach(model, optimizer, scheduler=scheduler, memory=memory)
+        first = checkpointer.attach(model, optimizer, scheduler=scheduler, memory=memory)
         for step in checkpointer.steps(until):
+            if waits and step > first and step % 5 == 0:
+                durable = partial(_holds_snapshot, step)
+                testing.wait_until(checkpointer, durable)
             note(step)
             if inside is not None:
                 inside(step, model)
@@ -174,6 +178,10 @@ def train(
 
 class _Crash(Exception):
     pass
+
+
+def _holds_snapshot(step: int, stats: Mapping[str, Any]) -> bool:
+    return bool(stats["durable_snapshot"] >= step)
 
 
 def flip(path: Path, offset: int) -> None:
