@@ -138,6 +138,7 @@ class Search:
             RunMismatch: If the run's history does not hold the whole state of that step.
         """
         company = company or _Alone()
+        self._leave_out_what_others_lack(company)
         while True:
             # Ranks may see a dead trainer's writer drain at different moments: rank 0's view decides.
             with company.together():
@@ -146,14 +147,34 @@ class Search:
             with company.together():
                 plan = plan or plan_best(self.catalog, self.goal)
                 own = reporting(options, progress, 0, len(plan.steps))
-                found = self._attempt(plan, own, company)
-            told = company.gather(asdict(found) if isinstance(found, Setback) else None)
-            setbacks = [Setback(**setback) for setback in told if setback is not None]
+                found = self._attempt_or_mismatch(plan, own, company)
+            mismatch = [str(found), found.step] if isinstance(found, ReplayMismatch) else None
+            told = company.gather([mismatch, asdict(found) if isinstance(found, Setback) else None])
+            if isinstance(found, ReplayMismatch):
+                raise found
+            for rank, (theirs, _) in enumerate(told):
+                if theirs is not None:
+                    raise ReplayMismatch(f"rank {rank}: {theirs[0]}", step=theirs[1])
+            setbacks = [Setback(**setback) for _, setback in told if setback is not None]
             if isinstance(found, RecoveredState) and not setbacks:
                 return found
             # What one rank cannot use, none does: all go back, and to the same step.
             del found  # where it is a state, another one takes its place
             self._learn(setbacks)
+
+    def _leave_out_what_others_lack(self, company: Company) -> None:
+        """Go on with the snapshots that every rank sees whole.
+
+        Where each node has a folder, one node's copy of a manifest may be damaged: ranks that began with
+        different snapshots might end in different lives, and expect different things of each other.
+        """
+        own = {(s.incarnation, s.step): s for s in self.catalog.snapshots}
+        common = set(own)
+        for theirs in company.gather([list(key) for key in own]):
+            common &= {(incarnation, step) for incarnation, step in theirs}
+        self._damaged += sorted(step for _, step in own.keys() - common)
+        left = tuple(s for key, s in own.items() if key in common)
+        self.catalog = replace(self.catalog, snapshots=left)
 
     def _plan(self) -> MemoryPlan | RecoveryPlan:
         """Plan the way to the goal, or to the newest step where nothing leads to the goal any more.
@@ -180,6 +201,15 @@ class Search:
             warn(_logger, Code.NEWEST_STEP_LOST, text, printable(str(error)), plan.step)
         self.goal = plan.step
         return plan
+
+    def _attempt_or_mismatch(
+        self, plan: MemoryPlan | RecoveryPlan, options: ReplayOptions, company: Company
+    ) -> RecoveredState | Setback | ReplayMismatch:
+        """Return a mismatch that no earlier step cures, so that it is the same error on all ranks."""
+        try:
+            return self._attempt(plan, options, company)
+        except ReplayMismatch as error:
+            return error
 
     def _attempt(
         self, plan: MemoryPlan | RecoveryPlan, options: ReplayOptions, company: Company

@@ -33,7 +33,9 @@ def share_of(
     names = {specs[i].name for i in shares_of(fence.layout, world_size)[rank]}
     if plan.steps:
         coupling = (spec for spec in fence.optimizers if granularity(spec) == "whole")
-        names.update(name for spec in coupling for group in spec.groups for name in group)
+        coupled = {name for spec in coupling for group in spec.groups for name in group}
+        # Groups hold frozen parameters, too, which no image has.
+        names.update(spec.name for spec in specs if spec.name in coupled)
     lives = [number for number, _ in groupby(step.incarnation for step in plan.steps)]
     sizes = [fences[number].world_size for number in (plan.base.incarnation, *lives)]
     return Share(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
+
+import torch
 
 from lowdiff.attach.inherit import inherit_residual
 from lowdiff.attach.restore import check_match
@@ -22,6 +25,9 @@ from lowdiff.recovery.state import RecoveredState
 from lowdiff.settings import Settings
 
 _logger = logging.getLogger(__name__)
+
+#: A tensor beside those of a parameter's form is told with the numbers up to this size.
+_MOST_GATHERED_BYTES = 4096
 
 
 def recover_together(
@@ -80,8 +86,32 @@ def exchange(state: RecoveredState, ranks: Ranks) -> None:
     for full_name, values in ranks.spread(own).items():
         home, key, _ = place_of(state, full_name, names)
         home[key] = values
-    for numbers in ranks.gather(other_numbers(state)):
-        add_numbers(state, [optimizer.groups for optimizer in state.optimizers], numbers)
+    _exchange_numbers(state, ranks)
+
+
+def _exchange_numbers(state: RecoveredState, ranks: Ranks) -> None:
+    """Complete what optimizers keep beside tensors of their parameters' form.
+
+    That is mostly numbers, and may be tensors as large as parameters: preconditioners, say.
+    """
+    numbers = other_numbers(state)
+    large = {
+        (index, name, key): entries.pop(key)
+        for index, by_name in enumerate(numbers)
+        for name, entries in by_name.items()
+        for key, value in list(entries.items())
+        if isinstance(value, torch.Tensor) and value.nbytes > _MOST_GATHERED_BYTES
+    }
+    groups = [optimizer.groups for optimizer in state.optimizers]
+    for others in ranks.gather(numbers):
+        add_numbers(state, groups, others)
+    shapes: dict[str, tuple[Any, list[int]]] = {}
+    for table in ranks.gather([[list(place), list(t.shape)] for place, t in large.items()]):
+        shapes.update({str(place): (place, shape) for place, shape in table})
+    flat = {str(list(place)): tensor.flatten() for place, tensor in large.items()}
+    for place_name, values in ranks.spread(flat).items():
+        (index, name, key), shape = shapes[place_name]
+        state.optimizers[index].state.setdefault(name, {})[key] = values.reshape(shape)
 
 
 def _has_history(catalog: Catalog) -> bool:

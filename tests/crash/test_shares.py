@@ -70,6 +70,8 @@ def coupled(rank: int, world_size: int) -> Training:
     lowdiff.register_optimizer(Whitening, "whole")
     lowdiff.register_optimizer(FlatMuon, "tensor")
     both = nn.ModuleDict({"one": classifier(), "two": classifier()})
+    # Which its optimizer's group names, and no share has.
+    both["one"].register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
 
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -258,3 +260,20 @@ def test_what_no_rank_needs_of_its_own_copy_may_be_damaged(pool: Pool, tmp_path:
     found = pool.run(live, 2, *arguments)
     assert [one.step for one in found] == [UNTIL, UNTIL]
     assert len({Path(name).parent for one in found for name, *_ in one.reads}) == 1
+
+
+def test_a_manifest_that_is_damaged_on_one_node_parts_no_ranks(pool: Pool, tmp_path: Path) -> None:
+    arguments = "gpt_adamw", str(tmp_path), UNTIL
+    pool.run(live, 2, *arguments, "closed", None, "run-{rank}")
+    began = pool.run(live, 3, *arguments, "killed", None, "run-{rank}")
+    first = f"snapshots/i000001-s{UNTIL:010d}"
+    shards = [tmp_path / f"run-{rank}" / first for rank in range(3)]
+    for rank, shard in enumerate(shards):
+        for other in shards[:rank] + shards[rank + 1 :]:
+            shutil.copy(shard_file(shard, rank), other)
+            shutil.copy(manifest_file(shard, rank), other)
+    flip(manifest_file(shards[1], 0), -30)  # on rank 1's node alone
+    again = pool.run(live, 3, *arguments, "killed", None, "run-{rank}")
+    for before, after in zip(began, again, strict=True):
+        assert after.step == UNTIL
+        assert after.began == before.began
