@@ -81,6 +81,7 @@ def _train(arm: str, folder: Path, steps: int, config: GPTConfig) -> None:
         optimizer.load_state_dict(state["optimizer"])
         resumed = time.time()
         step()
+        ended = time.time()
     else:
         checkpointer = lowdiff.Checkpointer(
             folder / "run",
@@ -97,13 +98,13 @@ def _train(arm: str, folder: Path, steps: int, config: GPTConfig) -> None:
             testing.wait_until(
                 checkpointer, lambda stats: stats["durable_snapshot"] >= _SNAPSHOT_EVERY
             )
-            os._exit(0)  # as a kill, which leaves staging
-    ended, started = time.time(), float(os.environ[_STARTED])
-    if rank == 0:
+        ended = time.time()
+        testing.kill(checkpointer)  # as `kill -9` of all processes: what is left is resumed
+    started = float(os.environ[_STARTED])
+    if rank == 0 and not steps:
         peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
         sys.stdout.write(f"{ended - started} {resumed - started} {peak}\n")
         sys.stdout.flush()
-    os._exit(0)  # nothing is closed: what is left is resumed again
 
 
 def _launch(arm: str, folder: Path, world_size: int, steps: int, *, smoke: bool) -> str:
@@ -150,7 +151,6 @@ def first_steps(
 def _kept(place: Path) -> Path:
     """A copy of what a killed training left, because a restart goes on from it."""
     copy = place.with_name(f"{place.name}-kept")
-    time.sleep(1.0)  # the writer of the training before ends
     shutil.copytree(place, copy / "disk", symlinks=True)
     staging = Path("/dev/shm") / place.name
     if staging.exists():
@@ -160,7 +160,6 @@ def _kept(place: Path) -> Path:
 
 def _put_back(place: Path, kept: Path) -> None:
     staging = Path("/dev/shm") / place.name
-    time.sleep(1.0)
     for target, source in ((place, kept / "disk"), (staging, kept / "memory")):
         if source.exists():
             shutil.rmtree(target, ignore_errors=True)
