@@ -231,9 +231,12 @@ class Recorder:
 
     def _read(self, items: dict[str, bytes]) -> Sealed:
         step, live = self.step, self._live
-        groups = self._groups()
         self._gradients.end_step(has_stepped=step.has_stepped)
-        optimizers = tuple(_ended(step.consumed.get(i), own) for i, own in enumerate(groups))
+        optimizers = tuple(
+            _ended(step.consumed.get(i), hyper_parameters(optimizer))
+            for i, optimizer in enumerate(live.attached.optimizers)
+        )
+        groups = [done.after for done in optimizers]
         held = tuple(live.attached.held())
         live.residual.advance()
         self.scaling.end_step()
@@ -313,8 +316,8 @@ _UNCHANGING = frozenset({bool, int, float, str, type(None)})
 def _ended(done: OptimizerStep | None, groups: Groups) -> OptimizerStep:
     """One optimizer's part of a step, with its groups as they are at the end."""
     if done is None:
-        return OptimizerStep(stepped=False, consumed=groups)
-    return done if same(done.consumed, groups) else replace(done, committed=groups)
+        return OptimizerStep(stepped=False, consumed=copied(groups))
+    return done if same(done.consumed, groups) else replace(done, committed=copied(groups))
 
 
 def _agreed(differential: Differential) -> tuple[int, int]:

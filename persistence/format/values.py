@@ -92,7 +92,8 @@ def same(a: object, b: object) -> bool:
     if kind is dict:
         old, new = cast(dict[object, object], a), cast(dict[object, object], b)
         if all(type(key) is str for key in (*old, *new)):
-            return [*old] == [*new] and all(map(same, old.values(), new.values()))
+            pairs = zip(old.values(), new.values(), strict=True)  # most are the very same objects
+            return [*old] == [*new] and all(x is y or same(x, y) for x, y in pairs)
     return bool(_exact(a) == _exact(b))
 
 
