@@ -232,11 +232,9 @@ class Recorder:
     def _read(self, items: dict[str, bytes]) -> Sealed:
         step, live = self.step, self._live
         self._gradients.end_step(has_stepped=step.has_stepped)
-        optimizers = tuple(
-            _ended(step.consumed.get(i), hyper_parameters(optimizer))
-            for i, optimizer in enumerate(live.attached.optimizers)
-        )
-        groups = [done.after for done in optimizers]
+        live_groups = [hyper_parameters(optimizer) for optimizer in live.attached.optimizers]
+        optimizers = tuple(_ended(step.consumed.get(i), now) for i, now in enumerate(live_groups))
+        groups = [done.committed or done.consumed for done in optimizers]
         held = tuple(live.attached.held())
         live.residual.advance()
         self.scaling.end_step()
