@@ -109,7 +109,7 @@ def test_what_a_killed_fetch_left_is_removed(tmp_path: Path, url: str) -> None:
     lost(tmp_path / "node", url, 4)
     segments = tmp_path / "other/run/segments/rank-0000"
     segments.mkdir(parents=True)
-    left = segments / "i000000-s0000000001.seg.4711.partial"
+    left = segments / "i000000-s0000000001.seg.99999999.partial"
     left.write_bytes(b"x")
     assert loop_in(tmp_path / "other", url).run(5) == 4
     assert not left.exists()
