@@ -137,17 +137,17 @@ def _newest_mark(
 
 
 def _kept(fence: Fence) -> Layout:
-    """What the reducers of an incarnation kept in their residual."""
+    """Return the layout of the residual that the reducers of an incarnation kept."""
     return compressor_of(fence).residual_layout(fence.layout)
 
 
 def compressor_of(fence: Fence) -> Compressor:
-    """What a life compressed its gradients with."""
+    """Rebuild the compressor of an incarnation."""
     return from_settings(fence.compressor["name"], fence.compressor["settings"])
 
 
 def _mean(residuals: list[torch.Tensor], num_ranks: int) -> torch.Tensor:
-    """What each rank owes after a change of world size; some of the old ones may owe nothing.
+    """Return the residual of each rank after a change of world size; some old ranks may owe nothing.
 
     Averaged gradients divide by the world size, so the mean keeps what is owed in total.
     """

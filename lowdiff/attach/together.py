@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from lowdiff.commit.meter import RecoveryClock
 from lowdiff.core.events import Code, printable, warn
 from lowdiff.model.binding import Attached
 from lowdiff.model.ranks import Ranks
+from lowdiff.persistence.format.image import OPTIMIZER
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.recovery.damage import judge, refuse_unreadable_newest
 from lowdiff.recovery.images import aligned_tensors, other_numbers
@@ -82,36 +82,24 @@ def exchange(state: RecoveredState, ranks: Ranks) -> None:
     if ranks.world_size == 1:
         return
     own = {name: values for name, _, values in aligned_tensors(state)}
+    numbers = other_numbers(state)
+    for index, by_name in enumerate(numbers):
+        for name, entries in by_name.items():
+            for key in [key for key, value in entries.items() if _is_large(key, value)]:
+                own[f"{OPTIMIZER}{index}/{name}/{key}"] = entries.pop(key)
     names = {spec.name for spec in state.fence.layout.parameters}
     for full_name, values in ranks.spread(own).items():
         home, key, _ = place_of(state, full_name, names)
         home[key] = values
-    _exchange_numbers(state, ranks)
-
-
-def _exchange_numbers(state: RecoveredState, ranks: Ranks) -> None:
-    """Complete what optimizers keep beside tensors of their parameters' form.
-
-    That is mostly numbers, and may be tensors as large as parameters: preconditioners, say.
-    """
-    numbers = other_numbers(state)
-    large = {
-        (index, name, key): entries.pop(key)
-        for index, by_name in enumerate(numbers)
-        for name, entries in by_name.items()
-        for key, value in list(entries.items())
-        if isinstance(value, torch.Tensor) and value.nbytes > _MOST_GATHERED_BYTES
-    }
-    groups = [optimizer.groups for optimizer in state.optimizers]
     for others in ranks.gather(numbers):
-        add_numbers(state, groups, others)
-    shapes: dict[str, tuple[Any, list[int]]] = {}
-    for table in ranks.gather([[list(place), list(t.shape)] for place, t in large.items()]):
-        shapes.update({str(place): (place, shape) for place, shape in table})
-    flat = {str(list(place)): tensor.flatten() for place, tensor in large.items()}
-    for place_name, values in ranks.spread(flat).items():
-        (index, name, key), shape = shapes[place_name]
-        state.optimizers[index].state.setdefault(name, {})[key] = values.reshape(shape)
+        add_numbers(state, [optimizer.groups for optimizer in state.optimizers], others)
+
+
+def _is_large(key: object, value: object) -> bool:
+    """Whether an entry beside those of its parameter's form is no number: a preconditioner, say."""
+    if not (isinstance(key, str) and isinstance(value, torch.Tensor)):
+        return False
+    return value.nbytes > _MOST_GATHERED_BYTES
 
 
 def _has_history(catalog: Catalog) -> bool:

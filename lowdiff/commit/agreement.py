@@ -1,4 +1,4 @@
-"""What the ranks of a run know together: who wants to stop, who lost the run, whether all are alike.
+"""The ranks of a run know this together: who wants to stop, who lost the run, whether all are alike.
 
 Data-parallel ranks compute one state, each for itself. Where one computes another (a scheduler that
 follows each rank's own loss, code that writes on one rank only, faulty memory, unequal processors)
@@ -83,7 +83,7 @@ class Health:
             raise self._failure
 
     def _differing_parameters(self, own: list[int]) -> tuple[tuple[int, ...], str]:
-        """Which ranks hold other parameters than most, and the first of these."""
+        """Find the ranks that hold other parameters than most, and the first of these parameters."""
         try:
             tables: list[list[int]] = self._ranks.gather(own)
         except RuntimeError as error:

@@ -19,7 +19,7 @@ _compiling_callback: Callable[[], object] = getattr(
 
 
 class Steps(Protocol):
-    """Who records the steps of optimizers."""
+    """A recorder of the steps of optimizers."""
 
     def before_optimizer(self, index: int, arguments: Sequence[Any]) -> None:
         """Read what an optimizer is about to consume."""

@@ -224,12 +224,7 @@ class LogQueue:
 
     def wait_for_snapshot(self) -> None:
         """See `StepQueue`."""
-        step = self.images.step
-        self.storage.wait_until(
-            self,
-            lambda status: status.durable_snapshot >= step,
-            f"the snapshot of step {step} to be durable",
-        )
+        self.storage.wait_for_image(self, self.images.step)
 
     def begin_anew(self, step: int) -> None:
         """See `StepQueue`: the snapshot takes the place of the steps that were lost."""
@@ -250,17 +245,7 @@ class LogQueue:
             self._renewed_step = -1
         if limit <= self._renewed_step:
             return  # it is durable, or lost
-        storage = self.storage
-        if storage.tells_first:
-            # The last step that may be at risk is kept for telling the other ranks of trouble.
-            storage.wait_until(
-                self,
-                lambda status: status.durable_step > limit or bool(status.error),
-                f"step {limit + 1} to be durable",
-            )
-        storage.wait_until(
-            self, lambda status: status.durable_step >= limit, f"step {limit} to be durable"
-        )
+        self.storage.wait_for_step(self, limit, lambda status, step: status.durable_step >= step)
 
     def _note_dropped(self, dropped_before: int, status: WriterStatus) -> None:
         """Steps that were not durable are gone; what follows needs a snapshot to be of use."""

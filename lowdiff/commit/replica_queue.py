@@ -247,12 +247,7 @@ class ReplicaQueue:
 
     def wait_for_snapshot(self) -> None:
         """See `StepQueue`."""
-        step = self.images.step
-        self.storage.wait_until(
-            self,
-            lambda status: status.durable_snapshot >= step,
-            f"the snapshot of step {step} to be durable",
-        )
+        self.storage.wait_for_image(self, self.images.step)
 
     def begin_anew(self, step: int) -> None:
         """See `StepQueue`: the replica waits for the snapshot that is owed."""
@@ -306,16 +301,7 @@ class ReplicaQueue:
                 status.durable_step >= step or self.images.notice() or self._newest_image() < step
             )
 
-        if storage.tells_first:
-            # The last step that may be at risk is kept for telling the other ranks of trouble.
-            storage.wait_until(
-                self,
-                lambda status: is_reached(status, limit + 1) or bool(status.error),
-                f"step {limit + 1} to be durable",
-            )
-        storage.wait_until(
-            self, lambda status: is_reached(status, limit), f"step {limit} to be durable"
-        )
+        storage.wait_for_step(self, limit, is_reached)
 
     def _newest_image(self) -> int:
         """Step of the newest image that there is, or will be before training goes on."""

@@ -1,9 +1,9 @@
 """When a rank takes full snapshots, and how much it writes at once: as told, or as the tuner decides.
 
 `decide` is the schedule: a pure function of one `Situation`. `Cadence` holds the interval and the batch
-size that are in force. Every rank looks at its own measurements and tells its wish with the news of a step. At the next
-commit all ranks have heard the same wishes and follow them alike: the longest interval and the largest
-batch that any rank asks for, because the slowest disk must keep up.
+size that are in force. Every rank looks at its own measurements and tells its wish with the news of a
+step. At the next commit all ranks have heard the same wishes and follow them alike: the longest interval
+and the largest batch that any rank asks for, because the slowest disk must keep up.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class Storage:
 
         Raises:
             StorageError: If staging was removed meanwhile.
-            WriterFailed: If ``on_error="raise"`` and the writer reports errors.
+            WriterFailed: If ``on_error="raise"`` and the writer reports an error.
         """
         if condition(queue.status()):
             return
@@ -255,16 +255,46 @@ class Storage:
                 say(self.rank, Code.WAITING, text, seconds=now - started)
         self.counters.waiting_seconds += time.perf_counter() - started
 
+    def wait_for_step(
+        self, queue: Waiting, limit: int, is_reached: Callable[[WriterStatus, int], bool]
+    ) -> None:
+        """Wait until a step is no longer at risk.
+
+        The last step that may be at risk is kept for telling the other ranks of an error.
+
+        Args:
+            queue: Which waits.
+            limit: The step.
+            is_reached: Whether a step is no longer at risk, as the processes report it.
+        """
+        if self.tells_first:
+            self.wait_until(
+                queue,
+                lambda status: is_reached(status, limit + 1) or bool(status.error),
+                f"step {limit + 1} to be durable",
+            )
+        self.wait_until(
+            queue, lambda status: is_reached(status, limit), f"step {limit} to be durable"
+        )
+
+    def wait_for_image(self, queue: Waiting, step: int) -> None:
+        """Wait until the snapshot of a step is durable."""
+        self.wait_until(
+            queue,
+            lambda status: status.durable_snapshot >= step,
+            f"the snapshot of step {step} to be durable",
+        )
+
     def wait_for_adoption(self, queue: Waiting) -> None:
         """Wait until the steps that an earlier incarnation had only staged are durable."""
         what = "the steps of the incarnation before to be durable"
         self.wait_until(queue, lambda status: status.adopted, what)
 
     def wait_for_store(self, queue: Waiting, step: int, snapshot_step: int) -> None:
-        """Wait until a step and a snapshot are in the store, or the store is in errors.
+        """Wait until a step and a snapshot are in the store, or the store reports an error.
 
         Raises:
-            WriterFailed: If ``on_error="raise"`` and the store is in errors.
+            WriterFailed: If ``on_error="raise"`` and the store reports an error.
         """
         self.wait_until(
             queue,
@@ -318,8 +348,7 @@ class Storage:
             self._replica.stop()
 
     def tend(self) -> None:
-        """Start the processes again if they died, as every step does."""
-        self.writer.status()
+        """Start a replica again that died, as every step does; a queue's `status` does so for a writer."""
         if self._replica is not None:
             self._replica.status()
 

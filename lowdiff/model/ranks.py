@@ -151,12 +151,12 @@ class Ranks:
         """Bring tensors that only other ranks have, each from the first rank that has it.
 
         Args:
-            mine: Name -> tensor on the host, flat. Equal names hold equal bits.
+            mine: Name -> tensor on the host. Equal names hold equal bits and shapes.
 
         Returns:
             Those that this rank lacks.
         """
-        forms = {name: [dtype_name(t.dtype), t.numel()] for name, t in mine.items()}
+        forms = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in mine.items()}
         tables: list[dict[str, list[Any]]] = self.gather(forms)
         found: dict[str, torch.Tensor] = {}
         under_way: deque[dist.Work] = deque()
@@ -164,14 +164,15 @@ class Ranks:
             holders = [rank for rank, table in enumerate(tables) if name in table]
             if len(holders) == self.world_size:
                 continue
-            dtype, numel = tables[holders[0]][name]
+            dtype, shape = tables[holders[0]][name]
             if self.rank == holders[0]:
                 values = mine[name].contiguous()
             else:
-                values = torch.empty(numel, dtype=getattr(torch, dtype), device="cpu")
+                values = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
             if name not in mine:
                 found[name] = values
-            for piece in values.view(torch.uint8).split(_PIECE_BYTES) if numel else ():
+            data = values.view(-1).view(torch.uint8)
+            for piece in data.split(_PIECE_BYTES) if len(data) else ():
                 under_way.append(self._send(piece, holders[0]))
                 if len(under_way) > _PIECES_UNDER_WAY:
                     under_way.popleft().wait()

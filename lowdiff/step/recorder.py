@@ -219,12 +219,8 @@ class Recorder:
             step.sealed = replace(step.sealed, changes=frozenset(step.changes))
             return step.sealed
         # First, because the user's objects may raise: nothing has been read once by then.
-        items = (
-            None if step.state is State.SEALING else self._live.tracker.changed(thorough=thorough)
-        )
+        items = self._live.tracker.changed(thorough=thorough)
         step.begin_sealing(ranks=self._live.world_size)
-        if items is None:
-            items = self._live.tracker.changed(thorough=thorough)
         step.seal(self._read(items))
         assert step.sealed is not None
         return step.sealed

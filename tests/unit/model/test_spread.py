@@ -16,6 +16,8 @@ MADE = {
     "half": torch.tensor([1.5, float("nan"), -0.0], dtype=torch.bfloat16),
     "none": torch.empty(0),
     "flags": torch.tensor([True, False]),
+    "matrix": torch.arange(600.0).view(20, 30).t(),
+    "number": torch.tensor(7.5),
     "everybody's": torch.arange(5),
     "nobody else's": torch.arange(7, dtype=torch.int16),
 }
@@ -25,6 +27,8 @@ HOLDERS = {
     "half": {1, 2},
     "none": {2},
     "flags": {0, 2},
+    "matrix": {1},
+    "number": {0},
     "everybody's": {0, 1, 2},
     "nobody else's": {2},
 }
