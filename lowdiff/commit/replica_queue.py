@@ -45,7 +45,9 @@ class ReplicaImages(Images):
         """Hear whether the replica asks for an image; returns whether it needs one."""
         status = self._replica.status()
         asks = self.asked_for_by(status)
-        self._storage.errors.report_replica(status.error, asks=asks)
+        # Where somebody removed staging, the next commit names the cause and cures it.
+        if not status.error or self._storage.folder.replica_status.exists():
+            self._storage.errors.report_replica(status.error, asks=asks)
         self.is_needed |= asks
         return self.is_needed
 
