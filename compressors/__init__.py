@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lowdiff.compressors.averaged import Averaged
 from lowdiff.compressors.cast import Cast
 from lowdiff.compressors.cyclic import CyclicTopK
 from lowdiff.compressors.dense import Dense
@@ -14,6 +15,7 @@ from lowdiff.errors import ConfigError
 from lowdiff.protocols import Compressor
 
 __all__ = [
+    "Averaged",
     "Cast",
     "CyclicTopK",
     "Dense",
@@ -26,7 +28,7 @@ __all__ = [
 
 #: All compressors: a run names its own, and recovery looks it up here.
 _BY_NAME: Mapping[str, Callable[..., Compressor]] = {
-    kind.name: kind for kind in (Cast, CyclicTopK, Dense, PowerSGD, Quantize, RandomK, TopK)
+    kind.name: kind for kind in (Averaged, Cast, CyclicTopK, Dense, PowerSGD, Quantize, RandomK, TopK)
 }
 
 

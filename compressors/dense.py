@@ -51,7 +51,7 @@ class Dense(Settings):
         """Make the reducer of one run; there is no residual."""
         rank = 0 if group is None else dist.get_rank(group)
         world_size = 1 if group is None else group.size()
-        return DenseReducer(self, layout, group, rank=rank, world_size=world_size)
+        return DenseReducer(self, layout, group, kept=shares_of(layout, world_size)[rank])
 
     def decoder(self, payloads: Sequence[Payload], layout: Layout) -> Decoder:
         """Return a decoder that copies a block from the payload of the rank that logged its parameter.
@@ -108,7 +108,7 @@ def mean(
 
 
 class DenseReducer:
-    """Dense bound to one run; passes on this rank's share of the gradients."""
+    """Dense bound to one run; passes on the gradients of the parameters in ``kept``."""
 
     def __init__(
         self,
@@ -116,12 +116,11 @@ class DenseReducer:
         layout: Layout,
         group: dist.ProcessGroup | None,
         *,
-        rank: int,
-        world_size: int,
+        kept: Sequence[int],
     ) -> None:
         self._reproducible = compressor.reproducible
         self._group = group
-        self._mine = shares_of(layout, world_size)[rank]
+        self._kept = kept
         self._consumed: dict[int, torch.Tensor] = {}
 
     def begin(self, stamp: int) -> None:
@@ -145,7 +144,7 @@ class DenseReducer:
         Nothing is copied: use ``payload`` before the caller of the optimizer may change the
         gradients.
         """
-        for i in self._mine:
+        for i in self._kept:
             gradient = gradients[i]
             if gradient is not None:
                 self._consumed[i] = gradient.detach()

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +21,14 @@ from lowdiff.attach.close import finish, release
 from lowdiff.attach.open import Opened, meeting, open_session
 from lowdiff.commit.meter import writer_document
 from lowdiff.commit.session import Session
-from lowdiff.compressors import Dense
+from lowdiff.compressors import Averaged, Dense
 from lowdiff.compressors.dense import mean
 from lowdiff.core.events import Code, log_event, warn
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.loop.dataloader import Body, ResumableLoader, StatefulEpochs
+from lowdiff.loop.failure_watch import FailureWatch
 from lowdiff.loop.pinning import keep_step
-from lowdiff.loop.preemption import SignalWatch, refuse_foreign_descriptor
+from lowdiff.loop.preemption import SignalWatch, ends_by_sigterm, refuse_foreign_descriptor
 from lowdiff.loop.steps import DetachedLoop, LoopState, TrainingLoop
 from lowdiff.model.binding import bare_optimizers, describe
 from lowdiff.model.items import Stateful
@@ -63,6 +64,27 @@ def stats_of(opened: Opened) -> dict[str, Any]:
     }
 
 
+def _compressor_of(
+    strategy: str | None, compressor: Compressor | None, *, reproducible: bool
+) -> Compressor:
+    """The compressor that a strategy goes with.
+
+    Raises:
+        ConfigError: If the two do not go together.
+    """
+    if strategy not in (None, "log", "replica", "survivors"):
+        raise ConfigError(
+            f'strategy is one of "log", "replica" and "survivors", or None, got {strategy!r}'
+        )
+    if compressor is None:
+        if strategy == "log":
+            raise ConfigError('strategy="log" needs a compressor, e.g. TopK(density=0.01)')
+        return Averaged(reproducible) if strategy == "survivors" else Dense(reproducible)
+    if strategy in ("replica", "survivors"):
+        raise ConfigError(f"strategy={strategy!r} leaves gradients as they are; give no compressor")
+    return compressor
+
+
 _RESTORE = ("all", "model", "none")
 #: The live Checkpointer of each run folder.
 _attached: dict[str, Checkpointer] = {}
@@ -95,6 +117,11 @@ class Checkpointer:
         compressor: How gradients are compressed, e.g. ``TopK(density=0.01)``. Lossy compression
             changes training, so it is always asked for by name. None is LowDiff+: training is left
             as it is, and a replica process applies every step to a copy in memory.
+        strategy: How steps are protected. ``"log"``, with a compressor: every step is kept.
+            ``"replica"``, without one: a process applies every step to a copy in memory. ``"survivors"``,
+            without one: nothing is kept per step; after a failure the ranks that live save the state
+            (docs/survivors.md), and where all die at once training goes back to the last full
+            snapshot. None: ``"log"`` with a compressor, else ``"replica"``.
         reproducible: Without compression and with three ranks or more: add gradients in rank
             order, so that a resumed run has the bits of an uninterrupted one.
         optimizer_steps: How many steps each optimizer may make in one loop body. With ``"any"``, which
@@ -143,6 +170,10 @@ class Checkpointer:
         tuning: What ``"auto"`` goes by: expected failures, and limits.
         imports: Without a compressor: names of the modules that call ``lowdiff.register_optimizer`` for
             the attached optimizers, so that the replica process knows them. With one it has no effect.
+        hang_seconds: With strategy ``"survivors"``: after how long without a step ranks that wait for
+            each other hang; None: after 20 times the median step, and at least 60 s.
+        on_hang: What happens then, once the state is saved: ``"save"`` waits on, ``"exit"`` ends the
+            process with status 1, so that its launcher starts anew.
 
     It belongs to the process that attached it. In a process forked from that one, leaving the
     ``with`` block and ``close()`` do nothing, and all else is a UsageError; attach another
@@ -157,6 +188,7 @@ class Checkpointer:
         run: str | Path,
         *,
         compressor: Compressor | None = None,
+        strategy: str | None = None,
         reproducible: bool = False,
         optimizer_steps: int | str = 1,
         snapshot_every: int | str = 100,
@@ -170,6 +202,8 @@ class Checkpointer:
         watch: str = "live",
         tuning: Tuning | None = None,
         imports: Sequence[str] = (),
+        hang_seconds: float | None = None,
+        on_hang: str = "save",
     ) -> None:
         if is_url(run):
             raise ConfigError(
@@ -182,7 +216,7 @@ class Checkpointer:
             )
         self._settings = Settings(
             run=user_path("run", run).absolute(),
-            compressor=Dense(reproducible) if compressor is None else compressor,
+            compressor=_compressor_of(strategy, compressor, reproducible=reproducible),
             **cadence(snapshot_every, batch_size, tuning),
             staging=None if staging is None else user_path("staging", staging).absolute(),
             store=store,
@@ -193,6 +227,8 @@ class Checkpointer:
             watch=watch,
             imports=module_names(imports),
             optimizer_steps=optimizer_steps,
+            hang_seconds=hang_seconds,
+            on_hang=on_hang,
         )
         #: For ``ddp.register_comm_hook(checkpointer.hook_state, lowdiff.comm_hook)``.
         self.hook_state = HookState()
@@ -204,6 +240,7 @@ class Checkpointer:
         self._loaders: dict[str, ResumableLoader | StatefulEpochs] = {}
         self._attach_seconds = 0.0
         self._signals: SignalWatch | None = None
+        self._failures: FailureWatch | None = None
         self._was_preempted = False
         self._final_stats: dict[str, Any] = {}
 
@@ -273,7 +310,8 @@ class Checkpointer:
             self.hook_state.open(self._session.recorder.reducer, attached.parameters)
             self._loop = TrainingLoop(attached, self._session, opened.random_states)
             self._was_preempted = False
-            self._signals = SignalWatch(self._session.preempt)
+            self._watch_failures(opened)
+            self._signals = SignalWatch(self._told_to_stop)
         except BaseException:
             self._session.queue.storage.stop()
             self._session.queue.storage.writer.stop()
@@ -456,6 +494,21 @@ class Checkpointer:
             raise UsageError("call attach(model, optimizer) first")
         return keep_step(self._settings, opened, step, label)
 
+    @contextmanager
+    def pause_watch(self) -> Iterator[None]:
+        """Take no time in the body for a hang (``strategy="survivors"``); without effect otherwise.
+
+        ::
+
+            with checkpointer.pause_watch():
+                evaluate()  # on one rank, while those of other nodes wait in a barrier
+        """
+        if self._failures is None:
+            yield
+        else:
+            with self._failures.pause():
+                yield
+
     def close(self) -> None:
         """Commit a finished step, make everything durable and let go of the run.
 
@@ -516,6 +569,10 @@ class Checkpointer:
 
     def _end(self, opened: Opened, *, failed: bool, detaches: bool = False) -> None:
         try:
+            if self._failures is not None:
+                if failed:
+                    self._failures.save("the training ended with an error")
+                self._failures.close()
             finish(opened, failed=failed, detaches=detaches)
             self._say("closed", f"{self._settings.run} is closed", step=opened.session.step)
         finally:
@@ -545,11 +602,35 @@ class Checkpointer:
             )
             earlier._close(failed=True)
 
+    def _watch_failures(self, opened: Opened) -> None:
+        if opened.survivor is None:
+            return
+        self._failures = FailureWatch(
+            opened.survivor,
+            lambda: opened.session.step,
+            hang_seconds=self._settings.hang_seconds,
+            on_hang=self._settings.on_hang,
+            is_on_host=opened.session.is_on_host,
+            ends_by_signal=ends_by_sigterm,
+        )
+        self._say("survivors", f"after a failure the state is saved in {opened.survivor.path}")
+
+    def _told_to_stop(self) -> None:
+        """Hear of a signal that announces the end; for any thread."""
+        opened, failures = self._opened, self._failures
+        if opened is not None:
+            opened.session.preempt()
+        if failures is not None:
+            failures.told_to_stop()
+
     def _let_go(self, opened: Opened) -> None:
         """Take back what ``attach`` registered, as far as it came."""
         if self._signals is not None:
             self._signals.close()
             self._signals = None
+        if self._failures is not None:
+            self._failures.close()
+            self._failures = None
         self.hook_state.close(opened.session.recorder.reducer)
         if self._loop is not None:
             self._loop.remove()

@@ -24,7 +24,12 @@ _CHOICES: dict[str, tuple[int | str, ...]] = {
     "on_error": ("warn", "raise"),
     "watch": ("live", "recovery"),
     "optimizer_steps": (1, "any"),
+    "on_hang": ("save", "exit"),
 }
+
+
+#: Strategies that keep no steps, by the compressor that leaves gradients as they are.
+_STRATEGIES = {"dense": "replica", "averaged": "survivors"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,9 @@ class Settings:
         tunes_batch: Whether ``batch_size`` is.
         tuning: What the tuner goes by.
         imports: Modules that a replica imports, so that it knows registered optimizers.
+        hang_seconds: After how long without a step ranks that wait for each other hang; None: after 20
+            times the median step, and at least a minute.
+        on_hang: What a hang does once the state is saved: ``"save"`` waits on, ``"exit"`` ends the process.
         flush_seconds: A batch is written after so long even if it is not full.
         lock_seconds: How long ``attach`` waits for another trainer to let go of the run.
     """
@@ -71,6 +79,8 @@ class Settings:
     tunes_batch: bool = False
     tuning: Tuning = field(default_factory=Tuning)
     imports: tuple[str, ...] = ()
+    hang_seconds: float | None = None
+    on_hang: str = "save"
     flush_seconds: float = 5.0
     lock_seconds: float = 30.0
 
@@ -86,11 +96,10 @@ class Settings:
             )
         if not isinstance(self.tuning, Tuning):
             raise ConfigError(f"tuning is a lowdiff.Tuning or None, got {self.tuning!r}")
-        if self.is_tuned and self.has_replica:
+        if self.is_tuned and not self.logs_steps:
             raise ConfigError(
-                'snapshot_every="auto" and batch_size="auto" need a compressor: without one (LowDiff+) '
-                "the replica makes the full snapshots and training does not pay for them; give a "
-                "number of steps"
+                'snapshot_every="auto" and batch_size="auto" are for strategy "log", with a compressor: '
+                "they weigh logged steps against snapshots; give a number of steps"
             )
         for name in ("snapshot_every", "batch_size"):
             if whole_number(name, getattr(self, name)) < 1:
@@ -99,7 +108,7 @@ class Settings:
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in choices):
                 raise ConfigError(f"{name} is one of {choices}, got {getattr(self, name)!r}")
-        if self.has_several_steps and not self.has_replica:
+        if self.has_several_steps and self.logs_steps:
             raise ConfigError(
                 'optimizer_steps="any" is for training without a compressor: error feedback belongs to '
                 "one exchange per step. Leave the compressor out, or call commit() after each "
@@ -131,9 +140,14 @@ class Settings:
         return self.optimizer_steps == "any"
 
     @property
-    def has_replica(self) -> bool:
-        """Whether gradients are not compressed, so that a replica applies them (LowDiff+)."""
-        return self.compressor.name == "dense"
+    def strategy(self) -> str:
+        """How a step is protected: ``"log"``, ``"replica"`` or ``"survivors"``."""
+        return _STRATEGIES.get(self.compressor.name, "log")
+
+    @property
+    def logs_steps(self) -> bool:
+        """Whether every step is kept."""
+        return self.strategy == "log"
 
     @property
     def staging_root(self) -> Path:

@@ -357,9 +357,9 @@ class Fence:
     staging: str = ""
 
     @property
-    def has_replica(self) -> bool:
-        """Whether gradients are not compressed, so that a replica uses them up (LowDiff+)."""
-        return bool(self.compressor["name"] == "dense")
+    def logs_steps(self) -> bool:
+        """Whether every step is kept: not where a replica uses gradients up, or none are kept."""
+        return self.compressor["name"] not in ("averaged", "dense")
 
 
 def whole_number(name: str, value: object) -> int:

@@ -149,8 +149,8 @@ def gap_after(catalog: Catalog, last: int) -> Finding | None:
     number = owner.incarnation
     ranks = range(owner.world_size)
     lacking = next((rank for rank in ranks if step not in catalog.of(number, rank)), None)
-    has_replica = catalog.incarnations[number].has_replica
-    if lacking is None or has_replica or catalog.collected.holds(number, step):
+    keeps_none = not catalog.incarnations[number].logs_steps
+    if lacking is None or keeps_none or catalog.collected.holds(number, step):
         return None
     path, reason = _place_of(catalog, number, lacking, step)
     return Finding(f"step {step} of rank {lacking} is lost: {path} {reason}", str(path))

@@ -184,7 +184,7 @@ def _why(catalog: Catalog, spans: Sequence[Span], bases: Sequence[SnapshotSet], 
     owner = next((span for span in spans if span.owns(step)), None)
     if owner is not None and catalog.collected.holds(owner.incarnation, step):
         return f"retention removed the differential of step {step}"
-    if owner is not None and catalog.incarnations[owner.incarnation].has_replica:
+    if owner is not None and not catalog.incarnations[owner.incarnation].logs_steps:
         return (
             f"step {step} was made without a compressor, which keeps no differentials: of such a "
             "part of a run only the newest step and those of snapshots come back"

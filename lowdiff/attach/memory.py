@@ -53,11 +53,13 @@ class Memory:
         chunk_bytes: Length of one chunk of the log.
         log_bytes: Most that all chunks may take together.
         optimizer_steps: Most optimizer steps of one loop body that are logged; see `Settings`.
+        image_bytes: Length of a snapshot's share.
     """
 
     chunk_bytes: int
     log_bytes: int
     optimizer_steps: int
+    image_bytes: int
 
 
 def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_staged: bool) -> Memory:
@@ -95,7 +97,7 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
             ranks.rank,
             num_steps,
         )
-    return Memory(chunk_bytes, cap, num_steps)
+    return Memory(chunk_bytes, cap, num_steps, need.snapshot_bytes)
 
 
 def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
@@ -150,7 +152,13 @@ def _need(
     state_bytes = max(_STATE_TENSORS * model_bytes, held)
     averages = len(given.averages) * model_bytes
     items = sum(tensor.nbytes for tensor in given.tracker.tensors.values())
-    if settings.has_replica:
+    if settings.strategy == "survivors":
+        share = _largest_share(attached.layout, world_size)
+        factor = (model_bytes + state_bytes + averages) / model_bytes
+        image = int(share * factor) + items + _MIN_CHUNK_BYTES
+        # One that a survivor saves, beside the last regular one.
+        return StagingNeed(0, image, 0, 0, image), _MIN_CHUNK_BYTES
+    if settings.strategy == "replica":
         largest = _largest_share(attached.layout, world_size)
         factor = (model_bytes + state_bytes + averages) / model_bytes
         share = int(largest * factor) + items

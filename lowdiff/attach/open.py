@@ -32,6 +32,8 @@ from lowdiff.commit.session import Session
 from lowdiff.commit.share import constant_images
 from lowdiff.commit.staging import Staging
 from lowdiff.commit.storage import Storage
+from lowdiff.commit.survivor import Survivor
+from lowdiff.commit.survivors_queue import SurvivorsQueue
 from lowdiff.compressors import refuse_unknown
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.events import Code, warn
@@ -85,6 +87,7 @@ class Opened:
 
     Attributes:
         meter: Measures it for the tuner.
+        survivor: Saves the state after a failure; None with another strategy.
         random_states: Items to restore when the first step begins.
     """
 
@@ -94,6 +97,7 @@ class Opened:
     ranks: Ranks
     meter: Meter
     random_states: Mapping[str, bytes]
+    survivor: Survivor | None
 
 
 @contextmanager
@@ -232,7 +236,7 @@ def _refuse_registered(settings: Settings, attached: Attached, world_size: int) 
         ConfigError: If a module that a replica is to import is not there.
         UnsupportedOptimizer: Naming an optimizer that cannot be built, or not there.
     """
-    if settings.has_replica:
+    if settings.strategy == "replica":
         refuse_what_a_replica_lacks(attached.specs, settings.imports, world_size)
     for optimizer, spec in zip(attached.optimizers, attached.specs, strict=True):
         if is_registered(spec):
@@ -296,7 +300,7 @@ def _begin(
     left: Sequence[StagingFolder],
 ) -> Opened:
     """Make staging, writer and session; on return the base is durable on every rank."""
-    if any(ranks.gather(any(map(has_replica, left)))) and not settings.has_replica:
+    if any(ranks.gather(any(map(has_replica, left)))) and settings.logs_steps:
         # Of a life that may never have begun, on whichever machine: only a snapshot after it makes
         # its memory void.
         start = replace(start, needs_snapshot=True)
@@ -347,13 +351,16 @@ def _begin(
                 start.step,
             )
             undo.callback(session.detach)
+            survivor = None
+            if isinstance(queue, SurvivorsQueue):
+                survivor = Survivor(live, session, queue, folder)
             _make_base_durable(settings, session, fence, start)
             meter.note(past.attached())
         session.start()
         if ranks.rank == 0:
             name_large_items(given.tracker)
         undo.pop_all()
-    return Opened(session, lock, area, ranks, meter, start.items)
+    return Opened(session, lock, area, ranks, meter, start.items, survivor)
 
 
 def _writer_settings(
@@ -372,7 +379,7 @@ def _writer_settings(
         flush_seconds=settings.flush_seconds,
         retention=settings.retention,
         store=settings.store,
-        has_replica=settings.has_replica,
+        logs_steps=settings.logs_steps,
         continues=start.continues,
         adopts=[stage.root.name for stage in left],
     )
@@ -394,6 +401,10 @@ def _queue(
 ) -> StepQueue:
     """Make the queue of a writer that starts, and start the replica of a run without compression."""
     folder = StagingFolder.of(settings.staging_root, fence.run_id, fence.incarnation, live.rank)
+    writer = starting.result()
+    if settings.strategy == "survivors":
+        storage = Storage(folder, writer, None, settings, live.rank, live.world_size)
+        return SurvivorsQueue(storage, live, memory.image_bytes)
     log = StagingLog(
         folder,
         run_id=fence.run_id,
@@ -401,8 +412,7 @@ def _queue(
         chunk_bytes=memory.chunk_bytes,
         cap_bytes=memory.log_bytes,
     )
-    writer = starting.result()
-    if not settings.has_replica:
+    if settings.logs_steps:
         return LogQueue(log, Storage(folder, writer, None, settings, live.rank, live.world_size))
     makes_images = live.attached.device.type == "cpu"
     replica = ReplicaProcess(
@@ -432,7 +442,7 @@ def _recorder(
         Gradients(attached, reducer, hook),
         scaling,
         Proofs(attached, fence, ranks),
-        watches=settings.watch == "live",
+        watches="" if settings.strategy == "survivors" else settings.watch,
         most_calls=memory.optimizer_steps,
     )
 

@@ -7,12 +7,13 @@ from typing import Any, ClassVar, Protocol
 
 from lowdiff.commit.storage import Images, Storage, say
 from lowdiff.core.events import Code
+from lowdiff.persistence.format.differentials import encode_scalars, sections_of
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
 from lowdiff.persistence.staging.status import WriterStatus
 from lowdiff.protocols import Reducer
-from lowdiff.types import Section
+from lowdiff.types import Differential
 
 
 class StepQueue(Protocol):
@@ -55,9 +56,7 @@ class StepQueue(Protocol):
     def stage(
         self,
         kind: RecordKind,
-        step: int,
-        scalars: bytes,
-        sections: Sequence[Section],
+        record: Differential,
         *,
         rebases: bool,
     ) -> None:
@@ -158,9 +157,7 @@ class LogQueue:
     def stage(
         self,
         kind: RecordKind,
-        step: int,
-        scalars: bytes,
-        sections: Sequence[Section],
+        record: Differential,
         *,
         rebases: bool,
     ) -> None:
@@ -169,6 +166,7 @@ class LogQueue:
         With ``backpressure="degrade"`` at once, whatever that drops.
         """
         storage, log, status = self.storage, self._log, self.status()
+        step, scalars, sections = record.step, encode_scalars(record), sections_of(record)
         if kind is RecordKind.DIFFERENTIAL:
             limit = step - 2 * storage.batch_size
             if storage.degrades:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from lowdiff.commit.storage import Images, Storage, say
 from lowdiff.core.events import Code
-from lowdiff.persistence.format.differentials import numbered
+from lowdiff.persistence.format.differentials import encode_scalars, numbered, sections_of
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.format.image import ImageTensor
 from lowdiff.persistence.staging.log import StagingLog
@@ -21,7 +21,7 @@ from lowdiff.recovery.replay.optimizers import registrations
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.recovery.state import SCALAR_STATE
 from lowdiff.settings import Settings
-from lowdiff.types import OptimizerSpec, Section
+from lowdiff.types import Differential, OptimizerSpec, Section
 
 
 class ReplicaImages(Images):
@@ -168,13 +168,12 @@ class ReplicaQueue:
     def stage(
         self,
         kind: RecordKind,
-        step: int,
-        scalars: bytes,
-        sections: Sequence[Section],
+        record: Differential,
         *,
         rebases: bool,
     ) -> None:
         """See `StepQueue`."""
+        step, scalars, sections = record.step, encode_scalars(record), sections_of(record)
         is_step = kind is RecordKind.DIFFERENTIAL
         if is_step:
             self.images.free(self.status().durable_snapshot)

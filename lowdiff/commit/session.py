@@ -20,7 +20,7 @@ from lowdiff.model.tracked import Live
 from lowdiff.model.watch import AttachedObjects
 from lowdiff.step.ddp_hook import without_autocast
 from lowdiff.step.recorder import Recorder
-from lowdiff.step.states import Sealed
+from lowdiff.step.states import Sealed, State
 
 _logger = logging.getLogger(__name__)
 
@@ -76,6 +76,18 @@ class Session:
     def has_finished_step(self) -> bool:
         """Whether every optimizer stepped since the last commit, and the step can be committed."""
         return self.recorder.is_complete and not self._objects.has_refused
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the model is on the CPU."""
+        return self._live.attached.is_on_host
+
+    @property
+    def resting(self) -> Sealed | None:
+        """The last step while its state is the live one; for any thread; see `Survivor`."""
+        sealed, step = self._sealed, self.recorder.step
+        is_open = step.state is State.OPEN and not step.has_stepped
+        return sealed if is_open and step.number == sealed.differential.step + 1 else None
 
     @property
     def large_items(self) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,14 @@ from lowdiff.model.binding import Attached
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
 from lowdiff.recovery.images import image_tensor, scalars_tensor
-from lowdiff.recovery.state import AVERAGE_ITEM, is_scalar
+from lowdiff.recovery.state import (
+    AVERAGE_ITEM,
+    BUFFER_ITEM,
+    FROZEN_ITEM,
+    TENSOR_ITEM,
+    decode_item,
+    is_scalar,
+)
 from lowdiff.step.states import Sealed
 
 
@@ -21,13 +29,50 @@ def share_of(live: Live, sealed: Sealed) -> list[ImageTensor]:
     Hyper-parameters are those that were sealed: a scheduler may have moved them since, at an epoch's
     end say.
     """
-    attached, tracker = live.attached, live.tracker
-    residual, averages = live.residual.named(), live.averages.named_tensors()
+    tracker = live.tracker
+    # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
+    tensors = {
+        name: value
+        for name, value in tracker.tensors.items()
+        if not (live.shares_constants and tracker.is_as_started(name))
+    }
+    tensors |= {RESIDUAL + name: values for name, values in live.residual.named().items()}
+    return _share(live, sealed, live.rank, tensors, tracker.committed)
+
+
+def share_of_items(
+    live: Live, sealed: Sealed, rank: int, items: Mapping[str, bytes]
+) -> list[ImageTensor]:
+    """Read what a rank would store of the current state; parameters and optimizer state are equal on all.
+
+    Args:
+        live: Any rank's training without error feedback.
+        sealed: The step whose state it is.
+        rank: Whose share.
+        items: All items of that rank at that step; no bytes for one that is gone.
+    """
+    tensors, values = {}, {}
+    for name, data in items.items():
+        if not name.startswith((BUFFER_ITEM, FROZEN_ITEM, TENSOR_ITEM)):
+            values[name] = data
+        elif data:
+            tensors[name] = decode_item(name, data)
+    return _share(live, sealed, rank, tensors, {name: data for name, data in values.items() if data})
+
+
+def _share(
+    live: Live,
+    sealed: Sealed,
+    rank: int,
+    tensor_items: Mapping[str, torch.Tensor],
+    items: Mapping[str, bytes],
+) -> list[ImageTensor]:
+    attached, averages = live.attached, live.averages.named_tensors()
     tensors: list[tuple[str, torch.Tensor]] = []
     state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
     owners = share_owners(attached.layout, live.world_size)
     for i, spec in enumerate(attached.layout.parameters):
-        if owners[i] != live.rank:
+        if owners[i] != rank:
             continue
         parameter = attached.parameters[i]
         tensors.append((PARAMETER + spec.name, parameter))
@@ -43,13 +88,7 @@ def share_of(live: Live, sealed: Sealed) -> list[ImageTensor]:
             for name, values in averages.items()
             if i in values
         ]
-    # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
-    tensors += [
-        (name, value)
-        for name, value in tracker.tensors.items()
-        if not (live.shares_constants and tracker.is_as_started(name))
-    ]
-    tensors += [(RESIDUAL + name, values) for name, values in residual.items()]
+    tensors += tensor_items.items()
     return [
         *(image_tensor(name, tensor) for name, tensor in tensors),
         image_tensor(
@@ -58,7 +97,7 @@ def share_of(live: Live, sealed: Sealed) -> list[ImageTensor]:
                 [list(own) for own in sealed.groups],
                 state,
                 list(sealed.differential.held),
-                dict(tracker.committed),
+                dict(items),
             ),
         ),
     ]

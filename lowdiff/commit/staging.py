@@ -12,7 +12,6 @@ from lowdiff.commit.run_lock import StagingArea
 from lowdiff.commit.share import share_of
 from lowdiff.errors import StorageError
 from lowdiff.model.tracked import Live
-from lowdiff.persistence.format.differentials import encode_scalars, sections_of
 from lowdiff.persistence.format.framing import RecordKind
 from lowdiff.persistence.staging.measurements import Recorder as MeasurementRecorder
 from lowdiff.protocols import Reducer
@@ -69,8 +68,7 @@ class Staging:
     def stage_base(self, base: Sealed) -> None:
         """Name the residual that an incarnation starts from, should it die in its first step."""
         record = replace(base.differential, held=())
-        scalars = encode_scalars(record)
-        self._queue.stage(RecordKind.BASE, record.step, scalars, (), rebases=False)
+        self._queue.stage(RecordKind.BASE, record, rebases=False)
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """Stage gradients before their optimizer's step ends; see `StepQueue`."""
@@ -80,11 +78,8 @@ class Staging:
     def stage(self, sealed: Sealed) -> None:
         """Stage a step's record."""
         record = sealed.differential
-        scalars, sections = encode_scalars(record), sections_of(record)
         with self._unless_gone():
-            self._queue.stage(
-                RecordKind.DIFFERENTIAL, record.step, scalars, sections, rebases=sealed.rebases
-            )
+            self._queue.stage(RecordKind.DIFFERENTIAL, record, rebases=sealed.rebases)
 
     def snapshot(self, sealed: Sealed, *, required: bool = False, waits: bool = False) -> None:
         """Stage a snapshot of a sealed step, unless that was the last one staged.

@@ -87,6 +87,11 @@ class Code(Enum):
     WRITER_STILL_BUSY = "LD406"
     STORE_BEHIND = "LD407"
     WRITER_ENDED_BEFORE = "LD408"
+    # After a failure (strategy survivors).
+    SAVED_AFTER_FAILURE = "LD801"
+    NOT_SAVED_AFTER_FAILURE = "LD802"
+    ITEMS_INHERITED = "LD803"
+    HANG_SEEN = "LD804"
     # Leases and object stores.
     LEASE_TAKEN_OVER = "LD501"
     LEASE_NOT_RETURNED = "LD502"

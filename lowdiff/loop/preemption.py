@@ -43,7 +43,6 @@ class SignalWatch:
 
         Raises:
             UsageError: See `refuse_foreign_descriptor`.
-            UsageError: See `refuse_foreign_descriptor`.
         """
         self.notice: Callable[[], None] | None = notice
         if not _is_main_thread():
@@ -74,6 +73,11 @@ class SignalWatch:
                 _installed.clear()
 
 
+def ends_by_sigterm() -> bool:
+    """Whether SIGTERM would end the process if lowdiff did not handle it."""
+    return any(h.ends_by(signal.SIGTERM) for h in _installed)
+
+
 class _Handlers:
     """Handlers, wakeup descriptor and thread that serve all watches of the process."""
 
@@ -98,6 +102,10 @@ class _Handlers:
         os.write(self._writer, bytes([_STOP]))
         self._thread.join()
         self.put_back()
+
+    def ends_by(self, number: int) -> bool:
+        """Whether a signal had no handler before."""
+        return bool(self._previous[number] == signal.SIG_DFL)
 
     def put_back(self) -> None:
         """Restore the earlier handlers, except where another handler was installed since."""

@@ -57,8 +57,8 @@ class Watch:
         averages: Name of each average -> layout index -> tensor.
         rank: This rank.
         world_size: Number of ranks.
-        is_live: Whether to look around the optimizer's step as well, as ``watch="live"`` says. Else
-            only digests are taken, which recovery compares.
+        mode: ``"live"``: look around the optimizer's step as well. ``"recovery"``: only take digests,
+            which recovery compares. Empty: nothing is replayed, and nothing looked at.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Watch:
         rank: int,
         world_size: int,
         *,
-        is_live: bool,
+        mode: str,
     ) -> None:
         self._attached = attached
         self._rank = rank
-        self._can_look = attached.is_on_host
-        self._is_live = is_live and self._can_look
+        self._can_look = attached.is_on_host and mode != ""
+        self._is_live = mode == "live" and self._can_look
         self._shares = shares_of(attached.layout, world_size)
         self._own = self._shares[rank]
         self._of_optimizer = [

@@ -35,7 +35,7 @@ class Recorder:
         gradients: Finds them, and refuses what ranks have not averaged.
         scaling: Knows what multiplied gradients since their exchange.
         proofs: Prove steps of registered optimizers.
-        watches: Whether to look around optimizer steps as well, as ``watch="live"`` says.
+        watches: What to look at; see `Watch`.
         most_calls: Optimizer steps that one loop body may make and a log can hold; 1 where a second
             one is an error.
 
@@ -56,7 +56,7 @@ class Recorder:
         scaling: Scaling,
         proofs: Proofs,
         *,
-        watches: bool,
+        watches: str,
         most_calls: int,
     ) -> None:
         self._live = live
@@ -74,7 +74,7 @@ class Recorder:
             live.averages.named_tensors(),
             live.rank,
             live.world_size,
-            is_live=watches,
+            mode=watches,
         )
         self.step = Step(-1, 0)
 

@@ -25,6 +25,9 @@
     STAGING/RUN_ID/i000002-r0000/replica.lock, replica.log
     STAGING/RUN_ID/i000002-r0000/replica.boot            kernel under which the state was written
     STAGING/RUN_ID/i000002-r0000/replica.image           the replica's image being persisted
+    STAGING/RUN_ID/i000002-r0000/items-0, -1, -2         items of the beginning and of the last two steps
+    STAGING/RUN_ID/i000002-r0000/survivor                page of the thread that saves after a failure
+    STAGING/RUN_ID/i000002-r0000/survivor.image          what it saved (strategy survivors)
     STAGING/RUN_ID/i000002-r0000/owner.json              run folder that this folder belongs to
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -279,6 +282,10 @@ class StagingFolder:
     replica_log = _File("replica.log")
     #: Image of the replica's state that the writer is persisting.
     replica_image = _File("replica.image")
+    #: Page of the rank's survivor: what it knows of a failure, and what was saved for the rank.
+    survivor_status = _File("survivor")
+    #: Image of the rank's share that a survivor saved after a failure.
+    survivor_image = _File("survivor.image")
     #: Output of the writer process.
     writer_log = _File("writer.log")
 
@@ -331,6 +338,10 @@ class StagingFolder:
         with contextlib.suppress(OSError):  # other ranks' folders are still there
             self.root.parent.rmdir()
 
+    def items(self, slot: int) -> Path:
+        """Return the path of one of the files of a rank's items."""
+        return self.root / f"items-{slot}"
+
     def replica_state(self, generation: int) -> Path:
         """Return the path of one file of the replica's state."""
         return self.root / f"replica-{generation:08d}"
@@ -341,10 +352,11 @@ class StagingFolder:
         return [(generation, path) for path, (generation,) in found]
 
     def replica_files(self) -> list[Path]:
-        """Return the replica's files that recovery reads; none in an incarnation without a replica."""
-        if not self.replica_status.exists():
+        """Return the files that recovery reads of a state in memory; none where steps are logged."""
+        own = [path for path in (self.replica_status, self.survivor_status) if path.exists()]
+        if not own:
             return []
-        names = (self.replica_status, self.trainer_status, self.snapshot)
+        names = (*own, self.survivor_image, self.trainer_status, self.snapshot)
         states = (path for _, path in self.replica_states())
         return [*(path for path in names if path.exists()), *states]
 

@@ -20,7 +20,12 @@ from lowdiff.persistence.run.fences import read_run_id
 from lowdiff.persistence.run.journal import Collected, read_journal
 from lowdiff.persistence.run.owner import Owner, is_known, staging_of_run
 from lowdiff.persistence.staging.log import staged_records
-from lowdiff.persistence.staging.status import ReplicaStatus, WriterStatus, has_replica, read_status
+from lowdiff.persistence.staging.status import (
+    WriterStatus,
+    has_replica,
+    read_status,
+    state_step,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ def _judge(stage: StagingFolder, held: ExitStack) -> StagingVerdict:
     except StorageError as error:
         return _verdict(stage, f"it may hold steps, but {error}")
     if has_replica(stage):
-        steps.add(read_status(stage.replica_status, ReplicaStatus).step)
+        steps.add(state_step(stage))
         steps.discard(-1)
     if not steps:
         return _verdict(stage, "it holds no step", goes=True)

@@ -27,8 +27,7 @@ class WriterSettings(ProcessSettings):
         store_timeout_seconds: How long to wait for the store once the trainer is gone.
         folder_timeout_seconds: How long to wait for the run folder once the trainer is gone.
         segment_seconds: Age at which a segment is sealed and goes to the store.
-        has_replica: Whether a replica applies the differentials (LowDiff+), so that only images
-            are made durable.
+        logs_steps: Whether differentials are made durable, and not only images.
         adopts: Names of the dead incarnations' staging folders that this writer makes durable.
         continues: Whether this incarnation continues the one before. Otherwise, the run's history
             ends with the one before until this incarnation's first snapshot is complete.
@@ -42,7 +41,7 @@ class WriterSettings(ProcessSettings):
     store_timeout_seconds: float = 60.0
     folder_timeout_seconds: float = 600.0
     segment_seconds: float = 10.0
-    has_replica: bool = False
+    logs_steps: bool = True
     continues: bool = True
     adopts: Sequence[str] = ()
 

@@ -137,7 +137,24 @@ class ReplicaStatus:
     image: ImageMark | None = None
 
 
-_Status = TypeVar("_Status", bound=WriterStatus | TrainerStatus | ReplicaStatus)
+@dataclass(frozen=True, slots=True)
+class SurvivorStatus:
+    """What a rank's survivor knows of a failure, and what was saved for the rank.
+
+    Attributes:
+        seen_at_unix_seconds: When its thread last looked; a process that is stopped looks no more.
+        is_waiting: Whether its main thread waits for other ranks.
+        ready_step: Step whose state the rank could save when it noticed a failure; -1 before.
+        image: Image of the rank's share that was saved; None before.
+    """
+
+    seen_at_unix_seconds: float = 0.0
+    is_waiting: bool = False
+    ready_step: int = -1
+    image: ImageMark | None = None
+
+
+_Status = TypeVar("_Status", bound=WriterStatus | TrainerStatus | ReplicaStatus | SurvivorStatus)
 
 
 class StatusPage(Generic[_Status]):
@@ -206,6 +223,16 @@ class Complaints:
             self._page.update(**{self._field: text})
 
 
+def state_step(stage: StagingFolder) -> int:
+    """Return the newest step whose state is in memory as a whole, -1 for none."""
+    image = read_status(stage.survivor_status, SurvivorStatus).image
+    saved_step = -1 if image is None else image.step
+    return max(read_status(stage.replica_status, ReplicaStatus).step, saved_step)
+
+
 def has_replica(stage: StagingFolder) -> bool:
-    """Return whether a replica holds this incarnation's state, so that the log is only its queue."""
-    return stage.replica_status.exists()
+    """Return whether the state is in memory as a whole, of a replica or saved by survivors.
+
+    Then a log, if there is one, is only a replica's queue.
+    """
+    return stage.replica_status.exists() or stage.survivor_status.exists()

@@ -59,7 +59,7 @@ class Uploader:
         self._notes: dict[str, bytes] = {}
         self._last = settings.base_step
         # With a replica, only a snapshot of this incarnation is needed.
-        self._needed_snapshot = settings.base_step if settings.has_replica else -1
+        self._needed_snapshot = -1 if settings.logs_steps else settings.base_step
         self._is_base_there = False
         #: Segments of earlier incarnations that could not be read, and were not uploaded since.
         self._missing: set[Path] = set()
@@ -298,7 +298,7 @@ class Uploader:
                 if incarnation == settings.incarnation and file.rank == settings.rank:
                     newest = max(step, self._page.status.remote_snapshot)
                     self._page.update(remote_snapshot=newest)
-                    self._publish(newest if settings.has_replica else -1)
+                    self._publish(-1 if settings.logs_steps else newest)
         if uploaded and settings.retention is not None:
             await self._collect()
         self._has_snapshots |= not unread

@@ -26,7 +26,12 @@ from lowdiff.persistence.format.image import (
 from lowdiff.persistence.run.catalog import complete_snapshots
 from lowdiff.persistence.run.fences import require_run
 from lowdiff.persistence.staging.settings import WriterSettings
-from lowdiff.persistence.staging.status import ReplicaStatus, TrainerStatus, read_status
+from lowdiff.persistence.staging.status import (
+    ReplicaStatus,
+    SurvivorStatus,
+    TrainerStatus,
+    read_status,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
     once the trainer's is durable.
     """
     sources = (
+        (read_status(staging.survivor_status, SurvivorStatus).image, staging.survivor_image),
         (read_status(staging.replica_status, ReplicaStatus).image, staging.replica_image),
         (read_status(staging.trainer_status, TrainerStatus).image, staging.snapshot),
     )

@@ -92,7 +92,7 @@ class Writer:
         # A later image may already be in the place of a durable snapshot's image.
         snapshot = durable_snapshot(settings.folder, settings.incarnation, settings.rank)
         self._marked = snapshot
-        if settings.has_replica:
+        if not settings.logs_steps:
             durable = max(snapshot, durable_image(settings))
         # Counters continue from the values of a dead writer.
         now = replace(
@@ -142,7 +142,7 @@ class Writer:
         adoption = asyncio.create_task(self._adopt())
         try:
             # An unexpected error ends the process; the trainer notices and starts another.
-            source = self._follow_images() if self._settings.has_replica else self._encode()
+            source = self._encode() if self._settings.logs_steps else self._follow_images()
             await asyncio.gather(source, self._persist())
         finally:
             self._orders.trainer_gone.set()  # otherwise the process waits for the adopting thread
@@ -208,7 +208,7 @@ class Writer:
         if self._status.status.durable_snapshot >= self._settings.base_step:
             return True
         # A replica's state is durable only as this incarnation's first snapshot.
-        return self._has_begun and not self._settings.has_replica
+        return self._has_begun and self._settings.logs_steps
 
     async def _follow_images(self) -> None:
         """Persist images of trainer and replica; the replica consumes the differentials."""
@@ -384,9 +384,9 @@ class Writer:
         self._recorder.publish()
         status = self._status.status
         self._status.update(
-            durable_step=max(status.durable_step, image.step)
-            if settings.has_replica
-            else status.durable_step,
+            durable_step=status.durable_step
+            if settings.logs_steps
+            else max(status.durable_step, image.step),
             durable_snapshot=image.step,
             snapshot_bytes=status.snapshot_bytes + image.bytes,
         )

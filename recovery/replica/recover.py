@@ -22,10 +22,12 @@ from lowdiff.errors import DamagedFile, RunInUse
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import read_view
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
+from lowdiff.persistence.files.shared_page import ImageMark
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.persistence.run.records import RankRecords, joined, reach
 from lowdiff.persistence.staging.status import (
     ReplicaStatus,
+    SurvivorStatus,
     TrainerStatus,
     has_replica,
     read_status,
@@ -57,19 +59,20 @@ class _Source:
     Attributes:
         step: The step it is of, as a whole.
         reach: The step of its furthest part: the least one it can be brought to.
-        is_image: Whether it is the trainer's image, of which its replica holds nothing later.
+        image: The trainer's image, of which its replica holds nothing later, or a survivor's; None
+            where it is the replica's state.
     """
 
     stage: StagingFolder
     step: int
     reach: int
-    is_image: bool
+    image: Path | None = None
 
     @property
     def path(self) -> Path:
         """The file."""
-        if self.is_image:
-            return self.stage.snapshot
+        if self.image is not None:
+            return self.image
         return self.stage.replica_state(
             read_status(self.stage.replica_status, ReplicaStatus).generation
         )
@@ -177,7 +180,7 @@ def shares_joined(
 
 def _begun(source: _Source, fence: Fence) -> Shard | RecoveredState:
     """One rank's share as it was left, in private memory."""
-    if source.is_image:
+    if source.image is not None:
         return load_shard(source.path, source.step, fence)
     return Shard(ReplicaFile.open(source.path, private=True), fence, journaled=False)
 
@@ -237,16 +240,24 @@ def _sources_of(stage: StagingFolder) -> list[_Source]:
             last = file.last_step()
             step = file.base_step if last is None else last[0]
             reach = max([step, *map(int, file.unit_steps)])
-            found.append(_Source(stage, step, reach, is_image=False))
+            found.append(_Source(stage, step, reach))
     mark = read_status(stage.trainer_status, TrainerStatus).image
-    if mark is None or not stage.snapshot.exists():
-        return found
     # One that was taken over serves where what it was taken into does not.
-    if mark.step > status.image_step or not found:
-        image = read_view(stage.snapshot)
-        if len(image) == mark.bytes and crc32c(image) == mark.checksum:
-            found.append(_Source(stage, mark.step, mark.step, is_image=True))
+    if mark is not None and (mark.step > status.image_step or not found):
+        found += _whole_image(stage, stage.snapshot, mark)
+    mark = read_status(stage.survivor_status, SurvivorStatus).image
+    if mark is not None:
+        found += _whole_image(stage, stage.survivor_image, mark)
     return found
+
+
+def _whole_image(stage: StagingFolder, path: Path, mark: ImageMark) -> list[_Source]:
+    """The image, if it is what its mark says."""
+    if not path.exists():
+        return []
+    image = read_view(path)
+    is_whole = len(image) == mark.bytes and crc32c(image) == mark.checksum
+    return [_Source(stage, mark.step, mark.step, image=path)] if is_whole else []
 
 
 def _is_at_rest(stage: StagingFolder) -> bool:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowdiff.compressors import Dense
 from lowdiff.compressors.dense import DenseReducer
 from lowdiff.compressors.feedback import NUM_SLOTS, RotatingResidual
-from lowdiff.core.layout import bits, layout_of, share_owners
+from lowdiff.core.layout import bits, layout_of, share_owners, shares_of
 from lowdiff.step.ddp_hook import HookState, comm_hook
 from lowdiff.types import Block, Layout
 from tests.crash.pool import Pool
@@ -57,7 +57,7 @@ def test_every_rank_stores_the_whole_gradient_of_its_own_parameters() -> None:
     compressor = Dense()
     payloads = []
     for rank in range(3):
-        reducer = DenseReducer(compressor, layout, None, rank=rank, world_size=3)
+        reducer = DenseReducer(compressor, layout, None, kept=shares_of(layout, 3)[rank])
         reducer.begin(1)
         reducer.consume(gradients)
         payloads.append(reducer.payload())

@@ -1,0 +1,92 @@
+"""Items of a rank in staging as of its last two steps, for whoever saves its state after a failure.
+
+A file holds all items as the incarnation began with them. Two more take turns: each holds the items that
+changed since, as of one step. So a kill while one is written leaves the step before.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+
+from crc32c import crc32c
+
+from lowdiff.errors import StorageError
+from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.format.value_types import BadEncoding
+from lowdiff.persistence.format.values import decode, encode
+
+_HEAD = struct.Struct("<QQI")
+#: Slot of the items that the incarnation began with; the others take turns.
+_BASE, _NUM_TURNS = 0, 2
+
+
+class StagedItems:
+    """Writes the items of one rank.
+
+    Args:
+        stage: The rank's staging folder.
+        base: All items as the incarnation begins with them, by name: encoded values.
+    """
+
+    def __init__(self, stage: StagingFolder, base: Mapping[str, bytes]) -> None:
+        self._stage = stage
+        self._write(_BASE, 0, base)
+
+    def put(self, step: int, items: Mapping[str, bytes]) -> int:
+        """Stage the items that changed since the base, as of ``step``; returns their bytes.
+
+        Raises:
+            StorageError: If there is no memory for them.
+        """
+        return self._write(_turn(step), step, items)
+
+    def _write(self, slot: int, step: int, items: Mapping[str, bytes]) -> int:
+        body = encode(dict(items), name="items")
+        path = self._stage.items(slot)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                # The checksum tells of a kill in between.
+                data = _HEAD.pack(step, len(body), _checksum(step, body)) + body
+                if os.pwrite(descriptor, data, 0) != len(data):
+                    raise StorageError(f"{path} was written in part: its file system is full")
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(f"items of step {step} cannot be staged at {path}: {error}") from error
+        return len(body)
+
+
+def read_items(stage: StagingFolder, step: int) -> dict[str, bytes] | None:
+    """Return all items of a rank as of a step; None if they are not there, or damaged."""
+    base, changed = _read(stage, _BASE), _read(stage, _turn(step))
+    if base is None or changed is None or changed[0] != step:
+        return None
+    return base[1] | changed[1]
+
+
+def _turn(step: int) -> int:
+    return 1 + step % _NUM_TURNS
+
+
+def _read(stage: StagingFolder, slot: int) -> tuple[int, dict[str, bytes]] | None:
+    try:
+        data = stage.items(slot).read_bytes()
+    except OSError:
+        return None
+    if len(data) < _HEAD.size:
+        return None
+    step, size, checksum = _HEAD.unpack_from(data)
+    body = data[_HEAD.size : _HEAD.size + size]
+    if len(body) != size or checksum != _checksum(step, body):
+        return None
+    try:
+        return step, decode(body)
+    except BadEncoding:
+        return None
+
+
+def _checksum(step: int, body: bytes) -> int:
+    return int(crc32c(body, crc32c(step.to_bytes(8, "little"))))
