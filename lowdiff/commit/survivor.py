@@ -125,7 +125,9 @@ class Survivor:
     def look(self, *, is_waiting: bool) -> None:
         """Tell the other ranks that this process lives, and whether its main thread waits for them."""
         resting = self._training.resting
-        has_gone_on = resting is not None and resting.differential.step > self._queue.page.status.ready_step
+        has_gone_on = (
+            resting is not None and resting.differential.step > self._queue.page.status.ready_step
+        )
         changes = {"ready_step": -1} if has_gone_on else {}
         self._tell(seen_at_unix_seconds=time.time(), is_waiting=is_waiting, **changes)
 
@@ -150,7 +152,9 @@ class Survivor:
         with self._saving:
             sealed = self._wait_for_rest()
             if sealed is None:
-                self._refuse("the open body's optimizers have stepped, and it did not reach its commit")
+                self._refuse(
+                    "the open body's optimizers have stepped, and it did not reach its commit"
+                )
                 return None
             step = sealed.differential.step
             if self._saved_step == step:

@@ -1,7 +1,7 @@
 """A rank of a training with strategy survivors, which may die, or stop, at a given place.
 
-``RANK WORLD_SIZE STORE FOLDER UNTIL [--phase PHASE --step N] [--hidden N] [--seeds]``; with ``--phase random``
-somebody else kills it. Appends to ``FOLDER/report.RANK`` a line of JSON for every step.
+``RANK WORLD_SIZE STORE FOLDER UNTIL [--phase PHASE --step N]`` and more; ``--after N`` counts from where it
+resumes. It appends a line of JSON for every step to ``FOLDER/report.RANK``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from lowdiff.commit import survivor as survivor_module
 from lowdiff.compressors import dense
 from lowdiff.persistence.format.values import encode
 from tests.crash.trainings import batch, wrapped
-
-PHASES = ("forward", "backward", "exchange", "between", "optimizer", "stepped", "commit", "error", "stop")
 
 
 def _die() -> None:
@@ -80,10 +78,17 @@ def digest(value: Any) -> str:
 def main(*words: str) -> int:
     """Train; 3 if a collective failed."""
     parser = argparse.ArgumentParser()
-    for name, kind in (("rank", int), ("world_size", int), ("store", str), ("folder", Path), ("until", int)):
+    for name, kind in (
+        ("rank", int),
+        ("world_size", int),
+        ("store", str),
+        ("folder", Path),
+        ("until", int),
+    ):
         parser.add_argument(name, type=kind)
     parser.add_argument("--phase", default="")
     parser.add_argument("--step", type=int, default=-1)
+    parser.add_argument("--after", type=int)
     parser.add_argument("--hidden", type=int, default=40)
     parser.add_argument("--seeds", action="store_true")
     parser.add_argument("--hang-seconds", type=float, default=None)
@@ -93,7 +98,10 @@ def main(*words: str) -> int:
     rank = args.rank
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(args.store, args.world_size), rank=rank, world_size=args.world_size
+        "gloo",
+        store=dist.FileStore(args.store, args.world_size),
+        rank=rank,
+        world_size=args.world_size,
     )
     seed = 17 + (rank if args.seeds else 0)
     torch.manual_seed(17)
@@ -113,7 +121,9 @@ def main(*words: str) -> int:
         return exchange(*arguments, **options)
 
     dense.mean = exchanging
-    if args.phase == "save":  # dies when another one has failed, while it saves, in the copy of the image
+    if (
+        args.phase == "save"
+    ):  # dies when another one has failed, while it saves, in the copy of the image
         stage = survivor_module.stage_image
 
         def staging(*arguments: Any) -> Any:
@@ -145,7 +155,10 @@ def main(*words: str) -> int:
 
         try:
             with checkpointer:
-                tell("resumed", checkpointer.attach(model, optimizer, scheduler=scheduler))
+                resumed = checkpointer.attach(model, optimizer, scheduler=scheduler)
+                tell("resumed", resumed)
+                if args.after is not None:
+                    fault.step = resumed + args.after
                 for step in checkpointer.steps(args.until):
                     fault.now = step
                     loss = model(batch(step, rank, 16, 30)).square().mean()
@@ -160,7 +173,11 @@ def main(*words: str) -> int:
                     fault.at("stepped")
                     scheduler.step()
                     tell("made", step + 1)
-                print(json.dumps({"word": "end", "rng": digest(torch.get_rng_state())}), file=report, flush=True)
+                print(
+                    json.dumps({"word": "end", "rng": digest(torch.get_rng_state())}),
+                    file=report,
+                    flush=True,
+                )
         except (RuntimeError, ValueError, lowdiff.LowDiffError) as error:
             sys.stdout.write(f"{type(error).__name__}: {error}\n")
             sys.stdout.flush()
