@@ -26,7 +26,6 @@ from lowdiff.compressors.dense import mean
 from lowdiff.core.events import Code, log_event, warn
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.loop.dataloader import Body, ResumableLoader, StatefulEpochs
-from lowdiff.loop.failure_watch import FailureWatch
 from lowdiff.loop.pinning import keep_step
 from lowdiff.loop.preemption import SignalWatch, ends_by_sigterm, refuse_foreign_descriptor
 from lowdiff.loop.steps import DetachedLoop, LoopState, TrainingLoop
@@ -38,6 +37,7 @@ from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
 from lowdiff.settings import Settings, cadence, module_names
 from lowdiff.step.ddp_hook import HookState, registered
+from lowdiff.survivors.watch import FailureWatch
 from lowdiff.tuner.policy import Tuning
 from lowdiff.types import Retention, whole_number
 
@@ -506,7 +506,7 @@ class Checkpointer:
         if self._failures is None:
             yield
         else:
-            with self._failures.pause():
+            with self._failures.pace.pause():
                 yield
 
     def close(self) -> None:

@@ -24,9 +24,10 @@ from torch import nn
 from torch.nn import functional
 
 import lowdiff
-from lowdiff.commit import survivor as survivor_module
 from lowdiff.compressors import dense
+from lowdiff.persistence.format import image
 from lowdiff.persistence.format.values import encode
+from lowdiff.survivors import survivor as survivor_module
 from tests.crash.trainings import batch, wrapped
 
 
@@ -124,14 +125,14 @@ def main(*words: str) -> int:
     if (
         args.phase == "save"
     ):  # dies when another one has failed, while it saves, in the copy of the image
-        stage = survivor_module.stage_image
+        stage = image.stage_image
 
         def staging(*arguments: Any) -> Any:
             found = stage(*arguments)
             _die()
             return found
 
-        survivor_module.stage_image = staging
+        vars(survivor_module)["stage_image"] = staging
     checkpointer = lowdiff.Checkpointer(
         args.folder / "run",
         strategy="survivors",

@@ -104,7 +104,7 @@ def test_another_survivor_takes_over_from_one_that_dies_in_its_save(
     tmp_path: Path, second: int
 ) -> None:
     expected = whole(tmp_path / "whole", 3, "--seeds")
-    faults = {1: dies("backward"), second: ["--phase", "save"]}
+    faults: dict[int, list[object]] = {1: dies("backward"), second: ["--phase", "save"]}
     check(broken(tmp_path / "killed", 3, faults, "--seeds"), expected, resumed=AT)
 
 
@@ -113,7 +113,8 @@ def test_another_survivor_takes_over_from_one_that_dies_in_its_save(
 def test_where_all_die_in_their_save_the_older_state_is_whole(tmp_path: Path) -> None:
     every = ("--snapshot-every", 4)
     expected = whole(tmp_path / "whole", 3, *every)
-    faults = {1: dies("backward"), 0: ["--phase", "save"], 2: ["--phase", "save"]}
+    dying: list[object] = ["--phase", "save"]
+    faults = {1: dies("backward"), 0: dying, 2: dying}
     check(broken(tmp_path / "killed", 3, faults, *every), expected, resumed=4)
 
 

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,8 @@ from typing import Protocol
 import torch
 
 from lowdiff.commit.share import share_of_items
-from lowdiff.commit.survivors_queue import SurvivorsQueue
 from lowdiff.core.events import Code, warn
 from lowdiff.errors import StorageError
-from lowdiff.model.inheritance import Known, inherited
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
@@ -42,6 +40,8 @@ from lowdiff.persistence.staging.status import (
     read_status,
 )
 from lowdiff.step.states import Sealed
+from lowdiff.survivors.inheritance import Known, inherited
+from lowdiff.survivors.queue import SurvivorsQueue
 
 _logger = logging.getLogger(__name__)
 
