@@ -15,10 +15,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from lowdiff.commit.session import Session
 from lowdiff.core.events import Code, warn
 from lowdiff.survivors.survivor import Survivor
 
@@ -91,12 +92,10 @@ class FailureWatch:
 
     Args:
         survivor: Saves.
-        step: Tells the last step.
+        session: The training's.
         hang_seconds: See `Settings`.
         on_hang: See `Settings`.
-        is_on_host: Whether the model is on the CPU. On an accelerator a hang shows wherever the host
-            waits for it.
-        ends_by_signal: Tells whether SIGTERM would end the process if lowdiff had no handler.
+        ends_by_signal: Whether SIGTERM would end the process if lowdiff had no handler.
 
     Attributes:
         pace: Of the training.
@@ -105,19 +104,18 @@ class FailureWatch:
     def __init__(
         self,
         survivor: Survivor,
-        step: Callable[[], int],
+        session: Session,
         *,
         hang_seconds: float | None,
         on_hang: str,
-        is_on_host: bool,
-        ends_by_signal: Callable[[], bool],
+        ends_by_signal: bool,
     ) -> None:
-        self.pace = Pace(hang_seconds, step())
+        self.pace = Pace(hang_seconds, session.step)
         self._survivor = survivor
-        self._step = step
+        self._session = session
         self._on_hang = on_hang
         self._ends_by_signal = ends_by_signal
-        self._main = _MainThread(is_on_host=is_on_host)
+        self._main = _MainThread(is_on_host=session.is_on_host)
         self._told_at: float | None = None
         self._hung_step = -1
         self._is_over = threading.Event()
@@ -136,10 +134,6 @@ class FailureWatch:
             sys.excepthook = self._previous_hook
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2 * _LOOK_SECONDS)
-
-    def told_to_stop(self) -> None:
-        """Hear of SIGTERM; for any thread."""
-        self._told_at = time.monotonic()
 
     def save(self, why: str) -> None:
         """Save the state after a failure; for any thread."""
@@ -165,7 +159,8 @@ class FailureWatch:
     def _look(self) -> None:
         is_waiting = self._main.waits_for_ranks()
         self._survivor.look(is_waiting=is_waiting)
-        if self.pace.count(self._step()) and self._told_at is not None:
+        is_new = self.pace.count(self._session.step)
+        if self._session.agreement.was_told_to_stop and (is_new or self._told_at is None):
             self._told_at = time.monotonic()
         if not is_waiting:
             return
@@ -179,7 +174,7 @@ class FailureWatch:
     def _after_signal(self) -> None:
         """Save: the main thread is stuck, and does not come to a commit any more."""
         self.save("SIGTERM came while the main thread waits for other ranks")
-        if self._ends_by_signal():
+        if self._ends_by_signal:
             _leave(128 + signal.SIGTERM)
 
     def _after_hang(self) -> None:
@@ -193,7 +188,12 @@ class FailureWatch:
 
 
 class _MainThread:
-    """Tells what the main thread does."""
+    """Tells what the main thread does.
+
+    Args:
+        is_on_host: Whether the model is on the CPU. On an accelerator a hang shows wherever the host
+            waits for it.
+    """
 
     def __init__(self, *, is_on_host: bool) -> None:
         self._is_on_host = is_on_host
