@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.layout import flat, flat_like
 from lowdiff.errors import DamagedFile
 from lowdiff.persistence.files.paths import RunFolder
@@ -41,8 +40,6 @@ from lowdiff.recovery.state import (
     RecoveredState,
 )
 from lowdiff.types import Fence, ParameterSpec
-
-_logger = logging.getLogger(__name__)
 
 #: What reading tensors and scalars raises where they are not those of a snapshot.
 _UNFIT = (LookupError, TypeError, ValueError, AttributeError, EOFError)
@@ -130,7 +127,7 @@ def _checked(
         why = f"{error!r:.200}"
     # Not in the clause above, whose error holds on to what was read.
     check_shard(folder, manifest)  # says what is wrong with the bytes
-    warn(_logger, Code.FILE_MISREAD, "%s was misread (%s); reading it once more", path, why)
+    Code.FILE_MISREAD.warn(f"{path} was misread ({why}); reading it once more")
     with or_damaged(path):
         return _read(path, manifest.step, fence, manifest, num_threads, share)
 

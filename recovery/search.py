@@ -7,7 +7,6 @@ the same next one, until one serves on every rank.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lowdiff.core.events import Code, printable, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch, StepNotFound
 from lowdiff.persistence.format.image import was_removed
 from lowdiff.persistence.run.catalog import Catalog
@@ -28,8 +27,6 @@ from lowdiff.recovery.replay.unit import UNREPLAYABLE, is_out_of_means
 from lowdiff.recovery.replica.recover import MemoryPlan, plan_in_memory, shares_joined
 from lowdiff.recovery.shares import share_of
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
-
-_logger = logging.getLogger(__name__)
 
 #: Called with the number of steps replayed so far, and the number there are.
 Progress = Callable[[int, int], None]
@@ -197,8 +194,7 @@ class Search:
             if self.goal == self._step:
                 raise error from None
             plan = plan_best(self.catalog, self._step)
-            text = "%s; going back to step %d"
-            warn(_logger, Code.NEWEST_STEP_LOST, text, printable(str(error)), plan.step)
+            Code.NEWEST_STEP_LOST.warn(f"{error}; going back to step {plan.step}")
         self.goal = plan.step
         return plan
 
@@ -258,7 +254,7 @@ class Search:
                 unreadable = (str(error.path), error.what) if error.is_unreadable else None
                 setback = Setback(snapshot=(base.incarnation, base.step), unreadable=unreadable)
                 where = "an older snapshot"
-        warn(_logger, Code.RECOVERY_WENT_BACK, "%s; going back to %s", printable(why), where)
+        Code.RECOVERY_WENT_BACK.warn(f"{why}; going back to {where}")
         return setback
 
     def _learn(self, setbacks: Sequence[Setback]) -> None:
@@ -318,7 +314,7 @@ def carry_out(
         what = f"what is stored up to step {plan.step} cannot be replayed ({error!r:.200})"
         raise DamagedFile(catalog.root, what) from error
     # Not in the clause above, and not with the error itself, which holds on to the first state.
-    warn(_logger, Code.REPLAYED_WHOLE, "%s; replaying whole tensors instead of blocks", why)
+    Code.REPLAYED_WHOLE.warn(f"{why}; replaying whole tensors instead of blocks")
     if options.movements is not None:
         options.movements.clear()
     return carry_out(catalog, plan, replace(options, whole=True), share)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -10,14 +9,12 @@ from typing import Any
 
 import torch
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.layout import shaped
 from lowdiff.errors import DamagedFile, RunMismatch
 from lowdiff.persistence.format.value_types import BadEncoding
 from lowdiff.persistence.format.values import decode
 from lowdiff.types import Differential, Fence, ItemRef
-
-_logger = logging.getLogger(__name__)
 
 #: Prefixes of item names; the rest of the name is the buffer's or the object's.
 BUFFER_ITEM, STATEFUL_ITEM, RNG_ITEM, FROZEN_ITEM = "buffer/", "stateful/", "rng/", "frozen/"
@@ -345,11 +342,8 @@ def refuse_lost_objects(state: RecoveredState, fences: Sequence[Fence]) -> None:
     generators = {name for items in state.items for name in items if name.startswith(RNG_ITEM)}
     unknown = [rank for rank, items in enumerate(state.items) if generators - items.keys()]
     if unknown:
-        warn(
-            _logger,
-            Code.GENERATORS_MISSING,
-            "step %d goes without some random generators of rank(s) %s, which joined after the "
-            "snapshot that it is rebuilt from: they are those that the scripts seed",
-            state.step,
-            ", ".join(map(str, unknown)),
+        Code.GENERATORS_MISSING.warn(
+            f"step {state.step} goes without some random generators of rank(s) "
+            f"{', '.join(map(str, unknown))}, which joined after the snapshot that it is rebuilt "
+            "from: they are those that the scripts seed",
         )

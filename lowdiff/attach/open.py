@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import math
 import os
 import tempfile
@@ -34,7 +33,7 @@ from lowdiff.commit.staging import Staging
 from lowdiff.commit.storage import Storage
 from lowdiff.compressors import refuse_unknown
 from lowdiff.compressors.feedback import RotatingResidual
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.numerics import environment_of
 from lowdiff.errors import ConfigError, StorageError
 from lowdiff.model.averages import Averages, followed_names
@@ -69,8 +68,6 @@ from lowdiff.step.recorder import Recorder
 from lowdiff.step.residual import CopiedResidual, StagedResidual
 from lowdiff.tuner.measured import Past
 from lowdiff.types import Fence
-
-_logger = logging.getLogger(__name__)
 
 #: Steps after which frozen parameters are read whole: the first of a life, and those of snapshots.
 _AUDITED_FIRST = 3
@@ -488,11 +485,9 @@ def _hook_scaler(attached: Attached, stateful: Mapping[str, Stateful]) -> GradSc
         return None
     scalers = [thing for thing in stateful.values() if isinstance(thing, GradScaler)]
     if len(scalers) > 1:
-        warn(
-            _logger,
-            Code.SEVERAL_SCALERS,
-            "%d gradient scalers are attached, and DDP's hook cannot tell whose gradients it gets: "
-            "error feedback goes by the scale of the first; use one scaler for all losses",
-            len(scalers),
+        Code.SEVERAL_SCALERS.warn(
+            f"{len(scalers)} gradient scalers are attached, and DDP's hook cannot tell whose "
+            "gradients it gets: error feedback goes by the scale of the first; use one scaler for "
+            "all losses",
         )
     return next(iter(scalers), None)

@@ -8,17 +8,14 @@ the ranks' news carry checksums, which are compared before anybody steps again.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lowdiff.commit.news import News, RankNews
 from lowdiff.commit.run_lock import RunLock
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import RankLost, RanksDiverged
 from lowdiff.model.ranks import Ranks
-
-_logger = logging.getLogger(__name__)
 
 
 class Health:
@@ -69,8 +66,7 @@ class Health:
                 self._failure = error
             else:
                 text = f"{error}. A full snapshot follows. This is said once"
-                rank = self._ranks.rank
-                warn(_logger, Code.RANKS_DIVERGED, f"rank {rank}: {text}", rank=rank, step=step)
+                Code.RANKS_DIVERGED.warn(text, rank=self._ranks.rank, step=step)
         return is_news
 
     def check(self) -> None:

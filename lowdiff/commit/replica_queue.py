@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from lowdiff.commit.storage import Images, Storage, say
+from lowdiff.commit.storage import Images, Storage
 from lowdiff.core.events import Code
 from lowdiff.persistence.format.differentials import numbered
 from lowdiff.persistence.format.framing import RecordKind
@@ -346,11 +346,12 @@ class ReplicaQueue:
         self._log.drop_ahead()
         self._pending = ()
         if not self._is_dropping:
-            text = (
+            Code.STEPS_DROPPED.warn(
                 f"the replica does not keep up, so steps from {step} on are given up; a full "
-                "snapshot follows when it has caught up"
+                "snapshot follows when it has caught up",
+                rank=self.storage.rank,
+                step=step,
             )
-            say(self.storage.rank, Code.STEPS_DROPPED, text, step=step)
         self._is_dropping = self.images.is_owed = self.images.is_needed = True
         self.storage.counters.dropped_steps += 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +14,12 @@ from lowdiff.commit.news import RankNews
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.schedule import Schedule, Why
 from lowdiff.commit.staging import Staging
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.model.tracked import Live
 from lowdiff.model.watch import AttachedObjects
 from lowdiff.step.ddp_hook import without_autocast
 from lowdiff.step.recorder import Recorder
 from lowdiff.step.states import Sealed
-
-_logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -272,4 +269,4 @@ class Session:
     def _warn_once(self, code: Code, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warn(_logger, code, f"rank {self._live.rank}: {text}. This is said once")
+            code.warn(f"{text}. This is said once", rank=self._live.rank)

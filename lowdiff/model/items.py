@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from crc32c import crc32c
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code, inform
 from lowdiff.core.layout import INT_OF_BYTES, byte_view, dtype_name, flat, is_dense, own_name
 from lowdiff.errors import ConfigError
 from lowdiff.persistence.format.values import decode, encode, same
@@ -25,9 +24,6 @@ from lowdiff.recovery.state import (
     TENSOR_ITEM,
 )
 from lowdiff.types import ITEM_BYTES, ItemRef
-
-_logger = logging.getLogger(__name__)
-
 
 #: Elements of each, at least, if it has so many: reading them in every step must cost little.
 _NUM_ELEMENTS = 8
@@ -317,13 +313,10 @@ class ItemTracker:
     def _distrust_versions(self, name: str) -> None:
         """A frozen parameter was written through ``.data``, as momentum encoders are."""
         if self._trusts_versions:
-            warn(
-                _logger,
-                Code.FROZEN_WRITTEN,
-                "%s is frozen but was written through .data; from now on every frozen parameter is "
-                "read at every step; write it under torch.no_grad() instead, or attach an "
-                "AveragedModel, which is replayed",
-                name,
+            Code.FROZEN_WRITTEN.warn(
+                f"{name} is frozen but was written through .data; from now on every frozen "
+                "parameter is read at every step; write it under torch.no_grad() instead, or "
+                "attach an AveragedModel, which is replayed",
             )
         self._trusts_versions = False
 
@@ -332,10 +325,8 @@ def name_large_items(tracker: ItemTracker) -> None:
     """Tell the user what costs much in every step that changes it."""
     large = {name: size for name, size in tracker.sizes().items() if size > LARGE_ITEM_BYTES}
     if large:
-        _logger.info(
-            "a step logs these whole if it changes them: %s",
-            ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items()),
-        )
+        sizes = ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in large.items())
+        inform(f"a step logs these whole if it changes them: {sizes}")
 
 
 def outlined(name: str, state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -403,18 +394,14 @@ class ExtraStates:
         new = [key for key in self._modules if key not in state]
         gone = [key for key in state if key not in self._modules]
         if new:
-            warn(
-                _logger,
-                Code.MODULE_STATE_MISSING,
-                "the run has no state of these modules, which keep what they were built with: %s",
-                ", ".join(new),
+            Code.MODULE_STATE_MISSING.warn(
+                "the run has no state of these modules, which keep what they were built with: "
+                f"{', '.join(new)}",
             )
         if gone:
-            warn(
-                _logger,
-                Code.MODULE_STATE_LEFT_OUT,
-                "no module of the model takes these states of the run, which are left out: %s",
-                ", ".join(gone),
+            Code.MODULE_STATE_LEFT_OUT.warn(
+                "no module of the model takes these states of the run, which are left out: "
+                f"{', '.join(gone)}",
             )
 
     def _placed(self, value: Any, on_device: list[bool]) -> Any:

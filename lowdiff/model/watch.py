@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -16,15 +15,13 @@ from torch.optim.optimizer import (
 )
 
 from lowdiff.core.digest import Looker, in_order, join
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.core.layout import bits, flat, own_name, refuse_shared_memory, shares_of, torch_dtype
 from lowdiff.errors import UnsupportedOptimizer, UsageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.items import extra_state_keys
 from lowdiff.recovery.replay.optimizers import refuse_foreign_state
 from lowdiff.types import AverageStep, Bits, ParameterSpec, Written
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,17 +202,13 @@ class Watch:
             return
         self._told.update(news)
         more = f" and {len(news) - 1} more" if len(news) > 1 else ""
-        warn(
-            _logger,
-            Code.FOREIGN_WRITE,
-            "rank %d: something else than the optimizer wrote to %r%s in step %d (clamping, weight "
-            "normalisation, load_state_dict, ...). Training goes on and the step stays exact; each "
-            "step that does so logs these parameters whole, %s bytes. This is said once per parameter",
-            self._rank,
-            self._attached.layout.parameters[news[0]].name,
-            more,
-            step,
-            f"{sum(written[i].nbytes for i in news):,}",
+        Code.FOREIGN_WRITE.warn(
+            "something else than the optimizer wrote to "
+            f"{self._attached.layout.parameters[news[0]].name!r}{more} in step {step} (clamping, "
+            "weight normalisation, load_state_dict, ...). Training goes on and the step stays "
+            "exact; each step that does so logs these parameters whole, "
+            f"{sum(written[i].nbytes for i in news):,} bytes. This is said once per parameter",
+            rank=self._rank,
         )
 
 
@@ -371,13 +364,10 @@ class StepGuard:
             parameter.grad = in_order(parameter.grad, spec.strides)
         if not self._has_reordered:
             self._has_reordered = True
-            warn(
-                _logger,
-                Code.MEMORY_ORDER_CHANGED,
-                "%r was assigned values in another memory order (.t(), channels_last, ...); they were "
-                "copied into the order that it had at attach, which replay goes by. Assign with "
-                "p.data.copy_(values) to avoid the copy. This is said once",
-                spec.name,
+            Code.MEMORY_ORDER_CHANGED.warn(
+                f"{spec.name!r} was assigned values in another memory order (.t(), channels_last, "
+                "...); they were copied into the order that it had at attach, which replay goes "
+                "by. Assign with p.data.copy_(values) to avoid the copy. This is said once",
             )
 
     def after_step(self, index: int) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
 
 import torch
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import UsageError
 from lowdiff.model.binding import Attached
 from lowdiff.model.shared_memory import is_whole
 from lowdiff.protocols import Reducer
 from lowdiff.step.ddp_hook import HookState
-
-_logger = logging.getLogger(__name__)
 
 
 class Gradients:
@@ -102,13 +99,10 @@ class Gradients:
         parameters, owner = self._attached.parameters, self._attached.owner
         if any(owner[i] == optimizer and r() is parameters[i].grad for i, r in self._kept.items()):
             self._has_told_kept = True
-            warn(
-                _logger,
-                Code.GRADIENTS_KEPT,
-                "step %d ended without optimizer.step(), and the next one uses its gradients, unless "
-                "they were zeroed in place: a run that resumes between the two lacks them, and what "
-                "was compressed away of them is owed anew; run all backward passes of an optimizer "
-                "step between two commits, or clear what a skipped step leaves with "
-                "optimizer.zero_grad(). This is said once",
-                step - 1,
+            Code.GRADIENTS_KEPT.warn(
+                f"step {step - 1} ended without optimizer.step(), and the next one uses its "
+                "gradients, unless they were zeroed in place: a run that resumes between the two "
+                "lacks them, and what was compressed away of them is owed anew; run all backward "
+                "passes of an optimizer step between two commits, or clear what a skipped step "
+                "leaves with optimizer.zero_grad(). This is said once",
             )

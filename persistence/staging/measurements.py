@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -10,15 +9,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, LowDiffError
 from lowdiff.persistence.files.durable import make_directory
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
 from lowdiff.persistence.files.shared_page import Page, PageReader
 from lowdiff.persistence.format.document import read_json, write_json
-
-_logger = logging.getLogger(__name__)
-
 
 #: Kinds of samples of one process, and samples of each kind, chosen so that all fit on its page.
 _KINDS = 9
@@ -147,8 +143,10 @@ def gather_measurements(
             decisions = read_json(staging.decisions)["decisions"]
     except LowDiffError as error:
         if ended:
-            text = "rank %d: measurements are incomplete: decisions of the tuner are lost: %s"
-            warn(_logger, Code.MEASUREMENTS_INCOMPLETE, text, staging.rank, error)
+            Code.MEASUREMENTS_INCOMPLETE.warn(
+                f"measurements are incomplete: decisions of the tuner are lost: {error}",
+                rank=staging.rank,
+            )
     samples: dict[str, tuple[float, ...]] = {}
     facts: dict[str, float | str] = {}
     for page in (staging.measured_by_trainer, staging.measured_by_writer):
@@ -180,7 +178,7 @@ def read_all_measurements(folder: RunFolder, run_id: str, rank: int) -> list[Mea
         try:
             measured = read_measurements(path)
         except (LowDiffError, OSError) as error:
-            warn(_logger, Code.MEASUREMENTS_INCOMPLETE, "measurements are passed over: %s", error)
+            Code.MEASUREMENTS_INCOMPLETE.warn(f"measurements are passed over: {error}")
             continue
         if measured.run_id == run_id and measured.rank == rank:
             found.append(measured)

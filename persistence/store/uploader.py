@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, RunMismatch, StorageError, StoreError
 from lowdiff.persistence.files.paths import RunFile
 from lowdiff.persistence.format.image import manifest_file, shard_file
@@ -27,8 +27,6 @@ from lowdiff.persistence.staging.status import StatusPage, WriterStatus
 from lowdiff.persistence.store.client import StoreClient
 from lowdiff.persistence.store.fetch import Listing
 from lowdiff.persistence.store.retention import spent
-
-_logger = logging.getLogger(__name__)
 
 #: How often a failing run folder is tried once the trainer is gone, and the delay in between.
 _LAST_TRIES, _RETRY_SECONDS = 3, 2.0
@@ -88,32 +86,15 @@ class Uploader:
         try:
             await self._upload()
         except RunMismatch as error:
-            warn(
-                _logger,
-                Code.STORE_OF_OTHER_HISTORY,
-                "rank %d: %s",
-                self._settings.rank,
-                error,
-                level=logging.ERROR,
-            )
+            Code.STORE_OF_OTHER_HISTORY.warn(error, rank=self._settings.rank, level=logging.ERROR)
             self._client.complaints.report("history", str(error))
         except StoreError as error:
-            warn(
-                _logger,
-                Code.UPLOADS_GIVEN_UP,
-                "rank %d: given up: %s",
-                self._settings.rank,
-                error,
-                level=logging.ERROR,
+            Code.UPLOADS_GIVEN_UP.warn(
+                f"given up: {error}", rank=self._settings.rank, level=logging.ERROR
             )
         except Exception as error:  # noqa: BLE001 -- a bug must cost the copy in the store only, and be seen
-            warn(
-                _logger,
-                Code.UPLOADS_ENDED,
-                "rank %d: uploads ended",
-                self._settings.rank,
-                level=logging.ERROR,
-                exc_info=True,
+            Code.UPLOADS_ENDED.warn(
+                "uploads ended", rank=self._settings.rank, level=logging.ERROR, exc_info=True
             )
             self._client.complaints.report("uploads", f"ended by {error!r}; see the writer's log")
 
@@ -166,7 +147,7 @@ class Uploader:
                 )
                 if text != said:
                     said = text
-                    warn(_logger, Code.UPLOAD_FAILED, "rank %d: %s", self._settings.rank, text)
+                    Code.UPLOAD_FAILED.warn(text, rank=self._settings.rank)
                 self._client.complaints.report(what, text)
                 # One failure is no reason to give up, because retention and users remove files
                 # meanwhile.
@@ -337,13 +318,7 @@ class Uploader:
             here = Listing.of_folder(self._settings.folder)
             return spent(self._settings, self._listing, here)
         except DamagedFile as error:
-            warn(
-                _logger,
-                Code.STORE_RETENTION_FAILED,
-                "rank %d: old objects stay: %s",
-                self._settings.rank,
-                error,
-            )
+            Code.STORE_RETENTION_FAILED.warn(f"old objects stay: {error}", rank=self._settings.rank)
             return frozenset()
 
     async def _collect(self) -> None:

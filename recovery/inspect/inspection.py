@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.errors import RunInUse
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
 from lowdiff.persistence.retention.plan import is_valid
@@ -19,8 +18,6 @@ from lowdiff.persistence.staging.status import has_replica
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.persistence.store.fetch import fetch_history, opened, temporary_folder
 from lowdiff.recovery.plan import bytes_of, recoverable, spans_of, usable_snapshots
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +164,7 @@ def _recoverable(catalog: Catalog) -> tuple[list[tuple[int, int]], tuple[int, in
     try:
         plan = plan_in_memory(catalog, None)
     except RunInUse as error:
-        warn(
-            _logger,
-            Code.REPLICA_MEMORY_IN_USE,
-            "%s; what replicas left in memory is not listed",
-            error,
-        )
+        Code.REPLICA_MEMORY_IN_USE.warn(f"{error}; what replicas left in memory is not listed")
     memory = None if plan is None else plan.range
     return with_steps_in_memory(recoverable(catalog), memory), memory
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from lowdiff.persistence.files.detached_process import (
     DetachedProcess,
     ProcessHandle,
@@ -17,8 +15,6 @@ from lowdiff.persistence.staging.status import (
     read_status,
 )
 
-_logger = logging.getLogger(__name__)
-
 
 class ReplicaProcess(ProcessHandle):
     """Starts the replica, restarts it when it dies, and reads its status. For one thread.
@@ -27,7 +23,7 @@ class ReplicaProcess(ProcessHandle):
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
-        super().__init__("the replica", settings.staging.replica_log, settings.rank, _logger)
+        super().__init__("the replica", settings.staging.replica_log, settings.rank)
         self._settings = settings
         self.begin_anew()
 
