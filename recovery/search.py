@@ -7,26 +7,29 @@ the same next one, until one serves on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from lowdiff.core.events import Code
+from lowdiff.core.layout import shares_of
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, RunMismatch, StepNotFound
 from lowdiff.persistence.format.image import was_removed
 from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.recovery.load import Share, load_snapshot
 from lowdiff.recovery.plan import RecoveryPlan, plan_recovery, recoverable
+from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.recovery.replay.replayer import ReplayOptions, replay
 from lowdiff.recovery.replay.sizing import check_memory
 from lowdiff.recovery.replay.unit import UNREPLAYABLE, is_out_of_means
 from lowdiff.recovery.replica.recover import MemoryPlan, plan_in_memory, shares_joined
-from lowdiff.recovery.shares import share_of
 from lowdiff.recovery.state import RecoveredState, refuse_lost_objects
+from lowdiff.types import Fence
 
 #: Called with the number of steps replayed so far, and the number there are.
 Progress = Callable[[int, int], None]
@@ -343,3 +346,43 @@ def _carry_out(
     state = replay(state, plan.steps, fences.__getitem__, options)
     state.move(torch.device("cpu"))
     return state
+
+
+def share_of(
+    rank: int, world_size: int, plan: RecoveryPlan, fences: Mapping[int, Fence]
+) -> Share | None:
+    """One rank's share of a recovery; None if it has to do all of it.
+
+    Parameters are divided as those of a snapshot are, so that a rank of as many as there were reads its
+    own shard. What an optimizer that couples tensors steps cannot be divided: every rank replays that.
+
+    Args:
+        rank: Of the ranks that recover.
+        world_size: How many recover together.
+        plan: The way to the step.
+        fences: Incarnation number -> its fence.
+    """
+    if world_size == 1:
+        return None
+    fence = fences[plan.incarnation]
+    specs = fence.layout.parameters
+    names = {specs[i].name for i in shares_of(fence.layout, world_size)[rank]}
+    if plan.steps:
+        coupling = (spec for spec in fence.optimizers if granularity(spec) == "whole")
+        coupled = {name for spec in coupling for group in spec.groups for name in group}
+        # Groups hold frozen parameters, too, which no image has.
+        names.update(spec.name for spec in specs if spec.name in coupled)
+    lives = [number for number, _ in groupby(step.incarnation for step in plan.steps)]
+    sizes = [fences[number].world_size for number in (plan.base.incarnation, *lives)]
+    return Share(
+        parameters=frozenset(names),
+        items=_source(rank, sizes),
+        residual=rank if {sizes[0], sizes[-1]} == {world_size} else None,
+    )
+
+
+def _source(rank: int, sizes: list[int]) -> int:
+    """The rank of the first life with whose items a rank goes on, over lives of these sizes."""
+    for size in reversed(sizes):
+        rank %= size
+    return rank

@@ -28,8 +28,7 @@ from lowdiff.commit.replica_queue import ReplicaQueue, replica_settings
 from lowdiff.commit.run_lock import RunLock, StagingArea
 from lowdiff.commit.schedule import Cadence, Schedule
 from lowdiff.commit.session import Session
-from lowdiff.commit.share import constant_images
-from lowdiff.commit.staging import Staging
+from lowdiff.commit.staging import Staging, constant_images
 from lowdiff.commit.storage import Storage
 from lowdiff.compressors import refuse_unknown
 from lowdiff.compressors.feedback import RotatingResidual
@@ -61,8 +60,7 @@ from lowdiff.recovery.replay.proof import refuse_unbuildable
 from lowdiff.recovery.replica.handle import ReplicaProcess
 from lowdiff.settings import Settings
 from lowdiff.step.ddp_hook import hook_of
-from lowdiff.step.grad_scaling import Scaling
-from lowdiff.step.gradients import Gradients
+from lowdiff.step.gradients import Gradients, Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.recorder import Recorder
 from lowdiff.step.residual import CopiedResidual, StagedResidual

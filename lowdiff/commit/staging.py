@@ -1,4 +1,4 @@
-"""Staging as the session uses it: made anew where somebody removed it, and filled step by step."""
+"""Staging as the session uses it: filled with steps and snapshots, made anew where somebody removed it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
 
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.run_lock import StagingArea
-from lowdiff.commit.share import share_of
+from lowdiff.core.layout import share_owners
 from lowdiff.errors import StorageError
+from lowdiff.model.binding import Attached
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.format.differentials import encode_scalars, sections_of
 from lowdiff.persistence.format.framing import RecordKind
+from lowdiff.persistence.format.image import OPTIMIZER, PARAMETER, RESIDUAL, SCALARS, ImageTensor
 from lowdiff.persistence.staging.measurements import Recorder as MeasurementRecorder
 from lowdiff.protocols import Reducer
+from lowdiff.recovery.images import image_tensor, scalars_tensor
+from lowdiff.recovery.state import AVERAGE_ITEM, is_scalar
 from lowdiff.step.states import Sealed
 
 
@@ -112,3 +119,63 @@ class Staging:
         except StorageError:
             if not self._queue.is_gone:
                 raise
+
+
+def share_of(live: Live, sealed: Sealed) -> list[ImageTensor]:
+    """Read everything that this rank stores of the current state, which is that of ``sealed``.
+
+    Hyper-parameters are those that were sealed: a scheduler may have moved them since, at an epoch's
+    end say.
+    """
+    attached, tracker = live.attached, live.tracker
+    residual, averages = live.residual.named(), live.averages.named_tensors()
+    tensors: list[tuple[str, torch.Tensor]] = []
+    state: list[dict[str, dict[str, Any]]] = [{} for _ in attached.optimizers]
+    owners = share_owners(attached.layout, live.world_size)
+    for i, spec in enumerate(attached.layout.parameters):
+        if owners[i] != live.rank:
+            continue
+        parameter = attached.parameters[i]
+        tensors.append((PARAMETER + spec.name, parameter))
+        entries = attached.optimizers[attached.owner[i]].state.get(parameter, {})
+        for key, value in entries.items():
+            if is_full(key, value, parameter):
+                name = f"{OPTIMIZER}{attached.owner[i]}/{spec.name}/{key}"
+                tensors.append((name, value))
+            else:
+                state[attached.owner[i]].setdefault(spec.name, {})[key] = value
+        tensors += [
+            (f"{AVERAGE_ITEM}{name}/{spec.name}", values[i])
+            for name, values in averages.items()
+            if i in values
+        ]
+    # Tensor names hold the item's own prefix: "buffer/...", "frozen/..." or "tensor/...".
+    tensors += [
+        (name, value)
+        for name, value in tracker.tensors.items()
+        if not (live.shares_constants and tracker.is_as_started(name))
+    ]
+    tensors += [(RESIDUAL + name, values) for name, values in residual.items()]
+    return [
+        *(image_tensor(name, tensor) for name, tensor in tensors),
+        image_tensor(
+            SCALARS,
+            scalars_tensor(
+                [list(own) for own in sealed.groups],
+                state,
+                list(sealed.differential.held),
+                dict(tracker.committed),
+            ),
+        ),
+    ]
+
+
+def constant_images(attached: Attached) -> list[ImageTensor]:
+    """The frozen parameters, to be stored once for all snapshots."""
+    return [image_tensor(name, tensor) for name, tensor in attached.frozen_parameters().items()]
+
+
+def is_full(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a state entry has one element per element of its parameter: a tensor of a snapshot."""
+    is_shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return is_shaped and not is_scalar(key, parameter.numel())

@@ -14,8 +14,8 @@ import torch
 from lowdiff.commit.meter import Counters
 from lowdiff.core.events import Code, inform
 from lowdiff.errors import StorageError, WriterFailed
+from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.files.shared_page import ImageMark
 from lowdiff.persistence.format.image import ImageTensor, stage_image
 from lowdiff.persistence.staging.status import StatusPage, TrainerStatus, WriterStatus, read_status
 from lowdiff.persistence.writer.handle import WriterProcess

@@ -29,9 +29,8 @@ from lowdiff.persistence.retention.plan import (
     plan_collection,
 )
 from lowdiff.persistence.run.catalog import SnapshotSet, begun_fences, complete_snapshots
-from lowdiff.persistence.run.fences import read_fence, require_run
+from lowdiff.persistence.run.fences import lineage, read_fence, require_run
 from lowdiff.persistence.run.journal import read_pins, write_collected
-from lowdiff.persistence.run.lineage import lineage
 from lowdiff.types import Retention
 
 #: Errors of the system if the disk, or the user's quota, is full.

@@ -12,8 +12,8 @@ from typing import Any
 from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, LowDiffError
 from lowdiff.persistence.files.durable import make_directory
+from lowdiff.persistence.files.mapped_file import Page, PageReader
 from lowdiff.persistence.files.paths import RunFolder, StagingFolder
-from lowdiff.persistence.files.shared_page import Page, PageReader
 from lowdiff.persistence.format.document import read_json, write_json
 
 #: Kinds of samples of one process, and samples of each kind, chosen so that all fit on its page.

@@ -34,8 +34,7 @@ from lowdiff.persistence.format.framing import FileHeader, sound_end
 from lowdiff.persistence.format.image import Manifest, check_shard, manifest_file
 from lowdiff.persistence.format.segment_file import SegmentFile
 from lowdiff.persistence.run.catalog import complete_fences
-from lowdiff.persistence.run.fences import read_run_id
-from lowdiff.persistence.run.lineage import Span, lineage
+from lowdiff.persistence.run.fences import Span, lineage, read_run_id
 from lowdiff.persistence.store.client import ObjectStore, is_url
 from lowdiff.types import Fence
 

@@ -13,9 +13,8 @@ from lowdiff.persistence.retention.plan import (
     plan_collection,
 )
 from lowdiff.persistence.run.catalog import begun_fences
-from lowdiff.persistence.run.fences import read_fence
+from lowdiff.persistence.run.fences import lineage, read_fence
 from lowdiff.persistence.run.journal import read_pins
-from lowdiff.persistence.run.lineage import lineage
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.store.fetch import Listing
 from lowdiff.types import Fence

@@ -12,7 +12,7 @@ from lowdiff.errors import RunInUse
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
 from lowdiff.persistence.retention.plan import is_valid
 from lowdiff.persistence.run.catalog import Catalog, scan
-from lowdiff.persistence.run.lineage import Span
+from lowdiff.persistence.run.fences import Span
 from lowdiff.persistence.run.records import RankRecords
 from lowdiff.persistence.staging.status import has_replica
 from lowdiff.persistence.store.client import ObjectStore, is_url

@@ -25,8 +25,7 @@ from crc32c import crc32c
 from lowdiff.core.events import Code
 from lowdiff.errors import DamagedFile, LowDiffError, ReplayMismatch, StorageError
 from lowdiff.persistence.files.locks import FileLock
-from lowdiff.persistence.files.mapped_file import read_view
-from lowdiff.persistence.files.shared_page import ImageMark
+from lowdiff.persistence.files.mapped_file import ImageMark, read_view
 from lowdiff.persistence.format.framing import RecordHeader, RecordKind, RecordRef, StoredRecord
 from lowdiff.persistence.format.image import stage_image
 from lowdiff.persistence.run.fences import read_fence
