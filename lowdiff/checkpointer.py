@@ -559,7 +559,7 @@ class Checkpointer:
 
     @property
     def _current(self) -> Opened | None:
-        """What runs, if it is attached; every public call passes here.
+        """Return what is attached and runs, if anything is; every public call passes here.
 
         Raises:
             UsageError: In a process that was forked from the one that attached it.

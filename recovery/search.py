@@ -79,7 +79,7 @@ def plan_best(catalog: Catalog, step: int | None) -> MemoryPlan | RecoveryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """What one attempt found on the way, so that the next one goes around it.
+    """Damage that one attempt found on the way, so that the next one goes around it.
 
     Attributes:
         memory: Whether what replicas left in memory cannot be used.

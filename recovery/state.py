@@ -154,7 +154,7 @@ class RecoveredState:
         return tensor
 
     def model_state_dict(self, rank: int = 0) -> dict[str, Any]:
-        """What ``model.state_dict()`` was, with the buffers and extra states of ``rank``.
+        """Return ``model.state_dict()`` as it was, with the buffers and extra states of ``rank``.
 
         Under keys that end in ``_extra_state`` is what a module gave as ``get_extra_state()``, with its
         tensors on the CPU; all else is tensors.
@@ -188,7 +188,7 @@ class RecoveredState:
             raise DamagedFile(EXTRA_ITEM, f"not the states of modules ({error!r})") from error
 
     def optimizer_state_dict(self, index: int = 0) -> dict[str, Any]:
-        """What ``optimizer.state_dict()`` was, for the ``index``-th attached optimizer."""
+        """Return ``optimizer.state_dict()`` as it was, for the ``index``-th attached optimizer."""
         spec = self.fence.optimizers[index]
         recovered = self.optimizers[index]
         if len(spec.groups) != len(recovered.groups):

@@ -20,6 +20,7 @@ from lowdiff.tuner.choice import (
 )
 from lowdiff.tuner.costs import (
     Costs,
+    Estimate,
     Waste,
     effective_share,
     recovery_seconds,
@@ -27,7 +28,6 @@ from lowdiff.tuner.costs import (
     waste,
     writer_share,
 )
-from lowdiff.tuner.estimates import Estimate
 from lowdiff.tuner.failures import FailureRates, Rate
 from lowdiff.tuner.paper import published_choice
 from lowdiff.tuner.simulate import FailureModel, Simulated, simulate, trace_for

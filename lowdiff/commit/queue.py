@@ -49,7 +49,7 @@ class StepQueue(Protocol):
         ...
 
     def status(self) -> WriterStatus:
-        """What the processes report; they are started again where they died."""
+        """Return the report of the processes; they are started again where they died."""
         ...
 
     def stage(

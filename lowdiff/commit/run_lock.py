@@ -49,7 +49,7 @@ class RunLock:
         return self._lease is not None and self._lease.is_lost(look=look)
 
     def taken_over(self) -> RunInUse:
-        """What to raise then: what this trainer would commit from now on is void."""
+        """Return the error of a lost run: all that this trainer would commit from now on is void."""
         by = "another trainer" if self._lease is None else self._lease.holder()
         holder = f"{by}, which took over while this trainer was suspended"
         return RunInUse(self._settings.run, holder, 0.0)

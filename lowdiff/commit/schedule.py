@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from lowdiff.commit.news import RankNews
+from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.storage import Storage
 from lowdiff.core.events import Code, inform
@@ -42,7 +42,7 @@ class Why(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What decides about a snapshot after a step.
+    """Facts that decide about a snapshot after a step.
 
     Attributes:
         rebases: Whether only a snapshot of the step can be recovered.
@@ -170,11 +170,6 @@ class Cadence:
         self._levels = Levels.near(Setting(self.snapshot_every, storage.batch_size))
         self._wish = Move(self._levels, ())
         self._considered = 0
-
-    @property
-    def batch_size(self) -> int:
-        """Differentials per durable write."""
-        return self._storage.batch_size
 
     @property
     def _limits(self) -> Limits:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from lowdiff.commit.agreement import Agreement
+from lowdiff.commit.agreement import Agreement, RankNews
 from lowdiff.commit.meter import Meter
-from lowdiff.commit.news import RankNews
 from lowdiff.commit.queue import StepQueue
 from lowdiff.commit.schedule import Schedule, Why
 from lowdiff.commit.staging import Staging
@@ -232,7 +231,7 @@ class Session:
         Raises:
             StorageError: If it cannot be made.
         """
-        if self._staging.is_gone and not self.agreement.has_lost_run:
+        if self.queue.is_gone and not self.agreement.has_lost_run:
             self._staging.renew(self.step)
             self._show()
             if self.agreement.is_alone:  # several ranks take it once all have heard of it

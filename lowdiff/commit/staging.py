@@ -1,4 +1,4 @@
-"""Staging as the session uses it: filled with steps and snapshots, made anew where somebody removed it."""
+"""Staging as the session uses it: filled with steps and snapshots, made anew where it was removed."""
 
 from __future__ import annotations
 
@@ -49,11 +49,6 @@ class Staging:
         self._queue = queue
         self._live = live
         self._measurements = measurements
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether somebody removed the folder, or files of it."""
-        return self._queue.is_gone
 
     def renew(self, step: int) -> None:
         """Make the folder anew, after ``step``; a full snapshot is owed.

@@ -30,7 +30,7 @@ _DRAIN_SECONDS = 10.0
 
 
 class StorageErrors:
-    """What is wrong with one rank's durable writing, and what the user has heard of it.
+    """Errors of one rank's durable writing, and which of them the user has heard of.
 
     Args:
         folder: Its staging folder; those of other ranks lie beside it.
@@ -133,7 +133,7 @@ class StorageErrors:
         self._told_of = others
 
     def failure(self, ranks: Sequence[int]) -> WriterFailed:
-        """What these ranks report, as an error."""
+        """Return the reports of these ranks as an error."""
         return WriterFailed(
             "; ".join(
                 f"rank {rank} reports: {self._of(rank) or 'trouble with storage, see its output'}"
@@ -143,7 +143,7 @@ class StorageErrors:
         )
 
     def _of(self, rank: int) -> str:
-        """What is wrong with a rank, if its page can be seen from here: not that of another node."""
+        """Return the error of a rank whose page can be seen from here: not that of another node."""
         if rank == self._rank:  # a writer that keeps dying says nothing on its page
             return self.of_snapshot or self._of_disk or self.of_store
         mine = self._folder
@@ -154,7 +154,7 @@ class StorageErrors:
 
 
 class Waiting(Protocol):
-    """Who waits: a queue."""
+    """A queue that waits."""
 
     @property
     def is_gone(self) -> bool:
@@ -162,7 +162,7 @@ class Waiting(Protocol):
         ...
 
     def status(self) -> WriterStatus:
-        """What the processes behind the queue report now."""
+        """Return what the processes behind the queue report now."""
         ...
 
 

@@ -40,7 +40,6 @@ class SignalWatch:
 
         Raises:
             UsageError: See `refuse_foreign_descriptor`.
-            UsageError: See `refuse_foreign_descriptor`.
         """
         self.notice: Callable[[], None] | None = notice
         if not _is_main_thread():

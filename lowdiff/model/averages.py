@@ -53,7 +53,7 @@ class LiveAverage:
         return self._fingerprint() == self._seen
 
     def commit(self) -> AverageStep | None:
-        """What it did since the last call; None if that cannot be replayed."""
+        """Return its step since the last call; None if that cannot be replayed."""
         (count, versions), (now, written) = self._seen, self._fingerprint()
         self._seen = (now, written)
         updated = now == count + 1
@@ -88,7 +88,7 @@ class Averages:
         )
 
     def commit(self) -> tuple[dict[str, AverageStep], bool]:
-        """What every average did since the last call, and whether all of it can be replayed."""
+        """Return the step of every average since the last call, and whether all can be replayed."""
         found = {name: average.commit() for name, average in self._live.items()}
         steps = {name: step for name, step in found.items() if step is not None}
         return steps, len(steps) == len(found)

@@ -31,7 +31,7 @@ _INTEGERS = {1: torch.int8, **INT_OF_BYTES}
 
 
 class FrozenSamples:
-    """What a few elements of each frozen parameter were when it was last read whole.
+    """A few elements of each frozen parameter as they were when it was last read whole.
 
     A target network or a momentum encoder that is written through ``.data`` changes everywhere, so
     these tell. A write to a part may pass between them.
@@ -413,7 +413,7 @@ class ExtraStates:
 def with_extra_states(
     stateful: Mapping[str, Stateful], module: torch.nn.Module, device: torch.device
 ) -> dict[str, Stateful]:
-    """What was attached by name, and the extra states of the model if its modules have any.
+    """Return the objects attached by name, and the model's extra states if its modules have any.
 
     Args:
         stateful: What was attached by name.
@@ -444,7 +444,7 @@ def extra_state_keys(module: torch.nn.Module) -> dict[torch.nn.Module, list[str]
 
 
 def _on_device(value: Any) -> list[bool]:
-    """Of each tensor in ``value``, whether it is on an accelerator."""
+    """Say of each tensor in ``value`` whether it is on an accelerator."""
     found: list[bool] = []
     _each_tensor(value, lambda _, tensor: found.append(not tensor.is_cpu))
     return found

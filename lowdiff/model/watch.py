@@ -26,7 +26,7 @@ from lowdiff.types import AverageStep, Bits, ParameterSpec, Written
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """What a look at the end of a step found.
+    """Findings of a look at the end of a step.
 
     Attributes:
         digests: See `Differential.digests`.
@@ -151,7 +151,7 @@ class Watch:
     def _look_at_all(
         self, step: int, averages: Mapping[str, AverageStep]
     ) -> tuple[dict[str, AverageStep], Written]:
-        """What averages did, with digests, and what something else than the optimizer wrote."""
+        """Return what averages did, with digests, and what something else than the optimizer wrote."""
         before, self._before = self._before, {}
         found = self._look(self._own)
         after = self._changed(found) if self._is_live else {}
@@ -166,14 +166,14 @@ class Watch:
         return {i: self._values(i, self._attached.parameters[i]) for i in changed}
 
     def _values(self, index: int, tensor: torch.Tensor) -> Bits:
-        """What a parameter, or its average, holds now: a copy, because its record may be staged later."""
+        """Copy the values of a parameter, or its average: their record may be staged later."""
         strides = self._attached.layout.parameters[index].strides
         return bits(flat(in_order(tensor, strides)))
 
     def _look_at_averages(
         self, averages: Mapping[str, AverageStep], after: Mapping[int, Bits]
     ) -> tuple[dict[str, AverageStep], dict[str, dict[int, Bits]]]:
-        """What averages did, with digests; and what of them only values can tell.
+        """Return what averages did, with digests, and what of them only values can tell.
 
         These are what was written without an update, and averages of parameters that something else
         wrote in the same step: nobody knows which of the two came first.
@@ -237,7 +237,7 @@ _ATTACH_ANEW = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
-    """What an optimizer held when it was last looked at.
+    """Content of an optimizer when it was last looked at.
 
     The objects themselves are kept, not their ids, which others could have by now.
 

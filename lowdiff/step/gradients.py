@@ -135,7 +135,7 @@ class Scaling:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """What gradients were probably multiplied by since their exchange, in order."""
+        """Factors that gradients were probably multiplied by since their exchange, in order."""
         scale = self.loss_scale()
         if scale in (0.0, 1.0):
             return self._clipped_by

@@ -236,7 +236,7 @@ class Proofs:
 
 @contextmanager
 def _generators_put_back(device: torch.device) -> Iterator[None]:
-    """What is drawn inside does not move the training's random numbers on."""
+    """Put the generators back afterwards, so that draws inside do not move the training's on."""
     states = [(write, read()) for read, write in random_generators(device).values()]
     try:
         yield

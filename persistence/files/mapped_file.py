@@ -1,4 +1,4 @@
-"""Memory-mapped files on tmpfs, which outlive every process that maps them, and pages of progress in them."""
+"""Memory-mapped files on tmpfs, which outlive every process that maps them, and pages of progress."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ import msgpack
 from crc32c import crc32c
 
 from lowdiff.errors import DamagedFile, StorageError
+
+_SLOT_BYTES = 4096
+_HEAD = struct.Struct("<QII")
 
 
 class MappedFile:
@@ -91,10 +94,6 @@ def read_view(path: Path) -> memoryview:
         raise
     except OSError as error:
         raise DamagedFile(path, f"it cannot be read ({error})") from error
-
-
-_SLOT_BYTES = 4096
-_HEAD = struct.Struct("<QII")
 
 
 class Page:

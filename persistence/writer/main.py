@@ -28,9 +28,9 @@ from lowdiff.persistence.format.framing import RecordRef
 from lowdiff.persistence.retention.collect import DISK_FULL, collect
 from lowdiff.persistence.run.fences import require_run
 from lowdiff.persistence.run.owner import Owner
-from lowdiff.persistence.staging.histogram import Histogram
 from lowdiff.persistence.staging.log import LogTail
 from lowdiff.persistence.staging.measurements import (
+    Histogram,
     Recorder,
     gather_measurements,
     write_measurements,

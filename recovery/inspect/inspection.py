@@ -1,4 +1,4 @@
-"""What a run holds, in numbers; no payload is decoded and no state is built."""
+"""A run's content in numbers; no payload is decoded and no state is built."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PinnedStep:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a run holds.
+    """Content of a run.
 
     Attributes:
         world_size: Ranks of the newest incarnation; 0 if none ever began.
@@ -196,7 +196,7 @@ def _common(shards: Sequence[RankRecords], span: Span) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a recovery would read.
+    """Reading that a recovery would take.
 
     Attributes:
         step: Where it leads.

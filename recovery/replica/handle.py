@@ -35,16 +35,16 @@ class ReplicaProcess(ProcessHandle):
         self._begin()
 
     def read_status(self) -> ReplicaStatus:
-        """What the replica has done; for any thread."""
+        """Return what the replica has done; for any thread."""
         return self._status.read()
 
     @property
     def error(self) -> str:
-        """What is wrong with a replica that keeps dying; empty if none does. For any thread."""
+        """Error of a replica that keeps dying; empty if none does. For any thread."""
         return self._deaths.error
 
     def status(self) -> ReplicaStatus:
-        """What the replica has done; restarts it if it is no longer there."""
+        """Return what the replica has done; restart it if it is no longer there."""
         self._look_after()
         return self._status.read()
 

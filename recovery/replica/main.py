@@ -295,7 +295,7 @@ class Replica:
             self._page.update(step=self._shard.step, consumed_step=self._shard.step)
 
     def _forget(self, consumed_step: int, error: str) -> None:
-        """What there is cannot be trusted: wait for the trainer's next image."""
+        """Distrust what there is, and wait for the trainer's next image."""
         generation = self._page.status.generation
         self._shard = None
         self._troubles.clear()
@@ -315,7 +315,7 @@ class Replica:
         self._page.update(error=told, forgot=False)
 
     def _take_image(self) -> None:
-        """Where one is due, copy the state for the writer to persist at its own pace.
+        """Copy the state where an image is due, for the writer to persist at its own pace.
 
         Where there is no memory for it, the replica goes on. All ranks make theirs of the same steps,
         so it is made later only while the state is still of that step; else the next one serves.

@@ -49,7 +49,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What one rank's share can be rebuilt from.
+    """Source that one rank's share can be rebuilt from.
 
     Attributes:
         step: The step it is of, as a whole.
@@ -203,7 +203,7 @@ def _at_step(
 
 
 def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
-    """What a rank's staging holds whole, while nobody writes it."""
+    """Return what a rank's staging holds whole, while nobody writes it."""
     found = []
     for stage in catalog.staging:
         if (stage.incarnation, stage.rank) == (incarnation, rank) and _is_at_rest(stage):

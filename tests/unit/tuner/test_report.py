@@ -12,8 +12,7 @@ import pytest
 from lowdiff.errors import ConfigError
 from lowdiff.tuner import charts
 from lowdiff.tuner.choice import Limits, Setting, recommend
-from lowdiff.tuner.costs import recovery_seconds, waste, without_residual
-from lowdiff.tuner.estimates import Estimate
+from lowdiff.tuner.costs import Estimate, recovery_seconds, waste, without_residual
 from lowdiff.tuner.facts import facts
 from lowdiff.tuner.failures import FailureHistory, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
