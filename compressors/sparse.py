@@ -35,8 +35,7 @@ from lowdiff.types import Bits, Block, Layout, Payload, Section
 
 #: Positions inside a parameter that this rank stores, and the values at these positions.
 Entries = tuple[torch.Tensor, torch.Tensor]
-
-
+_Keys: TypeAlias = "npt.NDArray[np.signedinteger[Any]]"
 #: Number of elements below which one exact partition is cheaper than sampling first.
 _SAMPLE_FROM = 1 << 15
 _SAMPLES = 1 << 15
@@ -429,9 +428,6 @@ def _all_finite(parts: Iterable[Entries]) -> bool:
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-_Keys: TypeAlias = "npt.NDArray[np.signedinteger[Any]]"
 
 
 class MagnitudeSelector:

@@ -12,8 +12,7 @@ import torch
 from lowdiff.core.events import Code
 from lowdiff.core.layout import shaped
 from lowdiff.errors import DamagedFile, RunMismatch
-from lowdiff.persistence.format.value_types import BadEncoding
-from lowdiff.persistence.format.values import decode
+from lowdiff.persistence.format.values import BadEncoding, decode
 from lowdiff.types import Differential, Fence, ItemRef
 
 #: Prefixes of item names; the rest of the name is the buffer's or the object's.

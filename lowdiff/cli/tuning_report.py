@@ -24,7 +24,6 @@ from lowdiff.persistence.store.client import is_url
 from lowdiff.tuner import units
 from lowdiff.tuner.choice import Limits, Setting
 from lowdiff.tuner.costs import Estimate
-from lowdiff.tuner.facts import basis, facts
 from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
 from lowdiff.tuner.measured import (
@@ -36,7 +35,7 @@ from lowdiff.tuner.measured import (
     number,
 )
 from lowdiff.tuner.plan import Job, planned
-from lowdiff.tuner.report import Question, Report, make_report
+from lowdiff.tuner.report import Question, Report, basis, facts, make_report
 from lowdiff.types import Fence, Retention
 
 #: Compressors that leave nothing out and keep no residual.

@@ -22,6 +22,12 @@ from lowdiff.step.ddp_hook import without_autocast
 from lowdiff.step.recorder import Recorder
 from lowdiff.step.states import Sealed
 
+#: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
+#: 2.6 does not tell.
+_compiling_callback: Callable[[], object] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
+)
+
 
 class Session:
     """Captures every step of one rank and stages it.
@@ -271,13 +277,6 @@ class Session:
         if kind not in self._warned:
             self._warned.add(kind)
             code.warn(f"{text}. This is said once", rank=self._live.rank)
-
-
-#: What compiles the functions that are called next, if a compiled one called the present one. PyTorch
-#: 2.6 does not tell.
-_compiling_callback: Callable[[], object] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
-)
 
 
 class OptimizerHooks:

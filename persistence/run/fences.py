@@ -26,6 +26,12 @@ from lowdiff.persistence.files.paths import MOST_RANKS, RunFolder
 from lowdiff.persistence.format.document import check_types, read_json, write_json
 from lowdiff.types import ITEM_BYTES, Environment, Fence, Layout, OptimizerSpec, ParameterSpec
 
+_CONTENT_HASH = re.compile("[0-9a-f]{64}")
+_LIFE = re.compile("[0-9a-f]{32}")
+_RUNS_NAMED = 5
+#: Values of `torch.set_float32_matmul_precision`; "" if torch cannot tell the value.
+_PRECISIONS = ("highest", "high", "medium", "")
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -69,13 +75,6 @@ def lineage(fences: Mapping[int, Fence], last: int | None = None) -> tuple[Span,
         last = fence.base_step if last is None else min(last, fence.base_step)
         number = fence.parent
     return tuple(reversed(spans))
-
-
-_CONTENT_HASH = re.compile("[0-9a-f]{64}")
-_LIFE = re.compile("[0-9a-f]{32}")
-_RUNS_NAMED = 5
-#: Values of `torch.set_float32_matmul_precision`; "" if torch cannot tell the value.
-_PRECISIONS = ("highest", "high", "medium", "")
 
 
 def new_run_id() -> str:

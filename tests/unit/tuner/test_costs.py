@@ -20,7 +20,7 @@ from lowdiff.tuner.costs import (
     writer_share,
 )  # fmt: skip
 from lowdiff.tuner.failures import FailureRates
-from lowdiff.tuner.paper import published_optimum
+from lowdiff.tuner.strategies import published_optimum
 from tests.unit.tuner.jobs import CLUSTER, JOBS, LAPTOP, SLOW_DISK
 
 
