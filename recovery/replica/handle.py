@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowdiff.persistence.files.detached_process import (
+    Deaths,
     DetachedProcess,
     ProcessHandle,
     start_detached,
@@ -19,7 +20,9 @@ from lowdiff.persistence.staging.status import (
 class ReplicaProcess(ProcessHandle):
     """Starts the replica, restarts it when it dies, and reads its status. For one thread.
 
-    To stop it loses nothing: its files are whole at any moment, and its log is still there.
+    The replica is started when its status is first asked for, which the first step's gradients do:
+    until then it has nothing to apply, and its start would take cores from recovery and from the first
+    backward pass. To stop it loses nothing: its files are whole at any moment, and its log is still there.
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
@@ -28,11 +31,12 @@ class ReplicaProcess(ProcessHandle):
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Start a replica that knows nothing; one before, if there was any, was stopped."""
+        """Make the page of a replica that knows nothing; one before, if there was any, was stopped."""
         page = self._settings.staging.replica_status
         StatusPage(page, read_status(page, ReplicaStatus))
         self._status = StatusReader(page, ReplicaStatus)
-        self._begin()
+        self._deaths = Deaths(self._name, self._log, self._rank)
+        self.has_begun = self.is_stopped = False
 
     def read_status(self) -> ReplicaStatus:
         """Return what the replica has done; for any thread."""
@@ -44,8 +48,14 @@ class ReplicaProcess(ProcessHandle):
         return self._deaths.error
 
     def status(self) -> ReplicaStatus:
-        """Return what the replica has done; restart it if it is no longer there."""
-        self._look_after()
+        """Return what the replica has done; start it if it is not there, or no longer."""
+        if self.has_begun:
+            self._look_after()
+        elif not self.is_stopped:
+            with self._pipe:
+                process = self._deaths.started(self._done(), self._start)
+                if process is not None:
+                    self._run(process)
         return self._status.read()
 
     def _done(self) -> list[int]:

@@ -113,7 +113,7 @@ def test_a_writer_that_cannot_be_started_again_is_tried_later(
             append(log, 1)
             status = wait_until(writer, lambda s: s.error)
             assert "keeps dying (it cannot be started: [Errno 11] Resource temp" in status.error
-            assert "rank 0: the writer cannot be started again now" in caplog.text
+            assert "rank 0: the writer cannot be started now" in caplog.text
             assert writer.restarts == 0
             writer.set_batch_size(1)
         wait_until(writer, lambda s: s.durable_step == 1 and not s.error)
