@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from lowdiff.tuner import charts
-from lowdiff.tuner.facts import basis, facts
-from lowdiff.tuner.report import Report
+from lowdiff.tuner.report import Report, basis, facts
 
 _STYLE = """
 :root { --page: #fdfdfc; --ink: #1c2733; --muted: #5d6b79; --line: #d9dfe5; --box: #f2f5f7;
@@ -118,14 +117,8 @@ def _heat_map(report: Report) -> str:
 def _strategies(report: Report) -> str:
     if not report.simulated:
         return ""
-    keys = "".join(
-        _swatch(css, name)
-        for css, name in (
-            ("stalls", "saving"),
-            ("recovering", "recovering"),
-            ("lost", "done again"),
-        )
-    )
+    shown = {"stalls": "saving", "recovering": "recovering", "lost": "done again"}
+    keys = "".join(_swatch(css, name) for css, name in shown.items())
     text = (
         "<p>Share of the time that is wasted, simulated under the same failures with the costs below; "
         f"{report.simulated[0].failures:.0f} failures in each run.</p><p>{keys}</p>"

@@ -1,4 +1,7 @@
-"""Make one report for a run or a plan: a plain value, which terminal, JSON and HTML show alike."""
+"""Make one report for a run or a plan: a plain value, which terminal, JSON and HTML show alike.
+
+`facts` and `basis` are its figures as text.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,19 @@ from lowdiff.tuner.choice import (
 )
 from lowdiff.tuner.costs import (
     Costs,
+    Estimate,
     Waste,
     effective_share,
+    lost_steps,
     recovery_seconds,
+    store_lag_steps,
     store_share,
     waste,
     writer_share,
 )
-from lowdiff.tuner.estimates import Estimate
 from lowdiff.tuner.failures import FailureRates, Rate
-from lowdiff.tuner.paper import published_choice
 from lowdiff.tuner.simulate import FailureModel, Simulated, simulate, trace_for
-from lowdiff.tuner.strategies import alternatives, lowdiff
+from lowdiff.tuner.strategies import alternatives, lowdiff, published_choice
 from lowdiff.tuner.units import readable_bytes, readable_seconds
 
 #: Batch sizes of the heat map: powers of 2 up to the largest that is ever chosen.
@@ -223,27 +227,13 @@ def _heat_map(question: Question, shown: Sequence[Setting]) -> HeatMap:
     points = [setting.snapshot_every for setting in shown]
     low, high = max(1, min(points) // 6), max(points) * 6
     intervals = np.unique(np.rint(np.geomspace(low, high, _INTERVAL_CELLS)).astype(int)).tolist()
-    rows = 1 + next(
-        (
-            row
-            for row, b in enumerate(_BATCHES)
-            if b >= 4 * max(setting.batch_size for setting in shown)
-        ),
-        len(_BATCHES) - 1,
-    )
+    most = 4 * max(setting.batch_size for setting in shown)
+    rows = next((row for row, b in enumerate(_BATCHES, 1) if b >= most), len(_BATCHES))
     batches = _BATCHES[: max(rows, 5)]
-    costs, rates = question.costs, question.rates
-    return HeatMap(
-        tuple(intervals),
-        batches,
-        tuple(
-            tuple(waste(costs, rates, f, b).seconds_per_hour for f in intervals) for b in batches
-        ),
-        tuple(
-            tuple(is_allowed(costs, question.limits, Setting(f, b)) for f in intervals)
-            for b in batches
-        ),
-    )
+    costs, rates, limits = question.costs, question.rates, question.limits
+    wasted = [[waste(costs, rates, f, b).seconds_per_hour for f in intervals] for b in batches]
+    allowed = [[is_allowed(costs, limits, Setting(f, b)) for f in intervals] for b in batches]
+    return HeatMap(tuple(intervals), batches, tuple(map(tuple, wasted)), tuple(map(tuple, allowed)))
 
 
 def _sensitivities(question: Question, setting: Setting) -> tuple[Sensitivity, ...]:
@@ -306,20 +296,15 @@ def _compare(question: Question, setting: Setting, seed: int) -> tuple[Simulated
     horizon = _FAILURES * rates.total.mtbf_seconds
     rng = np.random.default_rng(seed)
     trace = trace_for(model, horizon_seconds=horizon, trials=_TRIALS, rng=rng)
-    found = [
+    network = question.network_bytes_per_second
+    others = alternatives(
+        costs, rates, num_nodes=question.num_nodes, network_bytes_per_second=network
+    )
+    own, *found = (
         simulate(strategy, trace, useful_step_seconds=costs.step_seconds, horizon_seconds=horizon)
-        for strategy in (
-            lowdiff(costs, setting),
-            *alternatives(
-                costs,
-                rates,
-                num_nodes=question.num_nodes,
-                network_bytes_per_second=question.network_bytes_per_second,
-            ),
-        )
-    ]
-    others = sorted(found[1:], key=lambda one: -one.effective_share)
-    return found[0], *others
+        for strategy in (lowdiff(costs, setting), *others)
+    )
+    return own, *sorted(found, key=lambda one: -one.effective_share)
 
 
 def _better(simulated: Sequence[Simulated]) -> list[str]:
@@ -387,3 +372,83 @@ def _warnings(question: Question, choice: Choice) -> list[str]:
             f"training it ({readable_seconds(costs.step_seconds)})"
         )
     return found
+
+
+def facts(report: Report) -> list[tuple[str, str]]:
+    """Return the figures that a reader wants first, as text."""
+    question, setting = report.question, report.choice.setting
+    costs, rates = question.costs, question.rates
+    f, b = setting.snapshot_every, setting.batch_size
+    process, node = lost_steps(costs, f, b)
+    now = []
+    if question.current is not None and report.current_waste is not None:
+        now = [("current", _wasting(question.current, report.current_waste))]
+    stored = f"up to {readable_bytes(report.stored_bytes)}, all ranks"
+    published = _wasting(report.published, report.published_waste)
+    return [
+        ("recommended", _named(setting)),
+        *now,
+        ("wasted", f"{report.choice.waste.seconds_per_hour:.1f} s per hour of training"),
+        ("effective training time", f"{report.effective:.2%}"),
+        ("a failure every", _time_between(rates.total)),
+        ("a failure takes", f"{readable_seconds(recovery_seconds(costs, f, b))} to recover from"),
+        ("steps lost", f"process crash {process:.1f}, loss of a node {node:.1f}"),
+        *_store_facts(costs, f, b),
+        ("written", f"{readable_bytes(report.bytes_per_day)} a day, all ranks"),
+        ("stored", f"{stored}, {_kept(question.limits.kept_snapshots)}"),
+        ("lowdiff with the published model's setting", published),
+    ]
+
+
+def _named(setting: Setting) -> str:
+    return f"snapshot_every = {setting.snapshot_every:,}, batch_size = {setting.batch_size}"
+
+
+def _wasting(setting: Setting, waste: Waste) -> str:
+    return f"{_named(setting)}: {waste.seconds_per_hour:.1f} s wasted per hour"
+
+
+def _time_between(failures: Rate) -> str:
+    mean, low, high = (
+        readable_seconds(value)
+        for value in (failures.mtbf_seconds, failures.low_seconds, failures.high_seconds)
+    )
+    if failures.low_seconds == failures.high_seconds:
+        return f"{mean} (given)"
+    return f"{mean} (90 %: {low} to {high}; {failures.failures} seen)"
+
+
+def _kept(snapshots: int) -> str:
+    if snapshots == 1:
+        return "with the newest snapshot kept"
+    return f"with the {snapshots} newest snapshots kept"
+
+
+def _store_facts(costs: Costs, f: float, b: float) -> list[tuple[str, str]]:
+    if not costs.store_bytes_per_second:
+        return []
+    share = store_share(costs, f, b)
+    if share >= 1:
+        return [("in the store", "ever later: it takes less than the run writes")]
+    lag = store_lag_steps(costs, f, b)
+    return [("in the store", f"{lag:.1f} steps later; busy for {share:.0%} of the time")]
+
+
+def basis(report: Report) -> list[tuple[str, str, str, str]]:
+    """Return the basis of the answer as text: cost, median, middle 80 % if known, and source."""
+    return [
+        (
+            name.replace("_", " "),
+            _cost(name, found.median),
+            f"{_cost(name, found.low)} to {_cost(name, found.high)}" if found.count > 1 else "",
+            f"measured {found.count} times" if found.count > 1 else found.source,
+        )
+        for name, found in report.question.estimates.items()
+    ]
+
+
+def _cost(name: str, value: float) -> str:
+    # The cost's name ends with its unit.
+    if name.endswith("bytes_per_second"):
+        return f"{readable_bytes(value)}/s"
+    return readable_bytes(value) if name.endswith("bytes") else readable_seconds(value)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from lowdiff.cli.output import plain_console, say, show
+from lowdiff.cli.output import plain_console, say, show, table
 from lowdiff.errors import ConfigError, LowDiffError
 from lowdiff.persistence.files.durable import make_directory, unwritable, write_file
 from lowdiff.persistence.files.paths import RunFolder, staging_to_read
@@ -23,8 +23,7 @@ from lowdiff.persistence.staging.measurements import (
 from lowdiff.persistence.store.client import is_url
 from lowdiff.tuner import units
 from lowdiff.tuner.choice import Limits, Setting
-from lowdiff.tuner.estimates import Estimate
-from lowdiff.tuner.facts import basis, facts
+from lowdiff.tuner.costs import Estimate
 from lowdiff.tuner.failures import FailurePrior, FailureRates, estimate_rates
 from lowdiff.tuner.html import html_page
 from lowdiff.tuner.measured import (
@@ -36,7 +35,7 @@ from lowdiff.tuner.measured import (
     number,
 )
 from lowdiff.tuner.plan import Job, planned
-from lowdiff.tuner.report import Question, Report, make_report
+from lowdiff.tuner.report import Question, Report, basis, facts, make_report
 from lowdiff.types import Fence, Retention
 
 #: Compressors that leave nothing out and keep no residual.
@@ -299,34 +298,21 @@ def print_report(question: Question, html: Path | None, *, as_json: bool) -> Non
 
 
 def _print(report: Report) -> None:
-    from rich import box
-    from rich.table import Table
-
     console = plain_console()
-    answer = Table(title=report.question.title, title_justify="left", show_header=False)
-    answer.box = box.SIMPLE
-    answer.add_column(style="bold")
-    answer.add_column(overflow="fold")
-    for name, value in facts(report):
-        answer.add_row(name, value)
-    console.print(answer)
+    console.print(table((), facts(report), title=report.question.title))
     for reason in report.choice.reasons:
         console.print(f"  {reason}", highlight=False)
-    costs = Table(title="Based on, per rank", title_justify="left", box=box.SIMPLE)
-    for head in ("", "median", "middle 80 %", "source"):
-        costs.add_column(head)
-    for row in basis(report):
-        costs.add_row(*row)
+    costs = table(
+        ("", "median", "middle 80 %", "source"), basis(report), title="Based on, per rank"
+    )
     console.print(costs)
     if report.simulated:
-        others = Table(title="Simulated", title_justify="left", box=box.SIMPLE)
-        for head in ("strategy", "effective", "saving", "recovering", "done again", ""):
-            others.add_column(head, overflow="fold")
+        heads = ("strategy", "effective", "saving", "recovering", "done again", "")
+        rows = []
         for one in report.simulated:
             shares = (one.effective_share, one.stalls, one.recovering, one.lost)
-            others.add_row(
-                one.strategy.name, *(f"{share:.2%}" for share in shares), one.strategy.detail
-            )
-        console.print(others)
+            percents = (f"{share:.2%}" for share in shares)
+            rows.append((one.strategy.name, *percents, one.strategy.detail))
+        console.print(table(heads, rows, title="Simulated"))
     for warning in report.warnings:
         console.print(f"Note: {warning}", style="yellow", highlight=False)

@@ -19,8 +19,7 @@ from lowdiff.persistence.format.values import encode, same
 from lowdiff.protocols import Reducer
 from lowdiff.recovery.replay.optimizers import granularity
 from lowdiff.step.ddp_hook import autocasts
-from lowdiff.step.grad_scaling import Scaling
-from lowdiff.step.gradients import Gradients
+from lowdiff.step.gradients import Gradients, Scaling
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.states import Change, Groups, Sealed, State, Step
 from lowdiff.types import Differential, OptimizerStep, Payload

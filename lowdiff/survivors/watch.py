@@ -20,10 +20,8 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from lowdiff.commit.session import Session
-from lowdiff.core.events import Code, warn
+from lowdiff.core.events import Code
 from lowdiff.survivors.survivor import Survivor
-
-_logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25
 #: After SIGTERM the main thread has so long to reach a commit or an end of its own.
@@ -154,7 +152,7 @@ class FailureWatch:
                 self._look()
             except Exception as error:  # noqa: BLE001 -- the thread must go on looking
                 text = f"the state could not be saved: {type(error).__name__}: {error}"
-                warn(_logger, Code.NOT_SAVED_AFTER_FAILURE, text, exc_info=True)
+                Code.NOT_SAVED_AFTER_FAILURE.warn(text, exc_info=True)
 
     def _look(self) -> None:
         is_waiting = self._main.waits_for_ranks()
@@ -181,7 +179,7 @@ class FailureWatch:
         step, seconds = self.pace.step, self.pace.seconds
         self._hung_step = step
         text = f"no step has ended for {seconds:.0f} s, and every rank here waits for others"
-        warn(_logger, Code.HANG_SEEN, text, step=step, seconds=seconds)
+        Code.HANG_SEEN.warn(text, step=step, seconds=seconds)
         self.save("the ranks hang")
         if self._on_hang == "exit":
             _leave(1)
