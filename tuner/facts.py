@@ -5,6 +5,7 @@ from __future__ import annotations
 from lowdiff.tuner.costs import Costs, lost_steps, recovery_seconds, store_lag_steps, store_share
 from lowdiff.tuner.failures import Rate
 from lowdiff.tuner.report import Report
+from lowdiff.tuner.side_by_side import Published, Row
 from lowdiff.tuner.units import readable_bytes, readable_seconds
 
 
@@ -79,6 +80,40 @@ def _store_facts(costs: Costs, f: float, b: float) -> list[tuple[str, str]]:
         return [("in the store", "ever later: it takes less than the run writes")]
     lag = store_lag_steps(costs, f, b)
     return [("in the store", f"{lag:.1f} steps later; busy for {share:.0%} of the time")]
+
+
+#: Heads of the table of strategies.
+STRATEGY_HEADS = (
+    "strategy",
+    "overhead",
+    "lost per failure",
+    "restart",
+    "written a day",
+    "wasted",
+    "",
+)
+
+
+def strategy_cells(row: Row) -> tuple[str, ...]:
+    """Return one strategy's figures as text, in the order of `STRATEGY_HEADS`."""
+    return (
+        row.name,
+        f"{row.overhead_share:.2%}",
+        readable_seconds(row.lost_seconds),
+        readable_seconds(row.restart_seconds),
+        readable_bytes(row.bytes_per_day),
+        f"{row.wasted_share:.3%}",
+        row.detail,
+    )
+
+
+def published_text(found: Published) -> str:
+    """Return what the model of Gupta et al. says, as a sentence."""
+    return (
+        f"By the model of Gupta et al. (EuroSys 2024) this job would waste {found.periodic:.3%} with "
+        f"periodic checkpoints, {found.user_level:.3%} with just-in-time ones at user level, and "
+        f"{found.transparent:.3%} with transparent ones."
+    )
 
 
 def basis(report: Report) -> list[tuple[str, str, str, str]]:
