@@ -36,6 +36,7 @@ from lowdiff.tuner.just_in_time import (
 LOG_OVERHEAD_SHARE = 0.021
 #: Likewise, of docs/results/lowdiff_plus.json.
 REPLICA_OVERHEAD_SHARE = 0.046
+#: Of a step of the same model: 0.9 of 411 ms of the training thread's processor time (docs/tuning.md).
 SURVIVORS_OVERHEAD_SHARE = 0.002
 #: Failures that leave no rank of a node alive although its memory remains. Never measured.
 ALL_AT_ONCE_SHARE = 0.05

@@ -84,6 +84,11 @@ def test_the_sample_report_is_what_the_documented_command_writes(
     assert len(shares) == 7
     del shares["no checkpoints"]
     assert [name for name, share in shares.items() if f"{share} %" not in text] == []
+    rows = re.findall(r"<tr><td>((?:torch.save|log|replica|survivors)<.+?)</td></tr>", sample)
+    assert len(rows) == 4
+    for row in rows:
+        name, *cells = row.split("</td><td>")
+        assert f"| `{name}` | {' | '.join(cells)} |" in text
 
 
 def test_a_plan_needs_no_run(command: Command, tmp_path: Path) -> None:
