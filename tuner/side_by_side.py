@@ -41,7 +41,7 @@ SURVIVORS_OVERHEAD_SHARE = 0.002
 #: Failures that leave no rank of a node alive although its memory remains. Never measured.
 ALL_AT_ONCE_SHARE = 0.05
 #: A state read back from memory over a plain copy: ``restart_over_copy`` of lowdiff_plus.json.
-_READ_OVER_COPY = 1.34
+READ_OVER_COPY = 1.34
 _DAY_SECONDS = 86400.0
 
 
@@ -183,7 +183,7 @@ class _Job:
     @property
     def read_seconds(self) -> float:
         """Time in which a rank reads the whole state back from memory."""
-        return _READ_OVER_COPY * self.plain.snapshot_seconds * self.plain.world_size
+        return READ_OVER_COPY * self.plain.snapshot_seconds * self.plain.world_size
 
     @property
     def from_disk_seconds(self) -> float:

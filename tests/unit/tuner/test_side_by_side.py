@@ -53,7 +53,7 @@ def test_the_measured_shares_are_those_of_the_results() -> None:
     log, replica = summary("overhead"), summary("lowdiff_plus")
     assert round(log["overhead_median"], 3) == table.LOG_OVERHEAD_SHARE
     assert round(replica["overhead_median"], 3) == table.REPLICA_OVERHEAD_SHARE
-    assert round(replica["restart_over_copy"], 2) == table._READ_OVER_COPY
+    assert round(replica["restart_over_copy"], 2) == table.READ_OVER_COPY
 
 
 def test_a_crash_of_processes_takes_half_a_step() -> None:
