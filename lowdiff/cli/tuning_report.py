@@ -361,7 +361,7 @@ def _print(report: Report) -> None:
     if report.side_by_side is not None:
         strategies = Table(title="Strategies", title_justify="left", box=box.SIMPLE)
         for head in STRATEGY_HEADS:
-            strategies.add_column(head, overflow="fold")
+            strategies.add_column(head, overflow="fold", no_wrap=head == STRATEGY_HEADS[0])
         for strategy in report.side_by_side.rows:
             strategies.add_row(*strategy_cells(strategy))
         console.print(strategies)
