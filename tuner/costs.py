@@ -138,6 +138,11 @@ def without_residual(costs: Costs) -> Costs:
     )
 
 
+def snapshot_write_seconds(costs: Costs) -> float:
+    """Return the time to write one rank's share of a snapshot durably: ``L + S/W``."""
+    return costs.write_latency_seconds + costs.snapshot_bytes / costs.write_bytes_per_second
+
+
 @dataclass(frozen=True, slots=True)
 class Waste:
     """Expected waste, in seconds per second of useful training, by cause.

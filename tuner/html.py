@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from html import escape
 
 from lowdiff.tuner import charts
-from lowdiff.tuner.report import Report, basis, facts
+from lowdiff.tuner.report import (
+    STRATEGY_HEADS,
+    Report,
+    basis,
+    facts,
+    published_text,
+    strategy_cells,
+)
 
 _STYLE = """
 :root { --page: #fdfdfc; --ink: #1c2733; --muted: #5d6b79; --line: #d9dfe5; --box: #f2f5f7;
@@ -89,6 +96,7 @@ def html_page(report: Report) -> str:
                 for found in report.sensitivities
             ),
         ),
+        _side_by_side(report),
         _strategies(report),
         _costs(report),
         _decisions(report),
@@ -112,6 +120,19 @@ def _heat_map(report: Report) -> str:
         f"{keys}</p>"
     )
     return _section("Wasted time over both settings", text + charts.heat_map(report))
+
+
+def _side_by_side(report: Report) -> str:
+    found = report.side_by_side
+    if found is None:
+        return ""
+    table = _table(STRATEGY_HEADS, [strategy_cells(row) for row in found.rows])
+    return _section(
+        "Strategies side by side",
+        "<p>Overhead is per second of training. What a failure takes and a restart are averages; bytes are "
+        f'those on local disks, of all ranks.</p><div class="wide">{table}</div>'
+        f"<p>{escape(published_text(found.published))}</p>",
+    )
 
 
 def _strategies(report: Report) -> str:

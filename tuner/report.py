@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from lowdiff.tuner.costs import (
     writer_share,
 )
 from lowdiff.tuner.failures import FailureRates, Rate
+from lowdiff.tuner.side_by_side import Assumptions, Published, Row, SideBySide, side_by_side
 from lowdiff.tuner.simulate import FailureModel, Simulated, simulate, trace_for
 from lowdiff.tuner.strategies import alternatives, lowdiff, published_choice
 from lowdiff.tuner.units import readable_bytes, readable_seconds
@@ -43,6 +44,8 @@ _BATCHES = tuple(1 << level for level in range(MAX_BATCH.bit_length()))
 _INTERVAL_CELLS = 25
 #: Number of failures in the simulated time: enough for three digits in a fraction of a second.
 _FAILURES, _TRIALS = 400, 64
+#: Mean time between failures beyond which a job counts as one that never fails.
+_NEVER_SECONDS = 1e12
 _FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -60,6 +63,7 @@ class Question:
         network_bytes_per_second: One rank's share of its node's bandwidth, for Gemini's copies.
         current: Current setting of the run; None for a plan.
         failure_shape: Weibull shape of the simulated failures.
+        assumptions: What the table of strategies assumes.
         known_warnings: Warnings that are known before anything is computed.
         assumed_because: Reason why costs are assumed, if any are.
         decisions: Decisions of the online policy, oldest first.
@@ -74,6 +78,7 @@ class Question:
     network_bytes_per_second: float
     current: Setting | None = None
     failure_shape: float = 1.0
+    assumptions: Assumptions = field(default_factory=Assumptions)
     known_warnings: tuple[str, ...] = ()
     assumed_because: str = "never measured"
     decisions: Sequence[Mapping[str, Any]] = ()
@@ -124,6 +129,7 @@ class Report:
         published: The published model's choice in this framework's units.
         published_waste: Waste of lowdiff with that setting; LowDiff as published is in `simulated`.
         simulated: The recommended setting first, then the alternatives, best first.
+        side_by_side: ``torch.save`` and lowdiff's strategies; None for a job that never fails.
         bytes_per_day: Bytes that all ranks write in a day.
         stored_bytes: Most bytes that the run folder holds.
         warnings: Warnings in plain words.
@@ -138,6 +144,7 @@ class Report:
     heat_map: HeatMap
     sensitivities: tuple[Sensitivity, ...]
     simulated: tuple[Simulated, ...]
+    side_by_side: SideBySide | None
     bytes_per_day: float
     stored_bytes: float
     warnings: tuple[str, ...]
@@ -173,6 +180,11 @@ class Report:
                 }
                 for found in self.simulated
             ],
+            "side_by_side": self.side_by_side
+            and {
+                "assumptions": asdict(question.assumptions),
+                **asdict(self.side_by_side),
+            },
             "heat_map": asdict(self.heat_map),
             "sensitivities": [asdict(found) for found in self.sensitivities],
             "limits_broken": list(self.choice.broken),
@@ -208,6 +220,7 @@ def make_report(question: Question, *, seed: int = 0) -> Report:
         heat_map=_heat_map(question, [choice.setting, published, *([now] if now else [])]),
         sensitivities=_sensitivities(question, choice.setting),
         simulated=simulated,
+        side_by_side=_side_by_side(question, choice.setting),
         bytes_per_day=24 * written_bytes_per_hour(costs, f, b),
         stored_bytes=stored_bytes(costs, limits, f),
         warnings=(*_warnings(question, choice), *_better(simulated)),
@@ -290,7 +303,7 @@ def _sensitivity(
 def _compare(question: Question, setting: Setting, seed: int) -> tuple[Simulated, ...]:
     """Simulate all strategies under one trace of failures."""
     costs, rates = question.costs, question.rates
-    if rates.total.mtbf_seconds > 1e12:
+    if rates.total.mtbf_seconds > _NEVER_SECONDS:
         return ()
     model = replace(FailureModel.of(rates), shape=question.failure_shape)
     horizon = _FAILURES * rates.total.mtbf_seconds
@@ -305,6 +318,18 @@ def _compare(question: Question, setting: Setting, seed: int) -> tuple[Simulated
         for strategy in (lowdiff(costs, setting), *others)
     )
     return own, *sorted(found, key=lambda one: -one.effective_share)
+
+
+def _side_by_side(question: Question, setting: Setting) -> SideBySide | None:
+    if question.rates.total.mtbf_seconds > _NEVER_SECONDS:
+        return None
+    return side_by_side(
+        question.costs,
+        question.rates,
+        setting,
+        question.assumptions,
+        num_nodes=question.num_nodes,
+    )
 
 
 def _better(simulated: Sequence[Simulated]) -> list[str]:
@@ -432,6 +457,40 @@ def _store_facts(costs: Costs, f: float, b: float) -> list[tuple[str, str]]:
         return [("in the store", "ever later: it takes less than the run writes")]
     lag = store_lag_steps(costs, f, b)
     return [("in the store", f"{lag:.1f} steps later; busy for {share:.0%} of the time")]
+
+
+#: Heads of the table of strategies.
+STRATEGY_HEADS = (
+    "strategy",
+    "overhead",
+    "lost per failure",
+    "restart",
+    "written a day",
+    "wasted",
+    "",
+)
+
+
+def strategy_cells(row: Row) -> tuple[str, ...]:
+    """Return one strategy's figures as text, in the order of `STRATEGY_HEADS`."""
+    return (
+        row.name,
+        f"{row.overhead_share:.2%}",
+        readable_seconds(row.lost_seconds),
+        readable_seconds(row.restart_seconds),
+        readable_bytes(row.bytes_per_day),
+        f"{row.wasted_share:.3%}",
+        row.detail,
+    )
+
+
+def published_text(found: Published) -> str:
+    """Return what the model of Gupta et al. says, as a sentence."""
+    return (
+        f"By the model of Gupta et al. (EuroSys 2024) this job would waste {found.periodic:.3%} with "
+        f"periodic checkpoints, {found.user_level:.3%} with just-in-time ones at user level, and "
+        f"{found.transparent:.3%} with transparent ones."
+    )
 
 
 def basis(report: Report) -> list[tuple[str, str, str, str]]:

@@ -15,6 +15,7 @@ from lowdiff.tuner.costs import (
     Costs,
     batch_seconds,
     loop_seconds,
+    snapshot_write_seconds,
     without_residual,
 )
 from lowdiff.tuner.failures import FailureRates
@@ -114,7 +115,7 @@ def no_checkpoints(costs: Costs) -> Strategy:
 
 def periodic_full(costs: Costs, rates: FailureRates) -> Strategy:
     """Model full snapshots at the Young/Daly interval; training stops while the state is written."""
-    write = _write_seconds(costs) + costs.snapshot_seconds
+    write = snapshot_write_seconds(costs) + costs.snapshot_seconds
     interval = _young_daly(write, rates.total.mtbf_seconds, costs.step_seconds)
     saved = Recovery(interval, 0.0, costs.restart_seconds + costs.load_seconds)
     detail = _every(interval)
@@ -124,8 +125,10 @@ def periodic_full(costs: Costs, rates: FailureRates) -> Strategy:
 def checkfreq(costs: Costs) -> Strategy:
     """Model CheckFreq: training waits for a copy only, as often as 3.5 % overhead allow."""
     budget = costs.snapshot_seconds / (_CHECKFREQ_BUDGET * costs.step_seconds)
-    interval = max(1, math.ceil(max(budget, _write_seconds(costs) / costs.step_seconds)))
-    saved = Recovery(interval, _write_seconds(costs), costs.restart_seconds + costs.load_seconds)
+    interval = max(1, math.ceil(max(budget, snapshot_write_seconds(costs) / costs.step_seconds)))
+    saved = Recovery(
+        interval, snapshot_write_seconds(costs), costs.restart_seconds + costs.load_seconds
+    )
     detail = _every(interval)
     return Strategy(
         "CheckFreq", detail, costs.step_seconds, costs.snapshot_seconds, interval, *(saved,) * 3
@@ -150,7 +153,7 @@ def gemini(costs: Costs, network_bytes_per_second: float) -> Strategy:
 
 def just_in_time(costs: Costs, *, num_nodes: int) -> Strategy:
     """Model just-in-time: surviving replica ranks save after a failure; storage is the fallback."""
-    save = costs.restart_seconds + _write_seconds(costs) + costs.load_seconds
+    save = costs.restart_seconds + snapshot_write_seconds(costs) + costs.load_seconds
     survivors, storage = Recovery(1, 0.0, save), _fallback(costs)
     # If all ranks are on one node, no rank outlives the node.
     node = survivors if num_nodes > 1 else storage
@@ -172,7 +175,7 @@ def published_lowdiff(costs: Costs, rates: FailureRates) -> Strategy:
         lag_seconds=batch_seconds(costs, b),
         fixed_seconds=costs.restart_seconds + costs.load_seconds,
         base_steps=f,
-        base_lag_seconds=_write_seconds(costs),
+        base_lag_seconds=snapshot_write_seconds(costs),
         replay_seconds=costs.replay_seconds / b,  # a merged batch is one update
     )
     loop = loop_seconds(costs, f, b)
@@ -212,12 +215,7 @@ def alternatives(
 def _fallback(costs: Costs) -> Recovery:
     every = max(1, math.ceil(_FALLBACK_SECONDS / costs.step_seconds))
     load = costs.restart_seconds + costs.load_seconds
-    return Recovery(every, _write_seconds(costs), load, start_is_safe=False)
-
-
-def _write_seconds(costs: Costs) -> float:
-    """Return the time to write one rank's share of a whole snapshot durably."""
-    return costs.write_latency_seconds + costs.snapshot_bytes / costs.write_bytes_per_second
+    return Recovery(every, snapshot_write_seconds(costs), load, start_is_safe=False)
 
 
 def _young_daly(write_seconds: float, mtbf_seconds: float, step_seconds: float) -> int:
