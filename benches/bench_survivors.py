@@ -96,14 +96,16 @@ class Training:
         self._folder.mkdir(parents=True, exist_ok=True)
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
         launcher += [f"--max-restarts={kills}", "--monitor-interval=0.1"]
-        if arm == "in_process":  # a spare for each kill
-            launcher = ["lowdiff.integrations.nvrx", f"--processes={WORLD_SIZE + kills}"]
         script = ["-m", "benches.survivors_life"]
+        if arm == "in_process":  # a spare for each kill; this launcher takes a script's path
+            launcher = ["lowdiff.integrations.nvrx", f"--processes={WORLD_SIZE + kills}"]
+            script = [str(_ROOT / "benches" / "survivors_life.py")]
         words = [arm, str(self._folder), str(where.staging / arm), str(args.interval)]
         self._output = (self._folder / "output").open("a+")
         self._process = subprocess.Popen(
             [sys.executable, "-m", *launcher, *script, *words, *(["--smoke"] if args.smoke else [])],
             cwd=_ROOT,
+            env={**os.environ, "PYTHONPATH": str(_ROOT)},
             stdout=self._output,
             stderr=subprocess.STDOUT,
         )

@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +124,34 @@ class Diary:
         os.write(self._file, f"{what} {self._who} {step} {checksum} {now}\n".encode())
 
 
-def train(plan: Plan, attempt: int, rank: int, join: Callable[[], None]) -> None:
+class Saves(logging.Handler):
+    """Notes that the state was saved after a failure: that may be when the loop was left already.
+
+    Attributes:
+        diary: Of the attempt under way.
+    """
+
+    diary: Diary
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hear what lowdiff says."""
+        if getattr(record, "event", "") == "saved_after_failure":
+            self.diary.note("saved")
+
+
+def train(
+    plan: Plan, attempt: int, rank: int, saves: Saves, join: Callable[[], None]
+) -> None:
     """Train in one attempt, from what the one before left.
 
     Args:
         plan: What to train.
         attempt: How many there were before.
         rank: Of this process.
+        saves: Is told of the attempt's diary.
         join: Makes the process group.
     """
-    diary = Diary(plan.folder, attempt, rank)
+    diary = saves.diary = Diary(plan.folder, attempt, rank)
     diary.note("up")
     join()
     diary.note("joined")
@@ -150,30 +170,22 @@ def train(plan: Plan, attempt: int, rank: int, join: Callable[[], None]) -> None
 
     def loop(start: int, keep: Callable[[int], object]) -> None:
         diary.note("attached", start, model)
-        for number in itertools.count(start):
-            if number == plan.stop_step:
-                return
-            step(number)
-            keep(number + 1)
-            diary.note("step", number + 1, model)
-
-    # Whatever it is: launchers end what lives in their own ways.
-    try:
-        if plan.arm == "torch_save":
-            _with_torch_save(plan, rank, model, optimizer, loop)
-        else:
-            with _checkpointer(plan) as checkpointer:
-                try:
-                    loop(checkpointer.attach(model, optimizer), lambda _: checkpointer.commit())
-                except BaseException:
-                    diary.note("noticed")
-                    raise
-    except BaseException:
-        if plan.arm == "torch_save":
+        try:
+            for number in itertools.count(start):
+                if number == plan.stop_step:
+                    return
+                step(number)
+                keep(number + 1)
+                diary.note("step", number + 1, model)
+        except BaseException:  # whatever it is: launchers end what lives in their own ways
             diary.note("noticed")
-        elif plan.arm in SAVING:
-            diary.note("saved")
-        raise
+            raise
+
+    if plan.arm == "torch_save":
+        _with_torch_save(plan, rank, model, optimizer, loop)
+        return
+    with _checkpointer(plan) as checkpointer:
+        loop(checkpointer.attach(model, optimizer), lambda _: checkpointer.commit())
 
 
 def _checkpointer(plan: Plan) -> lowdiff.Checkpointer:
@@ -213,7 +225,7 @@ def _with_torch_save(
     loop(start, keep)
 
 
-def _in_torchrun(plan: Plan) -> None:
+def _in_torchrun(plan: Plan, saves: Saves) -> None:
     attempt, rank = (int(os.environ[n]) for n in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
 
     def join() -> None:
@@ -228,11 +240,11 @@ def _in_torchrun(plan: Plan) -> None:
             timeout=_TIMEOUT,
         )
 
-    train(plan, attempt, rank, join)
+    train(plan, attempt, rank, saves, join)
     dist.destroy_process_group()
 
 
-def _in_process(plan: Plan) -> None:
+def _in_process(plan: Plan, saves: Saves) -> None:
     nvrx = importlib.import_module("lowdiff.integrations.nvrx")
 
     def warm_up() -> None:
@@ -243,7 +255,8 @@ def _in_process(plan: Plan) -> None:
         optimizer.step()
 
     def entered(attempt: Any) -> None:
-        train(plan, attempt.number, attempt.rank, lambda: attempt.init_process_group("gloo"))
+        join = partial(attempt.init_process_group, "gloo")
+        train(plan, attempt.number, attempt.rank, saves, join)
 
     nvrx.restartable(world_size=WORLD_SIZE, warm_up=warm_up)(entered)()
 
@@ -257,4 +270,5 @@ if __name__ == "__main__":
     parser.add_argument("--smoke", action="store_true")
     plan = Plan(**vars(parser.parse_args()))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // WORLD_SIZE))
-    (_in_process if plan.arm == "in_process" else _in_torchrun)(plan)
+    logging.basicConfig(handlers=[logging.StreamHandler(), listening := Saves()])
+    (_in_process if plan.arm == "in_process" else _in_torchrun)(plan, listening)
