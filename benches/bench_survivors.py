@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,14 @@ class Training:
         words = [arm, str(self._folder), str(where.staging / arm), str(args.interval)]
         self._output = (self._folder / "output").open("a+")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *launcher, *script, *words, *(["--smoke"] if args.smoke else [])],
+            [
+                sys.executable,
+                "-m",
+                *launcher,
+                *script,
+                *words,
+                *(["--smoke"] if args.smoke else []),
+            ],
             cwd=_ROOT,
             env={**os.environ, "PYTHONPATH": str(_ROOT)},
             stdout=self._output,
@@ -185,7 +192,7 @@ def _steps(lines: Iterable[Line], attempt: int) -> list[Line]:
 def step_seconds(steps: Sequence[Line]) -> float:
     """Median time of a step, of one rank in one attempt."""
     times = [line.when for line in steps]
-    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+    return statistics.median(b - a for a, b in pairwise(times))
 
 
 def _failure(lines: Sequence[Line], attempt: int, victim: int, killed: float) -> Failure:
@@ -227,7 +234,9 @@ def refuse_other_bits(found: Mapping[str, Sequence[Sequence[Line]]]) -> None:
         for line in (line for lines in trainings for line in lines):
             if line.what in ("attached", "step"):
                 known = states.setdefault((kind, line.step), line.checksum)
-                assert known == line.checksum, f"{arm}: rank {line.rank} differs at step {line.step}"
+                assert known == line.checksum, (
+                    f"{arm}: rank {line.rank} differs at step {line.step}"
+                )
 
 
 def why_not_in_process() -> str:
@@ -251,7 +260,9 @@ def shares(args: argparse.Namespace, where: Places, world_size: int) -> dict[str
         cwd=_ROOT,
         check=True,
     )
-    return {str(rank): json.loads((folder / f"share.{rank}").read_text()) for rank in range(world_size)}
+    return {
+        str(rank): json.loads((folder / f"share.{rank}").read_text()) for rank in range(world_size)
+    }
 
 
 def _share_figures(found: Mapping[str, Any]) -> dict[str, float]:
@@ -346,7 +357,7 @@ def draw(axes: Axes, result: Result) -> None:
     """The timeline of the median failure of each arm."""
     found = {arm: own for arm, own in result.samples["failures"].items() if own}
     drawn: set[str] = set()
-    for height, (arm, own) in enumerate(reversed(found.items())):
+    for height, own in enumerate(reversed(found.values())):
         by_length = sorted(own, key=lambda failure: float(failure["seconds"]["first_step"]))
         seconds = by_length[len(by_length) // 2]["seconds"]
         known = [mark for mark in MARKS if mark in seconds]
@@ -354,16 +365,21 @@ def draw(axes: Axes, result: Result) -> None:
         ends = [*accumulate((seconds[mark] for mark in known), max)]
         for mark, begin, end in zip(known, [0.0, *ends], ends, strict=False):
             label, colour = MARKS[mark]
-            shown = {} if label in drawn else {"label": label}
+            shown = "" if label in drawn else label
             drawn.add(label)
-            axes.barh(height, end - begin, left=begin, height=0.55, color=colour, **shown)
+            axes.barh(height, end - begin, left=begin, height=0.55, color=colour, label=shown)
         axes.text(
             ends[-1], height, f" {seconds['first_step']:.1f} s", va="center", color=INK, fontsize=9
         )
     axes.set_yticks(range(len(found)), [_LABELS[arm] for arm in reversed(found)])
-    axes.set_xlabel("seconds after SIGKILL of one of two ranks; the figure: until the first step ended", color=INK)
+    axes.set_xlabel(
+        "seconds after SIGKILL of one of two ranks; the figure: until the first step ended",
+        color=INK,
+    )
     axes.margins(x=0.08)
-    axes.legend(frameon=False, fontsize=7.5, ncols=8, loc="upper center", bbox_to_anchor=(0.45, -0.16))
+    axes.legend(
+        frameon=False, fontsize=7.5, ncols=8, loc="upper center", bbox_to_anchor=(0.45, -0.16)
+    )
     axes.set_title(
         f"One failure of a training of {result.settings['parameters'] / 1e6:.1f} M parameters",
         loc="left", color=INK, fontsize=11.5, fontweight="bold",
@@ -376,7 +392,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="trainings of each arm")
     parser.add_argument("--kills", type=int, default=2, help="failures of each training")
     parser.add_argument("--interval", type=int, default=100, help="steps between snapshots")
-    parser.add_argument("--share-steps", type=int, default=100, help="steps whose share is measured")
+    parser.add_argument(
+        "--share-steps", type=int, default=100, help="steps whose share is measured"
+    )
     args = parser.parse_args(argv)
     if args.smoke:
         args.rounds, args.kills, args.interval, args.share_steps = 1, 1, 6, 5

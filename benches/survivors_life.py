@@ -103,10 +103,11 @@ class Line:
         path = folder / "diary"
         text = path.read_text() if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
-        return [
-            Line(what, *map(int, numbers), float(when))
-            for what, *numbers, when in map(str.split, whole.splitlines())
-        ]
+        found = []
+        for what, *numbers, when in map(str.split, whole.splitlines()):
+            attempt, rank, pid, step, checksum = map(int, numbers)
+            found.append(Line(what, attempt, rank, pid, step, checksum, float(when)))
+        return found
 
 
 class Diary:
@@ -139,9 +140,7 @@ class Saves(logging.Handler):
             self.diary.note("saved")
 
 
-def train(
-    plan: Plan, attempt: int, rank: int, saves: Saves, join: Callable[[], None]
-) -> None:
+def train(plan: Plan, attempt: int, rank: int, saves: Saves, join: Callable[[], None]) -> None:
     """Train in one attempt, from what the one before left.
 
     Args:

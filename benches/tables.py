@@ -334,10 +334,14 @@ def of_survivors(found: Summary) -> str:
     percents = f"{100 * share:.2f} % of a step of {found['step_seconds']:.2f} s"
     lines = [
         shown,
-        f"On average `torch.save` makes {found['redone_steps_torch_save']:.0f} steps again, here "
-        f"{found['redone_seconds_torch_save']:.1f} s.",
-        f"While nothing fails, survivors take {percents} (target {verdict(share, 0.005, '0.5 %')}), with "
-        f"one rank {100 * found['training_thread_share_one_rank']:.2f} %.",
+        (
+            f"On average `torch.save` makes {found['redone_steps_torch_save']:.0f} steps again, here "
+            f"{found['redone_seconds_torch_save']:.1f} s."
+        ),
+        (
+            f"While nothing fails, survivors take {percents} (target {verdict(share, 0.005, '0.5 %')}), "
+            f"with one rank {100 * found['training_thread_share_one_rank']:.2f} %."
+        ),
     ]
     in_process = found["restart_seconds_in_process"]
     if in_process is not None:

@@ -74,7 +74,9 @@ class Proofs:
         has_late_state: Whether the step under way has made state that replay was not proven to make.
     """
 
-    def __init__(self, attached: Attached, fence: Fence, ranks: Ranks, *, is_replayed: bool) -> None:
+    def __init__(
+        self, attached: Attached, fence: Fence, ranks: Ranks, *, is_replayed: bool
+    ) -> None:
         """Begin with what is attached now, restored if the run has history.
 
         Args:
