@@ -431,14 +431,16 @@ def _recorder(
     attached = live.attached
     reducer = settings.compressor.bind(attached.layout, live.residual, ranks.training_group)
     hook = hook_of(attached.ddp) if attached.ddp is not None and ranks.world_size > 1 else None
+    is_replayed = settings.strategy != "survivors"
     return Recorder(
         live,
         reducer,
         Gradients(attached, reducer, hook),
         scaling,
-        Proofs(attached, fence, ranks),
-        watches="" if settings.strategy == "survivors" else settings.watch,
+        Proofs(attached, fence, ranks, is_replayed=is_replayed),
+        watches=settings.watch if is_replayed else "",
         most_calls=memory.optimizer_steps,
+        is_replayed=is_replayed,
     )
 
 

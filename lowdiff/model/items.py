@@ -190,26 +190,40 @@ class ItemTracker:
 
     def read(self) -> dict[str, bytes]:
         """Every item but the tensors, as it is now."""
+        found = {name: self._generator(name) for name in self._random}
+        for name, outline in self._outlines().items():
+            found[STATEFUL_ITEM + name] = encode(outline, name=name)
+        return found
+
+    def _generator(self, name: str) -> bytes:
+        """The state of a random generator now."""
+        raw, seen = self._random[name][0](), self._seen_random.get(name)
+        # Generators seldom move, and comparing is cheaper than encoding so many numbers.
+        if seen is None or not is_unmoved(seen[0], raw):
+            seen = self._seen_random[name] = raw, encode(raw, name=name)
+        return seen[1]
+
+    def _outlines(self) -> dict[str, Any]:
+        """The state of every stateful object now, without its large tensors, which `tensors` has then."""
         found = {}
-        for name, (read, _) in self._random.items():
-            raw, seen = read(), self._seen_random.get(name)
-            # Generators seldom move, and comparing is cheaper than encoding so many numbers.
-            if seen is None or not is_unmoved(seen[0], raw):
-                seen = self._seen_random[name] = raw, encode(raw, name=name)
-            found[name] = seen[1]
         self._apart = {}
         for name, read in self._stateful.items():
-            outline, apart = outlined(name, read())
+            found[name], apart = outlined(name, read())
             self._apart |= apart
-            found[STATEFUL_ITEM + name] = encode(outline, name=name)
         return found
 
     def peek(self, names: AbstractSet[str]) -> dict[str, bytes]:
         """Return some items as they are now; the next `changed` tells the same as without this call."""
-        found = {name: data for name, data in self.read().items() if name in names}
-        tensors = self.tensors
-        for name in names & tensors.keys():
-            found[name] = encode(tensors[name].detach().cpu().contiguous(), name=name)
+        found = {name: self._generator(name) for name in self._random if name in names}
+        if len(found) == len(names):  # to ask the objects, and to look for tensors, costs more
+            return found
+        for name, outline in self._outlines().items():
+            if STATEFUL_ITEM + name in names:
+                found[STATEFUL_ITEM + name] = encode(outline, name=name)
+        if len(found) < len(names):
+            tensors = self.tensors
+            for name in names & tensors.keys():
+                found[name] = encode(tensors[name].detach().cpu().contiguous(), name=name)
         return found
 
     def is_as_committed(self) -> bool:

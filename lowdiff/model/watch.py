@@ -255,8 +255,10 @@ class _Held:
 class StepGuard:
     """Watches what happens to optimizers and their state outside ``optimizer.step``."""
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: Attached, *, is_replayed: bool) -> None:
+        """Look at the optimizers for the first time; around each step only if steps are replayed."""
         self._attached = attached
+        self._is_replayed = is_replayed
         self._specs, self._device = attached.layout.parameters, attached.device
         self._groups = [_group_ids(optimizer) for optimizer in attached.optimizers]
         self._own = [
@@ -312,7 +314,7 @@ class StepGuard:
             )
         self._keep_forms(self._own[index])
         self._refuse_other_gradients(index)
-        return self._look_again(index)
+        return self._is_replayed and self._look_again(index)
 
     def _refuse_other_gradients(self, index: int) -> None:
         for i in self._own[index]:
@@ -379,7 +381,8 @@ class StepGuard:
         Raises:
             UnsupportedOptimizer: If it keeps state that belongs to no parameter.
         """
-        self._look_again(index)
+        if self._is_replayed:
+            self._look_again(index)
         optimizer = self._attached.optimizers[index]
         if len(optimizer.state) != self._num_entries[index]:
             refuse_foreign_state(optimizer)

@@ -71,13 +71,16 @@ class Proofs:
         has_late_state: Whether the step under way has made state that replay was not proven to make.
     """
 
-    def __init__(self, attached: Attached, fence: Fence, ranks: Ranks) -> None:
+    def __init__(
+        self, attached: Attached, fence: Fence, ranks: Ranks, *, is_replayed: bool
+    ) -> None:
         """Begin with what is attached now, restored if the run has history.
 
         Args:
             attached: Model and optimizers.
             fence: Of this incarnation and rank.
             ranks: Compare their verdicts.
+            is_replayed: Whether recovery replays steps; else there is nothing to prove.
         """
         self.refusal: UnsupportedOptimizer | None = None
         self.has_late_state = False
@@ -86,7 +89,7 @@ class Proofs:
         share = set(shares_of(fence.layout, fence.world_size)[fence.rank])
         self._courses: dict[int, _Course] = {}
         for index, spec in enumerate(attached.specs):
-            if not is_registered(spec):
+            if not (is_replayed and is_registered(spec)):
                 continue
             is_whole = granularity(spec) == "whole"
             own = {
