@@ -33,7 +33,7 @@ _WAITING_IN = (
     os.path.join("torch", "distributed") + os.sep,
     os.path.join("torch", "nn", "parallel", "distributed.py"),
     os.path.join("torch", "autograd", "graph.py"),
-    os.path.join("lowdiff", "commit", "news.py"),
+    os.path.join("lowdiff", "commit", "agreement.py"),
     os.path.join("lowdiff", "model", "ranks.py"),
     os.path.join("compressors", "collectives.py"),
 )
@@ -117,6 +117,7 @@ class FailureWatch:
         self._told_at: float | None = None
         self._hung_step = -1
         self._is_over = threading.Event()
+        self._process = os.getpid()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._excepthook
         atexit.register(self._at_exit)
@@ -134,8 +135,9 @@ class FailureWatch:
             self._thread.join(timeout=2 * _LOOK_SECONDS)
 
     def save(self, why: str) -> None:
-        """Save the state after a failure; for any thread."""
-        self._survivor.save(why)
+        """Save the state after a failure; for any thread. A forked process has nothing to save."""
+        if os.getpid() == self._process:
+            self._survivor.save(why)
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
