@@ -41,7 +41,7 @@ from benches.harness import BLUE, GREEN, INK, MUTED, PALE, RED, Result, argument
 from benches.runs import Places, places
 from benches.survivors_life import ARMS, DENSE, MODEL, SMOKE_MODEL, WORLD_SIZE, Line
 from benches.survivors_share import MODEL as SHARE_MODEL
-from benches.survivors_share import ROWS, Share, share_of
+from benches.survivors_share import ROWS, Share, cpu_share_of, share_of
 from lowdiff.errors import ConfigError
 
 TARGET_SHARE, TARGET_IN_PROCESS_SECONDS = 0.005, 1.5
@@ -272,6 +272,7 @@ def _share_figures(found: Mapping[str, Any]) -> dict[str, float]:
     return {
         "training_thread_share": share_of(own),
         "training_thread_share_median": statistics.median(share_of([step]) for step in own),
+        "training_thread_cpu_share": cpu_share_of(own),
         "step_seconds": statistics.median(step.seconds for step in own),
         "hooks_ms": 1e3 * statistics.median(step.hooks_seconds for step in own),
         "commit_ms": 1e3 * statistics.median(step.commit_seconds for step in own),

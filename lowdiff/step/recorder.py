@@ -173,7 +173,9 @@ class Recorder:
         )
         if done.found_inf and _keeps_unwritten_memory(optimizer):
             step.changes.add(Change.UNWRITTEN_STATE)
-        if attached.ddp is None:
+        if not self._is_replayed:
+            pass  # nobody reads gradients, and DDP's hook has averaged them where there are several ranks
+        elif attached.ddp is None:
             # Only a fused optimizer that unscales by itself still gets them scaled.
             self.scaling.exchanged_at(done.grad_scale or 1.0)
             self._gradients.compress_in_place(gradients)
