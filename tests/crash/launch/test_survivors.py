@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +76,9 @@ def whole(folder: Path, world_size: int, *options: object) -> Lives:
     return reports(folder, world_size)
 
 
-def broken(folder: Path, world_size: int, faults: dict[int, list[object]], *options: object) -> Lives:
+def broken(
+    folder: Path, world_size: int, faults: dict[int, list[object]], *options: object
+) -> Lives:
     """A life in which some ranks fail, and another that goes on to the end."""
     faulty = {-1: list(options), **faults}
     stops = [rank for rank, words in faults.items() if "stop" in words]
