@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
+from lowdiff.commit.news import RankNews
 from lowdiff.commit.storage import Images, Storage, say
 from lowdiff.core.events import Code
 from lowdiff.persistence.format.differentials import encode_scalars, sections_of
@@ -37,6 +38,11 @@ class StepQueue(Protocol):
     @property
     def is_gone(self) -> bool:
         """Whether somebody removed the staging folder, or files of it."""
+        ...
+
+    @property
+    def item_sums(self) -> tuple[int, int, int]:
+        """Checksums of generators, of buffers and of other items as staged last; 0 where not compared."""
         ...
 
     @property
@@ -76,6 +82,10 @@ class StepQueue(Protocol):
             reducer: Has the gradients.
             number: Which optimizer step of the loop body it is, from 0.
         """
+        ...
+
+    def hear(self, heard: Sequence[RankNews]) -> None:
+        """Note what all ranks said after the step that was staged last."""
         ...
 
     def stage_snapshot(
@@ -133,6 +143,11 @@ class LogQueue:
     def is_gone(self) -> bool:
         """See `StepQueue`."""
         return self._log.is_gone
+
+    @property
+    def item_sums(self) -> tuple[int, int, int]:
+        """See `StepQueue`: none are compared."""
+        return 0, 0, 0
 
     @property
     def durable_step(self) -> int:
@@ -198,6 +213,9 @@ class LogQueue:
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """See `StepQueue`: compressed gradients are staged with their step."""
+
+    def hear(self, heard: Sequence[RankNews]) -> None:
+        """See `StepQueue`: the log has all items."""
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
