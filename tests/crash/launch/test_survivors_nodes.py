@@ -1,0 +1,90 @@
+"""Strategy survivors on several nodes: any rank that lives suffices, whatever became of the other nodes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lowdiff.persistence.files.locks import FileLock
+from lowdiff.persistence.files.paths import StagingFolder
+from tests.crash.launch.test_survivors import AT, broken, check, dies, whole
+
+
+def lost(folder: Path, node: int) -> Callable[[], None]:
+    """Remove what a node had in memory, once its writers have ended."""
+
+    def lose() -> None:
+        root = folder / f"node{node}" / "staging"
+        for stage in StagingFolder.all(root):
+            lock = FileLock(stage.writer_lock)
+            assert lock.acquire("a test", timeout_seconds=60.0)
+            lock.release()
+        shutil.rmtree(root)
+
+    return lose
+
+
+def check_resumed(
+    folder: Path, victims: list[int], *options: object, node: int, nodes: str
+) -> None:
+    """The step's parameters, optimizer and scheduler come back from those that live."""
+    words = ["--seeds", "--nodes", nodes, *options]
+    faults = {rank: dies("backward") for rank in victims}
+    found = broken(folder, len(nodes), faults, *words, between=lost(folder, node))
+    assert found.resumed == [0, AT], found.output
+    for rank, lines in enumerate(found.lines):
+        made, resumed = (
+            next(line["state"] for line in lines if (line["word"], line["step"]) == (word, AT))
+            for word in ("made", "resumed")
+        )
+        assert made == resumed, f"rank {rank}: {found.output}"
+    assert "are seeded anew" in found.output
+
+
+@pytest.mark.launch
+def test_a_node_is_lost_and_the_other_has_all_of_the_state(tmp_path: Path) -> None:
+    check_resumed(tmp_path / "lost", [1], node=1, nodes="01")
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "victims", "node"), [("01", [0], 0), ("001", [2], 1), ("001", [0, 1], 0)]
+)
+def test_any_node_may_be_lost_where_buffers_are_alike(
+    tmp_path: Path, nodes: str, victims: list[int], node: int
+) -> None:
+    check_resumed(tmp_path / "lost", victims, "--norm", "layer", node=node, nodes=nodes)
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["backward", "between"])
+@pytest.mark.parametrize(
+    ("nodes", "victim"), [("01", 0), ("01", 1), ("001", 0), ("001", 1), ("001", 2)]
+)
+def test_a_process_dies_on_a_node_that_stays(
+    tmp_path: Path, phase: str, nodes: str, victim: int
+) -> None:
+    words = ["--seeds", "--nodes", nodes]
+    expected = whole(tmp_path / "whole", len(nodes), *words)
+    found = broken(tmp_path / "killed", len(nodes), {victim: dies(phase)}, *words)
+    # Between its exchange and its step it leaves the others to go on by one step.
+    assert found.resumed[1] in ((AT, AT + 1) if phase == "between" else (AT,))
+    check(found, expected, resumed=found.resumed[1])
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "option"), [(0, "--seeds"), (1, "--object")])
+def test_what_a_lost_node_alone_had_costs_the_steps_since_the_last_snapshot(
+    tmp_path: Path, victim: int, option: str
+) -> None:
+    folder, words = tmp_path / "lost", ["--nodes", "01", option]
+    between = lost(folder, victim)
+    found = broken(folder, 2, {victim: dies("backward")}, *words, between=between)
+    assert found.resumed == [0, 0], found.output
+    assert "it alone had" in found.output
