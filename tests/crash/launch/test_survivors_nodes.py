@@ -88,3 +88,25 @@ def test_what_a_lost_node_alone_had_costs_the_steps_since_the_last_snapshot(
     found = broken(folder, 2, {victim: dies("backward")}, *words, between=between)
     assert found.resumed == [0, 0], found.output
     assert "it alone had" in found.output
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failing", "norm", "resumed"), [(0, "batch", AT), (0, "layer", AT + 1), (1, "batch", AT + 1)]
+)
+def test_nodes_that_are_a_step_apart_go_on_from_the_newest_step_that_all_have(
+    tmp_path: Path, failing: int, norm: str, resumed: int
+) -> None:
+    words = ["--seeds", "--nodes", "01", "--norm", norm]
+    # It raises between its exchange and its step, and saves; the other one goes on by a step.
+    found = broken(tmp_path / "apart", 2, {failing: dies("error")}, *words)
+    assert found.resumed == [0, resumed], found.output
+    if resumed == AT:  # the buffers of rank 0 are not known at the later one
+        expected = whole(tmp_path / "whole", 2, *words)
+        check(found, expected, resumed=AT)
+    else:
+        lines = found.lines[1 - failing]
+        states = {line["word"]: line["state"] for line in lines if line.get("step") == resumed}
+        assert states["made"] == states["resumed"]
+        assert "are seeded anew" in found.output
