@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from lowdiff.commit.survivors_queue import Node
 from lowdiff.compressors.feedback import NUM_SLOTS
 from lowdiff.core.events import Code, warn
 from lowdiff.core.layout import shares_of
@@ -26,6 +25,7 @@ from lowdiff.persistence.staging.budget import (
     room_at,
 )
 from lowdiff.settings import Settings
+from lowdiff.survivors.queue import Node
 from lowdiff.types import Layout
 
 _logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ import pytest
 
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
-from tests.crash.launch.test_survivors import AT, Lives, broken, check, dies, whole
+from tests.crash.launch.survivor_lives import Lives
+from tests.crash.launch.test_survivors import AT, broken, check, dies, whole
 
 
 def lost(folder: Path, node: int) -> Callable[[], None]:

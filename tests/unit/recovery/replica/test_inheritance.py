@@ -1,107 +1,96 @@
-"""Items of a dead rank come from its own memory, and else only where all ranks had them alike."""
+"""What a dead rank alone had: taken over where that is right, seeded anew, or lost by name."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import random
 
+import numpy as np
 import pytest
 import torch
 
-from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.format.values import decode, encode
-from lowdiff.persistence.staging.items import StagedItems, read_alike, read_items
-from lowdiff.recovery.replica.inheritance import ItemSums, alike_bits, items_of_dead
+from lowdiff.persistence.format.values import decode
+from lowdiff.recovery.replica.inheritance import Known, inherited
 
-GENERATOR, BUFFER, SCHEDULER = "rng/torch", "buffer/mean", "stateful/scheduler"
-GENERATORS, BUFFERS, OBJECTS = 1, 2, 4
-STEP = 5
+SEED = ("run", 1, 7)
+TORCH, PYTHON = "rng/torch", "rng/python"
+BUFFER, LOADER, OBJECT = "buffer/norm.running_mean", "stateful/dataloader0", "stateful/best"
 
 
-def items(**values: Any) -> dict[str, bytes]:
-    names = {"generator": GENERATOR, "buffer": BUFFER, "scheduler": SCHEDULER}
-    return {names[key]: encode(value) for key, value in values.items()}
+def known(now: dict[str, bytes], *, ahead: dict[str, bytes], before: dict[str, bytes]) -> Known:
+    return Known(now, ahead, before)
 
 
-@pytest.fixture
-def survivor(tmp_path: Path) -> StagingFolder:
-    return folder(tmp_path, 0)
+def rebuilt(
+    own: Known, ahead: dict[str, bytes], before: dict[str, bytes], *, takes_buffers: bool = False
+) -> tuple[dict[str, bytes] | None, str]:
+    return inherited(own, ahead, before, seed=SEED, takes_buffers=takes_buffers)
 
 
-def folder(root: Path, rank: int) -> StagingFolder:
-    stage = StagingFolder.of(root, "0" * 32, 0, rank)
-    stage.root.mkdir(parents=True)
-    return stage
+@pytest.mark.parametrize("name", [TORCH, BUFFER, LOADER])
+def test_what_was_final_before_the_optimizer_is_the_dead_ranks_own(name: str) -> None:
+    own = known({name: b"now"}, ahead={name: b"now"}, before={name: b"old"})
+    assert rebuilt(own, {name: b"theirs"}, {name: b"their old"}) == ({name: b"theirs"}, "")
 
 
-def stage_two(stage: StagingFolder, rank: int, alike: int = 0) -> StagedItems:
-    """Stage two steps in which everything moved."""
-    staged = StagedItems(stage, {})
-    for step in (STEP - 1, STEP):
-        found = items(generator=100 * rank + step, buffer=200 * rank + step, scheduler=step)
-        staged.put(step, found, alike)
-    return staged
+def test_what_moves_after_the_optimizer_is_the_survivors_where_both_had_it_alike() -> None:
+    name = "stateful/scheduler"
+    own = known({name: b"now"}, ahead={name: b"old"}, before={name: b"old"})
+    assert rebuilt(own, {name: b"old"}, {name: b"old"}) == ({name: b"now"}, "")
+    assert rebuilt(own, {}, {name: b"old"}) == ({name: b"now"}, "")
 
 
-def test_sums_tell_the_kind_that_differs() -> None:
-    first, second = ItemSums(), ItemSums()
-    first.update(items(generator=1, buffer=2, scheduler=3))
-    second.update(items(generator=1, buffer=7, scheduler=4))
-    assert alike_bits([first.by_kind, second.by_kind]) == GENERATORS
-    second.update(items(scheduler=3))
-    assert alike_bits([first.by_kind, second.by_kind]) == GENERATORS | OBJECTS
-
-
-def test_differences_of_two_items_do_not_cancel() -> None:
-    first, second = ItemSums(), ItemSums()
-    first.update({"stateful/a": encode(1), "stateful/b": encode(1)})
-    second.update({"stateful/a": encode(2), "stateful/b": encode(2)})
-    assert not alike_bits([first.by_kind, second.by_kind]) & OBJECTS
-
-
-def test_what_was_alike_is_known_with_the_step(survivor: StagingFolder) -> None:
-    stage_two(survivor, 0, alike=BUFFERS)
-    assert read_alike(survivor, STEP) == BUFFERS
-    assert read_alike(survivor, STEP + 1) == 0
-    found = read_items(survivor, STEP)
-    assert found is not None
-    assert decode(found[SCHEDULER]) == STEP
-
-
-def test_the_dead_ranks_own_memory_counts_where_it_is_there(
-    survivor: StagingFolder, tmp_path: Path
-) -> None:
-    stage_two(survivor, 0)
-    dead = folder(tmp_path, 1)
-    stage_two(dead, 1)
-    found, why = items_of_dead(STEP, 1, survivor, dead, takes_buffers=False)
-    assert (found, why) == (read_items(dead, STEP), "")
-
-
-def test_objects_that_were_alike_come_from_the_survivor(survivor: StagingFolder) -> None:
-    stage_two(survivor, 0, alike=OBJECTS)
-    found, why = items_of_dead(STEP, 1, survivor, None, takes_buffers=True)
-    assert found is not None
-    assert "seeded anew" in why
-    assert decode(found[SCHEDULER]) == STEP
-    assert decode(found[BUFFER]) == STEP
-    assert isinstance(decode(found[GENERATOR]), torch.Tensor)
-
-
-def test_generators_that_were_alike_come_from_the_survivor(survivor: StagingFolder) -> None:
-    stage_two(survivor, 0, alike=GENERATORS | OBJECTS)
-    found, why = items_of_dead(STEP, 1, survivor, None, takes_buffers=True)
-    assert found == read_items(survivor, STEP)
-    assert not why
-
-
-@pytest.mark.parametrize(
-    ("alike", "what"), [(OBJECTS, BUFFER), (BUFFERS | GENERATORS, SCHEDULER), (0, SCHEDULER)]
-)
-def test_what_was_not_alike_is_lost_with_the_node(
-    survivor: StagingFolder, alike: int, what: str
-) -> None:
-    stage_two(survivor, 0, alike=alike)
-    found, why = items_of_dead(STEP, 0, survivor, None, takes_buffers=alike != OBJECTS)
+def test_an_object_that_a_rank_alone_has_is_lost() -> None:
+    own = known({OBJECT: b"a"}, ahead={OBJECT: b"a"}, before={OBJECT: b"a"})
+    found, why = rebuilt(own, {OBJECT: b"b"}, {OBJECT: b"b"})
     assert found is None
-    assert what in why
+    assert OBJECT in why
+    found, why = rebuilt(known({}, ahead={}, before={}), {}, {OBJECT: b"b"})
+    assert found is None
+
+
+def test_an_item_that_is_gone_from_both_is_gone() -> None:
+    own = known({}, ahead={OBJECT: b"a"}, before={OBJECT: b"a"})
+    assert rebuilt(own, {OBJECT: b"a"}, {OBJECT: b"a"}) == ({}, "")
+
+
+def test_buffers_of_a_rank_are_its_own_unless_they_are_overwritten() -> None:
+    # Alike before the first batch, and not after it.
+    own = known({BUFFER: b"now"}, ahead={BUFFER: b"now"}, before={BUFFER: b"0"})
+    found, why = rebuilt(own, {}, {BUFFER: b"0"})
+    assert found is None
+    assert BUFFER in why
+    assert rebuilt(own, {}, {BUFFER: b"0"}, takes_buffers=True) == ({BUFFER: b"now"}, "")
+    constant = known({BUFFER: b"0"}, ahead={}, before={BUFFER: b"0"})
+    assert rebuilt(constant, {}, {BUFFER: b"0"}) == ({BUFFER: b"0"}, "")
+
+
+def test_generators_are_as_they_were_or_seeded_anew_by_run_rank_and_step() -> None:
+    own = known({TORCH: b"now", PYTHON: b"same"}, ahead={}, before={TORCH: b"old", PYTHON: b"same"})
+    before = {TORCH: b"their old", PYTHON: b"theirs"}
+    found, why = rebuilt(own, {}, before)
+    assert found is not None
+    assert found[PYTHON] == b"theirs"
+    assert why == "its random generators (torch) are seeded anew from run, rank and step"
+    again, _ = rebuilt(own, {}, before)
+    other, _ = inherited(own, {}, before, seed=("run", 2, 7), takes_buffers=False)
+    assert found == again
+    assert other is not None
+    assert other[TORCH] != found[TORCH]
+
+
+def test_each_kind_of_generator_takes_its_new_state() -> None:
+    names = [PYTHON, "rng/numpy", TORCH]
+    own = known(dict.fromkeys(names, b"now"), ahead={}, before=dict.fromkeys(names, b"old"))
+    found, _ = rebuilt(own, {}, dict.fromkeys(names, b"their old"))
+    assert found is not None
+    kept = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+    try:
+        random.setstate(decode(found[PYTHON]))
+        np.random.set_state(decode(found["rng/numpy"]))
+        torch.set_rng_state(decode(found[TORCH]))
+        drawn = random.random(), np.random.random(), torch.rand(()).item()
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.set_rng_state(kept[2])
+    assert len(set(drawn)) == 3

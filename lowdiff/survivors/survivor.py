@@ -29,7 +29,6 @@ from typing import Protocol
 import torch
 
 from lowdiff.commit.share import share_of_items
-from lowdiff.commit.survivors_queue import SurvivorsQueue
 from lowdiff.core.events import Code, warn
 from lowdiff.errors import StorageError
 from lowdiff.model.tracked import Live
@@ -46,6 +45,7 @@ from lowdiff.persistence.staging.status import (
 )
 from lowdiff.recovery.replica.inheritance import items_of_dead
 from lowdiff.step.states import Sealed
+from lowdiff.survivors.queue import SurvivorsQueue
 
 _logger = logging.getLogger(__name__)
 
