@@ -12,6 +12,7 @@ from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
 from tests.crash.launch.survivor_lives import Lives
 from tests.crash.launch.test_survivors import AT, broken, check, dies, whole
+from tests.unit.loops import wait_until
 
 
 def lost(folder: Path, node: int) -> Callable[[], None]:
@@ -53,7 +54,11 @@ def check_goes_on(found: Lives, step: int, *, rank: int) -> None:
 
 @pytest.mark.launch
 def test_a_node_is_lost_and_the_other_has_all_of_the_state(tmp_path: Path) -> None:
-    check_resumed(tmp_path / "lost", [1], node=1, nodes="01")
+    folder = tmp_path / "lost"
+    check_resumed(folder, [1], node=1, nodes="01")
+    # What was saved for the other node goes with the staging of the incarnation that failed.
+    for root in (folder / "node0" / "staging", folder / "node1" / "staging"):
+        wait_until(lambda root=root: not list(StagingFolder.all(root)))
 
 
 @pytest.mark.launch
