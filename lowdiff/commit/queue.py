@@ -126,7 +126,7 @@ class StepQueue(Protocol):
 
 
 class LogQueue:
-    """Differentials that the writer makes durable; see `StepQueue`."""
+    """Differentials that the writer makes durable; see `StepQueue`. Large because it is all of that."""
 
     logs_steps: ClassVar[bool] = True
 

@@ -97,7 +97,9 @@ class Peer:
 
 
 class Survivor:
-    """Saves the state of one rank, and of the ranks of its node that died; for any thread.
+    """Saves the state of one rank, of the ranks of its node that died and of other nodes; for any thread.
+
+    Large because all three shares are written under one agreement of the survivors of a node.
 
     Args:
         live: The training's state.

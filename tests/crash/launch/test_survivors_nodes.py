@@ -57,8 +57,8 @@ def test_a_node_is_lost_and_the_other_has_all_of_the_state(tmp_path: Path) -> No
     folder = tmp_path / "lost"
     check_resumed(folder, [1], node=1, nodes="01")
     # What was saved for the other node goes with the staging of the incarnation that failed.
-    for root in (folder / "node0" / "staging", folder / "node1" / "staging"):
-        wait_until(lambda root=root: not list(StagingFolder.all(root)))
+    roots = [folder / name / "staging" for name in ("node0", "node1")]
+    wait_until(lambda: not [stage for root in roots for stage in StagingFolder.all(root)])
 
 
 @pytest.mark.launch
