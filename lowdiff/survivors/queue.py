@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lowdiff.commit.news import RankNews
+from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.storage import Images, Storage
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.mapped_file import MappedFile

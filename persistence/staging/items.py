@@ -17,8 +17,7 @@ from crc32c import crc32c
 
 from lowdiff.errors import StorageError
 from lowdiff.persistence.files.paths import NUM_ITEM_SLOTS, StagingFolder
-from lowdiff.persistence.format.value_types import BadEncoding
-from lowdiff.persistence.format.values import decode, encode
+from lowdiff.persistence.format.values import BadEncoding, decode, encode
 
 #: Step, length, checksum, and what was alike on all ranks at the step before.
 _HEAD = struct.Struct("<QQIB")
