@@ -26,7 +26,7 @@ from lowdiff.persistence.run.fences import (
 )
 from lowdiff.persistence.run.frozen_parameters import sweep_constants
 from lowdiff.persistence.run.owner import claim_moved, is_known, staging_of_run
-from lowdiff.persistence.staging.status import has_replica
+from lowdiff.persistence.staging.status import SavedStatus, has_replica, read_status
 from lowdiff.persistence.store.client import ObjectStore
 from lowdiff.persistence.store.fetch import Listing, fetch_fences, fetch_history, read_store_run_id
 from lowdiff.recovery.replica.file import note_kernel, sound_files
@@ -207,11 +207,12 @@ def share_files(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -
         # What came before all fences did may be of other lives.
         shutil.rmtree(imported / run_id, ignore_errors=True)
         stages = staging_of_run(settings.staging_root, settings.folder, run_id)
+    guests = _needed_guests(ranks, stages)
     chunks = {
         f"{stage.root.name}/{path.name}": path
         for stage in stages
-        for path in [*(path for _, path in stage.chunks()), *sound_files(stage)]
-        if path.exists()
+        for path in [*(path for _, path in stage.chunks()), *sound_files(stage), *guests]
+        if path.parent == stage.root and path.exists()
     }
     ranks.share_files(chunks, imported / run_id)
     with ranks.together():
@@ -221,6 +222,36 @@ def share_files(settings: Settings, ranks: Ranks, run_id: str, imported: Path) -
     for pattern in ("rank-*.json", "*.safetensors", "*.seg"):
         files = {name: settings.run / name for name in visible if fnmatch(name, f"*/{pattern}")}
         ranks.share_files(files, settings.run)
+
+
+def _needed_guests(ranks: Ranks, stages: Sequence[StagingFolder]) -> list[Path]:
+    """What was saved here for ranks on other nodes, where nobody else has it: large, and seldom needed.
+
+    Args:
+        ranks: All of them.
+        stages: Staging folders of the run that this rank sees.
+    """
+    own, guests = [], []
+    with ranks.together():
+        for stage in stages:
+            image = read_status(stage.survivor_saved, SavedStatus).image
+            if image is not None:
+                own.append((stage.incarnation, stage.rank, image.step))
+            for rank in stage.saved_guests():
+                image = read_status(stage.guest_saved(rank), SavedStatus).image
+                if image is not None:
+                    guests.append((stage, (stage.incarnation, rank, image.step)))
+    told = ranks.gather([own, [(stage.root.name, of) for stage, of in guests]])
+    there = {tuple(of) for theirs, _ in told for of in theirs}
+    holders: dict[tuple[int, ...], str] = {}
+    for _, theirs in told:
+        for name, of in theirs:
+            holders.setdefault(tuple(of), name)
+    found = []
+    for stage, of in guests:
+        if of not in there and holders[of] == stage.root.name:
+            found += [stage.guest(of[1]), stage.guest_saved(of[1])]
+    return found
 
 
 def _wait_for_writers(settings: Settings, run_id: str) -> list[StagingFolder]:

@@ -15,6 +15,7 @@ from lowdiff.core.layout import shares_of
 from lowdiff.errors import ConfigError
 from lowdiff.model.ranks import Ranks
 from lowdiff.model.tracked import Given
+from lowdiff.persistence.files.lease import this_machine
 from lowdiff.persistence.staging.budget import (
     StagingNeed,
     existing_part,
@@ -23,6 +24,7 @@ from lowdiff.persistence.staging.budget import (
     room_at,
 )
 from lowdiff.settings import Settings
+from lowdiff.survivors.queue import Node
 from lowdiff.types import Layout
 
 _MIB = 1 << 20
@@ -51,12 +53,14 @@ class Memory:
         log_bytes: Most that all chunks may take together.
         optimizer_steps: Most optimizer steps of one loop body that are logged; see `Settings`.
         image_bytes: Length of a snapshot's share.
+        node: Which ranks are on other nodes.
     """
 
     chunk_bytes: int
     log_bytes: int
     optimizer_steps: int
     image_bytes: int
+    node: Node
 
 
 def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_staged: bool) -> Memory:
@@ -75,8 +79,10 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
     if settings.has_several_steps:
         largest = max(1, _largest_share(given.attached.layout, ranks.world_size))
         num_steps = max(_LEAST_STEPS, min(_MOST_STEPS, _BODY_BYTES // largest))
-    need, chunk_bytes = _need(settings, given, ranks.world_size, num_steps)
     root = settings.staging_root
+    node = _node(root, ranks)
+    num_guests = len(node.others) if node.first == ranks.rank else 0
+    need, chunk_bytes = _need(settings, given, ranks.world_size, num_steps, num_guests)
     cap, is_tight = _cap(root, need, ranks)
     if not has_staged and is_tight:
         Code.STAGING_TIGHT.warn(
@@ -90,16 +96,30 @@ def agree_on_memory(settings: Settings, given: Given, ranks: Ranks, *, has_stage
             "full snapshot",
             rank=ranks.rank,
         )
-    return Memory(chunk_bytes, cap, num_steps, need.snapshot_bytes)
+    return Memory(chunk_bytes, cap, num_steps, need.snapshot_bytes, node)
 
 
-def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
-    """Return how long this rank's log may become, and whether a second life has no room."""
+def _node(root: Path, ranks: Ranks) -> Node:
+    """Find the ranks that have another staging root than this one.
+
+    Raises:
+        ConfigError: If the folder is a file.
+    """
     with ranks.together():
         if root.exists() and not root.is_dir():
             raise ConfigError(
                 f"staging={root} is no folder; give one in memory (tmpfs), or leave it out"
             )
+        device = os.stat(existing_part(root)).st_dev
+    places = ranks.gather([this_machine(), device, os.path.realpath(root)])
+    own = places[ranks.rank]
+    others = tuple(rank for rank, place in enumerate(places) if place != own)
+    return Node(places.index(own), others)
+
+
+def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
+    """Return how long this rank's log may become, and whether a second life has no room."""
+    with ranks.together():
         room = room_at(root)
         place = [socket.gethostname(), os.stat(existing_part(root)).st_dev]
     told = ranks.gather([place, *astuple(need)])
@@ -118,7 +138,7 @@ def _cap(root: Path, need: StagingNeed, ranks: Ranks) -> tuple[int, bool]:
 
 
 def _need(
-    settings: Settings, given: Given, world_size: int, num_steps: int
+    settings: Settings, given: Given, world_size: int, num_steps: int, num_guests: int
 ) -> tuple[StagingNeed, int]:
     """Return what one rank needs, and the length of its chunks.
 
@@ -130,6 +150,7 @@ def _need(
         given: What is trained.
         world_size: Number of ranks.
         num_steps: Optimizer steps of one loop body that a replica's chunk is to hold.
+        num_guests: Ranks on other nodes whose share may have to be saved here (survivors).
     """
     attached = given.attached
     parameters = attached.layout.parameters
@@ -144,8 +165,8 @@ def _need(
         share = _largest_share(attached.layout, world_size)
         factor = (model_bytes + state_bytes + averages) / model_bytes
         image = int(share * factor) + items + _MIN_CHUNK_BYTES
-        # One that a survivor saves, beside the last regular one.
-        return StagingNeed(0, image, 0, 0, image), _MIN_CHUNK_BYTES
+        # Those that survivors save, beside the last regular one.
+        return StagingNeed(0, image, 0, 0, image * (1 + num_guests)), _MIN_CHUNK_BYTES
     if settings.strategy == "replica":
         largest = _largest_share(attached.layout, world_size)
         factor = (model_bytes + state_bytes + averages) / model_bytes

@@ -399,7 +399,7 @@ def _queue(
     writer = starting.result()
     if settings.strategy == "survivors":
         storage = Storage(folder, writer, None, settings, live.rank, live.world_size)
-        return SurvivorsQueue(storage, live, memory.image_bytes)
+        return SurvivorsQueue(storage, live, memory.image_bytes, memory.node)
     log = StagingLog(
         folder,
         run_id=fence.run_id,

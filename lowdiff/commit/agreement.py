@@ -45,6 +45,9 @@ class RankNews:
         own: Checksum of its share of the parameters; 0 where ranks are not compared.
         other: The same of the share of rank ``watched``, as this rank has it.
         watched: Whose share that is.
+        generators: Checksum of its random generators; 0 where items are not compared.
+        buffers: The same of its buffers.
+        objects: The same of all other items.
     """
 
     incarnation: int
@@ -62,6 +65,9 @@ class RankNews:
     own: int = 0
     other: int = 0
     watched: int = 0
+    generators: int = 0
+    buffers: int = 0
+    objects: int = 0
 
 
 _KINDS = [bool if field.type == "bool" else int for field in fields(RankNews)]

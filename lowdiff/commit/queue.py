@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
+from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.storage import Images, Storage
 from lowdiff.core.events import Code
 from lowdiff.persistence.format.differentials import encode_scalars, sections_of
@@ -37,6 +38,11 @@ class StepQueue(Protocol):
     @property
     def is_gone(self) -> bool:
         """Whether somebody removed the staging folder, or files of it."""
+        ...
+
+    @property
+    def item_sums(self) -> tuple[int, int, int]:
+        """Checksums of generators, of buffers and of other items as staged last; 0 where not compared."""
         ...
 
     @property
@@ -78,6 +84,10 @@ class StepQueue(Protocol):
         """
         ...
 
+    def hear(self, heard: Sequence[RankNews]) -> None:
+        """Note what all ranks said after the step that was staged last."""
+        ...
+
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
     ) -> None:
@@ -116,7 +126,7 @@ class StepQueue(Protocol):
 
 
 class LogQueue:
-    """Differentials that the writer makes durable; see `StepQueue`."""
+    """Differentials that the writer makes durable; see `StepQueue`. Large because it is all of that."""
 
     logs_steps: ClassVar[bool] = True
 
@@ -133,6 +143,11 @@ class LogQueue:
     def is_gone(self) -> bool:
         """See `StepQueue`."""
         return self._log.is_gone
+
+    @property
+    def item_sums(self) -> tuple[int, int, int]:
+        """See `StepQueue`: none are compared."""
+        return 0, 0, 0
 
     @property
     def durable_step(self) -> int:
@@ -198,6 +213,9 @@ class LogQueue:
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """See `StepQueue`: compressed gradients are staged with their step."""
+
+    def hear(self, heard: Sequence[RankNews]) -> None:
+        """See `StepQueue`: the log has all items."""
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool

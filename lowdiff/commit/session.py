@@ -137,6 +137,7 @@ class Session:
             return ()
         heard, is_new = agreement.hear(timeout_seconds)
         if is_new:
+            self.queue.hear(heard)
             rebased = {news.has_rebased for news in heard}
             if len(rebased) > 1:  # a snapshot exists only with every rank's share
                 self._schedule.ask(Why.OTHER_RANK)
@@ -225,6 +226,7 @@ class Session:
         interval, batch = self._schedule.cadence.wish()
         # Asked first: it hears of errors.
         can_snapshot = queue.is_ready_for_snapshot(self.step)
+        generators, buffers, objects = queue.item_sums
         return RankNews(
             incarnation=self._live.incarnation,
             step=self.step,
@@ -241,6 +243,9 @@ class Session:
             own=sealed.own,
             other=sealed.other,
             watched=sealed.watched,
+            generators=generators,
+            buffers=buffers,
+            objects=objects,
         )
 
     def keep_staging(self) -> None:

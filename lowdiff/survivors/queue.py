@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.storage import Images, Storage
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.mapped_file import MappedFile
@@ -15,7 +17,21 @@ from lowdiff.persistence.format.values import encode
 from lowdiff.persistence.staging.items import StagedItems
 from lowdiff.persistence.staging.status import StatusPage, SurvivorStatus, WriterStatus
 from lowdiff.protocols import Reducer
+from lowdiff.recovery.replica.inheritance import ItemSums, alike_bits
 from lowdiff.types import Differential
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The ranks that share this rank's staging root, and all others.
+
+    Attributes:
+        first: Lowest rank of the node: what is saved for ranks on other nodes lies in its staging folder.
+        others: Ranks on other nodes.
+    """
+
+    first: int
+    others: tuple[int, ...]
 
 
 class SurvivorsQueue:
@@ -27,21 +43,25 @@ class SurvivorsQueue:
         storage: The writer.
         live: The training.
         image_bytes: Memory to set aside for what a survivor saves.
+        node: For which ranks on other nodes as well.
 
     Attributes:
         page: What this rank's survivor tells the others.
+        node: As given.
     """
 
     logs_steps: ClassVar[bool] = False
 
     page: StatusPage[SurvivorStatus]
 
-    def __init__(self, storage: Storage, live: Live, image_bytes: int) -> None:
+    def __init__(self, storage: Storage, live: Live, image_bytes: int, node: Node) -> None:
         self.storage = storage
         self.images = Images(storage)
         self.makes_images = False
         self._live = live
         self._image_bytes = image_bytes
+        self.node = node
+        self._sums, self._alike = ItemSums(), 0
         self._items: StagedItems | None = None
         #: Items that changed since the incarnation began, as of the last step.
         self._changed: dict[str, bytes] = {}
@@ -55,6 +75,11 @@ class SurvivorsQueue:
         return self._items is not None and not (
             folder.items(0).exists() and folder.survivor_status.exists()
         )
+
+    @property
+    def item_sums(self) -> tuple[int, int, int]:
+        """See `StepQueue`."""
+        return self._sums.by_kind
 
     @property
     def durable_step(self) -> int:
@@ -83,11 +108,20 @@ class SurvivorsQueue:
     ) -> None:
         """See `StepQueue`: stages the items of the record alone."""
         if kind is RecordKind.BASE or self._items is None:
-            self._items = StagedItems(self.storage.folder, self._all_items())
+            items = self._all_items()
+            self._items = StagedItems(self.storage.folder, items)
             self._changed = {}
+            self._sums.update(items)
         self._parameters = self._look()
         self._changed.update(record.items)
-        self.storage.counters.staged_bytes += self._items.put(record.step, self._changed)
+        self._sums.update(record.items)
+        self.storage.counters.staged_bytes += self._items.put(
+            record.step, self._changed, self._alike
+        )
+
+    def hear(self, heard: Sequence[RankNews]) -> None:
+        """See `StepQueue`: which kinds of items all ranks have alike."""
+        self._alike = alike_bits([(news.generators, news.buffers, news.objects) for news in heard])
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """See `StepQueue`: no gradients, but the items that change, as they are now."""
@@ -140,6 +174,8 @@ class SurvivorsQueue:
     def _set_aside(self) -> None:
         folder = self.storage.folder
         MappedFile(folder.survivor_image, self._image_bytes)
+        for rank in self.node.others if self.node.first == self._live.rank else ():
+            MappedFile(folder.guest(rank), self._image_bytes)
         self.page = StatusPage(folder.survivor_status, SurvivorStatus(time.time()))
 
     def _look(self) -> list[tuple[int, int]]:

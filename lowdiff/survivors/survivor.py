@@ -8,6 +8,10 @@ began, and the first of the survivors writes those of the ranks that cannot. Ite
 (generators, buffers, stateful objects) lie in its staging memory as of its last two steps. The marks of all
 ranks' images together are the manifest: without one of them the step does not count, and what was there
 before does.
+
+Nobody knows whether other nodes still live. So the first survivor of each node also writes the shares of
+all ranks on other nodes, without items: recovery takes those from the rank's own staging memory if its
+node is there, and else what all ranks had alike.
 """
 
 from __future__ import annotations
@@ -15,9 +19,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -30,16 +34,16 @@ from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.mapped_file import ImageMark
 from lowdiff.persistence.files.paths import StagingFolder
-from lowdiff.persistence.format.image import stage_image
-from lowdiff.persistence.staging.items import read_ahead, read_items
+from lowdiff.persistence.format.image import ImageTensor, stage_image
+from lowdiff.persistence.staging.items import read_items
 from lowdiff.persistence.staging.status import (
     SavedStatus,
     StatusPage,
     SurvivorStatus,
     read_status,
 )
+from lowdiff.recovery.replica.inheritance import items_of_dead
 from lowdiff.step.states import Sealed
-from lowdiff.survivors.inheritance import Known, inherited
 from lowdiff.survivors.queue import SurvivorsQueue
 
 #: How long an optimizer's step, or a commit, may take to end before there is nothing to save.
@@ -90,7 +94,9 @@ class Peer:
 
 
 class Survivor:
-    """Saves the state of one rank, and of the ranks of its node that died; for any thread.
+    """Saves the state of one rank, of the ranks of its node that died and of other nodes; for any thread.
+
+    Large because all three shares are written under one agreement of the survivors of a node.
 
     Args:
         live: The training's state.
@@ -193,9 +199,10 @@ class Survivor:
             # Ranks may be a step apart: the step that all of them reached is the one to save.
             least = min(peer.ready_step for peer in peers if peer.counts)
             missing = [peer for peer in peers if peer.saved_step != least]
-            if not missing:
-                return least
+            guests = self._missing_guests(least)
             writers = [peer.rank for peer in peers if peer.is_alive and peer.ready_step == least]
+            if not missing and not (guests and writers):
+                return least
             for peer in missing if least == step else ():
                 own = peer.rank == self._live.rank
                 absent = peer.rank not in writers
@@ -203,9 +210,37 @@ class Survivor:
                     peer, sealed
                 ):
                     return None
+            # Last: the shares of this node count without them.
+            if (
+                not missing
+                and writers[0] == self._live.rank
+                and not all(self._write_guest(rank, sealed) for rank in guests)
+            ):
+                return least
             time.sleep(_LOOK_SECONDS)
+        if not missing:
+            return least
         self._refuse("the other ranks of this node did not save their share in time")
         return None
+
+    def _missing_guests(self, step: int) -> list[int]:
+        """Ranks on other nodes whose share this node has not saved at a step."""
+        home = self._home
+        saved = {
+            rank: read_status(home.guest_saved(rank), SavedStatus).image
+            for rank in self._queue.node.others
+        }
+        return [rank for rank, image in saved.items() if image is None or image.step != step]
+
+    @property
+    def _home(self) -> StagingFolder:
+        """Where the shares of ranks on other nodes lie, whoever of this node is alive."""
+        return self._folder_of(self._queue.node.first)
+
+    def _folder_of(self, rank: int) -> StagingFolder:
+        """The staging folder of a rank, if it is on this node."""
+        own = self._stage
+        return StagingFolder.of(own.root.parent.parent, own.run_id, own.incarnation, rank)
 
     def _peers(self) -> list[Peer]:
         found = []
@@ -231,20 +266,55 @@ class Survivor:
 
     def _stages(self) -> list[tuple[int, StagingFolder]]:
         """The staging folders of this incarnation on this node."""
-        root = self._stage.root.parent.parent
-        every = (
-            (rank, StagingFolder.of(root, self._stage.run_id, self._stage.incarnation, rank))
-            for rank in range(self._live.world_size)
-        )
+        every = ((rank, self._folder_of(rank)) for rank in range(self._live.world_size))
         return [(rank, stage) for rank, stage in every if stage.survivor_status.exists()]
 
     def _write(self, peer: Peer, sealed: Sealed) -> bool:
-        """Write the share of one rank; whether it is there, and of the step it should be of."""
-        step = sealed.differential.step
-        items = self._items_of(peer, step)
+        """Write the share of one rank of this node; whether it is there, and of the step it should be of."""
+        items = self._items_of(peer, sealed.differential.step)
         if items is None:
             return False
-        lock = FileLock(peer.stage.replica_lock)
+
+        def tensors() -> list[ImageTensor]:
+            return share_of_items(self._live, sealed, peer.rank, items)
+
+        stage = peer.stage
+        return self._write_image(
+            stage, stage.survivor_image, stage.survivor_saved, sealed, tensors, SavedStatus()
+        )
+
+    def _write_guest(self, rank: int, sealed: Sealed) -> bool:
+        """Write the share of a rank on another node, without items; see `_write`."""
+
+        def tensors() -> list[ImageTensor]:
+            return share_of_items(self._live, sealed, rank, {})
+
+        home = self._home
+        status = SavedStatus(maker=self._live.rank, takes_buffers=self._takes_buffers(rank))
+        return self._write_image(
+            home, home.guest(rank), home.guest_saved(rank), sealed, tensors, status
+        )
+
+    def _write_image(
+        self,
+        stage: StagingFolder,
+        image: Path,
+        saved: Path,
+        sealed: Sealed,
+        tensors: Callable[[], Sequence[ImageTensor]],
+        status: SavedStatus,
+    ) -> bool:
+        """Write an image and then its mark, unless training went on meanwhile.
+
+        Args:
+            stage: The staging folder in which both lie.
+            image: The image's file.
+            saved: The page with its mark.
+            sealed: The step.
+            tensors: Reads what the image holds.
+            status: The page's further content.
+        """
+        lock = FileLock(stage.replica_lock)
         if not lock.acquire(f"process {os.getpid()}, saving after a failure", timeout_seconds=1.0):
             return True  # another survivor is at it
         try:
@@ -252,16 +322,13 @@ class Survivor:
             device = self._live.attached.device
             aside = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else None
             with aside or nullcontext():
-                tensors = share_of_items(self._live, sealed, peer.rank, items)
-                size, checksum = stage_image(
-                    peer.stage.survivor_image, tensors, torch.get_num_threads()
-                )
+                size, checksum = stage_image(image, tensors(), torch.get_num_threads())
             if self._training.resting is not sealed or not self._queue.has_same_parameters():
                 self._refuse("training went on while it was saved")
                 return False
             # Last, as a manifest: from here on the share counts.
-            mark = ImageMark(step, size, checksum)
-            StatusPage(peer.stage.survivor_saved, SavedStatus(mark))
+            mark = ImageMark(sealed.differential.step, size, checksum)
+            StatusPage(saved, replace(status, image=mark))
         except (OSError, StorageError) as error:
             self._refuse(str(error))
             return False
@@ -270,30 +337,29 @@ class Survivor:
         return True
 
     def _items_of(self, peer: Peer, step: int) -> Mapping[str, bytes] | None:
-        """All items of a rank at a step; those that died with it as another rank has them."""
-        items = read_items(peer.stage, step)
-        if items is not None or peer.rank == self._live.rank:
+        """All items of a rank of this node at a step; those that died with it as another rank has them."""
+        if peer.rank == self._live.rank:
+            items = read_items(peer.stage, step)
             if items is None:
                 self._refuse("its items are not in staging memory any more")
             return items
-        here = [read_items(self._stage, number) for number in (step, step - 1)]
-        before = read_items(peer.stage, step - 1)
-        if here[0] is None or here[1] is None or before is None:
-            self._refuse(f"what rank {peer.rank} alone had is lost")
-            return None
-        ddp = self._live.attached.ddp
-        found, why = inherited(
-            Known(here[0], read_ahead(self._stage, step), here[1]),
-            read_ahead(peer.stage, step),
-            before,
-            seed=(self._stage.run_id, peer.rank, step),
-            takes_buffers=ddp is not None and ddp.broadcast_buffers and peer.rank != 0,
+        found, why = items_of_dead(
+            step,
+            peer.rank,
+            self._stage,
+            peer.stage,
+            takes_buffers=self._takes_buffers(peer.rank),
         )
         if found is None:
             self._refuse(f"rank {peer.rank} died before it had staged step {step}, and {why}")
         elif why:
             Code.ITEMS_INHERITED.warn(why, rank=peer.rank, step=step)
         return found
+
+    def _takes_buffers(self, rank: int) -> bool:
+        """Whether the buffers of a rank are overwritten by rank 0's before their next use."""
+        ddp = self._live.attached.ddp
+        return ddp is not None and ddp.broadcast_buffers and rank != 0
 
     def _refuse(self, why: str) -> None:
         if why != self._refused:

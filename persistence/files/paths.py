@@ -29,6 +29,8 @@
     STAGING/RUN_ID/i000002-r0000/survivor                page of the thread that saves after a failure
     STAGING/RUN_ID/i000002-r0000/survivor.image          what was saved for the rank (strategy survivors)
     STAGING/RUN_ID/i000002-r0000/survivor.saved          page that says so, of whoever saved it
+    STAGING/RUN_ID/i000002-r0000/guest-0004              what was saved for rank 4, which is on another node
+    STAGING/RUN_ID/i000002-r0000/guest-0004.saved        page that says so
     STAGING/RUN_ID/i000002-r0000/owner.json              run folder that this folder belongs to
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -75,7 +77,10 @@ _INCARNATION_NAME = re.compile(r"i(\d{6})")
 _MEASUREMENTS_NAME = re.compile(r"i(\d{6})-rank-(\d{4})\.json")
 _CHUNK_NAME = re.compile(r"log-(\d{8})\.chunk")
 _REPLICA_STATE_NAME = re.compile(r"replica-(\d{8})")
+_GUEST_SAVED_NAME = re.compile(r"guest-(\d{4})\.saved")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
+#: Files of a rank's items.
+NUM_ITEM_SLOTS = 4
 
 
 def staging_to_read(staging: str | Path | None) -> Path:
@@ -345,6 +350,18 @@ class StagingFolder:
         """Return the path of one of the files of a rank's items."""
         return self.root / f"items-{slot}"
 
+    def guest(self, rank: int) -> Path:
+        """Return the path of the image of the share of a rank on another node."""
+        return self.root / f"guest-{rank:04d}"
+
+    def guest_saved(self, rank: int) -> Path:
+        """Return the path of the page that says what was saved for a rank on another node."""
+        return self.root / f"guest-{rank:04d}.saved"
+
+    def saved_guests(self) -> list[int]:
+        """Return the ranks on other nodes for which something was saved here."""
+        return [rank for _, (rank,) in _matching(self.root, _GUEST_SAVED_NAME)]
+
     def replica_state(self, generation: int) -> Path:
         """Return the path of one file of the replica's state."""
         return self.root / f"replica-{generation:08d}"
@@ -355,11 +372,16 @@ class StagingFolder:
         return [(generation, path) for path, (generation,) in found]
 
     def replica_files(self) -> list[Path]:
-        """Return the files that recovery reads of a state in memory; none where steps are logged."""
+        """Return the files that recovery reads of a state in memory; none where steps are logged.
+
+        Images for ranks on other nodes are left out: they are large, and seldom needed.
+        """
         own = [path for path in (self.replica_status, self.survivor_status) if path.exists()]
         if not own:
             return []
-        names = (*own, self.survivor_image, self.survivor_saved, self.trainer_status, self.snapshot)
+        saved = [self.survivor_saved, self.survivor_image] if self.survivor_saved.exists() else []
+        items = [self.items(slot) for slot in range(NUM_ITEM_SLOTS)]
+        names = (*own, *saved, *items, self.trainer_status, self.snapshot)
         states = (path for _, path in self.replica_states())
         return [*(path for path in names if path.exists()), *states]
 

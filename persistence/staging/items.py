@@ -11,16 +11,18 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from crc32c import crc32c
 
 from lowdiff.errors import StorageError
-from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.files.paths import NUM_ITEM_SLOTS, StagingFolder
 from lowdiff.persistence.format.values import BadEncoding, decode, encode
 
-_HEAD = struct.Struct("<QQI")
+#: Step, length, checksum, and what was alike on all ranks at the step before.
+_HEAD = struct.Struct("<QQIB")
 #: Slot of the items that the incarnation began with; the others take turns.
-_BASE, _NUM_TURNS, _AHEAD = 0, 2, 3
+_BASE, _NUM_TURNS, _AHEAD = 0, 2, NUM_ITEM_SLOTS - 1
 
 
 class StagedItems:
@@ -35,13 +37,18 @@ class StagedItems:
         self._stage = stage
         self._write(_BASE, 0, base)
 
-    def put(self, step: int, items: Mapping[str, bytes]) -> int:
+    def put(self, step: int, items: Mapping[str, bytes], alike: int = 0) -> int:
         """Stage the items that changed since the base, as of ``step``; returns their bytes.
+
+        Args:
+            step: The step.
+            items: What changed.
+            alike: Bits of the kinds of items that all ranks had alike at the step before.
 
         Raises:
             StorageError: If there is no memory for them.
         """
-        return self._write(_turn(step), step, items)
+        return self._write(_turn(step), step, items, alike)
 
     def put_ahead(self, step: int, items: Mapping[str, bytes]) -> None:
         """Stage items as they are before an optimizer makes ``step``.
@@ -51,14 +58,14 @@ class StagedItems:
         """
         self._write(_AHEAD, step, items)
 
-    def _write(self, slot: int, step: int, items: Mapping[str, bytes]) -> int:
+    def _write(self, slot: int, step: int, items: Mapping[str, bytes], alike: int = 0) -> int:
         body = encode(dict(items), name="items")
         path = self._stage.items(slot)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 # The checksum tells of a kill in between.
-                data = _HEAD.pack(step, len(body), _checksum(step, body)) + body
+                data = _HEAD.pack(step, len(body), _checksum(step, alike, body), alike) + body
                 if os.pwrite(descriptor, data, 0) != len(data):
                     raise StorageError(f"{path} was written in part: its file system is full")
             finally:
@@ -73,37 +80,50 @@ class StagedItems:
 def read_items(stage: StagingFolder, step: int) -> dict[str, bytes] | None:
     """Return all items of a rank as of a step; None if they are not there, or damaged."""
     base, changed = _read(stage, _BASE), _read(stage, _turn(step))
-    if base is None or changed is None or changed[0] != step:
+    if base is None or changed is None or changed.step != step:
         return None
-    return base[1] | changed[1]
+    return base.items | changed.items
+
+
+def read_alike(stage: StagingFolder, step: int) -> int:
+    """Return the bits of the kinds of items that all ranks had alike at the step before a staged one."""
+    found = _read(stage, _turn(step))
+    return 0 if found is None or found.step != step else found.alike
 
 
 def read_ahead(stage: StagingFolder, step: int) -> dict[str, bytes]:
     """Return items of a rank as they were before an optimizer made a step; none if it had not come so far."""
     found = _read(stage, _AHEAD)
-    return {} if found is None or found[0] != step else found[1]
+    return {} if found is None or found.step != step else found.items
 
 
 def _turn(step: int) -> int:
     return 1 + step % _NUM_TURNS
 
 
-def _read(stage: StagingFolder, slot: int) -> tuple[int, dict[str, bytes]] | None:
+@dataclass(frozen=True, slots=True)
+class _Content:
+    step: int
+    alike: int
+    items: dict[str, bytes]
+
+
+def _read(stage: StagingFolder, slot: int) -> _Content | None:
     try:
         data = stage.items(slot).read_bytes()
     except OSError:
         return None
     if len(data) < _HEAD.size:
         return None
-    step, size, checksum = _HEAD.unpack_from(data)
+    step, size, checksum, alike = _HEAD.unpack_from(data)
     body = data[_HEAD.size : _HEAD.size + size]
-    if len(body) != size or checksum != _checksum(step, body):
+    if len(body) != size or checksum != _checksum(step, alike, body):
         return None
     try:
-        return step, decode(body)
+        return _Content(step, alike, decode(body))
     except BadEncoding:
         return None
 
 
-def _checksum(step: int, body: bytes) -> int:
-    return int(crc32c(body, crc32c(step.to_bytes(8, "little"))))
+def _checksum(step: int, alike: int, body: bytes) -> int:
+    return int(crc32c(body, crc32c(bytes([*step.to_bytes(8, "little"), alike]))))

@@ -158,9 +158,13 @@ class SavedStatus:
 
     Attributes:
         image: Image of its share; None before.
+        maker: Rank that saved it for a rank on another node, without items; -1 for a rank of the node.
+        takes_buffers: Whether rank 0's buffers overwrite those of that rank before their next use.
     """
 
     image: ImageMark | None = None
+    maker: int = -1
+    takes_buffers: bool = False
 
 
 _Status = TypeVar(

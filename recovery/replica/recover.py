@@ -8,7 +8,7 @@ replayed as ever.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from lowdiff.recovery.plan import PlannedStep, confirm_steps, spans_of, steps_af
 from lowdiff.recovery.replay.optimizers import settle_kernels
 from lowdiff.recovery.replay.replayer import ReplayOptions, step_through
 from lowdiff.recovery.replica.file import PASSING, ReplicaFile, is_of_this_kernel
+from lowdiff.recovery.replica.inheritance import items_of_dead
 from lowdiff.recovery.replica.share import Shard, share_step
 from lowdiff.recovery.state import RecoveredState
 from lowdiff.types import Fence
@@ -57,12 +58,16 @@ class _Source:
         reach: The step of its furthest part: the least one it can be brought to.
         image: The trainer's image, of which its replica holds nothing later, or a survivor's; None
             where it is the replica's state.
+        items: Where the image has none, as it was saved on another node; None where it has them.
+        doubt: What the user should know of these items.
     """
 
     stage: StagingFolder
     step: int
     reach: int
     image: Path | None = None
+    items: Mapping[str, bytes] | None = None
+    doubt: str = ""
 
     @property
     def path(self) -> Path:
@@ -161,6 +166,9 @@ def shares_joined(
     settle_kernels()
     fence = catalog.incarnations[plan.incarnation]
     begun = [_begun(source, fence) for source in plan.sources]
+    for rank, source in enumerate(plan.sources):
+        if source.doubt:
+            Code.ITEMS_INHERITED.warn(source.doubt, rank=rank, step=source.step)
     # What one replica has seen of its share holds for all of the state.
     is_whole = options.whole or any(isinstance(b, Shard) and b.is_whole for b in begun)
     options = replace(options, whole=is_whole, device=_HOST)
@@ -177,7 +185,10 @@ def shares_joined(
 def _begun(source: _Source, fence: Fence) -> Shard | RecoveredState:
     """One rank's share as it was left, in private memory."""
     if source.image is not None:
-        return load_shard(source.path, source.step, fence)
+        share = load_shard(source.path, source.step, fence)
+        if source.items is not None:
+            share.items = [{name: data for name, data in source.items.items() if data}]
+        return share
     return Shard(ReplicaFile.open(source.path, private=True), fence, journaled=False)
 
 
@@ -211,7 +222,41 @@ def _sources(catalog: Catalog, incarnation: int, rank: int) -> list[_Source]:
         if (stage.incarnation, stage.rank) == (incarnation, rank) and _is_at_rest(stage):
             with suppress(FileNotFoundError):  # a trainer attached just now, and clears it
                 found += _sources_of(stage)
+    # What the rank's own node saved holds all of its items.
+    own_steps = [source.step for source in found]
+    with suppress(FileNotFoundError):
+        found += _from_other_nodes(catalog, incarnation, rank, own_steps)
     return found
+
+
+def _from_other_nodes(
+    catalog: Catalog, incarnation: int, rank: int, own_steps: Collection[int]
+) -> list[_Source]:
+    """What survivors on other nodes saved for a rank, at other steps than its own node."""
+    stages = {s.rank: s for s in catalog.staging if s.incarnation == incarnation}
+    found: dict[int, _Source] = {}
+    for stage in stages.values():
+        if rank not in stage.saved_guests() or not _is_at_rest(stage):
+            continue
+        saved = read_status(stage.guest_saved(rank), SavedStatus)
+        maker = stages.get(saved.maker)
+        if saved.image is None or saved.image.step in (*own_steps, *found) or maker is None:
+            continue
+        step, dead = saved.image.step, stages.get(rank)
+        items, doubt = items_of_dead(
+            step,
+            rank,
+            maker,
+            dead if dead is not None and _is_at_rest(dead) else None,
+            takes_buffers=saved.takes_buffers,
+        )
+        if items is None:
+            text = f"step {step}, which rank {saved.maker} saved for all, is passed over: of rank {rank}"
+            Code.NOT_SAVED_AFTER_FAILURE.warn(f"{text}, {doubt}")
+            continue
+        for source in _whole_image(stage, stage.guest(rank), saved.image):
+            found[step] = replace(source, items=items, doubt=doubt)
+    return list(found.values())
 
 
 def _sources_of(stage: StagingFolder) -> list[_Source]:

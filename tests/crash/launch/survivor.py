@@ -1,7 +1,8 @@
 """A rank of a training with strategy survivors, which may die, or stop, at a given place.
 
 ``RANK WORLD_SIZE STORE FOLDER UNTIL [--phase PHASE --step N]`` and more; ``--after N`` counts from where it
-resumes. It appends a line of JSON for every step to ``FOLDER/report.RANK``.
+resumes; with ``--nodes 001`` ranks 0 and 1 are on one node, and rank 2 is on another. It appends a line of
+JSON for every step to ``FOLDER/report.RANK``.
 """
 
 from __future__ import annotations
@@ -52,13 +53,28 @@ class Fault:
             _die()
 
 
+class Own:
+    """An object that every rank has otherwise."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def state_dict(self) -> dict[str, int]:
+        """Its rank."""
+        return {"rank": self._rank}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Take it back."""
+        assert state_dict["rank"] == self._rank
+
+
 class Net(nn.Module):
     """Dropout, and batch norm whose buffers DDP takes from rank 0."""
 
-    def __init__(self, hidden: int, fault: Fault) -> None:
+    def __init__(self, hidden: int, fault: Fault, *, has_buffers: bool) -> None:
         super().__init__()
         self.first = nn.Linear(30, hidden)
-        self.norm = nn.BatchNorm1d(hidden)
+        self.norm = nn.BatchNorm1d(hidden) if has_buffers else nn.LayerNorm(hidden)
         self.last = nn.Linear(hidden, 5)
         self._fault = fault
 
@@ -92,6 +108,11 @@ def main(*words: str) -> int:
     parser.add_argument("--after", type=int)
     parser.add_argument("--hidden", type=int, default=40)
     parser.add_argument("--seeds", action="store_true")
+    parser.add_argument("--nodes", default="")
+    parser.add_argument("--norm", choices=["batch", "layer"], default="batch")
+    parser.add_argument(
+        "--object", action="store_true", help="attach one that every rank has otherwise"
+    )
     parser.add_argument("--hang-seconds", type=float, default=None)
     parser.add_argument("--snapshot-every", type=int, default=100)
     args = parser.parse_args(words)
@@ -107,7 +128,7 @@ def main(*words: str) -> int:
     seed = 17 + (rank if args.seeds else 0)
     torch.manual_seed(17)
     fault = Fault(args.phase, args.step)
-    net = Net(args.hidden, fault)
+    net = Net(args.hidden, fault, has_buffers=args.norm == "batch")
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -115,6 +136,9 @@ def main(*words: str) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     optimizer.register_step_post_hook(lambda *_: fault.at("optimizer"))
+    objects: dict[str, Any] = {"scheduler": scheduler}
+    if args.object:
+        objects["own"] = Own(rank)
     exchange = dense.mean
 
     def exchanging(*arguments: Any, **options: Any) -> Any:
@@ -137,7 +161,7 @@ def main(*words: str) -> int:
         args.folder / "run",
         strategy="survivors",
         reproducible=True,
-        staging=args.folder / "staging",
+        staging=args.folder / (f"node{args.nodes[rank]}" if args.nodes else "") / "staging",
         snapshot_every=args.snapshot_every,
         hang_seconds=args.hang_seconds,
         on_hang="exit",
@@ -156,7 +180,7 @@ def main(*words: str) -> int:
 
         try:
             with checkpointer:
-                resumed = checkpointer.attach(model, optimizer, scheduler=scheduler)
+                resumed = checkpointer.attach(model, optimizer, **objects)
                 tell("resumed", resumed)
                 if args.after is not None:
                     fault.step = resumed + args.after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,17 @@ def whole(folder: Path, world_size: int, *options: object) -> Lives:
 
 
 def broken(
-    folder: Path, world_size: int, faults: dict[int, list[object]], *options: object
+    folder: Path,
+    world_size: int,
+    faults: dict[int, list[object]],
+    *options: object,
+    between: Callable[[], None] = lambda: None,
 ) -> Lives:
     """A life in which some ranks fail, and another that goes on to the end."""
     faulty = {-1: list(options), **faults}
     stops = [rank for rank, words in faults.items() if "stop" in words]
     ended(life(folder, world_size, UNTIL, faulty, number=0), stopped=stops[0] if stops else None)
+    between()
     scripts = life(folder, world_size, UNTIL, {-1: list(options)}, number=1)
     assert [script.wait() for script in scripts] == [0] * world_size, scripts[0].printed()
     return reports(folder, world_size)

@@ -42,8 +42,8 @@ def attach(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> No
     ("settings", "message"),
     [
         ({"reproducible": True}, "always summed in rank order"),
-        ({"snapshot_every": "auto", "compressor": None}, "need a compressor"),
-        ({"batch_size": "auto", "compressor": None}, "need a compressor"),
+        ({"snapshot_every": "auto", "compressor": None}, "with a compressor"),
+        ({"batch_size": "auto", "compressor": None}, "with a compressor"),
         ({"snapshot_every": 0}, "snapshot_every counts steps, at least 1, got 0"),
         ({"batch_size": -2}, "batch_size counts steps, at least 1, got -2"),
         ({"snapshot_every": 2.5}, 'snapshot_every is a number of steps or "auto", got 2.5'),

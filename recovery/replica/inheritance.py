@@ -1,21 +1,101 @@
-"""Items of a rank that died before it had staged them: as another rank has them, where that is right."""
+"""Items of a rank that died before it had staged them: as another rank has them, where that is right.
+
+Where the memory of the rank is lost with its node, what is known of it is what all ranks had alike: they
+compare checksums of their items in every step, by kind.
+"""
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from crc32c import crc32c
 
+from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.format.values import encode
+from lowdiff.persistence.staging.items import read_ahead, read_alike, read_items
 from lowdiff.recovery.state import BUFFER_ITEM, RNG_ITEM, STATEFUL_ITEM, TENSOR_ITEM
 
+#: Kinds of items that ranks compare, by the beginning of their names; the last is all others.
+_KINDS = (RNG_ITEM, BUFFER_ITEM, "")
 #: Items that every rank moves at the same places of the program.
 _OF_PROGRAM = (RNG_ITEM, BUFFER_ITEM, STATEFUL_ITEM + "dataloader", TENSOR_ITEM + "dataloader")
+
+
+class ItemSums:
+    """Checksums of a rank's items, by kind; only what changed is read."""
+
+    def __init__(self) -> None:
+        self._sums: list[dict[str, int]] = [{} for _ in _KINDS]
+        self._all = [0] * len(_KINDS)
+
+    @property
+    def by_kind(self) -> tuple[int, int, int]:
+        """One checksum a kind: of generators, of buffers, and of the rest."""
+        generators, buffers, objects = self._all
+        return generators, buffers, objects
+
+    def update(self, items: Mapping[str, bytes]) -> None:
+        """Take over items that changed."""
+        changed = set()
+        for name, data in items.items():
+            kind = _kind(name)
+            self._sums[kind][name] = crc32c(data, crc32c(name.encode()))
+            changed.add(kind)
+        for kind in changed:
+            sums = self._sums[kind]
+            # Joined in order: added up, differences of two items could cancel.
+            joined = b"".join(sums[name].to_bytes(4, "little") for name in sorted(sums))
+            self._all[kind] = crc32c(joined)
+
+
+def alike_bits(by_rank: Sequence[Sequence[int]]) -> int:
+    """Bits of the kinds of which all ranks have one checksum."""
+    columns = zip(*by_rank, strict=True)
+    return sum(1 << kind for kind, column in enumerate(columns) if len(set(column)) == 1)
+
+
+def _kind(name: str) -> int:
+    return next(kind for kind, start in enumerate(_KINDS) if name.startswith(start))
+
+
+def items_of_dead(
+    step: int, rank: int, own: StagingFolder, dead: StagingFolder | None, *, takes_buffers: bool
+) -> tuple[dict[str, bytes] | None, str]:
+    """Return all items of a dead rank at a step, from its staging memory and a survivor's.
+
+    Args:
+        step: The step.
+        rank: The dead rank.
+        own: Staging folder of the survivor.
+        dead: That of the dead rank; None if it is lost.
+        takes_buffers: See `inherited`.
+
+    Returns:
+        The items, and what the user should know of them; None, and why, where something is lost.
+    """
+    items = None if dead is None else read_items(dead, step)
+    if items is not None:
+        return items, ""
+    now, before = read_items(own, step), read_items(own, step - 1)
+    if now is None or before is None:
+        return None, "no survivor has the items of its last two steps any more"
+    theirs = None if dead is None else read_items(dead, step - 1)
+    if theirs is None:
+        alike = read_alike(own, step)
+        theirs = {name: data for name, data in before.items() if alike >> _kind(name) & 1}
+    return inherited(
+        Known(now, read_ahead(own, step), before),
+        {} if dead is None else read_ahead(dead, step),
+        theirs,
+        seed=(own.run_id, rank, step),
+        takes_buffers=takes_buffers,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,107 @@
+"""Items of a dead rank come from its own memory, and else only where all ranks had them alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowdiff.persistence.files.paths import StagingFolder
+from lowdiff.persistence.format.values import decode, encode
+from lowdiff.persistence.staging.items import StagedItems, read_alike, read_items
+from lowdiff.recovery.replica.inheritance import ItemSums, alike_bits, items_of_dead
+
+GENERATOR, BUFFER, SCHEDULER = "rng/torch", "buffer/mean", "stateful/scheduler"
+GENERATORS, BUFFERS, OBJECTS = 1, 2, 4
+STEP = 5
+
+
+def items(**values: Any) -> dict[str, bytes]:
+    names = {"generator": GENERATOR, "buffer": BUFFER, "scheduler": SCHEDULER}
+    return {names[key]: encode(value) for key, value in values.items()}
+
+
+@pytest.fixture
+def survivor(tmp_path: Path) -> StagingFolder:
+    return folder(tmp_path, 0)
+
+
+def folder(root: Path, rank: int) -> StagingFolder:
+    stage = StagingFolder.of(root, "0" * 32, 0, rank)
+    stage.root.mkdir(parents=True)
+    return stage
+
+
+def stage_two(stage: StagingFolder, rank: int, alike: int = 0) -> StagedItems:
+    """Stage two steps in which everything moved."""
+    staged = StagedItems(stage, {})
+    for step in (STEP - 1, STEP):
+        found = items(generator=100 * rank + step, buffer=200 * rank + step, scheduler=step)
+        staged.put(step, found, alike)
+    return staged
+
+
+def test_sums_tell_the_kind_that_differs() -> None:
+    first, second = ItemSums(), ItemSums()
+    first.update(items(generator=1, buffer=2, scheduler=3))
+    second.update(items(generator=1, buffer=7, scheduler=4))
+    assert alike_bits([first.by_kind, second.by_kind]) == GENERATORS
+    second.update(items(scheduler=3))
+    assert alike_bits([first.by_kind, second.by_kind]) == GENERATORS | OBJECTS
+
+
+def test_differences_of_two_items_do_not_cancel() -> None:
+    first, second = ItemSums(), ItemSums()
+    first.update({"stateful/a": encode(1), "stateful/b": encode(1)})
+    second.update({"stateful/a": encode(2), "stateful/b": encode(2)})
+    assert not alike_bits([first.by_kind, second.by_kind]) & OBJECTS
+
+
+def test_what_was_alike_is_known_with_the_step(survivor: StagingFolder) -> None:
+    stage_two(survivor, 0, alike=BUFFERS)
+    assert read_alike(survivor, STEP) == BUFFERS
+    assert read_alike(survivor, STEP + 1) == 0
+    found = read_items(survivor, STEP)
+    assert found is not None
+    assert decode(found[SCHEDULER]) == STEP
+
+
+def test_the_dead_ranks_own_memory_counts_where_it_is_there(
+    survivor: StagingFolder, tmp_path: Path
+) -> None:
+    stage_two(survivor, 0)
+    dead = folder(tmp_path, 1)
+    stage_two(dead, 1)
+    found, why = items_of_dead(STEP, 1, survivor, dead, takes_buffers=False)
+    assert (found, why) == (read_items(dead, STEP), "")
+
+
+def test_objects_that_were_alike_come_from_the_survivor(survivor: StagingFolder) -> None:
+    stage_two(survivor, 0, alike=OBJECTS)
+    found, why = items_of_dead(STEP, 1, survivor, None, takes_buffers=True)
+    assert found is not None
+    assert "seeded anew" in why
+    assert decode(found[SCHEDULER]) == STEP
+    assert decode(found[BUFFER]) == STEP
+    assert isinstance(decode(found[GENERATOR]), torch.Tensor)
+
+
+def test_generators_that_were_alike_come_from_the_survivor(survivor: StagingFolder) -> None:
+    stage_two(survivor, 0, alike=GENERATORS | OBJECTS)
+    found, why = items_of_dead(STEP, 1, survivor, None, takes_buffers=True)
+    assert found == read_items(survivor, STEP)
+    assert not why
+
+
+@pytest.mark.parametrize(
+    ("alike", "what"), [(OBJECTS, BUFFER), (BUFFERS | GENERATORS, SCHEDULER), (0, SCHEDULER)]
+)
+def test_what_was_not_alike_is_lost_with_the_node(
+    survivor: StagingFolder, alike: int, what: str
+) -> None:
+    stage_two(survivor, 0, alike=alike)
+    found, why = items_of_dead(STEP, 0, survivor, None, takes_buffers=alike != OBJECTS)
+    assert found is None
+    assert what in why
