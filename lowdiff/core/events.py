@@ -97,6 +97,7 @@ class Code(Enum):
     NOT_SAVED_AFTER_FAILURE = "LD802"
     ITEMS_INHERITED = "LD803"
     HANG_SEEN = "LD804"
+    ITEMS_NOT_STAGED = "LD805"
     # Leases and object stores.
     LEASE_TAKEN_OVER = "LD501"
     LEASE_NOT_RETURNED = "LD502"

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
+
+import torch
 
 from lowdiff.commit.agreement import RankNews
 from lowdiff.commit.storage import Images, Storage
+from lowdiff.core.events import Code
+from lowdiff.errors import StorageError
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.mapped_file import MappedFile
 from lowdiff.persistence.format.framing import RecordKind
@@ -65,7 +71,9 @@ class SurvivorsQueue:
         self._items: StagedItems | None = None
         #: Items that changed since the incarnation began, as of the last step.
         self._changed: dict[str, bytes] = {}
-        self._parameters = self._look()
+        self._seen = self._look()
+        #: Whether items of the last step found no memory.
+        self._is_failing = False
         self._set_aside()
 
     @property
@@ -106,18 +114,30 @@ class SurvivorsQueue:
         *,
         rebases: bool,
     ) -> None:
-        """See `StepQueue`: stages the items of the record alone."""
-        if kind is RecordKind.BASE or self._items is None:
+        """See `StepQueue`: stages the items of the record alone, and goes on where they find no memory."""
+        self._seen = self._look()
+        try:
+            self._put(record, is_first=kind is RecordKind.BASE)
+        except StorageError as error:
+            if kind is RecordKind.BASE or self.is_gone:
+                raise
+            if not self._is_failing:
+                text = f"no state could be saved after a failure now: {error}"
+                Code.ITEMS_NOT_STAGED.warn(text, rank=self._live.rank, step=record.step)
+            self._is_failing = True
+
+    def _put(self, record: Differential, *, is_first: bool) -> None:
+        if is_first or self._items is None or self._is_failing:
             items = self._all_items()
             self._items = StagedItems(self.storage.folder, items)
             self._changed = {}
             self._sums.update(items)
-        self._parameters = self._look()
         self._changed.update(record.items)
         self._sums.update(record.items)
         self.storage.counters.staged_bytes += self._items.put(
             record.step, self._changed, self._alike
         )
+        self._is_failing = False
 
     def hear(self, heard: Sequence[RankNews]) -> None:
         """See `StepQueue`: which kinds of items all ranks have alike."""
@@ -126,7 +146,8 @@ class SurvivorsQueue:
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
         """See `StepQueue`: no gradients, but the items that change, as they are now."""
         if self._items is not None:
-            self._items.put_ahead(step, self._live.tracker.peek(self._changed.keys()))
+            with suppress(StorageError):  # that of the step itself, which follows, is said
+                self._items.put_ahead(step, self._live.tracker.peek(self._changed.keys()))
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool
@@ -164,12 +185,13 @@ class SurvivorsQueue:
         """See `StepQueue`."""
         return {}
 
-    def has_same_parameters(self) -> bool:
-        """Whether nothing has replaced or written parameters since the last commit; for any thread.
+    def is_as_committed(self) -> bool:
+        """Whether nothing has replaced or written what is saved since the last commit; for any thread.
 
-        By their memory and version counters: what is written through ``.data`` in place is not seen.
+        Parameters, averages and optimizer state, by their memory and version counters: what is written in
+        place through ``.data`` is not seen.
         """
-        return self._look() == self._parameters
+        return not self._is_failing and self._look() == self._seen
 
     def _set_aside(self) -> None:
         folder = self.storage.folder
@@ -179,7 +201,17 @@ class SurvivorsQueue:
         self.page = StatusPage(folder.survivor_status, SurvivorStatus(time.time()))
 
     def _look(self) -> list[tuple[int, int]]:
-        return [(p.data_ptr(), p._version) for p in self._live.attached.parameters]
+        """Where everything that is saved lies, and how often it was written."""
+        live = self._live
+        states = (entry for o in live.attached.optimizers for entry in list(o.state.values()))
+        values = (value for entry in states for value in list(entry.values()))
+        averages = (own for own in live.averages.named_tensors().values())
+        tensors = chain(
+            live.attached.parameters,
+            (value for value in values if isinstance(value, torch.Tensor)),
+            chain.from_iterable(own.values() for own in averages),
+        )
+        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
     def _all_items(self) -> dict[str, bytes]:
         """Every item as it is now, but frozen parameters that all snapshots share."""

@@ -47,7 +47,7 @@ from lowdiff.step.states import Sealed
 from lowdiff.survivors.queue import SurvivorsQueue
 
 #: How long an optimizer's step, or a commit, may take to end before there is nothing to save.
-_REST_SECONDS = 10.0
+_REST_SECONDS = 5.0
 #: How long the survivors of a node wait for each other: within torchrun's 30 s.
 _MEET_SECONDS, _SAVE_SECONDS = 1.0, 20.0
 #: A process whose thread has not looked for so long is stopped.
@@ -162,8 +162,10 @@ class Survivor:
             step = sealed.differential.step
             if self._saved_step == step:
                 return step
-            if not self._queue.has_same_parameters():
-                self._refuse("parameters were written since the last commit, by no optimizer")
+            if not self._queue.is_as_committed():
+                self._refuse(
+                    "parameters or optimizer state were written since the last commit, by no optimizer"
+                )
                 return None
             self._tell(ready_step=step)
             saved_step = self._save_with_others(sealed)
@@ -323,7 +325,7 @@ class Survivor:
             aside = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else None
             with aside or nullcontext():
                 size, checksum = stage_image(image, tensors(), torch.get_num_threads())
-            if self._training.resting is not sealed or not self._queue.has_same_parameters():
+            if self._training.resting is not sealed or not self._queue.is_as_committed():
                 self._refuse("training went on while it was saved")
                 return False
             # Last, as a manifest: from here on the share counts.
