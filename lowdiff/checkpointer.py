@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,7 @@ from lowdiff.model.binding import bare_optimizers, describe
 from lowdiff.model.items import Stateful
 from lowdiff.persistence.files.paths import user_path
 from lowdiff.persistence.store.client import is_url
+from lowdiff.persistence.writer.handle import WaitingWriter
 from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
 from lowdiff.settings import Settings, cadence, module_names
@@ -91,6 +93,11 @@ _attached: dict[str, Checkpointer] = {}
 #: In a forked child: those of its parents. Kept, because what they hold would wait for threads that
 #: are not here when it is freed.
 _of_parents: list[Checkpointer] = []
+
+#: Set where the training function is entered again in this process after it failed: what waits to be used then.
+restarting_in_place: ContextVar[WaitingWriter | None] = ContextVar(
+    "restarting_in_place", default=None
+)
 
 _IN_CHILD = (
     "this Checkpointer belongs to the process that this one was forked from; only that one may use "
@@ -302,7 +309,13 @@ class Checkpointer:
                     loader.share(ranks.rank, ranks.world_size)
             objects = {**self._loaders, **stateful, LOOP_STATE: self._state}
             opened = open_session(
-                self._settings, attached, objects, ranks, restore=restore, step=step
+                self._settings,
+                attached,
+                objects,
+                ranks,
+                restore=restore,
+                step=step,
+                waiting=restarting_in_place.get(),
             )
         self._opened, self._detached = opened, None
         _attached[self._key] = self
@@ -567,7 +580,25 @@ class Checkpointer:
             return
         self._end(self._opened, failed=failed)
 
+    def _break_off(self) -> None:
+        """Leave staging as it is and let go of the rest, for an `attach` that follows in this process.
+
+        Nothing is waited for: the writer goes on by itself, as after the end of its trainer. May be called
+        again after an exception that came in the middle.
+        """
+        opened = self._opened
+        if opened is None or self._is_of_parent:
+            return
+        if self._failures is not None:
+            self._failures.save("training begins anew in this process")
+        opened.meter.end("failed")
+        opened.session.queue.storage.die(kills_processes=False)
+        self._let_go(opened)
+
     def _end(self, opened: Opened, *, failed: bool, detaches: bool = False) -> None:
+        if failed and restarting_in_place.get() is not None:
+            self._break_off()
+            return
         try:
             if self._failures is not None:
                 if failed:
@@ -691,6 +722,12 @@ class Checkpointer:
             self._opened.session.leave()
         if self._loop is not None:
             self._loop.remove(_IN_CHILD)
+
+
+def break_off() -> None:
+    """Let go of every run that this process holds, where a training function was left by an exception."""
+    for checkpointer in list(_attached.values()):
+        checkpointer._break_off()
 
 
 def _after_fork_in_child() -> None:

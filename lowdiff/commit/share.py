@@ -57,7 +57,9 @@ def share_of_items(
             values[name] = data
         elif data:
             tensors[name] = decode_item(name, data)
-    return _share(live, sealed, rank, tensors, {name: data for name, data in values.items() if data})
+    return _share(
+        live, sealed, rank, tensors, {name: data for name, data in values.items() if data}
+    )
 
 
 def _share(

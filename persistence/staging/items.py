@@ -55,7 +55,9 @@ class StagedItems:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise StorageError(f"items of step {step} cannot be staged at {path}: {error}") from error
+            raise StorageError(
+                f"items of step {step} cannot be staged at {path}: {error}"
+            ) from error
         return len(body)
 
 
