@@ -28,14 +28,19 @@ from lowdiff.commit.share import share_of_items
 from lowdiff.commit.survivors_queue import SurvivorsQueue
 from lowdiff.core.events import Code, warn
 from lowdiff.errors import StorageError
-from lowdiff.model.inheritance import inherited
+from lowdiff.model.inheritance import Known, inherited
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
 from lowdiff.persistence.files.shared_page import ImageMark
 from lowdiff.persistence.format.image import stage_image
-from lowdiff.persistence.staging.items import read_items
-from lowdiff.persistence.staging.status import StatusPage, SurvivorStatus, read_status
+from lowdiff.persistence.staging.items import read_ahead, read_items
+from lowdiff.persistence.staging.status import (
+    SavedStatus,
+    StatusPage,
+    SurvivorStatus,
+    read_status,
+)
 from lowdiff.step.states import Sealed
 
 _logger = logging.getLogger(__name__)
@@ -154,19 +159,19 @@ class Survivor:
                 self._refuse("parameters were written since the last commit, by no optimizer")
                 return None
             self._tell(ready_step=step)
-            is_saved = self._save_with_others(sealed)
-            if not is_saved:
+            saved_step = self._save_with_others(sealed)
+            if saved_step is None:
                 return None
             self._saved_step = step
             warn(
                 _logger,
                 Code.SAVED_AFTER_FAILURE,
-                f"rank {self._live.rank}: {why}; the state of step {step} is saved in memory, in "
+                f"rank {self._live.rank}: {why}; the state of step {saved_step} is saved in memory, in "
                 f"{self._stage.root.parent}, and goes to the run folder; the next attach goes on from "
                 "there",
-                step=step,
+                step=saved_step,
             )
-            return step
+            return saved_step
 
     def _wait_for_rest(self) -> Sealed | None:
         """Wait until no optimizer is at work; the last step, or None if its state is gone."""
@@ -176,8 +181,8 @@ class Survivor:
             time.sleep(_LOOK_SECONDS)
         return sealed
 
-    def _save_with_others(self, sealed: Sealed) -> bool:
-        """Write until the shares of all ranks of this node are there; whether they are."""
+    def _save_with_others(self, sealed: Sealed) -> int | None:
+        """Write until the shares of all ranks of this node are there; their step, None if they are not."""
         step, began = sealed.differential.step, time.monotonic()
         while time.monotonic() - began < _SAVE_SECONDS:
             peers = self._peers()
@@ -189,7 +194,7 @@ class Survivor:
             least = min(peer.ready_step for peer in peers if peer.counts)
             missing = [peer for peer in peers if peer.saved_step != least]
             if not missing:
-                return True
+                return least
             writers = [peer.rank for peer in peers if peer.is_alive and peer.ready_step == least]
             for peer in missing if least == step else ():
                 own = peer.rank == self._live.rank
@@ -197,15 +202,16 @@ class Survivor:
                 if (own or (absent and writers[0] == self._live.rank)) and not self._write(
                     peer, sealed
                 ):
-                    return False
+                    return None
             time.sleep(_LOOK_SECONDS)
         self._refuse("the other ranks of this node did not save their share in time")
-        return False
+        return None
 
     def _peers(self) -> list[Peer]:
         found = []
         for rank, stage in self._stages():
             page = read_status(stage.survivor_status, SurvivorStatus)
+            image = read_status(stage.survivor_saved, SavedStatus).image
             is_self = rank == self._live.rank
             found.append(
                 Peer(
@@ -218,7 +224,7 @@ class Survivor:
                         and _is_held(stage.trainer_lock)
                     ),
                     ready_step=page.ready_step,
-                    saved_step=-1 if page.image is None else page.image.step,
+                    saved_step=-1 if image is None else image.step,
                 )
             )
         return found
@@ -253,12 +259,9 @@ class Survivor:
             if self._training.resting is not sealed or not self._queue.has_same_parameters():
                 self._refuse("training went on while it was saved")
                 return False
+            # Last, as a manifest: from here on the share counts.
             mark = ImageMark(step, size, checksum)
-            if peer.rank == self._live.rank:
-                self._tell(image=mark)
-            else:
-                path = peer.stage.survivor_status
-                StatusPage(path, read_status(path, SurvivorStatus)).update(image=mark)
+            StatusPage(peer.stage.survivor_saved, SavedStatus(mark))
         except (OSError, StorageError) as error:
             self._refuse(str(error))
             return False
@@ -280,8 +283,8 @@ class Survivor:
             return None
         ddp = self._live.attached.ddp
         found, why = inherited(
-            here[0],
-            here[1],
+            Known(here[0], read_ahead(self._stage, step), here[1]),
+            read_ahead(peer.stage, step),
             before,
             seed=(self._stage.run_id, peer.rank, step),
             takes_buffers=ddp is not None and ddp.broadcast_buffers and peer.rank != 0,

@@ -90,7 +90,9 @@ class SurvivorsQueue:
         self.storage.counters.staged_bytes += self._items.put(record.step, self._changed)
 
     def stage_ahead(self, step: int, reducer: Reducer, number: int) -> None:
-        """See `StepQueue`: gradients are not kept."""
+        """See `StepQueue`: no gradients, but the items that change, as they are now."""
+        if self._items is not None:
+            self._items.put_ahead(step, self._live.tracker.peek(self._changed.keys()))
 
     def stage_snapshot(
         self, step: int, tensors: Callable[[], Sequence[ImageTensor]], *, required: bool

@@ -5,58 +5,90 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from lowdiff.persistence.format.values import encode
-from lowdiff.recovery.state import BUFFER_ITEM, RNG_ITEM
+from lowdiff.recovery.state import BUFFER_ITEM, RNG_ITEM, STATEFUL_ITEM, TENSOR_ITEM
+
+
+#: Items that every rank moves at the same places of the program.
+_OF_PROGRAM = (RNG_ITEM, BUFFER_ITEM, STATEFUL_ITEM + "dataloader", TENSOR_ITEM + "dataloader")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Items of a survivor.
+
+    Attributes:
+        now: At the step.
+        ahead: Before the last of its optimizers made the step; some may be missing.
+        before: At the step before.
+    """
+
+    now: Mapping[str, bytes]
+    ahead: Mapping[str, bytes]
+    before: Mapping[str, bytes]
 
 
 def inherited(
-    now: Mapping[str, bytes],
+    own: Known,
+    ahead: Mapping[str, bytes],
     before: Mapping[str, bytes],
-    theirs_before: Mapping[str, bytes],
     *,
     seed: tuple[str, int, int],
     takes_buffers: bool,
 ) -> tuple[dict[str, bytes] | None, str]:
-    """Rebuild the items of a dead rank at a step, from a survivor's and its own of the step before.
+    """Rebuild the items of a dead rank at a step, from its own up to its optimizers and a survivor's.
 
-    What both had alike at the step before, they have alike. DDP overwrites buffers by those of rank 0
-    before the next forward pass. Generators are drawn anew. Anything else is lost.
+    All ranks run one program: what the survivor's optimizers found as it was at the step's end, so did
+    the dead rank's. That is taken for granted of generators, buffers and data loaders. Other objects are
+    taken from the survivor where both had them alike, and lost where not: one rank may do more with them.
+    Where it is not known how far a generator was, it is seeded anew.
 
     Args:
-        now: The survivor's items at the step.
-        before: Its items at the step before.
-        theirs_before: The dead rank's items at the step before.
-        seed: Run, rank and step: from these the generators are drawn anew.
-        takes_buffers: Whether the dead rank's buffers are overwritten before their next use.
+        own: The survivor's.
+        ahead: The dead rank's before it made the step; none if it had not come so far.
+        before: The dead rank's at the step before.
+        seed: Run, rank and step: from these generators are seeded anew.
+        takes_buffers: Whether the dead rank's buffers are overwritten by rank 0's before their next use.
 
     Returns:
         The items, and what the user should know of them; None, and why, where something is lost.
     """
     found: dict[str, bytes] = {}
-    redrawn = []
-    for name in sorted({*now, *theirs_before}):
-        if before.get(name) == theirs_before.get(name):
-            if name in now:
-                found[name] = now[name]
-        elif name.startswith(RNG_ITEM):
-            found[name] = encode(_drawn_anew(name, seed), name=name)
-            redrawn.append(name.removeprefix(RNG_ITEM))
-        elif takes_buffers and name.startswith(BUFFER_ITEM) and name in now:
-            found[name] = now[name]
+    reseeded = []
+    for name in sorted({*own.now, *before, *ahead}):
+        now, is_generator = own.now.get(name), name.startswith(RNG_ITEM)
+        is_buffer = name.startswith(BUFFER_ITEM)
+        is_unmoved = own.before.get(name) == now
+        is_alike = before.get(name) == own.before.get(name) and (
+            name not in ahead or name not in own.ahead or ahead[name] == own.ahead[name]
+        )
+        if name in ahead and own.ahead.get(name) == now and name.startswith(_OF_PROGRAM):
+            found[name] = ahead[name]
+        elif is_generator and is_unmoved and name in before:
+            found[name] = before[name]
+        # A rank's own batch moves its buffers away from the others', as batch norm's.
+        elif is_alike and (is_unmoved or not is_buffer):
+            found |= {} if now is None else {name: now}
+        elif is_generator:
+            found[name] = encode(_seeded_anew(name, seed), name=name)
+            reseeded.append(name.removeprefix(RNG_ITEM))
+        elif is_buffer and takes_buffers and now is not None:
+            found[name] = now
         else:
             return None, f"it alone had {name}"
-    if redrawn:
-        names = " and ".join(redrawn)
+    if reseeded:
+        names = " and ".join(reseeded)
         return found, f"its random generators ({names}) are seeded anew from run, rank and step"
     return found, ""
 
 
-def _drawn_anew(name: str, seed: tuple[str, int, int]) -> Any:
+def _seeded_anew(name: str, seed: tuple[str, int, int]) -> Any:
     """State of a generator that is seeded by what identifies its rank and step."""
     number = zlib.crc32(repr((name, *seed)).encode())
     kind = name.removeprefix(RNG_ITEM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -205,6 +205,14 @@ class ItemTracker:
             outline, apart = outlined(name, read())
             self._apart |= apart
             found[STATEFUL_ITEM + name] = encode(outline, name=name)
+        return found
+
+    def peek(self, names: Set[str]) -> dict[str, bytes]:
+        """Return some items as they are now; the next `changed` tells the same as without this call."""
+        found = {name: data for name, data in self.read().items() if name in names}
+        tensors = self.tensors
+        for name in names & tensors.keys():
+            found[name] = encode(tensors[name].detach().cpu().contiguous(), name=name)
         return found
 
     def is_as_committed(self) -> bool:

@@ -25,9 +25,10 @@
     STAGING/RUN_ID/i000002-r0000/replica.lock, replica.log
     STAGING/RUN_ID/i000002-r0000/replica.boot            kernel under which the state was written
     STAGING/RUN_ID/i000002-r0000/replica.image           the replica's image being persisted
-    STAGING/RUN_ID/i000002-r0000/items-0, -1, -2         items of the beginning and of the last two steps
+    STAGING/RUN_ID/i000002-r0000/items-0 to items-3      items of the beginning, of the last two steps, and ahead of one
     STAGING/RUN_ID/i000002-r0000/survivor                page of the thread that saves after a failure
-    STAGING/RUN_ID/i000002-r0000/survivor.image          what it saved (strategy survivors)
+    STAGING/RUN_ID/i000002-r0000/survivor.image          what was saved for the rank (strategy survivors)
+    STAGING/RUN_ID/i000002-r0000/survivor.saved          page that says so, of whoever saved it
     STAGING/RUN_ID/i000002-r0000/owner.json              run folder that this folder belongs to
     STAGING/RUN_ID/i000002-r0000/trainer.lock, writer.lock, writer.log
 """
@@ -282,8 +283,10 @@ class StagingFolder:
     replica_log = _File("replica.log")
     #: Image of the replica's state that the writer is persisting.
     replica_image = _File("replica.image")
-    #: Page of the rank's survivor: what it knows of a failure, and what was saved for the rank.
+    #: Page of the rank's survivor: what it knows of a failure.
     survivor_status = _File("survivor")
+    #: Page that says what was saved for the rank, by whichever survivor did.
+    survivor_saved = _File("survivor.saved")
     #: Image of the rank's share that a survivor saved after a failure.
     survivor_image = _File("survivor.image")
     #: Output of the writer process.
@@ -356,7 +359,7 @@ class StagingFolder:
         own = [path for path in (self.replica_status, self.survivor_status) if path.exists()]
         if not own:
             return []
-        names = (*own, self.survivor_image, self.trainer_status, self.snapshot)
+        names = (*own, self.survivor_image, self.survivor_saved, self.trainer_status, self.snapshot)
         states = (path for _, path in self.replica_states())
         return [*(path for path in names if path.exists()), *states]
 

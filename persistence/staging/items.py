@@ -1,7 +1,9 @@
 """Items of a rank in staging as of its last two steps, for whoever saves its state after a failure.
 
 A file holds all items as the incarnation began with them. Two more take turns: each holds the items that
-changed since, as of one step. So a kill while one is written leaves the step before.
+changed since, as of one step. So a kill while one is written leaves the step before. A last one holds them
+as they were before an optimizer stepped: most items are then what they will be at the step's end, so that
+a rank that dies in between has left almost all that it alone had.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from lowdiff.persistence.format.values import decode, encode
 
 _HEAD = struct.Struct("<QQI")
 #: Slot of the items that the incarnation began with; the others take turns.
-_BASE, _NUM_TURNS = 0, 2
+_BASE, _NUM_TURNS, _AHEAD = 0, 2, 3
 
 
 class StagedItems:
@@ -41,6 +43,14 @@ class StagedItems:
             StorageError: If there is no memory for them.
         """
         return self._write(_turn(step), step, items)
+
+    def put_ahead(self, step: int, items: Mapping[str, bytes]) -> None:
+        """Stage items as they are before an optimizer makes ``step``.
+
+        Raises:
+            StorageError: If there is no memory for them.
+        """
+        self._write(_AHEAD, step, items)
 
     def _write(self, slot: int, step: int, items: Mapping[str, bytes]) -> int:
         body = encode(dict(items), name="items")
@@ -67,6 +77,12 @@ def read_items(stage: StagingFolder, step: int) -> dict[str, bytes] | None:
     if base is None or changed is None or changed[0] != step:
         return None
     return base[1] | changed[1]
+
+
+def read_ahead(stage: StagingFolder, step: int) -> dict[str, bytes]:
+    """Return items of a rank as they were before an optimizer made a step; none if it had not come so far."""
+    found = _read(stage, _AHEAD)
+    return {} if found is None or found[0] != step else found[1]
 
 
 def _turn(step: int) -> int:

@@ -139,22 +139,34 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class SurvivorStatus:
-    """What a rank's survivor knows of a failure, and what was saved for the rank.
+    """What a rank's survivor knows of a failure.
 
     Attributes:
         seen_at_unix_seconds: When its thread last looked; a process that is stopped looks no more.
         is_waiting: Whether its main thread waits for other ranks.
         ready_step: Step whose state the rank could save when it noticed a failure; -1 before.
-        image: Image of the rank's share that was saved; None before.
     """
 
     seen_at_unix_seconds: float = 0.0
     is_waiting: bool = False
     ready_step: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStatus:
+    """What was saved for a rank after a failure.
+
+    Attributes:
+        image: Image of its share; None before.
+    """
+
     image: ImageMark | None = None
 
 
-_Status = TypeVar("_Status", bound=WriterStatus | TrainerStatus | ReplicaStatus | SurvivorStatus)
+_Status = TypeVar(
+    "_Status",
+    bound=WriterStatus | TrainerStatus | ReplicaStatus | SurvivorStatus | SavedStatus,
+)
 
 
 class StatusPage(Generic[_Status]):
@@ -225,7 +237,7 @@ class Complaints:
 
 def state_step(stage: StagingFolder) -> int:
     """Return the newest step whose state is in memory as a whole, -1 for none."""
-    image = read_status(stage.survivor_status, SurvivorStatus).image
+    image = read_status(stage.survivor_saved, SavedStatus).image
     saved_step = -1 if image is None else image.step
     return max(read_status(stage.replica_status, ReplicaStatus).step, saved_step)
 

@@ -28,7 +28,7 @@ from lowdiff.persistence.run.fences import require_run
 from lowdiff.persistence.staging.settings import WriterSettings
 from lowdiff.persistence.staging.status import (
     ReplicaStatus,
-    SurvivorStatus,
+    SavedStatus,
     TrainerStatus,
     read_status,
 )
@@ -51,7 +51,7 @@ def newer_images(staging: StagingFolder, step: int) -> list[StagedImage]:
     once the trainer's is durable.
     """
     sources = (
-        (read_status(staging.survivor_status, SurvivorStatus).image, staging.survivor_image),
+        (read_status(staging.survivor_saved, SavedStatus).image, staging.survivor_image),
         (read_status(staging.replica_status, ReplicaStatus).image, staging.replica_image),
         (read_status(staging.trainer_status, TrainerStatus).image, staging.snapshot),
     )

@@ -27,7 +27,7 @@ from lowdiff.persistence.run.catalog import Catalog
 from lowdiff.persistence.run.records import RankRecords, joined, reach
 from lowdiff.persistence.staging.status import (
     ReplicaStatus,
-    SurvivorStatus,
+    SavedStatus,
     TrainerStatus,
     has_replica,
     read_status,
@@ -245,7 +245,7 @@ def _sources_of(stage: StagingFolder) -> list[_Source]:
     # One that was taken over serves where what it was taken into does not.
     if mark is not None and (mark.step > status.image_step or not found):
         found += _whole_image(stage, stage.snapshot, mark)
-    mark = read_status(stage.survivor_status, SurvivorStatus).image
+    mark = read_status(stage.survivor_saved, SavedStatus).image
     if mark is not None:
         found += _whole_image(stage, stage.survivor_image, mark)
     return found

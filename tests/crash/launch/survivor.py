@@ -1,0 +1,168 @@
+"""A rank of a training with strategy survivors, which may die, or stop, at a given place.
+
+``RANK WORLD_SIZE STORE FOLDER UNTIL [--phase PHASE --step N] [--hidden N] [--seeds]``; with ``--phase random``
+somebody else kills it. Appends to ``FOLDER/report.RANK`` a line of JSON for every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import lowdiff
+from lowdiff.commit import survivor as survivor_module
+from lowdiff.compressors import dense
+from lowdiff.persistence.format.values import encode
+from tests.crash.trainings import batch, wrapped
+
+PHASES = ("forward", "backward", "exchange", "between", "optimizer", "stepped", "commit", "error", "stop")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Fault:
+    """Does something once, when the training comes to a place in a step."""
+
+    def __init__(self, phase: str, step: int) -> None:
+        self.phase, self.step, self.now = phase, step, -1
+
+    def at(self, phase: str) -> None:
+        """The training is at this place."""
+        if self.now == self.step and phase == self.phase:
+            self.phase = ""
+            _die()
+
+
+class Net(nn.Module):
+    """Dropout, and batch norm whose buffers DDP takes from rank 0."""
+
+    def __init__(self, hidden: int, fault: Fault) -> None:
+        super().__init__()
+        self.first = nn.Linear(30, hidden)
+        self.norm = nn.BatchNorm1d(hidden)
+        self.last = nn.Linear(hidden, 5)
+        self._fault = fault
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(inputs)).relu()
+        self._fault.at("forward")
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._fault.at("backward"))
+        output: torch.Tensor = self.last(functional.dropout(hidden, 0.2))
+        return output
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a state."""
+    return hashlib.sha256(encode(value)).hexdigest()
+
+
+def main(*words: str) -> int:
+    """Train; 3 if a collective failed."""
+    parser = argparse.ArgumentParser()
+    for name, kind in (("rank", int), ("world_size", int), ("store", str), ("folder", Path), ("until", int)):
+        parser.add_argument(name, type=kind)
+    parser.add_argument("--phase", default="")
+    parser.add_argument("--step", type=int, default=-1)
+    parser.add_argument("--hidden", type=int, default=40)
+    parser.add_argument("--seeds", action="store_true")
+    parser.add_argument("--hang-seconds", type=float, default=None)
+    parser.add_argument("--snapshot-every", type=int, default=100)
+    args = parser.parse_args(words)
+    logging.basicConfig(level=logging.WARNING)
+    rank = args.rank
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(args.store, args.world_size), rank=rank, world_size=args.world_size
+    )
+    seed = 17 + (rank if args.seeds else 0)
+    torch.manual_seed(17)
+    fault = Fault(args.phase, args.step)
+    net = Net(args.hidden, fault)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    model = wrapped(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    optimizer.register_step_post_hook(lambda *_: fault.at("optimizer"))
+    exchange = dense.mean
+
+    def exchanging(*arguments: Any, **options: Any) -> Any:
+        fault.at("exchange")
+        return exchange(*arguments, **options)
+
+    dense.mean = exchanging
+    if args.phase == "save":  # dies when another one has failed, while it saves, in the copy of the image
+        stage = survivor_module.stage_image
+
+        def staging(*arguments: Any) -> Any:
+            found = stage(*arguments)
+            _die()
+            return found
+
+        survivor_module.stage_image = staging
+    checkpointer = lowdiff.Checkpointer(
+        args.folder / "run",
+        strategy="survivors",
+        reproducible=True,
+        staging=args.folder / "staging",
+        snapshot_every=args.snapshot_every,
+        hang_seconds=args.hang_seconds,
+        on_hang="exit",
+    )
+    with (args.folder / f"report.{rank}").open("a") as report:
+
+        def tell(word: str, step: int) -> None:
+            state = {
+                "model": net.state_dict() if rank == 0 else dict(net.named_parameters()),
+                "optimizer": optimizer.state_dict(),
+                "scheduler": scheduler.state_dict(),
+            }
+            state["model"] = {name: value.detach() for name, value in state["model"].items()}
+            line = {"word": word, "step": step, "state": digest(state)}
+            print(json.dumps(line), file=report, flush=True)
+
+        try:
+            with checkpointer:
+                tell("resumed", checkpointer.attach(model, optimizer, scheduler=scheduler))
+                for step in checkpointer.steps(args.until):
+                    fault.now = step
+                    loss = model(batch(step, rank, 16, 30)).square().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    fault.at("between")
+                    if fault.phase == "error" and step == fault.step:
+                        raise ValueError("a mistake in the loop")
+                    if fault.phase == "stop" and step == fault.step:
+                        _stop()
+                    optimizer.step()
+                    fault.at("stepped")
+                    scheduler.step()
+                    tell("made", step + 1)
+                print(json.dumps({"word": "end", "rng": digest(torch.get_rng_state())}), file=report, flush=True)
+        except (RuntimeError, ValueError, lowdiff.LowDiffError) as error:
+            sys.stdout.write(f"{type(error).__name__}: {error}\n")
+            sys.stdout.flush()
+            return 3
+    return 0
