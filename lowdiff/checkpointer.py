@@ -597,8 +597,7 @@ class Checkpointer:
 
     def _end(self, opened: Opened, *, failed: bool, detaches: bool = False) -> None:
         if failed and restarting_in_place.get() is not None:
-            self._break_off()
-            return
+            return  # until the other ranks have heard of the failure as well: see `break_off`
         try:
             if self._failures is not None:
                 if failed:
@@ -631,7 +630,7 @@ class Checkpointer:
                 "committing what it had not",
                 self._settings.run,
             )
-            earlier._close(failed=True)
+            earlier._break_off() if restarting_in_place.get() else earlier._close(failed=True)
 
     def _watch_failures(self, opened: Opened) -> None:
         if opened.survivor is None:

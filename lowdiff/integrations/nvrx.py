@@ -26,11 +26,14 @@ import argparse
 import functools
 import gc
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -40,6 +43,7 @@ from lowdiff.checkpointer import WaitingWriter, break_off, restarting_in_place
 from lowdiff.errors import ConfigError, LowDiffError
 
 try:
+    import psutil  # the package needs it
     from nvidia_resiliency_ext import inprocess
 except ImportError as error:
     _version = ".".join(map(str, sys.version_info[:2]))
@@ -56,9 +60,9 @@ R = TypeVar("R")
 _LOOK = timedelta(seconds=0.1)
 #: How long to wait for more failures before all begin anew.
 _LAST_CALL = timedelta(seconds=0.05)
-#: Of `hang_seconds`: when a rank that makes no progress is interrupted, and when it is killed. Ranks that wait
-#: for it in a collective stop waiting before, so that they are not taken for hung.
-_INTERRUPTED_AFTER, _KILLED_AFTER, _BARRIER_AFTER = 1.25, 1.5, 3.0
+#: Of `hang_seconds`: when a rank that still makes no progress is killed, and how long ranks wait for each other to
+#: begin anew.
+_KILLED_AFTER, _BARRIER_AFTER = 1.5, 3.0
 _LEAST_BARRIER_SECONDS = 120.0
 
 
@@ -70,7 +74,6 @@ class Attempt:
         number: How many times it was before.
         rank: Of this process in this attempt.
         world_size: Number of processes that train.
-        timeout: How long a collective may take.
         host: Machine of the store through which processes meet.
         port: The store's port.
     """
@@ -78,7 +81,6 @@ class Attempt:
     number: int
     rank: int
     world_size: int
-    timeout: timedelta
     host: str
     port: int
 
@@ -87,7 +89,7 @@ class Attempt:
 
         Args:
             backend: E.g. ``"gloo"``.
-            options: Further ones; ``timeout`` must be shorter than a hang may take.
+            options: Further ones.
         """
         # A connection of its own: that of the package waits in another thread, and holds up all that use it.
         store = dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
@@ -96,7 +98,7 @@ class Attempt:
             store=dist.PrefixStore(f"training-{self.number}", store),
             rank=self.rank,
             world_size=self.world_size,
-            **{"timeout": self.timeout, **options},
+            **options,
         )
 
 
@@ -124,6 +126,17 @@ class _Prepare(inprocess.initialize.Initialize):
     def __call__(self, state: Any) -> Any:
         self._writer.prepare()
         return state
+
+
+class _CutOff(inprocess.abort.AbortTorchDistributed):
+    """Ends what the main thread waits for: also with Gloo, whose groups live as long as a model in DDP.
+
+    Gloo ends a collective once a connection is closed, and cannot be told to end it.
+    """
+
+    def __call__(self, state: Any) -> Any:
+        _close_connections(but=int(os.environ["MASTER_PORT"]))
+        return super().__call__(state)
 
 
 class _BreakOff(inprocess.finalize.Finalize):
@@ -168,13 +181,14 @@ def restartable(
     writer = WaitingWriter()
     chosen: dict[str, Any] = {
         "initialize": _Prepare(writer),
+        "abort": _CutOff(),
         "finalize": _BreakOff(),
         "rank_assignment": inprocess.Compose(
             _Enough(world_size),
             inprocess.rank_assignment.MaxActiveWorldSize(world_size),
             inprocess.rank_assignment.ShiftRanks(),
         ),
-        "soft_timeout": timedelta(seconds=_INTERRUPTED_AFTER * hang_seconds),
+        "soft_timeout": timedelta(seconds=hang_seconds),
         "hard_timeout": timedelta(seconds=_KILLED_AFTER * hang_seconds),
         "barrier_timeout": barrier,
         "completion_timeout": barrier,
@@ -184,7 +198,6 @@ def restartable(
         "last_call_wait": _LAST_CALL,
     }
     wrapper = inprocess.Wrapper(**{**chosen, **settings})
-    timeout = timedelta(seconds=hang_seconds)
 
     def decorate(function: Callable[Concatenate[Attempt, P], R]) -> Callable[P, R | None]:
         def enter(call: Any, args: Sequence[Any], options: Mapping[str, Any]) -> R:
@@ -192,7 +205,6 @@ def restartable(
                 call.iteration,
                 int(os.environ["RANK"]),
                 int(os.environ["WORLD_SIZE"]),
-                timeout,
                 call.base_store.host,
                 call.base_store.port,
             )
@@ -216,6 +228,7 @@ def restartable(
             try:
                 return wrapper(enter)(None, args, options)
             finally:
+                break_off()
                 restarting_in_place.reset(token)
                 writer.close()
                 gc.unfreeze()
@@ -223,6 +236,21 @@ def restartable(
         return wrapped
 
     return decorate
+
+
+def _close_connections(*, but: int) -> None:
+    """Close this process's TCP connections between ports that the kernel chose, as those of Gloo are.
+
+    Spared are those of a store's port, and sockets of Python.
+    """
+    lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    of_python = {thing.fileno() for thing in gc.get_objects() if isinstance(thing, socket.socket)}
+    for found in psutil.Process().net_connections("tcp"):
+        ports = [address.port for address in (found.laddr, found.raddr) if address]
+        is_of_ranks = len(ports) == 2 and all(lowest <= port <= highest for port in ports)
+        if is_of_ranks and but not in ports and found.fd not in of_python:
+            with suppress(OSError), socket.socket(fileno=os.dup(found.fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _load() -> None:

@@ -29,7 +29,17 @@ from lowdiff.compressors import dense
 from lowdiff.persistence.format.values import encode
 from tests.crash.trainings import batch, wrapped
 
-PHASES = ("forward", "backward", "exchange", "between", "optimizer", "stepped", "commit", "error", "stop")
+PHASES = (
+    "forward",
+    "backward",
+    "exchange",
+    "between",
+    "optimizer",
+    "stepped",
+    "commit",
+    "error",
+    "stop",
+)
 
 
 def _die() -> None:
@@ -80,7 +90,13 @@ def digest(value: Any) -> str:
 def main(*words: str) -> int:
     """Train; 3 if a collective failed."""
     parser = argparse.ArgumentParser()
-    for name, kind in (("rank", int), ("world_size", int), ("store", str), ("folder", Path), ("until", int)):
+    for name, kind in (
+        ("rank", int),
+        ("world_size", int),
+        ("store", str),
+        ("folder", Path),
+        ("until", int),
+    ):
         parser.add_argument(name, type=kind)
     parser.add_argument("--phase", default="")
     parser.add_argument("--step", type=int, default=-1)
@@ -93,7 +109,10 @@ def main(*words: str) -> int:
     rank = args.rank
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(args.store, args.world_size), rank=rank, world_size=args.world_size
+        "gloo",
+        store=dist.FileStore(args.store, args.world_size),
+        rank=rank,
+        world_size=args.world_size,
     )
     seed = 17 + (rank if args.seeds else 0)
     torch.manual_seed(17)
@@ -113,7 +132,9 @@ def main(*words: str) -> int:
         return exchange(*arguments, **options)
 
     dense.mean = exchanging
-    if args.phase == "save":  # dies when another one has failed, while it saves, in the copy of the image
+    if (
+        args.phase == "save"
+    ):  # dies when another one has failed, while it saves, in the copy of the image
         stage = survivor_module.stage_image
 
         def staging(*arguments: Any) -> Any:
@@ -160,7 +181,11 @@ def main(*words: str) -> int:
                     fault.at("stepped")
                     scheduler.step()
                     tell("made", step + 1)
-                print(json.dumps({"word": "end", "rng": digest(torch.get_rng_state())}), file=report, flush=True)
+                print(
+                    json.dumps({"word": "end", "rng": digest(torch.get_rng_state())}),
+                    file=report,
+                    flush=True,
+                )
         except (RuntimeError, ValueError, lowdiff.LowDiffError) as error:
             sys.stdout.write(f"{type(error).__name__}: {error}\n")
             sys.stdout.flush()

@@ -78,7 +78,9 @@ def whole(folder: Path, world_size: int, *options: object) -> Lives:
     return reports(folder, world_size)
 
 
-def broken(folder: Path, world_size: int, faults: dict[int, list[object]], *options: object) -> Lives:
+def broken(
+    folder: Path, world_size: int, faults: dict[int, list[object]], *options: object
+) -> Lives:
     """A life in which some ranks fail, and another that goes on to the end."""
     faulty = {-1: list(options), **faults}
     stops = [rank for rank, words in faults.items() if "stop" in words]
