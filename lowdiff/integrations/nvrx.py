@@ -286,6 +286,8 @@ def launch(command: Sequence[str], num_processes: int, *, port: int = 0) -> int:
                 "WORLD_SIZE": str(num_processes),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(store.port),
+                # The package waits in short turns, and PyTorch warns of the end of each.
+                "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             },
         )
         for rank in range(num_processes)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lowdiff.demo.launch import child_processes
 from tests.crash.launch import failing
 from tests.crash.launch.failing import STRATEGIES, WORLD_SIZE
 from tests.processes import PATIENCE_SECONDS, ROOT, Script
@@ -153,3 +157,50 @@ def lowdiff_step(folder: Path) -> int:
     import lowdiff
 
     return lowdiff.recover(folder / "run", staging=folder / "staging").step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("in_place", marks=needs_package), "torchrun"])
+def test_the_example_goes_on_after_a_kill_as_if_there_were_none(tmp_path: Path, name: str) -> None:
+    """The rank that prints is not killed."""
+    launcher = {
+        "in_place": ["-m", "lowdiff.integrations.nvrx", "--processes=3"],
+        "torchrun": [
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            "--max-restarts=3",
+        ],
+    }[name]
+    printed = {}
+    for run, dies in (("whole", False), ("killed", True)):
+        output = tmp_path / f"{run}.txt"
+        words = [*launcher, f"examples/restart_{name}.py", str(tmp_path / run)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, *words], cwd=ROOT, env=environment, stdout=file, stderr=file
+            )
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while dies and "step 300:" not in output.read_text():
+            assert time.monotonic() < deadline, output.read_text()[-3000:]
+            time.sleep(0.01)
+        if dies:
+            os.kill(pid_of_rank(1, process.pid), signal.SIGKILL)
+        assert process.wait(PATIENCE_SECONDS) == 0, output.read_text()[-3000:]
+        printed[run] = output.read_text()
+    losses = {
+        run: set(re.findall(r"^step .*", text, re.MULTILINE)) for run, text in printed.items()
+    }
+    assert losses["killed"] == losses["whole"]
+    assert len(losses["whole"]) == 20
+    assert printed["whole"].count("starting at step") == 2
+    assert printed["killed"].count("starting at step") == 4
+
+
+def pid_of_rank(rank: int, launcher: int) -> int:
+    """The worker among a launcher's children that was started with this rank."""
+    for pid in child_processes(launcher):
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if f"RANK={rank}".encode() in environment and b"examples/restart" in command:
+            return pid
+    raise AssertionError("no such worker")
