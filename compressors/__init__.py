@@ -28,7 +28,8 @@ __all__ = [
 
 #: All compressors: a run names its own, and recovery looks it up here.
 _BY_NAME: Mapping[str, Callable[..., Compressor]] = {
-    kind.name: kind for kind in (Averaged, Cast, CyclicTopK, Dense, PowerSGD, Quantize, RandomK, TopK)
+    kind.name: kind
+    for kind in (Averaged, Cast, CyclicTopK, Dense, PowerSGD, Quantize, RandomK, TopK)
 }
 
 

@@ -27,7 +27,6 @@ from lowdiff.compressors.dense import mean
 from lowdiff.core.events import Code, log_event, warn
 from lowdiff.errors import ConfigError, UsageError
 from lowdiff.loop.dataloader import Body, ResumableLoader, StatefulEpochs
-from lowdiff.loop.failure_watch import FailureWatch
 from lowdiff.loop.pinning import keep_step
 from lowdiff.loop.preemption import SignalWatch, ends_by_sigterm, refuse_foreign_descriptor
 from lowdiff.loop.steps import DetachedLoop, LoopState, TrainingLoop
@@ -40,6 +39,7 @@ from lowdiff.protocols import Compressor
 from lowdiff.recovery.state import LOOP_STATE
 from lowdiff.settings import Settings, cadence, module_names
 from lowdiff.step.ddp_hook import HookState, registered
+from lowdiff.survivors.watch import FailureWatch
 from lowdiff.tuner.policy import Tuning
 from lowdiff.types import Retention, whole_number
 
@@ -323,8 +323,8 @@ class Checkpointer:
             self.hook_state.open(self._session.recorder.reducer, attached.parameters)
             self._loop = TrainingLoop(attached, self._session, opened.random_states)
             self._was_preempted = False
+            self._signals = SignalWatch(self._session.preempt)
             self._watch_failures(opened)
-            self._signals = SignalWatch(self._told_to_stop)
         except BaseException:
             self._session.queue.storage.stop()
             self._session.queue.storage.writer.stop()
@@ -519,7 +519,7 @@ class Checkpointer:
         if self._failures is None:
             yield
         else:
-            with self._failures.pause():
+            with self._failures.pace.pause():
                 yield
 
     def close(self) -> None:
@@ -637,21 +637,12 @@ class Checkpointer:
             return
         self._failures = FailureWatch(
             opened.survivor,
-            lambda: opened.session.step,
+            opened.session,
             hang_seconds=self._settings.hang_seconds,
             on_hang=self._settings.on_hang,
-            is_on_host=opened.session.is_on_host,
-            ends_by_signal=ends_by_sigterm,
+            ends_by_signal=ends_by_sigterm(),
         )
         self._say("survivors", f"after a failure the state is saved in {opened.survivor.path}")
-
-    def _told_to_stop(self) -> None:
-        """Hear of a signal that announces the end; for any thread."""
-        opened, failures = self._opened, self._failures
-        if opened is not None:
-            opened.session.preempt()
-        if failures is not None:
-            failures.told_to_stop()
 
     def _let_go(self, opened: Opened) -> None:
         """Take back what ``attach`` registered, as far as it came."""

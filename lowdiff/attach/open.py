@@ -32,8 +32,6 @@ from lowdiff.commit.session import Session
 from lowdiff.commit.share import constant_images
 from lowdiff.commit.staging import Staging
 from lowdiff.commit.storage import Storage
-from lowdiff.commit.survivor import Survivor
-from lowdiff.commit.survivors_queue import SurvivorsQueue
 from lowdiff.compressors import refuse_unknown
 from lowdiff.compressors.feedback import RotatingResidual
 from lowdiff.core.events import Code, warn
@@ -69,6 +67,8 @@ from lowdiff.step.gradients import Gradients
 from lowdiff.step.proofs import Proofs
 from lowdiff.step.recorder import Recorder
 from lowdiff.step.residual import CopiedResidual, StagedResidual
+from lowdiff.survivors.queue import SurvivorsQueue
+from lowdiff.survivors.survivor import Survivor
 from lowdiff.tuner.measured import Past
 from lowdiff.types import Fence
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -207,7 +208,7 @@ class ItemTracker:
             found[STATEFUL_ITEM + name] = encode(outline, name=name)
         return found
 
-    def peek(self, names: Set[str]) -> dict[str, bytes]:
+    def peek(self, names: AbstractSet[str]) -> dict[str, bytes]:
         """Return some items as they are now; the next `changed` tells the same as without this call."""
         found = {name: data for name, data in self.read().items() if name in names}
         tensors = self.tensors

@@ -38,6 +38,7 @@ from tests.faults.power import power_failures
 from tests.faults.replica_kills import replica_kills
 from tests.faults.storage import storage_troubles
 from tests.faults.stranger import HOSTILE, mutations, strangers
+from tests.faults.survivor_kills import LARGE_HIDDEN, survivor_kills
 
 #: About what the full size takes on two busy cores.
 FULL_MINUTES = 60.0
@@ -60,13 +61,25 @@ def campaigns(folder: Path, scale: float, seed: int) -> Campaigns:
     every = max(1, round(1 / scale))
     fuzzed_seconds = round(600 * min(scale, 1.0))
     hostile = list(HOSTILE)[: size(len(HOSTILE), 2)]
-    killed, replicas = folder / "kills", folder / "replicas"
+    killed, replicas, survivors = (folder / n for n in ("kills", "replicas", "survivors"))
     return {
         "kills": lambda: kills(killed, size(200, 3), seed=seed),
         "kills of 2 ranks": lambda: kills(killed, size(50, 2), world_size=2, seed=seed),
         "replicas": lambda: replica_kills(replicas, size(100, 2), seed=seed),
         "replicas of 2 ranks": lambda: replica_kills(
             replicas, size(30, 1), world_size=2, seed=seed
+        ),
+        "survivors of 2 ranks": lambda: survivor_kills(
+            survivors, size(150, 10), world_size=2, seed=seed
+        ),
+        "survivors of 3 ranks": lambda: survivor_kills(
+            survivors, size(120, 10), world_size=3, seed=seed
+        ),
+        "survivors of large states": lambda: survivor_kills(
+            survivors, size(30, 3), world_size=2, hidden=LARGE_HIDDEN, seed=seed
+        ),
+        "survivors killed in their save": lambda: survivor_kills(
+            survivors, size(30, 2), world_size=3, places=("save",), seed=seed
         ),
         "looks": lambda: looks(folder / "looks", size(2000, 4)),
         "looks at replicas": lambda: looks(folder / "looks", size(1000, 4), kind="replica"),

@@ -12,6 +12,7 @@ from lowdiff.errors import DamagedFile
 from tests.faults import damage, fuzz, kills, looks, peers, power, soak, storage, stranger
 from tests.faults.outcome import Outcome
 from tests.faults.replica_kills import replica_kills
+from tests.faults.survivor_kills import survivor_kills
 from tests.faults.victim import TinyTraining, Victim, checkpointer_for
 
 pytestmark = [pytest.mark.launch, pytest.mark.new_processes, pytest.mark.slow]
@@ -53,6 +54,11 @@ def test_no_committed_step_is_lost_to_ten_kills_with_a_replica(
     tmp_path: Path, world_size: int
 ) -> None:
     expect_nothing_lost(replica_kills(tmp_path, 10, world_size=world_size, seed=5), 10)
+
+
+@pytest.mark.timeout(400)
+def test_survivors_save_the_state_wherever_a_rank_fails(tmp_path: Path) -> None:
+    expect_nothing_lost(survivor_kills(tmp_path, 10, world_size=2, seed=3), 10)
 
 
 @pytest.mark.timeout(400)

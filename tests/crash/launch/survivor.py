@@ -1,7 +1,7 @@
 """A rank of a training with strategy survivors, which may die, or stop, at a given place.
 
-``RANK WORLD_SIZE STORE FOLDER UNTIL [--phase PHASE --step N] [--hidden N] [--seeds]``; with ``--phase random``
-somebody else kills it. Appends to ``FOLDER/report.RANK`` a line of JSON for every step.
+``RANK WORLD_SIZE STORE FOLDER UNTIL [--phase PHASE --step N]`` and more; ``--after N`` counts from where it
+resumes. It appends a line of JSON for every step to ``FOLDER/report.RANK``.
 """
 
 from __future__ import annotations
@@ -24,22 +24,11 @@ from torch import nn
 from torch.nn import functional
 
 import lowdiff
-from lowdiff.commit import survivor as survivor_module
 from lowdiff.compressors import dense
+from lowdiff.persistence.format import image
 from lowdiff.persistence.format.values import encode
+from lowdiff.survivors import survivor as survivor_module
 from tests.crash.trainings import batch, wrapped
-
-PHASES = (
-    "forward",
-    "backward",
-    "exchange",
-    "between",
-    "optimizer",
-    "stepped",
-    "commit",
-    "error",
-    "stop",
-)
 
 
 def _die() -> None:
@@ -100,6 +89,7 @@ def main(*words: str) -> int:
         parser.add_argument(name, type=kind)
     parser.add_argument("--phase", default="")
     parser.add_argument("--step", type=int, default=-1)
+    parser.add_argument("--after", type=int)
     parser.add_argument("--hidden", type=int, default=40)
     parser.add_argument("--seeds", action="store_true")
     parser.add_argument("--hang-seconds", type=float, default=None)
@@ -135,14 +125,14 @@ def main(*words: str) -> int:
     if (
         args.phase == "save"
     ):  # dies when another one has failed, while it saves, in the copy of the image
-        stage = survivor_module.stage_image
+        stage = image.stage_image
 
         def staging(*arguments: Any) -> Any:
             found = stage(*arguments)
             _die()
             return found
 
-        survivor_module.stage_image = staging
+        vars(survivor_module)["stage_image"] = staging
     checkpointer = lowdiff.Checkpointer(
         args.folder / "run",
         strategy="survivors",
@@ -166,7 +156,10 @@ def main(*words: str) -> int:
 
         try:
             with checkpointer:
-                tell("resumed", checkpointer.attach(model, optimizer, scheduler=scheduler))
+                resumed = checkpointer.attach(model, optimizer, scheduler=scheduler)
+                tell("resumed", resumed)
+                if args.after is not None:
+                    fault.step = resumed + args.after
                 for step in checkpointer.steps(args.until):
                     fault.now = step
                     loss = model(batch(step, rank, 16, 30)).square().mean()

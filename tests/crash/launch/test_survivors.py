@@ -2,78 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.crash.launch import survivor
-from tests.processes import Script
+from tests.crash.launch.survivor_lives import Lives, ended, life, reports
 
 UNTIL, AT = 10, 6
 
 
-@dataclass(frozen=True)
-class Lives:
-    """What ranks reported, life after life."""
-
-    lines: list[list[dict[str, Any]]]
-    output: str
-
-    @property
-    def resumed(self) -> list[int]:
-        """Where each life began, as rank 0 says."""
-        return [line["step"] for line in self.lines[0] if line["word"] == "resumed"]
-
-    def states(self, rank: int) -> dict[int, str]:
-        """Step -> state; a later life's replaces an earlier's."""
-        return {line["step"]: line["state"] for line in self.lines[rank] if line["word"] != "end"}
-
-    def generators(self) -> list[str]:
-        """At the end."""
-        return [lines[-1]["rng"] for lines in self.lines]
-
-
-def life(
-    folder: Path, world_size: int, options: dict[int, list[object]], *, number: int
-) -> list[Script]:
-    folder.mkdir(exist_ok=True)
-    store = folder / f"store-{number}"
-    return [
-        Script(
-            survivor.main,
-            *[rank, world_size, store, folder, UNTIL, *options.get(-1, []), *options.get(rank, [])],
-            output=folder / f"output.{rank}",
-        )
-        for rank in range(world_size)
-    ]
-
-
-def reports(folder: Path, world_size: int) -> Lives:
-    lines = [
-        [json.loads(line) for line in (folder / f"report.{rank}").read_text().splitlines()]
-        for rank in range(world_size)
-    ]
-    output = "".join((folder / f"output.{rank}").read_text() for rank in range(world_size))
-    return Lives(lines, output)
-
-
-def ended(scripts: list[Script], *, stopped: int | None = None) -> None:
-    """Wait for all; a stopped one is killed once the others have ended, as a launcher does."""
-    for rank, script in enumerate(scripts):
-        if rank != stopped:
-            script.wait()
-    if stopped is not None:
-        scripts[stopped].kill()
-        scripts[stopped].wait()
-
-
 def whole(folder: Path, world_size: int, *options: object) -> Lives:
-    scripts = life(folder, world_size, {-1: list(options)}, number=0)
+    scripts = life(folder, world_size, UNTIL, {-1: list(options)}, number=0)
     assert [script.wait() for script in scripts] == [0] * world_size, scripts[0].printed()
     return reports(folder, world_size)
 
@@ -84,8 +23,8 @@ def broken(
     """A life in which some ranks fail, and another that goes on to the end."""
     faulty = {-1: list(options), **faults}
     stops = [rank for rank, words in faults.items() if "stop" in words]
-    ended(life(folder, world_size, faulty, number=0), stopped=stops[0] if stops else None)
-    scripts = life(folder, world_size, {-1: list(options)}, number=1)
+    ended(life(folder, world_size, UNTIL, faulty, number=0), stopped=stops[0] if stops else None)
+    scripts = life(folder, world_size, UNTIL, {-1: list(options)}, number=1)
     assert [script.wait() for script in scripts] == [0] * world_size, scripts[0].printed()
     return reports(folder, world_size)
 
@@ -103,22 +42,88 @@ def check(found: Lives, whole: Lives, *, resumed: int, same_generators: bool = T
 
 
 @pytest.mark.launch
-def test_one_of_two_ranks_is_killed_in_its_backward_pass(tmp_path: Path) -> None:
-    expected = whole(tmp_path / "whole", 2, "--seeds")
-    found = broken(tmp_path / "killed", 2, {1: dies("backward")}, "--seeds")
-    check(found, expected, resumed=AT)
+@pytest.mark.parametrize(
+    ("phase", "world_size", "victim", "resumed"),
+    [("backward", 2, 1, AT), ("optimizer", 2, 0, AT + 1)],
+)
+def test_a_killed_rank_costs_the_open_body(
+    tmp_path: Path, phase: str, world_size: int, victim: int, resumed: int
+) -> None:
+    expected = whole(tmp_path / "whole", world_size, "--seeds")
+    found = broken(tmp_path / "killed", world_size, {victim: dies(phase)}, "--seeds")
+    check(found, expected, resumed=resumed)
 
 
 @pytest.mark.launch
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("phase", survivor.PHASES[:4])
-def test_a_rank_that_dies_before_its_step_costs_the_open_body(
+@pytest.mark.parametrize(
+    "phase", ["forward", "backward", "exchange", "optimizer", "stepped", "error"]
+)
+def test_wherever_a_rank_fails_it_costs_the_open_body(
     tmp_path: Path, phase: str, world_size: int, victim: int
 ) -> None:
     expected = whole(tmp_path / "whole", world_size, "--seeds")
     found = broken(tmp_path / "killed", world_size, {victim: dies(phase)}, "--seeds")
-    # Between its exchange and its step it leaves the others to go on by one step.
-    assert found.resumed[1] in ((AT, AT + 1) if phase in ("between", "exchange") else (AT,))
-    check(found, expected, resumed=found.resumed[1])
+    check(found, expected, resumed=AT + (phase in ("optimizer", "stepped")))
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_generators_of_a_rank_that_died_before_its_optimizer_are_seeded_anew(
+    tmp_path: Path,
+) -> None:
+    expected = whole(tmp_path / "whole", 2, "--seeds")
+    found = broken(tmp_path / "killed", 2, {1: dies("between")}, "--seeds")
+    assert found.resumed == [0, AT + 1]
+    assert found.states(0)[AT + 1] == expected.states(0)[AT + 1]
+    assert "LD803: rank 1 at step 7: its random generators (torch) are seeded anew" in found.output
+    # Where ranks draw the same numbers nothing is lost.
+    expected = whole(tmp_path / "alike", 2)
+    check(broken(tmp_path / "between", 2, {1: dies("between")}), expected, resumed=AT + 1)
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_buffers_that_rank_0_alone_had_send_all_ranks_back_to_the_last_snapshot(
+    tmp_path: Path,
+) -> None:
+    every = ("--snapshot-every", 4)
+    expected = whole(tmp_path / "whole", 2, *every)
+    found = broken(tmp_path / "killed", 2, {0: dies("between")}, *every)
+    check(found, expected, resumed=4)
+    assert "LD802" in found.output
+    assert "it alone had buffer/norm." in found.output
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [0, 2])
+def test_another_survivor_takes_over_from_one_that_dies_in_its_save(
+    tmp_path: Path, second: int
+) -> None:
+    expected = whole(tmp_path / "whole", 3, "--seeds")
+    faults: dict[int, list[object]] = {1: dies("backward"), second: ["--phase", "save"]}
+    check(broken(tmp_path / "killed", 3, faults, "--seeds"), expected, resumed=AT)
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_where_all_die_in_their_save_the_older_state_is_whole(tmp_path: Path) -> None:
+    every = ("--snapshot-every", 4)
+    expected = whole(tmp_path / "whole", 3, *every)
+    dying: list[object] = ["--phase", "save"]
+    faults = {1: dies("backward"), 0: dying, 2: dying}
+    check(broken(tmp_path / "killed", 3, faults, *every), expected, resumed=4)
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
+    options = ("--hang-seconds", 3)
+    expected = whole(tmp_path / "whole", 3)
+    found = broken(tmp_path / "stopped", 3, {1: dies("stop")}, *options)
+    # It had taken part in the exchange, so the others made the step.
+    check(found, expected, resumed=AT + 1)
+    assert "LD804" in found.output

@@ -62,7 +62,9 @@ class Model:
         ]
         self.attached: Attached = describe(nn.ParameterList(self.parameters), self.optimizers)
         self.average = {i: p.detach().clone() for i, p in enumerate(self.parameters)}
-        self.watch = Watch(self.attached, {"ema": self.average}, *ranks, mode="live" if is_live else "recovery")
+        self.watch = Watch(
+            self.attached, {"ema": self.average}, *ranks, mode="live" if is_live else "recovery"
+        )
 
     def step(self, optimizer: int) -> None:
         for parameter in self.parameters:

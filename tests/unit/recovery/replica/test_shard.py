@@ -109,7 +109,9 @@ class Live:
     def _step(self, number: int) -> Step:
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        reducer = DenseReducer(Dense(), self.fence.layout, None, kept=range(len(self.fence.layout.parameters)))
+        reducer = DenseReducer(
+            Dense(), self.fence.layout, None, kept=range(len(self.fence.layout.parameters))
+        )
         reducer.begin(number)
         reducer.consume(self._attached.gradients(0))
         payload = Payload(

@@ -15,12 +15,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import TracebackType
 
-from lowdiff.commit.survivor import Survivor
+from lowdiff.commit.session import Session
 from lowdiff.core.events import Code, warn
+from lowdiff.survivors.survivor import Survivor
 
 _logger = logging.getLogger(__name__)
 
@@ -40,41 +41,82 @@ _WAITING_IN = (
 )
 
 
+class Pace:
+    """How fast steps end, and whether none has ended for too long.
+
+    Args:
+        hang_seconds: See `Settings`.
+        step: The last step.
+    """
+
+    def __init__(self, hang_seconds: float | None, step: int) -> None:
+        self.step, self._since = step, time.monotonic()
+        self._hang_seconds = hang_seconds
+        self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._num_pauses = 0
+
+    def count(self, step: int) -> bool:
+        """Look at the last step; whether it is a new one."""
+        is_new, now = step > self.step, time.monotonic()
+        if is_new:
+            self._seconds.append((now - self._since) / (step - self.step))
+            self.step, self._since = step, now
+        return is_new
+
+    @property
+    def seconds(self) -> float:
+        """Since the last step ended, or a pause."""
+        return time.monotonic() - self._since
+
+    @property
+    def is_over(self) -> bool:
+        """Whether ranks that wait for each other hang. The first step of a life may take for ever."""
+        if self._num_pauses or not self._seconds:
+            return False
+        usual = max(_LEAST_HANG_SECONDS, _HANG_STEPS * statistics.median(self._seconds))
+        return self.seconds > (usual if self._hang_seconds is None else self._hang_seconds)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Count no time while the body runs."""
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+            self._since = time.monotonic()
+
+
 class FailureWatch:
     """Watches one rank's training until it is closed; made in the main thread.
 
     Args:
         survivor: Saves.
-        step: Tells the last step.
+        session: The training's.
         hang_seconds: See `Settings`.
         on_hang: See `Settings`.
-        is_on_host: Whether the model is on the CPU. On an accelerator a hang shows wherever the host
-            waits for it.
-        ends_by_signal: Tells whether SIGTERM would end the process if lowdiff had no handler.
+        ends_by_signal: Whether SIGTERM would end the process if lowdiff had no handler.
+
+    Attributes:
+        pace: Of the training.
     """
 
     def __init__(
         self,
         survivor: Survivor,
-        step: Callable[[], int],
+        session: Session,
         *,
         hang_seconds: float | None,
         on_hang: str,
-        is_on_host: bool,
-        ends_by_signal: Callable[[], bool],
+        ends_by_signal: bool,
     ) -> None:
+        self.pace = Pace(hang_seconds, session.step)
         self._survivor = survivor
-        self._step = step
-        self._hang_seconds = hang_seconds
+        self._session = session
         self._on_hang = on_hang
-        self._is_on_host = is_on_host
         self._ends_by_signal = ends_by_signal
-        self._main = threading.main_thread().ident
-        self._place: tuple[int, int] | None = None
-        self._num_pauses = 0
+        self._main = _MainThread(is_on_host=session.is_on_host)
         self._told_at: float | None = None
-        self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
-        self._seen_step, self._seen_at = step(), time.monotonic()
         self._hung_step = -1
         self._is_over = threading.Event()
         self._previous_hook = sys.excepthook
@@ -93,20 +135,6 @@ class FailureWatch:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2 * _LOOK_SECONDS)
 
-    def told_to_stop(self) -> None:
-        """Hear of SIGTERM; for any thread."""
-        self._told_at = time.monotonic()
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Take no time in the body for a hang."""
-        self._num_pauses += 1
-        try:
-            yield
-        finally:
-            self._num_pauses -= 1
-            self._seen_at = time.monotonic()
-
     def save(self, why: str) -> None:
         """Save the state after a failure; for any thread."""
         self._survivor.save(why)
@@ -122,55 +150,59 @@ class FailureWatch:
 
     def _run(self) -> None:
         while not self._is_over.wait(_LOOK_SECONDS):
-            now, is_waiting = time.monotonic(), self._is_waiting()
             try:
-                self._survivor.look(is_waiting=is_waiting)
-                self._count(now)
-                if self._told_at is not None and is_waiting:
-                    self._after_signal(now)
-                elif is_waiting and self._hangs(now):
-                    self._after_hang(now)
+                self._look()
             except Exception as error:  # noqa: BLE001 -- the thread must go on looking
                 text = f"the state could not be saved: {type(error).__name__}: {error}"
                 warn(_logger, Code.NOT_SAVED_AFTER_FAILURE, text, exc_info=True)
 
-    def _count(self, now: float) -> None:
-        step = self._step()
-        if step > self._seen_step:
-            self._seconds.append((now - self._seen_at) / (step - self._seen_step))
-            self._seen_step, self._seen_at = step, now
-            self._told_at = None if self._told_at is None else now
-
-    def _after_signal(self, now: float) -> None:
-        """Save if the main thread is stuck; it does not come to a commit any more."""
-        assert self._told_at is not None
-        if now - self._told_at < _GRACE_SECONDS:
+    def _look(self) -> None:
+        is_waiting = self._main.waits_for_ranks()
+        self._survivor.look(is_waiting=is_waiting)
+        is_new = self.pace.count(self._session.step)
+        if self._session.agreement.was_told_to_stop and (is_new or self._told_at is None):
+            self._told_at = time.monotonic()
+        if not is_waiting:
             return
+        if self._told_at is not None:
+            if time.monotonic() - self._told_at > _GRACE_SECONDS:
+                self._after_signal()
+        # One rank may evaluate while the others wait for it.
+        elif self.pace.is_over and self._hung_step != self.pace.step and self._survivor.all_wait():
+            self._after_hang()
+
+    def _after_signal(self) -> None:
+        """Save: the main thread is stuck, and does not come to a commit any more."""
         self.save("SIGTERM came while the main thread waits for other ranks")
-        if self._ends_by_signal():
+        if self._ends_by_signal:
             _leave(128 + signal.SIGTERM)
 
-    def _hangs(self, now: float) -> bool:
-        if self._num_pauses or not self._seconds or self._hung_step == self._seen_step:
-            return False
-        limit = self._hang_seconds
-        if limit is None:
-            limit = max(_LEAST_HANG_SECONDS, _HANG_STEPS * statistics.median(self._seconds))
-        # One rank may evaluate while the others wait for it.
-        return now - self._seen_at > limit and self._survivor.all_wait()
-
-    def _after_hang(self, now: float) -> None:
-        self._hung_step = self._seen_step
-        seconds = now - self._seen_at
+    def _after_hang(self) -> None:
+        step, seconds = self.pace.step, self.pace.seconds
+        self._hung_step = step
         text = f"no step has ended for {seconds:.0f} s, and every rank here waits for others"
-        warn(_logger, Code.HANG_SEEN, text, step=self._seen_step, seconds=seconds)
+        warn(_logger, Code.HANG_SEEN, text, step=step, seconds=seconds)
         self.save("the ranks hang")
         if self._on_hang == "exit":
             _leave(1)
 
-    def _is_waiting(self) -> bool:
-        """Whether the main thread waits for other ranks now."""
-        frame: FrameType | None = sys._current_frames().get(self._main or 0)
+
+class _MainThread:
+    """Tells what the main thread does.
+
+    Args:
+        is_on_host: Whether the model is on the CPU. On an accelerator a hang shows wherever the host
+            waits for it.
+    """
+
+    def __init__(self, *, is_on_host: bool) -> None:
+        self._is_on_host = is_on_host
+        self._identity = threading.main_thread().ident or 0
+        self._place: tuple[int, int] | None = None
+
+    def waits_for_ranks(self) -> bool:
+        """Whether it is inside a collective or a backward pass, or an accelerator blocks it."""
+        frame = sys._current_frames().get(self._identity)
         if frame is None:
             return False
         before, self._place = self._place, (id(frame.f_code), frame.f_lasti)

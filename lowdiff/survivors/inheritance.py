@@ -14,7 +14,6 @@ import torch
 from lowdiff.persistence.format.values import encode
 from lowdiff.recovery.state import BUFFER_ITEM, RNG_ITEM, STATEFUL_ITEM, TENSOR_ITEM
 
-
 #: Items that every rank moves at the same places of the program.
 _OF_PROGRAM = (RNG_ITEM, BUFFER_ITEM, STATEFUL_ITEM + "dataloader", TENSOR_ITEM + "dataloader")
 

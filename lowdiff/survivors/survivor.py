@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,8 @@ from typing import Protocol
 import torch
 
 from lowdiff.commit.share import share_of_items
-from lowdiff.commit.survivors_queue import SurvivorsQueue
 from lowdiff.core.events import Code, warn
 from lowdiff.errors import StorageError
-from lowdiff.model.inheritance import Known, inherited
 from lowdiff.model.tracked import Live
 from lowdiff.persistence.files.locks import FileLock
 from lowdiff.persistence.files.paths import StagingFolder
@@ -42,6 +40,8 @@ from lowdiff.persistence.staging.status import (
     read_status,
 )
 from lowdiff.step.states import Sealed
+from lowdiff.survivors.inheritance import Known, inherited
+from lowdiff.survivors.queue import SurvivorsQueue
 
 _logger = logging.getLogger(__name__)
 
@@ -125,7 +125,9 @@ class Survivor:
     def look(self, *, is_waiting: bool) -> None:
         """Tell the other ranks that this process lives, and whether its main thread waits for them."""
         resting = self._training.resting
-        has_gone_on = resting is not None and resting.differential.step > self._queue.page.status.ready_step
+        has_gone_on = (
+            resting is not None and resting.differential.step > self._queue.page.status.ready_step
+        )
         changes = {"ready_step": -1} if has_gone_on else {}
         self._tell(seen_at_unix_seconds=time.time(), is_waiting=is_waiting, **changes)
 
@@ -150,7 +152,9 @@ class Survivor:
         with self._saving:
             sealed = self._wait_for_rest()
             if sealed is None:
-                self._refuse("the open body's optimizers have stepped, and it did not reach its commit")
+                self._refuse(
+                    "the open body's optimizers have stepped, and it did not reach its commit"
+                )
                 return None
             step = sealed.differential.step
             if self._saved_step == step:

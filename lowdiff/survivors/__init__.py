@@ -1,0 +1,1 @@
+"""Strategy survivors: after a failure the ranks that live save the state (just-in-time checkpoints)."""

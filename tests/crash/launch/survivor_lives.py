@@ -1,0 +1,82 @@
+"""Lives of a training with strategy survivors, in real processes, some of which fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.crash.launch import survivor
+from tests.processes import Script
+
+
+@dataclass(frozen=True)
+class Lives:
+    """What ranks reported, life after life."""
+
+    lines: list[list[dict[str, Any]]]
+    output: str
+
+    @property
+    def resumed(self) -> list[int]:
+        """Where each life began, as rank 0 says."""
+        return [line["step"] for line in self.lines[0] if line["word"] == "resumed"]
+
+    def states(self, rank: int) -> dict[int, str]:
+        """Step -> state; a later life's replaces an earlier's."""
+        return {line["step"]: line["state"] for line in self.lines[rank] if line["word"] != "end"}
+
+    def generators(self) -> list[str]:
+        """At the end."""
+        return [lines[-1]["rng"] for lines in self.lines]
+
+
+def life(
+    folder: Path,
+    world_size: int,
+    until: int,
+    options: Mapping[int, Sequence[object]],
+    *,
+    number: int,
+) -> list[Script]:
+    """Start all ranks.
+
+    Args:
+        folder: Where run, staging and reports lie.
+        world_size: Number of ranks.
+        until: Step at which they end.
+        options: Rank -> further words of its command line; -1: those of all ranks.
+        number: Of the life.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    store = folder / f"store-{number}"
+    return [
+        Script(
+            survivor.main,
+            *[rank, world_size, store, folder, until, *options.get(-1, []), *options.get(rank, [])],
+            output=folder / f"output.{rank}",
+        )
+        for rank in range(world_size)
+    ]
+
+
+def reports(folder: Path, world_size: int) -> Lives:
+    """Read what the ranks have reported so far."""
+    lines = [
+        [json.loads(line) for line in (folder / f"report.{rank}").read_text().splitlines()]
+        for rank in range(world_size)
+    ]
+    output = "".join((folder / f"output.{rank}").read_text() for rank in range(world_size))
+    return Lives(lines, output)
+
+
+def ended(scripts: list[Script], *, stopped: int | None = None) -> None:
+    """Wait for all; a stopped one is killed once the others have ended, as a launcher does."""
+    for rank, script in enumerate(scripts):
+        if rank != stopped:
+            script.wait()
+    if stopped is not None:
+        scripts[stopped].kill()
+        scripts[stopped].wait()
