@@ -20,8 +20,8 @@ def main(run: str) -> None:
     """Train or resume."""
     # torchrun's store keeps the addresses of the attempt before, so each attempt looks at names of its own.
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False)
-    store = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    attempt = f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    store = dist.PrefixStore(attempt, dist.TCPStore(host, port, is_master=False))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.manual_seed(0)

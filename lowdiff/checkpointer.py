@@ -94,10 +94,8 @@ _attached: dict[str, Checkpointer] = {}
 #: are not here when it is freed.
 _of_parents: list[Checkpointer] = []
 
-#: Set where the training function is entered again in this process after it failed: what waits to be used then.
-restarting_in_place: ContextVar[WaitingWriter | None] = ContextVar(
-    "restarting_in_place", default=None
-)
+#: Set where the training function is entered again in this process after it failed: the writer of the next attach.
+_in_place: ContextVar[WaitingWriter | None] = ContextVar("lowdiff_in_place", default=None)
 
 _IN_CHILD = (
     "this Checkpointer belongs to the process that this one was forked from; only that one may use "
@@ -315,7 +313,7 @@ class Checkpointer:
                 ranks,
                 restore=restore,
                 step=step,
-                waiting=restarting_in_place.get(),
+                waiting=_in_place.get(),
             )
         self._opened, self._detached = opened, None
         _attached[self._key] = self
@@ -596,7 +594,7 @@ class Checkpointer:
         self._let_go(opened)
 
     def _end(self, opened: Opened, *, failed: bool, detaches: bool = False) -> None:
-        if failed and restarting_in_place.get() is not None:
+        if failed and _in_place.get() is not None:
             return  # until the other ranks have heard of the failure as well: see `break_off`
         try:
             if self._failures is not None:
@@ -630,7 +628,7 @@ class Checkpointer:
                 "committing what it had not",
                 self._settings.run,
             )
-            earlier._break_off() if restarting_in_place.get() else earlier._close(failed=True)
+            earlier._break_off() if _in_place.get() else earlier._close(failed=True)
 
     def _watch_failures(self, opened: Opened) -> None:
         if opened.survivor is None:
@@ -712,6 +710,30 @@ class Checkpointer:
             self._opened.session.leave()
         if self._loop is not None:
             self._loop.remove(_IN_CHILD)
+
+
+@contextmanager
+def restarting_in_place() -> Iterator[None]:
+    """Enter a training function again and again in the body, after failures; for `lowdiff.integrations`.
+
+    Leaving ``with checkpointer:`` by an exception then does nothing: whoever knows that all ranks have heard of the
+    failure calls `break_off`. Each ``attach`` takes a writer that `prepare_writer` started before.
+    """
+    writer = WaitingWriter()
+    token = _in_place.set(writer)
+    try:
+        yield
+    finally:
+        break_off()
+        _in_place.reset(token)
+        writer.close()
+
+
+def prepare_writer() -> None:
+    """Have a writer wait for the next ``attach``, if none does; within `restarting_in_place`."""
+    writer = _in_place.get()
+    assert writer is not None
+    writer.prepare()
 
 
 def break_off() -> None:

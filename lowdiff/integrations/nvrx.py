@@ -39,7 +39,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from lowdiff.checkpointer import WaitingWriter, break_off, restarting_in_place
+from lowdiff.checkpointer import break_off, prepare_writer, restarting_in_place
 from lowdiff.errors import ConfigError, LowDiffError
 
 try:
@@ -120,11 +120,8 @@ class _Enough(inprocess.rank_assignment.RankAssignment):
 class _Prepare(inprocess.initialize.Initialize):
     """Has a writer wait for the next ``attach`` of this process."""
 
-    def __init__(self, writer: WaitingWriter) -> None:
-        self._writer = writer
-
     def __call__(self, state: Any) -> Any:
-        self._writer.prepare()
+        prepare_writer()
         return state
 
 
@@ -178,9 +175,8 @@ def restartable(
             f"world_size is 1 or more and hang_seconds more than 0, got {world_size} and {hang_seconds}"
         )
     barrier = timedelta(seconds=max(_LEAST_BARRIER_SECONDS, _BARRIER_AFTER * hang_seconds))
-    writer = WaitingWriter()
     chosen: dict[str, Any] = {
-        "initialize": _Prepare(writer),
+        "initialize": _Prepare(),
         "abort": _CutOff(),
         "finalize": _BreakOff(),
         "rank_assignment": inprocess.Compose(
@@ -224,14 +220,12 @@ def restartable(
             # The package collects garbage before it enters anew: what is there by now is none.
             gc.collect()
             gc.freeze()
-            token = restarting_in_place.set(writer)
             try:
-                return wrapper(enter)(None, args, options)
+                with restarting_in_place():
+                    result: R | None = wrapper(enter)(None, args, options)
             finally:
-                break_off()
-                restarting_in_place.reset(token)
-                writer.close()
                 gc.unfreeze()
+            return result
 
         return wrapped
 
