@@ -595,6 +595,7 @@ class Checkpointer:
 
     def _end(self, opened: Opened, *, failed: bool, detaches: bool = False) -> None:
         if failed and _in_place.get() is not None:
+            opened.session.gate.leave()
             return  # until the other ranks have heard of the failure as well: see `break_off`
         try:
             if self._failures is not None:
@@ -734,6 +735,17 @@ def prepare_writer() -> None:
     writer = _in_place.get()
     assert writer is not None
     writer.prepare()
+
+
+def end_steps(timeout_seconds: float) -> None:
+    """Let no optimizer begin a step any more, and wait until the step that began is committed; for any thread.
+
+    Otherwise an exception that another thread raises in the main thread could come while parameters change, and no
+    rank had the state of a whole step.
+    """
+    for checkpointer in list(_attached.values()):
+        if checkpointer._opened is not None:
+            checkpointer._opened.session.gate.close(timeout_seconds)
 
 
 def break_off() -> None:

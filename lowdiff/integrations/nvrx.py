@@ -39,7 +39,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from lowdiff.checkpointer import break_off, prepare_writer, restarting_in_place
+from lowdiff.checkpointer import break_off, end_steps, prepare_writer, restarting_in_place
 from lowdiff.errors import ConfigError, LowDiffError
 
 try:
@@ -63,6 +63,8 @@ _LAST_CALL = timedelta(seconds=0.05)
 #: Of `hang_seconds`: when a rank that still makes no progress is killed, and how long ranks wait for each other to
 #: begin anew.
 _KILLED_AFTER, _BARRIER_AFTER = 1.5, 3.0
+#: How long the rest of a step may take, from its optimizer to the end of its commit.
+_STEP_SECONDS = 10.0
 _LEAST_BARRIER_SECONDS = 120.0
 
 
@@ -133,6 +135,7 @@ class _CutOff(inprocess.abort.AbortTorchDistributed):
 
     def __call__(self, state: Any) -> Any:
         _close_connections(but=int(os.environ["MASTER_PORT"]))
+        end_steps(_STEP_SECONDS)
         return super().__call__(state)
 
 
