@@ -1,7 +1,7 @@
 """A rank of a training that fails as it is told, and what it is begun anew by.
 
 ``FOLDER STRATEGY [ATTEMPT:STEP:KIND ...]``: in which attempt, before which step, rank 1 gets an ``error``, dies by
-``kill``, or is stopped for ever (``hang``). Each line that it prints begins with the time.
+``kill``, or is stopped for ever (``hang``); ``slow`` keeps rank 0 in its optimizer from then on, three seconds each. Each line that it prints begins with the time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def say(what: str) -> None:
     sys.stdout.flush()
 
 
-def fail(kind: str) -> None:
+def fail(kind: str, optimizer: torch.optim.Optimizer) -> None:
+    if kind == "slow":
+        optimizer.register_step_post_hook(lambda *_: time.sleep(3.0))
+        return
     say(f"fails by {kind}")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -59,8 +62,9 @@ def train(attempt: int, folder: Path, strategy: str, failures: Sequence[str]) ->
         for step in checkpointer.steps(until=STEPS):
             for words in failures:
                 number, at, kind = words.split(":")
-                if (rank, attempt, step) == (1, int(number), int(at)):
-                    fail(kind)
+                is_here = rank == (0 if kind == "slow" else 1)
+                if is_here and (attempt, step) == (int(number), int(at)):
+                    fail(kind, made.optimizer)
             made.step(step)
             if step == completed:
                 say(f"made step {step}")
