@@ -113,11 +113,11 @@ def start_waiting(module: str, **environment: str) -> DetachedProcess:
 def tell_settings(process: DetachedProcess, settings: ProcessSettings, log: Path) -> bool:
     """Give a waiting process its settings and its log; whether it lives."""
     line = json.dumps([str(log), settings.to_json()])
-    if process.poll() is not None or process.stdin is None:
-        return False
+    assert process.stdin is not None
     try:
         process.stdin.write(line.encode() + b"\n")
-    except OSError:
+    except BrokenPipeError:
+        process.stdin.close()
         return False
     return True
 
